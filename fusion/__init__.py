@@ -1,0 +1,1 @@
+"""fusion: an attention compiler for unmodified PyTorch models."""
