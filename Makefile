@@ -1,0 +1,47 @@
+# Every target does its own set-up: a virtual environment in the checkout, with the tested versions of constraints.txt.
+# PYTHON chooses the interpreter the environment is made from; VENV=path uses another environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format types bench clean
+
+help:
+	@echo "make demo    real text through a trained model: eager, Inductor and fusion side by side"
+	@echo "make test    the test suite           (ARGS='-k mask' passes options on to pytest)"
+	@echo "make lint    ruff: lint and format    (make format mends what it can)"
+	@echo "make types   pyright"
+	@echo "make bench   benchmarks/cpu.py        (ARGS='--quick' passes options on to it)"
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras; it is as old as the last installation that went through.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev $(VENV)/.installed-test
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -1,0 +1,38 @@
+"""What holds for every test: fixed seeds, two threads at most, the same random cases, no state of Dynamo left over."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis
+import numpy
+import pytest
+import torch
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+# Compilation makes single examples slow and their times uneven, so there is no deadline. Examples are derived from the
+# test itself (derandomize): the same checkout fails or passes everywhere. HYPOTHESIS_PROFILE=search looks for new ones.
+_SLOW = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, max_examples=25, print_blob=True, suppress_health_check=_SLOW
+)
+hypothesis.settings.register_profile(
+    "search", deadline=None, max_examples=500, print_blob=True, suppress_health_check=_SLOW
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test draws the same random numbers whether it runs alone or after others, and compiles from nothing."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    yield

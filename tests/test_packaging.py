@@ -1,0 +1,86 @@
+"""The wheel holds every package, and `fusion` alone at its top level; the lists kept by hand agree with the folders."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LINKED = ("passes", "codegen")
+
+
+def packages_in_folders() -> set[str]:
+    """Dotted names of all folders with Python files under fusion/, passes/ and codegen/, as they are imported."""
+    names = set()
+    for top in ("fusion", *LINKED):
+        for file in (ROOT / top).rglob("*.py"):
+            parts = file.parent.relative_to(ROOT).parts
+            if top == "fusion" and len(parts) > 1 and parts[1] in LINKED:
+                continue  # Python before 3.13 follows the links here; the folders they lead to have their own turn
+            names.add(".".join(parts if top == "fusion" else ("fusion", *parts)))
+    return names
+
+
+def test_packages_are_listed() -> None:
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_in_folders()
+
+
+def test_packages_have_init() -> None:
+    mapping = PROJECT["tool"]["setuptools"]["package-dir"]
+    for package in PROJECT["tool"]["setuptools"]["packages"]:
+        parts = package.split(".")
+        stem = ".".join(parts[:2])
+        folder = Path(mapping.get(stem, "/".join(parts[:2])), *parts[2:])
+        assert (ROOT / folder / "__init__.py").is_file(), f"{package} has no __init__.py in {folder}"
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links(name: str) -> None:
+    """A checkout without symbolic links (some archives) would import other files than the installed package."""
+    assert (ROOT / "fusion" / name).resolve() == ROOT / name
+
+
+def test_tests_are_no_package() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py")), "importlib mode wants no __init__.py under tests/"
+
+
+def test_wheel(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("fusion", *LINKED):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(tree)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    expected = set()
+    for top in ("fusion", *LINKED):
+        for file in (ROOT / top).rglob("*.py"):
+            parts = file.relative_to(ROOT).parts
+            if not (top == "fusion" and parts[1] in LINKED):
+                expected.add("/".join(parts if top == "fusion" else ("fusion", *parts)))
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert {name.split("/")[0] for name in names} == {"fusion"}
+
+
+def test_constraints_pin_every_dependency() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][^ @:/]*", line) for line in lines), "only `name==version` lines"
+    pinned = {line.split("==")[0] for line in lines}
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    wanted = [*PROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
+    names = {re.split(r"[\[<>=;~! ]", entry)[0].lower() for entry in wanted}
+    assert names <= pinned, f"not in constraints.txt: {sorted(names - pinned)}"
