@@ -1,0 +1,10 @@
+"""The intermediate representation: expressions of one score element, and the specification of one attention.
+
+Knows no other part of the package. `expr` has the expression DAG, `integers` its exact integer arithmetic, `ops` the
+primitive operations of the score language, `spec` the `AttentionSpec` that emitters take.
+"""
+
+from fusion.ir.expr import Expr, Kind
+from fusion.ir.spec import AttentionSpec, MaskFacts, Normalizer, Operand, Output
+
+__all__ = ["AttentionSpec", "Expr", "Kind", "MaskFacts", "Normalizer", "Operand", "Output"]

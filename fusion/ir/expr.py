@@ -1,0 +1,176 @@
+"""Expression DAG of one element of the attention score.
+
+An expression is a value at symbolic coordinates: batch coordinates `b0, b1, ...`, the query row `i`, the key column
+`j`, and in index maps of operands also the contracted column `c` of Q and K and the column `e` of V. Nodes are
+interned: equal expressions are the same object, so `==` is identity and shared subexpressions are computed once.
+
+Three kinds of values exist, as in the kernels: FLOAT (computed in float32 whatever the model's dtype), INT and BOOL.
+Integer arithmetic is kept in a normal form by `fusion.ir.integers`; build integers with its functions.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+
+class Kind(enum.Enum):
+    """What a value is in a kernel."""
+
+    FLOAT = "float"
+    INT = "int"
+    BOOL = "bool"
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Expr:
+    """One interned node. Make nodes with `node` or the helpers below, never with the constructor.
+
+    op: a leaf ("const", "coord", "size", "score", "row_max", "row_sum", "load") or a primitive of `fusion.ir.ops`.
+    args: operand expressions; of a load, the index in each dimension of the operand tensor.
+    attr: the constant's value, the coordinate's or size's name, or the operand's number; else None.
+    """
+
+    op: str
+    args: tuple[Expr, ...]
+    kind: Kind
+    attr: float | int | bool | str | None = None
+
+    def __str__(self) -> str:
+        from fusion.ir.printing import to_text
+
+        return to_text(self)
+
+    @property
+    def is_const(self) -> bool:
+        return self.op == "const"
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.args
+
+
+_interned: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
+
+
+def node(op: str, args: tuple[Expr, ...], kind: Kind, attr: float | int | bool | str | None = None) -> Expr:
+    """The unique node with these fields. NaN and the sign of zero are told apart by `repr`."""
+    key = (op, tuple(map(id, args)), kind, repr(attr))
+    found = _interned.get(key)
+    if found is None:
+        found = Expr(op, args, kind, attr)
+        _interned[key] = found
+    return found
+
+
+def const(value: float | int | bool, kind: Kind | None = None) -> Expr:
+    """A constant; its kind follows the Python type unless given."""
+    if kind is None:
+        kind = Kind.BOOL if isinstance(value, bool) else Kind.INT if isinstance(value, int) else Kind.FLOAT
+    cast = {Kind.BOOL: bool, Kind.INT: int, Kind.FLOAT: float}[kind]
+    return node("const", (), kind, cast(value))
+
+
+def coord(name: str) -> Expr:
+    """A coordinate: `b0, b1, ...`, `i`, `j`, `c` or `e`."""
+    return node("coord", (), Kind.INT, name)
+
+
+def size(name: str) -> Expr:
+    """A size known at run time; at least 0."""
+    return node("size", (), Kind.INT, name)
+
+
+def load(operand: int, index: tuple[Expr, ...], kind: Kind) -> Expr:
+    """The element of operand tensor number `operand` at `index` (one INT expression per dimension)."""
+    return node("load", tuple(index), kind, operand)
+
+
+SCORE = node("score", (), Kind.FLOAT)
+"""The raw score: the product of query row `i` and key row `j`, accumulated in float32."""
+
+ROW_MAX = node("row_max", (), Kind.FLOAT)
+"""The maximum of the score program over all keys of a row (and the sinks)."""
+
+ROW_SUM = node("row_sum", (), Kind.FLOAT)
+"""The sum over all keys (and sinks) of exp(score program - ROW_MAX)."""
+
+I, J, C, E = coord("i"), coord("j"), coord("c"), coord("e")
+TRUE, FALSE = const(True), const(False)
+ZERO, ONE = const(0.0), const(1.0)
+
+
+def walk(*roots: Expr) -> Iterator[Expr]:
+    """Every distinct node below the roots, operands before users."""
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(roots)]
+    while stack:
+        here, done = stack.pop()
+        if done:
+            yield here
+            continue
+        if here in seen:
+            continue
+        seen.add(here)
+        stack.append((here, True))
+        stack.extend((arg, False) for arg in reversed(here.args) if arg not in seen)
+
+
+def coordinates(expr: Expr) -> frozenset[str]:
+    """Names of the coordinates that a value depends on; a score depends on `i` and `j`."""
+    names: set[str] = set()
+    for part in walk(expr):
+        if part.op == "coord":
+            names.add(str(part.attr))
+        elif part.op == "score":
+            names.update("ij")
+        elif part.op in ("row_max", "row_sum"):
+            names.add("i")
+    return frozenset(names)
+
+
+def loads(*roots: Expr) -> list[Expr]:
+    """Every distinct load below the roots."""
+    return [part for part in walk(*roots) if part.op == "load"]
+
+
+def contains(expr: Expr, target: Expr) -> bool:
+    """Whether `target` occurs in `expr`."""
+    return any(part is target for part in walk(expr))
+
+
+def rebuild(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
+    """`expr` with nodes replaced where `leaf` returns one, and everything above made again in normal form."""
+    from fusion.ir import ops
+
+    made: dict[Expr, Expr] = {}
+
+    def visit(part: Expr) -> Expr:
+        if part in made:
+            return made[part]
+        replacement = leaf(part)
+        if replacement is None:
+            args = tuple(visit(arg) for arg in part.args)
+            replacement = part if args == part.args else ops.remake(part, args)
+        made[part] = replacement
+        return replacement
+
+    return visit(expr)
+
+
+def substitute(expr: Expr, values: Mapping[Expr, Expr]) -> Expr:
+    """`expr` with every key of `values` replaced by its value."""
+    return rebuild(expr, values.get) if values else expr
+
+
+def is_number(expr: Expr, value: float) -> bool:
+    """Whether `expr` is the constant `value` (of any kind)."""
+    return expr.op == "const" and not isinstance(expr.attr, str) and expr.attr == value
+
+
+def is_finite_const(expr: Expr) -> bool:
+    """Whether `expr` is a finite constant."""
+    return expr.op == "const" and math.isfinite(float(expr.attr))  # type: ignore[arg-type]

@@ -1,0 +1,249 @@
+"""Exact integer arithmetic on index expressions, in a normal form.
+
+An INT expression is a polynomial over atoms (coordinates, sizes, loads, floor divisions, remainders, ...) with integer
+coefficients; equal polynomials are the same node. Floor division and remainder are resolved where the bounds of the
+coordinates allow it, which is what makes `h` of `reshape(B * H)` and back the coordinate `h` again:
+
+    (H * b0 + b1) // H = b0          because 0 <= b1 < H
+    (H * b0 + b1) %  H = b1
+    H * (x // H) + x % H = x
+
+All divisors are positive. Bounds of coordinates are given by a `Bounds` mapping: coordinate -> its size, 0 <= x < size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fusion.ir.expr import Expr, Kind, const, node
+
+Bounds = Mapping[Expr, Expr]
+Monomial = tuple[Expr, ...]
+_NO_BOUNDS: Bounds = {}
+
+
+def integer(value: int | Expr) -> Expr:
+    """An INT expression from a Python integer (or one that is an expression already)."""
+    return value if isinstance(value, Expr) else const(int(value), Kind.INT)
+
+
+def terms(expr: Expr) -> dict[Monomial, int]:
+    """The polynomial as {monomial (sorted atoms): coefficient}; () is the constant term."""
+    if expr.op == "const":
+        return {(): int(expr.attr)} if expr.attr else {}  # type: ignore[arg-type]
+    if expr.op == "add":
+        total: dict[Monomial, int] = {}
+        for arg in expr.args:
+            for monomial, coefficient in terms(arg).items():
+                total[monomial] = total.get(monomial, 0) + coefficient
+        return total
+    if expr.op == "mul":
+        coefficient, atoms = 1, expr.args
+        if atoms[0].op == "const":
+            coefficient, atoms = int(atoms[0].attr), atoms[1:]  # type: ignore[arg-type]
+        return {tuple(atoms): coefficient}
+    return {(expr,): 1}
+
+
+def _key(atom: Expr) -> tuple[str, str, tuple]:
+    return (atom.op, str(atom.attr), tuple(_key(arg) for arg in atom.args))
+
+
+def from_terms(polynomial: Mapping[Monomial, int]) -> Expr:
+    """The normal form of a polynomial."""
+    parts = []
+    items = [(m, c) for m, c in polynomial.items() if c]
+    for monomial, coefficient in sorted(items, key=lambda item: (not item[0], [_key(a) for a in item[0]])):
+        if not monomial:
+            parts.append(const(coefficient, Kind.INT))
+        elif coefficient == 1 and len(monomial) == 1:
+            parts.append(monomial[0])
+        else:
+            factors = monomial if coefficient == 1 else (const(coefficient, Kind.INT), *monomial)
+            parts.append(node("mul", factors, Kind.INT))
+    if not parts:
+        return const(0, Kind.INT)
+    return parts[0] if len(parts) == 1 else node("add", tuple(parts), Kind.INT)
+
+
+def add(*values: int | Expr) -> Expr:
+    """Sum, in normal form; joins m * (x // m) + x % m to x."""
+    total: dict[Monomial, int] = {}
+    for value in values:
+        for monomial, coefficient in terms(integer(value)).items():
+            total[monomial] = total.get(monomial, 0) + coefficient
+    return from_terms(_rejoin({m: c for m, c in total.items() if c}))
+
+
+def mul(*values: int | Expr) -> Expr:
+    """Product, distributed."""
+    total: dict[Monomial, int] = {(): 1}
+    for value in values:
+        step: dict[Monomial, int] = {}
+        for left, a in total.items():
+            for right, b in terms(integer(value)).items():
+                monomial = tuple(sorted(left + right, key=_key))
+                step[monomial] = step.get(monomial, 0) + a * b
+        total = step
+    return from_terms(_rejoin({m: c for m, c in total.items() if c}))
+
+
+def neg(value: int | Expr) -> Expr:
+    return mul(-1, value)
+
+
+def sub(left: int | Expr, right: int | Expr) -> Expr:
+    return add(left, neg(right))
+
+
+def _rejoin(polynomial: dict[Monomial, int]) -> dict[Monomial, int]:
+    """Apply k * m * (x // m) + k * (x % m) = k * x until nothing changes."""
+    for monomial, coefficient in list(polynomial.items()):
+        for atom in monomial:
+            if atom.op != "mod":
+                continue
+            rest = list(monomial)
+            rest.remove(atom)
+            x, divisor = atom.args
+            quotient = node("floordiv", (x, divisor), Kind.INT)
+            scaled = terms(mul(from_terms({tuple(rest): coefficient}), divisor, quotient))
+            if all(polynomial.get(m) == c for m, c in scaled.items()):
+                left = {m: c for m, c in polynomial.items() if m not in scaled and m != monomial}
+                return terms(add(from_terms(left), mul(from_terms({tuple(rest): coefficient}), x)))
+    return polynomial
+
+
+def _divide_exactly(monomial: Monomial, coefficient: int, divisor: Expr) -> tuple[Monomial, int] | None:
+    """monomial * coefficient / divisor where that is exact and divisor is a single term."""
+    items = list(terms(divisor).items())
+    if len(items) != 1:
+        return None
+    (atoms, factor) = items[0]
+    if factor == 0 or coefficient % factor:
+        return None
+    rest = list(monomial)
+    for atom in atoms:
+        if atom not in rest:
+            return None
+        rest.remove(atom)
+    return tuple(rest), coefficient // factor
+
+
+def _split(value: Expr, divisor: Expr) -> tuple[Expr, Expr]:
+    """(q, r) with value = divisor * q + r, q as large as exact division of the terms gives."""
+    quotient: dict[Monomial, int] = {}
+    rest: dict[Monomial, int] = {}
+    numeric = int(divisor.attr) if divisor.op == "const" else 0  # type: ignore[arg-type]
+    for monomial, coefficient in terms(value).items():
+        exact = _divide_exactly(monomial, coefficient, divisor)
+        if exact is not None:
+            quotient[exact[0]] = quotient.get(exact[0], 0) + exact[1]
+        elif not monomial and numeric:
+            quotient[()] = quotient.get((), 0) + coefficient // numeric
+            rest[()] = coefficient % numeric
+        else:
+            rest[monomial] = rest.get(monomial, 0) + coefficient
+    return from_terms(quotient), from_terms(rest)
+
+
+def floordiv(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> Expr:
+    """floor(value / divisor) for a positive divisor."""
+    value, divisor = integer(value), integer(divisor)
+    if divisor.op == "const" and value.op == "const":
+        return integer(int(value.attr) // int(divisor.attr))  # type: ignore[arg-type]
+    quotient, rest = _split(value, divisor)
+    if is_below(rest, divisor, bounds):
+        return quotient
+    if rest.op == "floordiv":
+        rest = floordiv(rest.args[0], mul(rest.args[1], divisor), bounds)
+    elif rest.op == "mod" and (inner := _split(rest.args[1], divisor))[1] is integer(0):
+        rest = mod(floordiv(rest.args[0], divisor, bounds), inner[0], bounds)
+    else:
+        rest = node("floordiv", (rest, divisor), Kind.INT)
+    return add(quotient, rest)
+
+
+def mod(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> Expr:
+    """value - divisor * floor(value / divisor) for a positive divisor."""
+    value, divisor = integer(value), integer(divisor)
+    if divisor.op == "const" and value.op == "const":
+        return integer(int(value.attr) % int(divisor.attr))  # type: ignore[arg-type]
+    _, rest = _split(value, divisor)
+    if is_below(rest, divisor, bounds):
+        return rest
+    if rest.op == "mod" and _split(rest.args[1], divisor)[1] is integer(0):
+        return mod(rest.args[0], divisor, bounds)
+    return node("mod", (rest, divisor), Kind.INT)
+
+
+def upper_bound(expr: Expr, bounds: Bounds) -> Expr | None:
+    """A size expression that is >= expr for all coordinates within bounds, or None; assumes expr's terms are >= 0."""
+    total: dict[Monomial, int] = {}
+    for monomial, coefficient in terms(expr).items():
+        if coefficient < 0:
+            return None
+        bound = integer(coefficient)
+        for atom in monomial:
+            if atom.op == "coord":
+                if atom not in bounds:
+                    return None
+                bound = mul(bound, sub(bounds[atom], 1))
+            elif atom.op == "size":
+                bound = mul(bound, atom)
+            elif atom.op == "mod":
+                bound = mul(bound, sub(atom.args[1], 1))
+            elif atom.op == "floordiv" and (top := upper_bound(atom.args[0], bounds)) is not None:
+                # x <= m*q - 1 gives x // m <= q - 1 where the division is exact, else x // m <= top // m.
+                quotient, rest = _split(add(top, 1), atom.args[1])
+                bound = mul(bound, sub(quotient, 1) if rest is integer(0) else floordiv(top, atom.args[1]))
+            else:
+                return None
+        for m, c in terms(bound).items():
+            total[m] = total.get(m, 0) + c
+    return from_terms(total)
+
+
+def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
+    """Whether every term is provably >= 0 (coordinates, sizes, remainders and quotients of such are)."""
+    for monomial, coefficient in terms(expr).items():
+        if coefficient < 0:
+            return False
+        for atom in monomial:
+            if atom.op in ("coord", "size", "mod"):
+                continue
+            if atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds):
+                continue
+            return False
+    return True
+
+
+def is_below(expr: Expr, limit: Expr, bounds: Bounds) -> bool:
+    """Whether 0 <= expr < limit is provable from the bounds. Sizes that bound a coordinate are at least 1 there."""
+    if not is_nonnegative(expr, bounds):
+        return False
+    top = upper_bound(expr, bounds)
+    if top is None:
+        return False
+    margin = sub(sub(limit, 1), top)
+    return all(coefficient >= 0 and _all_sizes(m) for m, coefficient in terms(margin).items())
+
+
+def _all_sizes(monomial: Monomial) -> bool:
+    return all(atom.op == "size" for atom in monomial)
+
+
+def linear(expr: Expr, atom: Expr) -> tuple[Expr, Expr] | None:
+    """(coefficient, rest) with expr = coefficient * atom + rest, neither containing atom; None if not linear."""
+    from fusion.ir.expr import contains
+
+    coefficient: dict[Monomial, int] = {}
+    rest: dict[Monomial, int] = {}
+    for monomial, factor in terms(expr).items():
+        if atom in monomial:
+            others = list(monomial)
+            others.remove(atom)
+            coefficient[tuple(others)] = coefficient.get(tuple(others), 0) + factor
+        else:
+            rest[monomial] = factor
+    parts = from_terms(coefficient), from_terms(rest)
+    return None if any(contains(part, atom) for part in parts) else parts

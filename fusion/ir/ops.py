@@ -1,0 +1,313 @@
+"""The primitive operations of the score language, and constructors that keep expressions small.
+
+A primitive is what every emitter must know how to emit: name, kinds, its meaning in torch (which the reference
+interpreter executes), and how it is printed. Everything else a model may write (silu, gelu, lerp, ...) is composed of
+primitives by the pull-back (`fusion.passes.pointwise`); adding an operation there needs no change in any emitter.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion.ir import integers
+from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_number, node
+
+FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Primitive:
+    """One primitive: argument kinds, result kind, meaning on torch tensors, printed form ("{0} + {1}")."""
+
+    args: tuple[Kind, ...]
+    result: Kind
+    evaluate: Callable[..., torch.Tensor]
+    text: str
+
+
+def _truncating_int(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int64)
+
+
+_UNARY_FLOAT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "neg": (torch.neg, "-{0}"),
+    "abs": (torch.abs, "|{0}|"),
+    "floor": (torch.floor, "floor({0})"),
+    "ceil": (torch.ceil, "ceil({0})"),
+    "trunc": (torch.trunc, "trunc({0})"),
+    "round": (torch.round, "round({0})"),
+    "sqrt": (torch.sqrt, "sqrt({0})"),
+    "rsqrt": (torch.rsqrt, "rsqrt({0})"),
+    "exp": (torch.exp, "exp({0})"),
+    "log": (torch.log, "log({0})"),
+    "log1p": (torch.log1p, "log1p({0})"),
+    "expm1": (torch.expm1, "expm1({0})"),
+    "sin": (torch.sin, "sin({0})"),
+    "cos": (torch.cos, "cos({0})"),
+    "tanh": (torch.tanh, "tanh({0})"),
+    "sigmoid": (torch.sigmoid, "sigmoid({0})"),
+    "erf": (torch.erf, "erf({0})"),
+    "atan": (torch.atan, "atan({0})"),
+}
+_BINARY_FLOAT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "fadd": (torch.add, "{0} + {1}"),
+    "fsub": (torch.sub, "{0} - {1}"),
+    "fmul": (torch.mul, "{0} * {1}"),
+    "div": (torch.div, "{0} / {1}"),
+    "minimum": (torch.minimum, "min({0}, {1})"),
+    "maximum": (torch.maximum, "max({0}, {1})"),
+    "pow": (torch.pow, "{0} ^ {1}"),
+}
+_COMPARE: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "eq": (torch.eq, "{0} = {1}"),
+    "ne": (torch.ne, "{0} ≠ {1}"),
+    "lt": (torch.lt, "{0} < {1}"),
+    "le": (torch.le, "{0} ≤ {1}"),
+}
+
+PRIMITIVES: dict[str, Primitive] = {
+    **{n: Primitive(args=(FLOAT,), result=FLOAT, evaluate=f, text=t) for n, (f, t) in _UNARY_FLOAT.items()},
+    **{n: Primitive(args=(FLOAT, FLOAT), result=FLOAT, evaluate=f, text=t) for n, (f, t) in _BINARY_FLOAT.items()},
+    **{"f" + n: Primitive(args=(FLOAT, FLOAT), result=BOOL, evaluate=f, text=t) for n, (f, t) in _COMPARE.items()},
+    **{"i" + n: Primitive(args=(INT, INT), result=BOOL, evaluate=f, text=t) for n, (f, t) in _COMPARE.items()},
+    # Integer arithmetic is n-ary and normalised: build it with fusion.ir.integers.
+    "add": Primitive(args=(INT, INT), result=INT, evaluate=torch.add, text="{0} + {1}"),
+    "mul": Primitive(args=(INT, INT), result=INT, evaluate=torch.mul, text="{0} * {1}"),
+    "floordiv": Primitive(args=(INT, INT), result=INT, evaluate=torch.floor_divide, text="{0} // {1}"),
+    "mod": Primitive(args=(INT, INT), result=INT, evaluate=torch.remainder, text="{0} % {1}"),
+    "imin": Primitive(args=(INT, INT), result=INT, evaluate=torch.minimum, text="min({0}, {1})"),
+    "imax": Primitive(args=(INT, INT), result=INT, evaluate=torch.maximum, text="max({0}, {1})"),
+    "iabs": Primitive(args=(INT,), result=INT, evaluate=torch.abs, text="|{0}|"),
+    "and": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_and, text="{0} ∧ {1}"),
+    "or": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_or, text="{0} ∨ {1}"),
+    "not": Primitive(args=(BOOL,), result=BOOL, evaluate=torch.logical_not, text="¬{0}"),
+    "to_float": Primitive(args=(INT,), result=FLOAT, evaluate=lambda x: x.to(torch.float32), text="float({0})"),
+    "bool_to_float": Primitive(args=(BOOL,), result=FLOAT, evaluate=lambda x: x.to(torch.float32), text="float({0})"),
+    "bool_to_int": Primitive(args=(BOOL,), result=INT, evaluate=_truncating_int, text="int({0})"),
+    "to_int": Primitive(args=(FLOAT,), result=INT, evaluate=_truncating_int, text="int({0})"),
+    "where": Primitive(args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}"),
+    "iwhere": Primitive(args=(BOOL, INT, INT), result=INT, evaluate=torch.where, text="{1} if {0} else {2}"),
+}
+"""Comparisons of floats are `feq fne flt fle`, of integers `ieq ine ilt ile`; greater-than swaps the arguments."""
+
+
+def apply(name: str, *args: Expr) -> Expr:
+    """A primitive applied: checked kinds, constants folded (in float64), identities removed."""
+    primitive = PRIMITIVES[name]
+    if name in _INTEGER:
+        return _INTEGER[name](*args)
+    kinds = tuple(arg.kind for arg in args)
+    if kinds != primitive.args:
+        raise TypeError(f"{name} takes {[k.value for k in primitive.args]}, got {[k.value for k in kinds]}")
+    if all(arg.is_const for arg in args):
+        return const(_fold(primitive, args), primitive.result)
+    simplified = _SIMPLIFY[name](*args) if name in _SIMPLIFY else None
+    return simplified if simplified is not None else node(name, args, primitive.result)
+
+
+def _fold(primitive: Primitive, args: tuple[Expr, ...]) -> float | int | bool:
+    dtype = {FLOAT: torch.float64, INT: torch.int64, BOOL: torch.bool}
+    value = primitive.evaluate(*(torch.tensor(arg.attr, dtype=dtype[arg.kind]) for arg in args))
+    return value.item()
+
+
+def remake(expr: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation on other arguments, through the normalising constructors."""
+    return apply(expr.op, *args) if expr.op in PRIMITIVES else node(expr.op, args, expr.kind, expr.attr)
+
+
+def where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
+    """Selection between two floats or two integers."""
+    return apply("iwhere" if then.kind is INT else "where", condition, then, otherwise)
+
+
+def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr | None:
+    if condition is TRUE or then is otherwise:
+        return then
+    if condition is FALSE:
+        return otherwise
+    if condition.op == "not":
+        return where(condition.args[0], otherwise, then)
+    return None
+
+
+def _and(left: Expr, right: Expr) -> Expr | None:
+    if FALSE in (left, right):
+        return FALSE
+    if left is TRUE or left is right:
+        return right
+    return left if right is TRUE else None
+
+
+def _or(left: Expr, right: Expr) -> Expr | None:
+    if TRUE in (left, right):
+        return TRUE
+    if left is FALSE or left is right:
+        return right
+    return left if right is FALSE else None
+
+
+_COMPLEMENT = {"ilt": "ile", "ile": "ilt"}
+_EQUALITY = {"ieq": "ine", "ine": "ieq", "feq": "fne", "fne": "feq"}
+
+
+def _not(value: Expr) -> Expr | None:
+    if value.op == "not":
+        return value.args[0]
+    if value.op in _COMPLEMENT:  # not for floats: NaN compares false both ways
+        return apply(_COMPLEMENT[value.op], value.args[1], value.args[0])
+    if value.op in _EQUALITY:
+        return apply(_EQUALITY[value.op], *value.args)
+    return None
+
+
+def _identity(neutral: float, commutes: bool) -> Callable[[Expr, Expr], Expr | None]:
+    def simplify(left: Expr, right: Expr) -> Expr | None:
+        if is_number(right, neutral):
+            return left
+        return right if commutes and is_number(left, neutral) else None
+
+    return simplify
+
+
+def _compare_integers(holds: Callable[[int, int], bool]) -> Callable[[Expr, Expr], Expr | None]:
+    """Comparisons of integers whose difference is a known constant are decided."""
+
+    def simplify(left: Expr, right: Expr) -> Expr | None:
+        difference = integers.sub(left, right)
+        if difference.op == "const":
+            return const(holds(int(difference.attr), 0))  # type: ignore[arg-type]
+        return None
+
+    return simplify
+
+
+def _compare_bool_int(keep: bool) -> Callable[[Expr, Expr], Expr | None]:
+    """`int(flag) = 0`, `int(flag) != 1` and the like are the flag or its negation."""
+
+    def simplify(left: Expr, right: Expr) -> Expr | None:
+        decided = _compare_integers(operator.eq if keep else operator.ne)(left, right)
+        if decided is not None:
+            return decided
+        for flag, other in ((left, right), (right, left)):
+            if flag.op == "bool_to_int" and other.op == "const" and other.attr in (0, 1):
+                positive = (other.attr == 1) == keep
+                return flag.args[0] if positive else apply("not", flag.args[0])
+        return None
+
+    return simplify
+
+
+def _compare_bool_float(keep: bool) -> Callable[[Expr, Expr], Expr | None]:
+    def simplify(left: Expr, right: Expr) -> Expr | None:
+        for flag, other in ((left, right), (right, left)):
+            if flag.op == "bool_to_float" and other.op == "const" and other.attr in (0.0, 1.0):
+                positive = (other.attr == 1.0) == keep
+                return flag.args[0] if positive else apply("not", flag.args[0])
+        return None
+
+    return simplify
+
+
+def _to_float(value: Expr) -> Expr | None:
+    return node("bool_to_float", value.args, FLOAT) if value.op == "bool_to_int" else None
+
+
+def _to_int(value: Expr) -> Expr | None:
+    if value.op == "to_float":
+        return value.args[0]
+    return node("bool_to_int", value.args, INT) if value.op == "bool_to_float" else None
+
+
+_INTEGER: dict[str, Callable[..., Expr]] = {
+    "add": integers.add,
+    "mul": integers.mul,
+    "floordiv": integers.floordiv,
+    "mod": integers.mod,
+}
+_SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
+    "where": _where,
+    "iwhere": _where,
+    "and": _and,
+    "or": _or,
+    "not": _not,
+    "fadd": _identity(0.0, commutes=True),
+    "fsub": _identity(0.0, commutes=False),
+    "fmul": _identity(1.0, commutes=True),
+    "div": _identity(1.0, commutes=False),
+    "pow": _identity(1.0, commutes=False),
+    "ilt": _compare_integers(operator.lt),
+    "ile": _compare_integers(operator.le),
+    "ieq": _compare_bool_int(True),
+    "ine": _compare_bool_int(False),
+    "feq": _compare_bool_float(True),
+    "fne": _compare_bool_float(False),
+    "to_float": _to_float,
+    "to_int": _to_int,
+}
+
+
+def as_float(value: Expr) -> Expr:
+    """Convert to FLOAT."""
+    return {FLOAT: lambda: value, INT: lambda: apply("to_float", value), BOOL: lambda: apply("bool_to_float", value)}[
+        value.kind
+    ]()
+
+
+def as_int(value: Expr) -> Expr:
+    """Convert to INT, truncating."""
+    return {INT: lambda: value, FLOAT: lambda: apply("to_int", value), BOOL: lambda: apply("bool_to_int", value)}[
+        value.kind
+    ]()
+
+
+def as_bool(value: Expr) -> Expr:
+    """Convert to BOOL: not equal to zero."""
+    if value.kind is BOOL:
+        return value
+    if value.kind is INT:
+        return apply("ine", value, const(0))
+    return apply("fne", value, const(0.0))
+
+
+def conjuncts(predicate: Expr) -> list[Expr]:
+    """The operands of nested `and`s."""
+    if predicate.op == "and":
+        return [part for arg in predicate.args for part in conjuncts(arg)]
+    return [] if predicate is TRUE else [predicate]
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """`value` as `dtype` holds it: a cast in the model can turn finfo(float32).min into -inf."""
+    if math.isnan(value):
+        return value
+    return torch.tensor(value, dtype=torch.float64).to(dtype).double().item()
+
+
+def evaluate(expr: Expr, leaf: Callable[[Expr], Any], float_dtype: torch.dtype = torch.float32) -> Any:
+    """The value of an expression in torch: `leaf(node)` gives coordinates, sizes, loads, the score and row values."""
+    from fusion.ir.expr import walk
+
+    values: dict[Expr, Any] = {}
+    dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
+    for part in walk(expr):
+        if part.op == "const":
+            values[part] = torch.tensor(part.attr, dtype=dtype[part.kind])
+        elif part.op in PRIMITIVES:
+            args = [values[arg] for arg in part.args]
+            result = PRIMITIVES[part.op].evaluate(*args[:2]) if part.op in ("add", "mul") else None
+            for extra in args[2:] if result is not None else ():
+                result = PRIMITIVES[part.op].evaluate(result, extra)
+            result = PRIMITIVES[part.op].evaluate(*args) if result is None else result
+            values[part] = result.to(float_dtype) if part.kind is FLOAT else result
+        elif part.op == "load":
+            values[part] = leaf(part) if not part.args else leaf(part)(*(values[arg] for arg in part.args))
+        else:
+            values[part] = leaf(part)
+    return values[expr]

@@ -1,0 +1,224 @@
+"""`AttentionSpec`: everything an emitter needs to know about one attention, and nothing about how it is scheduled.
+
+For every batch coordinate b and query row i it defines
+
+    x[i, j] = score program(s, i, j, b, captured tensors)          s = sum over c of q[b, i, c] * k[b, j, c]
+    out[b, i, e] = sum over j of w[i, j] * v[b, j, e]
+    w[i, j] = weight(i, j) * exp(x[i, j] - m) * row_scale           m = max over j of x[i, j] and of the sinks
+    row_sum = sum over j of exp(x[i, j] - m) + sum over sinks of exp(sink - m);  row_scale = 1 / row_sum by default
+
+with the normaliser SOFTMAX or SAFE_SOFTMAX, and `w = weight * x` with NONE (sigmoid attention and its kin).
+Any schedule of a spec computes this function.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fusion.ir.expr import ROW_SUM, Expr, Kind, const, coordinates, node, walk
+
+
+class Normalizer(enum.Enum):
+    """How scores become weights."""
+
+    SOFTMAX = "softmax"
+    """As `torch.softmax`: a row of nothing but -inf is NaN."""
+    SAFE_SOFTMAX = "safe_softmax"
+    """As `aten::_safe_softmax` and `scaled_dot_product_attention`: a row of nothing but -inf is zero."""
+    NONE = "none"
+    """The score program is the weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
+
+    dtype: torch's name ("float32"). rank: number of dimensions. name: for people, e.g. "k" or "bias".
+    """
+
+    dtype: str
+    rank: int
+    name: str
+
+    @property
+    def kind(self) -> Kind:
+        if self.dtype == "bool":
+            return Kind.BOOL
+        return Kind.FLOAT if self.torch_dtype.is_floating_point else Kind.INT
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The tensor that is returned: dims names its dimensions ("b0", "i", "b1", "e"; each batch coordinate, i and e
+    once); order lists them from the slowest to the fastest in memory, densely packed."""
+
+    dims: tuple[str, ...]
+    order: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(self.dims) != sorted(self.order):
+            raise ValueError(f"output dims {self.dims} and memory order {self.order} name different coordinates")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskFacts:
+    """What is known of the mask at compile time.
+
+    live: predicate in b.., i, j; where it is false the score program is a constant <= `fill` that no live score reaches.
+    key_lo, key_hi: INT expressions in b.., and the coordinates `i0`, `i1` (first and last query row of a block);
+        outside key_lo <= j < key_hi no key of rows i0..i1 is live. Not clamped to [0, n_k).
+    full_lo, full_hi: likewise, a range in which every key is live for all rows i0..i1; None when there is none known.
+    fill: the largest value that a dead score can take (before base-2 scaling), e.g. finfo.min or -inf. A row whose
+        maximum over the visited keys is not above `fill / 2` (for -inf: not above -inf) met no live key: its block
+        must be computed again over all keys, because eager then gives NaN or a mean over all keys.
+    """
+
+    live: Expr
+    key_lo: Expr | None = None
+    key_hi: Expr | None = None
+    full_lo: Expr | None = None
+    full_hi: Expr | None = None
+    fill: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One attention: see the module's docstring for its meaning.
+
+    sizes: names of the run-time sizes, in the order in which the op receives their values.
+    batch: sizes of the batch coordinates b0, b1, ... (INT expressions in sizes and constants).
+    n_q, n_k, d, d_v: numbers of query rows and keys; columns of Q and K; columns of V.
+    operands: tensors read; number 0 is Q, 1 is K, 2 is V (one tensor may be listed more than once).
+    q, k, v: index of each operand dimension in (b.., i, c), (b.., j, c), (b.., j, e).
+    score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
+    dtype: dtype of the products in the model ("float32", "bfloat16", "float16"); out_dtype: of the result.
+    """
+
+    sizes: tuple[str, ...]
+    batch: tuple[Expr, ...]
+    n_q: Expr
+    n_k: Expr
+    d: Expr
+    d_v: Expr
+    operands: tuple[Operand, ...]
+    q: tuple[Expr, ...]
+    k: tuple[Expr, ...]
+    v: tuple[Expr, ...]
+    score: Expr
+    normalizer: Normalizer
+    dtype: str
+    out_dtype: str
+    output: Output
+    weight: Expr = const(1.0)
+    sinks: tuple[Expr, ...] = ()
+    row_scale: Expr | None = None
+    mask: MaskFacts | None = None
+
+    def __post_init__(self) -> None:
+        for access, allowed in ((self.q, "ic"), (self.k, "jc"), (self.v, "je")):
+            names = {n for index in access for n in coordinates(index) if not n.startswith("b")}
+            if not names <= set(allowed):
+                raise ValueError(f"an operand's index uses {sorted(names)}, only {list(allowed)} may occur")
+        for sink in self.sinks:
+            if "j" in coordinates(sink):
+                raise ValueError(f"a sink must not depend on the key: {sink}")
+
+    def __str__(self) -> str:
+        batch = "x".join(map(str, self.batch)) or "1"
+        return f"attention[{batch}, {self.n_q} x {self.n_k}, d={self.d}/{self.d_v}, {self.dtype}]: {self.formula()}"
+
+    def formula(self) -> str:
+        """The score program and normaliser as mathematics."""
+        from fusion.ir.printing import to_text
+
+        names = {number: operand.name for number, operand in enumerate(self.operands)}
+        inner = to_text(self.score, names)
+        text = inner if self.normalizer is Normalizer.NONE else f"{self.normalizer.value}({inner})"
+        if self.sinks:
+            text = text[:-1] + "; sinks " + ", ".join(to_text(sink, names) for sink in self.sinks) + ")"
+        if self.weight is not const(1.0):
+            text += f" * ({to_text(self.weight, names)})"
+        if self.row_scale is not None and self.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
+            text += f", rows scaled by {to_text(self.row_scale, names)}"
+        return text
+
+    def expressions(self) -> tuple[Expr, ...]:
+        """Every expression of the spec."""
+        mask = self.mask
+        facts = () if mask is None else (mask.live, mask.key_lo, mask.key_hi, mask.full_lo, mask.full_hi)
+        every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, self.score)
+        return tuple(e for e in (*every, self.weight, *self.sinks, self.row_scale, *facts) if e is not None)
+
+    def to_json(self) -> str:
+        """The whole spec as text: what the op carries through graphs, caches and processes."""
+        return _to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> AttentionSpec:
+        """The spec that `to_json` wrote. Cached: equal text gives the same object."""
+        return _from_json(text)
+
+
+_EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "score", "weight", "row_scale")
+_EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
+_MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi")
+
+
+def _encode_number(value: object) -> object:
+    return {"float": repr(value)} if isinstance(value, float) else value
+
+
+def _to_json(spec: AttentionSpec) -> str:
+    order = list(walk(*spec.expressions()))
+    number = {expr: position for position, expr in enumerate(order)}
+    nodes = [[e.op, [number[a] for a in e.args], e.kind.value, _encode_number(e.attr)] for e in order]
+
+    def ref(expr: Expr | None) -> int | None:
+        return None if expr is None else number[expr]
+
+    document: dict[str, object] = {"nodes": nodes, "sizes": spec.sizes}
+    document |= {name: ref(getattr(spec, name)) for name in _EXPRESSION_FIELDS}
+    document |= {name: [ref(e) for e in getattr(spec, name)] for name in _EXPRESSION_TUPLES}
+    document["operands"] = [[o.dtype, o.rank, o.name] for o in spec.operands]
+    document["normalizer"], document["dtype"], document["out_dtype"] = spec.normalizer.value, spec.dtype, spec.out_dtype
+    document["output"] = [spec.output.dims, spec.output.order]
+    if spec.mask is not None:
+        mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in _MASK_EXPRESSIONS}
+        document["mask"] = mask | {"fill": repr(spec.mask.fill)}
+    return json.dumps(document, separators=(",", ":"))
+
+
+@lru_cache(maxsize=4096)
+def _from_json(text: str) -> AttentionSpec:
+    document = json.loads(text)
+    nodes: list[Expr] = []
+    for op, args, kind, attr in document["nodes"]:
+        value = float(attr["float"]) if isinstance(attr, dict) else attr
+        nodes.append(node(op, tuple(nodes[a] for a in args), Kind(kind), value))
+
+    def at(position: int | None) -> Expr | None:
+        return None if position is None else nodes[position]
+
+    mask = document.get("mask")
+    facts = {name: at(mask[name]) for name in _MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
+    fields = {name: at(document[name]) for name in _EXPRESSION_FIELDS}
+    fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
+    return AttentionSpec(
+        sizes=tuple(document["sizes"]),
+        operands=tuple(Operand(dtype=t, rank=r, name=n) for t, r, n in document["operands"]),
+        normalizer=Normalizer(document["normalizer"]),
+        dtype=document["dtype"],
+        out_dtype=document["out_dtype"],
+        output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
+        mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
+    )
