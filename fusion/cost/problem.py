@@ -1,0 +1,94 @@
+"""What is planned: the sizes of one attention call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fusion.errors import ProblemError
+from fusion.machine import dtype_bytes, dtype_name
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """q: [batch, heads, n_q, d], k: [batch, heads_kv, n_k, d], v: [batch, heads_kv, n_k, d_v].
+
+    density: share of the score entries that lie in live tiles, for masks that are not described by `causal` and `window`.
+    causal: key j is live for query i where j <= i + diagonal; window: and j > i + diagonal - window.
+    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...).
+    training: the forward keeps the log-sum-exp for a backward pass.
+    Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a plan).
+    """
+
+    n_q: int
+    n_k: int
+    d: int
+    d_v: int
+    batch: int = 1
+    heads: int = 1
+    heads_kv: int = 1
+    dtype: str = "float32"
+    density: float = 1.0
+    causal: bool = False
+    diagonal: int = 0
+    window: int | None = None
+    score_flops: int = 0
+    training: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_q", "n_k", "d", "d_v", "batch", "heads", "heads_kv", "score_flops"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ProblemError(f"{name}={value!r}: sizes are non-negative integers; give the size the call has")
+        if self.heads_kv and self.heads % self.heads_kv:
+            raise ProblemError(f"{self.heads} query heads do not divide over {self.heads_kv} key heads; heads must be a multiple")
+        if not 0 <= self.density <= 1:
+            raise ProblemError(f"density={self.density}: the share of live tiles lies between 0 and 1")
+        if self.window is not None and self.window < 1:
+            raise ProblemError(f"window={self.window}: a window holds at least one key")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of q, k, v."""
+        return dtype_bytes(self.dtype)
+
+    @property
+    def problems(self) -> int:
+        """Independent attention problems: batch x query heads."""
+        return max(1, self.batch) * max(1, self.heads)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a tile can be dead."""
+        return self.causal or self.window is not None or self.density < 1
+
+    def live_share(self, rows: int, cols: int = 1) -> float:
+        """s for tiles of `rows x cols`: keys a query block meets, averaged over blocks, over N_k. Blocks of keys count whole."""
+        if not (self.causal or self.window):
+            return self.density
+        import numpy as np
+
+        n_q, n_k = max(1, self.n_q), max(1, self.n_k)
+        first = np.arange(0, n_q, rows)
+        last = np.minimum(first + rows, n_q) - 1
+        end = _round_up(np.clip(last + self.diagonal + 1, 0, n_k), cols) if self.causal else np.full_like(first, n_k)
+        start = 0
+        if self.window is not None:
+            start = np.maximum(first + self.diagonal - self.window + 1, 0) // cols * cols
+        keys = np.clip(np.minimum(end, n_k) - start, 0, n_k)
+        return float(keys.sum()) / (len(first) * n_k) * self.density
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+        mask = " causal" * self.causal + f" window {self.window}" * (self.window is not None)
+        mask += f" density {self.density:g}" * (self.density < 1)
+        head_dim = f"d={self.d}" + (f" d_v={self.d_v}" if self.d_v != self.d else "")
+        return f"B={self.batch} H={heads} N_q={self.n_q} N_k={self.n_k} {head_dim} {self.dtype}{mask}"
+
+
+def _round_up(count: numpy.ndarray, multiple: int) -> numpy.ndarray:
+    return -(-count // multiple) * multiple

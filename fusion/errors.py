@@ -1,0 +1,34 @@
+"""Every error this package raises on purpose, under one base class.
+
+Each message says what was asked, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class FusionError(Exception):
+    """Base of all errors of this package."""
+
+
+class UnknownMachineError(FusionError, KeyError):
+    """A machine was asked for by a name that is not known."""
+
+    __str__ = Exception.__str__  # KeyError would show the repr of the message
+
+
+class UnknownScheduleError(FusionError, KeyError):
+    """A schedule was asked for by a name that is not known, or that the problem does not admit."""
+
+    __str__ = Exception.__str__
+
+
+class ProblemError(FusionError, ValueError):
+    """Sizes that no attention can have: negative, zero where there must be something, heads that do not divide."""
+
+
+class NoFittingTileError(FusionError, ValueError):
+    """The fast memory is too small for the smallest legal tile of a schedule."""
+
+
+class FastMemoryError(FusionError, RuntimeError):
+    """A program on the simulated memory exceeded the capacity or touched what is not loaded."""
