@@ -114,8 +114,8 @@ class Machine:
         return self.levels[-1]
 
     def fast_elements(self, dtype: object) -> int:
-        """M: elements of `dtype` that the fast memory of one core holds."""
-        return self.level(self.fast).capacity // dtype_bytes(dtype)
+        """M: elements of `dtype` that the fast memory of one core holds (on GPUs shared memory and registers together)."""
+        return (self.level(self.fast).capacity + self.registers) // dtype_bytes(dtype)
 
     def flops(self, dtype: object) -> float:
         """Multiply-add rate for products of `dtype` with float32 accumulation, flop/s."""

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import sympy
-from sympy import Symbol
 
-N_q = Symbol("N_q", integer=True, positive=True)  # queries
-N_k = Symbol("N_k", integer=True, positive=True)  # keys
-d = Symbol("d", integer=True, positive=True)  # head dimension of Q and K
-d_v = Symbol("d_v", integer=True, positive=True)  # head dimension of V
-M = Symbol("M", positive=True)  # fast memory in elements
-B_r = Symbol("B_r", integer=True, positive=True)  # rows (queries) of a tile
-B_c = Symbol("B_c", integer=True, positive=True)  # columns (keys) of a tile
-B_d = Symbol("B_d", integer=True, positive=True)  # depth: how much of d is held at a time
-B_e = Symbol("B_e", integer=True, positive=True)  # columns of the output held at a time
-B_s = Symbol("B_s", integer=True, positive=True)  # keys of one split
-stages = Symbol("stages", integer=True, positive=True)  # key tiles in flight
-s = Symbol("s", nonnegative=True)  # share of tiles that are live
-r = Symbol("r", integer=True, positive=True)  # polynomial features
-B_f = Symbol("B_f", integer=True, positive=True)  # features held at a time
-N = Symbol("N", integer=True, positive=True)  # N_q = N_k, in leading orders
 
-SIZES = (N_q, N_k, d, d_v)
-TILES = {str(symbol): symbol for symbol in (B_r, B_c, B_d, B_e, B_s, B_f, stages)}
-ALL = {str(symbol): symbol for symbol in (*SIZES, *TILES.values(), M, s, r, N)}
+def _positive(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+N_q = _positive("N_q")  # queries
+N_k = _positive("N_k")  # keys
+N = _positive("N")  # N_q = N_k, in leading orders
+d = _positive("d")  # head dimension of Q and K
+d_v = _positive("d_v")  # head dimension of V
+M = sympy.Symbol("M", positive=True)  # fast memory in elements
+s = sympy.Symbol("s", nonnegative=True)  # share of tiles that are live
+r = _positive("r")  # polynomial features
+
+B_r = _positive("B_r")  # rows (queries) of a tile
+B_c = _positive("B_c")  # columns (keys) of a tile
+B_d = _positive("B_d")  # depth of a blocked product: how much of the summed dimension is held at a time
+B_o = _positive("B_o")  # rows of the tile of a schedule's second product
+B_p = _positive("B_p")  # columns of the tile of a schedule's second kernel
+B_e = _positive("B_e")  # head-dimension columns of an output held at a time
+B_s = _positive("B_s")  # keys of one split
+B_f = _positive("B_f")  # features held at a time
+stages = _positive("stages")  # key tiles in flight
+
+SIZES = (N_q, N_k, d, d_v, M, s, r)
+TILES = {str(symbol): symbol for symbol in (B_r, B_c, B_d, B_o, B_p, B_e, B_s, B_f, stages)}
 
 
 def blocks(size: sympy.Expr, block: sympy.Expr) -> sympy.Expr:
     """How many blocks cover `size`: the ceiling of the quotient."""
     return sympy.ceiling(size / block)
+
+
+def smooth(expression: sympy.Expr) -> sympy.Expr:
+    """The expression with every ceiling taken off: what it is where all blocks divide."""
+    return expression.replace(sympy.ceiling, lambda inner: inner)

@@ -1,0 +1,97 @@
+"""The best tile of one schedule on one machine, and the lower bound it is compared with."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from fusion.cost import bounds
+from fusion.cost.compiled import Counts, counts
+from fusion.cost.problem import Problem
+from fusion.cost.schedules import schedule
+from fusion.cost.tiles import Tile, Tiles, cpu_tiles, gpu_tiles, grid, least_io, pick, sizes_of
+from fusion.cost.timing import Times, cpu_time, gpu_time, shares_of, streaming_time
+from fusion.errors import NoFittingTileError
+from fusion.machine import Machine
+from fusion.plan import Candidate
+
+_FLASH = ("flash", "block_sparse", "split_k")
+
+
+def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) -> float:
+    """Elements that any schedule moves for all heads: the larger of the trivial bound and the one that M = `capacity` imposes.
+
+    The trivial bound reads each key head once however many query heads share it, and no key that the mask hides from all queries.
+    """
+    sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
+    share = problem.live_share(1, 1)
+    keys = min(sizes["n_k"], max(1, problem.n_q + problem.diagonal)) if problem.causal else sizes["n_k"]
+    keys *= problem.density
+    heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
+    trivial = problem.problems * sizes["n_q"] * (problem.d * min(1.0, problem.density) + problem.d_v) + heads_kv * keys * (problem.d + problem.d_v)
+    if backward:  # also dO, and the three gradients
+        trivial *= 2
+    name = "backward" if backward else "sparse"
+    imposed = bounds.evaluate(name, **sizes, capacity=capacity, share=share)
+    return max(trivial, problem.problems * imposed * (share if backward else 1.0))
+
+
+def candidate(problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int) -> Candidate:
+    """The schedule with its best tile on that machine, or with the reason why it has none."""
+    try:
+        tiles, times = _tiles_and_times(problem, machine, name, multiples, features)
+    except NoFittingTileError as error:
+        return Candidate(schedule=name, reason=str(error))
+    best = int(np.argmin(times.total))
+    tile = pick(tiles, best)
+    share = problem.live_share(tile.get("B_r", 1), tile.get("B_c", 1)) if name == "block_sparse" else 1.0
+    result = _counts(name, problem, machine, tile, share, features)
+    return Candidate(
+        schedule=name,
+        tile=tuple(sorted((key, size) for key, size in tile.items() if key in schedule(name).tile)),
+        io=float(result.io) * problem.problems,
+        time=float(times.total[best]),
+        footprint=float(result.footprint),
+        resources=tuple(times.at(best).items()),
+    )
+
+
+def _counts(name: str, problem: Problem, machine: Machine, tile: Tile | Tiles, share: float, features: int) -> Counts:
+    return counts(name, sizes_of(problem, machine.fast_elements(problem.dtype), share, features), tile)
+
+
+def _tiles_and_times(problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int) -> tuple[Tiles, Times]:
+    if machine.kind == "cpu" and name in ("flash", "block_sparse"):
+        tiles = cpu_tiles(problem, machine, *multiples)
+        return tiles, cpu_time(machine, problem, tiles, _shares(problem, tiles, name))
+    if machine.kind == "gpu" and name in _FLASH:
+        tiles = _with_splits(gpu_tiles(problem, machine), problem, machine) if name == "split_k" else gpu_tiles(problem, machine)
+        splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if name == "split_k" else 1
+        return tiles, gpu_time(machine, problem, tiles, _shares(problem, tiles, name), splits)
+    tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
+    tiles = {key: np.array([size]) for key, size in tile.items()}
+    share = problem.live_share(tile["B_r"], tile["B_c"]) if name == "block_sparse" else 1.0
+    result = _counts(name, problem, machine, tile, share, features)
+    return tiles, streaming_time(machine, problem, result, len(schedule(name).phases))
+
+
+@functools.lru_cache(maxsize=4096)
+def _least_io(name: str, problem: Problem, capacity: int, features: int) -> Tile:
+    share = problem.live_share(64, 1) if name == "block_sparse" else 1.0
+    return least_io(schedule(name), problem, capacity, share, features)
+
+
+def _shares(problem: Problem, tiles: Tiles, name: str) -> np.ndarray:
+    return shares_of(problem, tiles) if name == "block_sparse" else np.ones(len(tiles["B_r"]))
+
+
+def _with_splits(tiles: Tiles, problem: Problem, machine: Machine) -> Tiles:
+    """Every tile with every sensible number of splits, each a whole number of key tiles."""
+    most = max(2, min(2 * machine.cores, -(-problem.n_k // 64)))
+    counts = sorted({2**power for power in range(1, most.bit_length())} | {most})
+    index = grid({"tile": range(len(tiles["B_r"])), "count": counts})
+    chosen = {name: column[index["tile"]] for name, column in tiles.items()}
+    keys = -(-max(1, problem.n_k) // index["count"])
+    chosen["B_s"] = -(-keys // chosen["B_c"]) * chosen["B_c"]
+    return chosen

@@ -1,0 +1,283 @@
+"""Picks schedule and tile for one attention problem on one machine, and says what it expects of them.
+
+    >>> from fusion.plan import Problem, plan
+    >>> print(plan(Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True), machine="h200"))
+
+`fusion.plan(...)` works too: the module can be called. On the two-level model (`Machine.two_level(M)`) the plan of least I/O is chosen, on
+processors the one of least predicted time. The formulas are compiled once; plans are cached.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import types
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion.cost.problem import Problem
+from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
+from fusion.machine import Machine, machine as find_machine
+
+# What each kind of machine has kernels for. The two-level model runs everything that computes attention exactly.
+_RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", "split_k")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule that was weighed. io: elements moved for the whole problem; time: predicted s; reason: why it could not be used, if so."""
+
+    schedule: str
+    tile: tuple[tuple[str, int], ...] = ()
+    io: float = float("inf")
+    time: float = float("inf")
+    footprint: float = 0.0
+    reason: str = ""
+    resources: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.schedule}: {self.reason}"
+        return f"{self.schedule} {_tile_text(self.tile)}: I/O {self.io:.4g}, {_seconds(self.time)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one attention problem is to be run, and what that is predicted to cost.
+
+    tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`. time: s. io, bound: elements moved by all of the problem's heads, and
+    the lower bound on them for a fast memory of `capacity` elements; ratio = io / bound. formula: the I/O of one head with numbers put in.
+    """
+
+    problem: Problem
+    machine: Machine = field(repr=False)
+    schedule: str
+    tile: tuple[tuple[str, int], ...]
+    time: float
+    io: float
+    bound: float
+    capacity: int
+    footprint: float
+    share: float
+    features: int = 1
+    resources: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def B_r(self) -> int:  # noqa: N802 - the papers' letter
+        """Rows (queries) of a tile."""
+        return dict(self.tile).get("B_r", 1)
+
+    @property
+    def B_c(self) -> int:  # noqa: N802
+        """Columns (keys) of a tile."""
+        return dict(self.tile).get("B_c", 1)
+
+    @property
+    def stages(self) -> int:
+        """Key tiles in flight."""
+        return dict(self.tile).get("stages", 1)
+
+    @property
+    def splits(self) -> int:
+        """Into how many parts the keys are cut."""
+        return -(-max(1, self.problem.n_k) // dict(self.tile).get("B_s", max(1, self.problem.n_k)))
+
+    @property
+    def io_bytes(self) -> float:
+        """Bytes moved between fast and slow memory."""
+        return self.io * self.problem.element_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Predicted I/O over the lower bound (whose constant is 1, see fusion.cost.bounds)."""
+        return self.io / self.bound
+
+    @property
+    def limited_by(self) -> str:
+        """The resource predicted to be busiest."""
+        return max(self.resources, key=lambda pair: pair[1])[0] if self.resources else "memory"
+
+    @property
+    def symbolic(self) -> str:
+        """The schedule's I/O for one head, in symbols."""
+        from fusion.cost.schedules import schedule
+
+        return str(schedule(self.schedule).io).replace("ceiling", "ceil")
+
+    @property
+    def formula(self) -> str:
+        """The schedule's I/O for one head with numbers put in, and its value."""
+        from fusion.cost.tiles import sizes_of
+
+        sizes = sizes_of(self.problem, self.capacity, self.share, self.features)
+        values = {**sizes, **dict(self.tile)}
+        text = re.sub(r"\b[A-Za-z]\w*\b", lambda match: _number(values[match[0]]) if match[0] in values else match[0], self.symbolic)
+        return f"{text} = {_number(self.io / self.problem.problems)}"
+
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """Every schedule weighed for this problem, best first (cached)."""
+        return compare(self.problem, self.machine, features=self.features if self.features > 1 else None)
+
+    def explain(self) -> str:
+        """The plan on several lines: formula with numbers put in, I/O, bound, resources, alternatives."""
+        lines = [
+            f"problem    {self.problem}",
+            f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
+            f"schedule   {self.schedule} {_tile_text(self.tile)}, footprint {_number(self.footprint)} elements",
+            f"I/O        {self.symbolic}",
+            f"           = {self.formula} per head",
+            f"           x {self.problem.problems} heads = {_number(self.io)} elements = {_bytes(self.io_bytes)}",
+            f"bound      {_number(self.bound)} elements; ratio {self.ratio:.2f}",
+        ]
+        if self.machine.kind != "model":
+            parts = ", ".join(f"{name} {_seconds(value)}" for name, value in self.resources)
+            lines.append(f"time       {_seconds(self.time)} predicted, limited by {self.limited_by} ({parts})")
+        others = [f"{candidate}" for candidate in self.alternatives() if candidate.schedule != self.schedule]
+        return "\n".join(lines + [f"{'others' if index == 0 else '':10} {text}" for index, text in enumerate(others)])
+
+    def __str__(self) -> str:
+        moved = f"I/O {_bytes(self.io_bytes)} ({self.ratio:.2f}x bound)"
+        time = "" if self.machine.kind == "model" else f", {_seconds(self.time)} predicted, limited by {self.limited_by}"
+        return f"{self.schedule} {_tile_text(self.tile)} on {self.machine.name}: {moved}{time}"
+
+
+def plan(
+    problem: Problem | Any,
+    machine: str | Machine | None = None,
+    schedule: str | None = None,
+    *,
+    sizes: Mapping[Any, int] | None = None,
+    allow: Collection[str] | None = None,
+    direction: str = "forward",
+    row_multiple: int | None = None,
+    col_multiple: int | None = None,
+    features: int | None = None,
+) -> Plan:
+    """The plan for `problem` (or for anything with a `problem(sizes)` method) on `machine` (a name, a Machine, or None: this CPU).
+
+    schedule: take this one; otherwise the best of `allow` (by default what there are kernels for). row_multiple, col_multiple: the kernel's
+    register tile, of which B_r and B_c are multiples on CPUs (default two vectors and 8). features: number of polynomial features r.
+
+    Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
+    """
+    if not isinstance(problem, Problem):
+        if not callable(getattr(problem, "problem", None)):
+            raise ProblemError(f"plan() was given {type(problem).__name__}; give a Problem or an object with a problem(sizes) method")
+        problem = problem.problem(sizes)
+    target = find_machine(machine)
+    multiples = (row_multiple or 2 * target.lanes(), col_multiple or 8)
+    names = _names(schedule, allow, direction, target, features)
+    return _plan(problem, target, names, multiples, features or 1)
+
+
+def _names(schedule: str | None, allow: Collection[str] | None, direction: str, target: Machine, features: int | None) -> tuple[str, ...]:
+    """Names of the schedules to choose from, in the table's order."""
+    from fusion.cost.schedules import schedule as find, schedules
+
+    if schedule is not None:
+        chosen = find(schedule)
+        if chosen.name == "polynomial" and not features:
+            raise ProblemError("the polynomial schedule needs features=r, the number of polynomial features")
+        return (chosen.name,)
+    wanted = allow if allow is not None else _RUNNABLE.get(target.kind)
+    every = [item for item in schedules().values() if item.direction == direction]
+    if not every:
+        raise UnknownScheduleError(f"direction {direction!r} is not known; known: forward, backward")
+    if direction == "backward" and allow is None:
+        wanted = None
+    if wanted is None:
+        return tuple(item.name for item in every if item.exact or features)
+    return tuple(find(name).name for name in wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: tuple[int, int], features: int) -> Plan:
+    from fusion.cost.choose import candidate, lower_bound
+
+    weighed = [candidate(problem, target, name, multiples, features) for name in names if problem.masked or name != "block_sparse"]
+    weighed = weighed or [candidate(problem, target, "block_sparse", multiples, features)]
+    usable = [item for item in weighed if not item.reason]
+    if not usable:
+        raise NoFittingTileError("; ".join(item.reason for item in weighed))
+    best = min(usable, key=lambda item: (item.time, item.io))
+    tile, capacity = dict(best.tile), target.fast_elements(problem.dtype)
+    share = problem.live_share(tile.get("B_r", 1), tile.get("B_c", 1)) if best.schedule == "block_sparse" else 1.0
+    return Plan(
+        problem=problem,
+        machine=target,
+        schedule=best.schedule,
+        tile=best.tile,
+        time=best.time,
+        io=best.io,
+        bound=lower_bound(problem, capacity, backward=best.schedule.startswith("backward")),
+        capacity=capacity,
+        footprint=best.footprint,
+        share=share,
+        features=features,
+        resources=best.resources,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def compare(problem: Problem, target: Machine, *, direction: str = "forward", features: int | None = None) -> tuple[Candidate, ...]:
+    """Every schedule of that direction with the best tile it can have on `target`, best first; those that do not fit say why, last."""
+    from fusion.cost.choose import candidate
+    from fusion.cost.schedules import schedules
+
+    names = [item.name for item in schedules().values() if item.direction == direction and (item.exact or features)]
+    multiples = (2 * target.lanes(), 8)
+    weighed = [candidate(problem, target, name, multiples, features or 1) for name in names if problem.masked or name != "block_sparse"]
+    return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
+
+
+def cpu_tile(
+    problem: Problem | Any,
+    machine: str | Machine | None = None,
+    *,
+    sizes: Mapping[Any, int] | None = None,
+    row_multiple: int = 32,
+    col_multiple: int = 8,
+) -> tuple[int, int]:
+    """(B_r, B_c) for the query-stationary CPU kernel, multiples of its register tile; never fails for want of cache."""
+    name = "block_sparse" if isinstance(problem, Problem) and problem.masked else "flash"
+    chosen = plan(problem, machine, name, sizes=sizes, row_multiple=row_multiple, col_multiple=col_multiple)
+    return chosen.B_r, chosen.B_c
+
+
+# --- text ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float) -> str:
+    return f"{int(value)}" if float(value).is_integer() else f"{value:.4g}"
+
+
+def _seconds(value: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def _bytes(value: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f} B"
+
+
+def _tile_text(tile: tuple[tuple[str, int], ...]) -> str:
+    return " ".join(f"{name}={size}" for name, size in tile)
+
+
+class _CallableModule(types.ModuleType):
+    """Lets `fusion.plan(problem, ...)` be written although `fusion.plan` is this module."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Plan:
+        return plan(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+__all__ = ["Candidate", "Plan", "Problem", "compare", "cpu_tile", "plan"]
