@@ -1,30 +1,28 @@
 """What the planner knows of a processor: memory levels, arithmetic and special-function rates.
 
-A `Machine` comes from the system it runs on (`Machine.detect()`), from a table of published figures (`machine("h200")`), or is the
-two-level model of the theory (`Machine.two_level(M)`). Nothing of this package is imported here but its errors.
+A `Machine` comes from the system it runs on (`Machine.detect()`), from a table of published figures
+(`machine("h200")`), or is the two-level model of the theory (`Machine.two_level(M)`). Nothing of this package is
+imported here but its errors.
 
 Sources of the named machines (dense rates, no sparsity):
 
-- `a100`: NVIDIA A100 white paper (SXM 80 GB): 108 SMs, 192 KiB L1 + shared memory (163 KiB a block), 312 Tflop/s bf16/fp16, 156 tf32,
-  19.5 fp32, 2.039 TB/s, L2 40 MiB at 5120 B/clock, 16 special functions a clock and SM at 1.41 GHz.
-- `h100`, `h200`: NVIDIA Hopper white paper and H200 data sheet (SXM): 132 SMs, 227 KiB shared memory a block, 989.4 Tflop/s bf16/fp16,
-  494.7 tf32, 1978.9 fp8, 66.9 fp32, L2 50 MiB, 3.35 (H200: 4.8) TB/s; 3.9e12 special functions/s (FlashAttention-3, 2407.08608, 3.1);
-  L2 about 5.5 TB/s (published micro-benchmarks; NVIDIA gives none).
-- `b200`: NVIDIA Blackwell architecture brief: 148 SMs, 227 KiB a block, 256 KiB tensor memory a SM, 2250 Tflop/s bf16/fp16, 4500 fp8,
-  L2 126 MiB, 7.7 TB/s; special functions 16 a clock and SM at 1.85 GHz; L2 bandwidth scaled from Hopper by SMs and clock (an estimate).
-- `mi300x`: AMD CDNA 3 white paper: 304 CUs, 64 KiB LDS, 512 KiB vector registers, 1307.4 Tflop/s bf16/fp16, 2614.9 fp8, 163.4 fp32,
-  L2 4 MiB x 8, Infinity Cache 256 MiB at 17.2 TB/s, 5.3 TB/s; transcendentals at a quarter of 64 lanes a clock and CU at 2.1 GHz.
+- `a100`: NVIDIA A100 white paper (SXM 80 GB): 108 SMs, 192 KiB L1 + shared memory (163 KiB a block), 312 Tflop/s
+  bf16/fp16, 156 tf32, 19.5 fp32, 2.039 TB/s, L2 40 MiB at 5120 B/clock, 16 special functions a clock and SM at 1.41
+  GHz.
+- `h100`, `h200`: NVIDIA Hopper white paper and H200 data sheet (SXM): 132 SMs, 227 KiB shared memory a block, 989.4
+  Tflop/s bf16/fp16, 494.7 tf32, 1978.9 fp8, 66.9 fp32, L2 50 MiB, 3.35 (H200: 4.8) TB/s; 3.9e12 special functions/s
+  (FlashAttention-3, 2407.08608, 3.1); L2 about 5.5 TB/s (published micro-benchmarks; NVIDIA gives none).
+- `b200`: NVIDIA Blackwell architecture brief: 148 SMs, 227 KiB a block, 256 KiB tensor memory a SM, 2250 Tflop/s
+  bf16/fp16, 4500 fp8, L2 126 MiB, 7.7 TB/s; special functions 16 a clock and SM at 1.85 GHz; L2 bandwidth scaled from
+  Hopper by SMs and clock (an estimate).
+- `mi300x`: AMD CDNA 3 white paper: 304 CUs, 64 KiB LDS, 512 KiB vector registers, 1307.4 Tflop/s bf16/fp16, 2614.9
+  fp8, 163.4 fp32, L2 4 MiB x 8, Infinity Cache 256 MiB at 17.2 TB/s, 5.3 TB/s; transcendentals at a quarter of 64
+  lanes a clock and CU at 2.1 GHz.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import platform
-import re
-import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fusion.errors import ProblemError, UnknownMachineError
 
@@ -39,7 +37,14 @@ _BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-_SHORT = {"fp64": "float64", "fp32": "float32", "tf32": "tfloat32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+_SHORT = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "tf32": "tfloat32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+}
 
 
 def dtype_name(dtype: object) -> str:
@@ -47,7 +52,9 @@ def dtype_name(dtype: object) -> str:
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in _BYTES:
-        raise ProblemError(f"dtype {dtype!r} is not one that attention is planned for; known: {', '.join([*_BYTES, *_SHORT])}")
+        raise ProblemError(
+            f"dtype {dtype!r} is not one that attention is planned for; known: {', '.join([*_BYTES, *_SHORT])}"
+        )
     return name
 
 
@@ -58,7 +65,9 @@ def dtype_bytes(dtype: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLevel:
-    """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores together."""
+    """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores
+    together.
+    """
 
     name: str
     capacity: int
@@ -66,18 +75,20 @@ class MemoryLevel:
     shared: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} {_size(self.capacity)}{'' if self.shared else ' per core'} at {self.bandwidth / 1e9:.0f} GB/s"
+        return (
+            f"{self.name} {_size(self.capacity)}{'' if self.shared else ' per core'} at {self.bandwidth / 1e9:.0f} GB/s"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A processor as the planner sees it. Rates are of the whole machine.
 
-    levels: from the fastest to the slowest, the last one holds everything. `fast` names the level whose capacity is the M of the theory.
-    vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
-    isa: instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon").
-    matrix_flops: (dtype, flop/s) pairs, a multiply-add counted as two. exp_rate: exponentials/s. launch: s for starting one kernel.
-    shared_memory, registers: bytes per core that one block may use (0 on CPUs).
+    levels: from the fastest to the slowest, the last one holds everything. `fast` names the level whose capacity is
+    the M of the theory. vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
+    isa: instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon"). matrix_flops: (dtype, flop/s)
+    pairs, a multiply-add counted as two. exp_rate: exponentials/s. launch: s for starting one kernel. shared_memory,
+    registers: bytes per core that one block may use (0 on CPUs).
     """
 
     name: str
@@ -99,14 +110,18 @@ class Machine:
         if self.cores < 1 or not self.levels or any(level.capacity < 1 for level in self.levels):
             raise ProblemError(f"machine {self.name!r} needs at least one core and memory levels of positive capacity")
         if self.fast not in {level.name for level in self.levels}:
-            raise ProblemError(f"machine {self.name!r} has no level {self.fast!r}; it has {[level.name for level in self.levels]}")
+            raise ProblemError(
+                f"machine {self.name!r} has no level {self.fast!r}; it has {[level.name for level in self.levels]}"
+            )
 
     def level(self, name: str) -> MemoryLevel:
         """The level of that name."""
         for level in self.levels:
             if level.name == name:
                 return level
-        raise UnknownMachineError(f"{self.name} has no memory level {name!r}; it has {[level.name for level in self.levels]}")
+        raise UnknownMachineError(
+            f"{self.name} has no memory level {name!r}; it has {[level.name for level in self.levels]}"
+        )
 
     @property
     def main(self) -> MemoryLevel:
@@ -114,7 +129,9 @@ class Machine:
         return self.levels[-1]
 
     def fast_elements(self, dtype: object) -> int:
-        """M: elements of `dtype` that the fast memory of one core holds (on GPUs shared memory and registers together)."""
+        """M: elements of `dtype` that the fast memory of one core holds (on GPUs shared memory and registers
+        together).
+        """
         return (self.level(self.fast).capacity + self.registers) // dtype_bytes(dtype)
 
     def flops(self, dtype: object) -> float:
@@ -130,16 +147,21 @@ class Machine:
 
     def __str__(self) -> str:
         levels = ", ".join(map(str, self.levels))
-        return f"{self.name} ({self.kind}, {self.cores} cores; {levels}; {self.flops('float32') / 1e9:.0f} Gflop/s float32)"
+        peak = self.flops("float32") / 1e9
+        return f"{self.name} ({self.kind}, {self.cores} cores; {levels}; {peak:.0f} Gflop/s float32)"
 
     @staticmethod
     def detect() -> Machine:
         """The CPU this process runs on (cached). Rates are derived from its width and clock."""
-        return _detect_cpu()
+        from fusion._cpu import detect
+
+        return detect()
 
     @staticmethod
     def two_level(capacity: int, dtype: object = "float32") -> Machine:
-        """The model of the theory: a fast memory of `capacity` elements and a slow one; time counts the elements moved, nothing else."""
+        """The model of the theory: a fast memory of `capacity` elements and a slow one; time counts the elements
+        moved, nothing else.
+        """
         if capacity < 1:
             raise ProblemError(f"a fast memory of {capacity} elements was asked for; give at least 1")
         size = dtype_bytes(dtype)
@@ -166,9 +188,6 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-# --- named machines --------------------------------------------------------------------------------------------------------------------
-
-
 def _gpu(
     name: str,
     *,
@@ -186,13 +205,22 @@ def _gpu(
     exp_rate: float,
     launch: float = 4e-6,
 ) -> Machine:
-    """A GPU from its data sheet: sizes in bytes, bandwidths in bytes/s, rates in flop/s. Triton's default float32 product runs as tf32."""
+    """A GPU from its data sheet: sizes in bytes, bandwidths in bytes/s, rates in flop/s. Triton's default float32
+    product runs as tf32.
+    """
     levels = (
         MemoryLevel(name="shared", capacity=shared, bandwidth=cores * 128 * 1.7e9),
         MemoryLevel(name="L2", capacity=l2, bandwidth=l2_bandwidth, shared=True),
         MemoryLevel(name="HBM", capacity=memory, bandwidth=bandwidth, shared=True),
     )
-    rates = {"float16": half, "bfloat16": half, "tfloat32": tf32, "float32": fp32, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
+    rates = {
+        "float16": half,
+        "bfloat16": half,
+        "tfloat32": tf32,
+        "float32": fp32,
+        "float8_e4m3fn": fp8,
+        "float8_e5m2": fp8,
+    }
     return Machine(
         name=name,
         kind="gpu",
@@ -209,25 +237,81 @@ def _gpu(
 
 
 _A100 = _gpu(
-    "a100", cores=108, shared=163 * KIB, registers=256 * KIB, l2=40 * MIB, l2_bandwidth=5120 * 1.41e9, memory=80 * GIB, bandwidth=2.039e12,
-    half=312e12, tf32=156e12, fp32=19.5e12, fp8=0, exp_rate=108 * 16 * 1.41e9,
-)  # fmt: skip
+    "a100",
+    cores=108,
+    shared=163 * KIB,
+    registers=256 * KIB,
+    l2=40 * MIB,
+    l2_bandwidth=5120 * 1.41e9,
+    memory=80 * GIB,
+    bandwidth=2.039e12,
+    half=312e12,
+    tf32=156e12,
+    fp32=19.5e12,
+    fp8=0,
+    exp_rate=108 * 16 * 1.41e9,
+)
 _H100 = _gpu(
-    "h100", cores=132, shared=227 * KIB, registers=256 * KIB, l2=50 * MIB, l2_bandwidth=5.5e12, memory=80 * GIB, bandwidth=3.35e12,
-    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12,
-)  # fmt: skip
+    "h100",
+    cores=132,
+    shared=227 * KIB,
+    registers=256 * KIB,
+    l2=50 * MIB,
+    l2_bandwidth=5.5e12,
+    memory=80 * GIB,
+    bandwidth=3.35e12,
+    half=989.4e12,
+    tf32=494.7e12,
+    fp32=66.9e12,
+    fp8=1978.9e12,
+    exp_rate=3.9e12,
+)
 _H200 = _gpu(
-    "h200", cores=132, shared=227 * KIB, registers=256 * KIB, l2=50 * MIB, l2_bandwidth=5.5e12, memory=141 * GIB, bandwidth=4.8e12,
-    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12,
-)  # fmt: skip
+    "h200",
+    cores=132,
+    shared=227 * KIB,
+    registers=256 * KIB,
+    l2=50 * MIB,
+    l2_bandwidth=5.5e12,
+    memory=141 * GIB,
+    bandwidth=4.8e12,
+    half=989.4e12,
+    tf32=494.7e12,
+    fp32=66.9e12,
+    fp8=1978.9e12,
+    exp_rate=3.9e12,
+)
 _B200 = _gpu(
-    "b200", cores=148, shared=227 * KIB, registers=256 * KIB, l2=126 * MIB, l2_bandwidth=6.5e12, memory=180 * GIB, bandwidth=7.7e12,
-    half=2250e12, tf32=1125e12, fp32=75e12, fp8=4500e12, exp_rate=148 * 16 * 1.85e9,
-)  # fmt: skip
+    "b200",
+    cores=148,
+    shared=227 * KIB,
+    registers=256 * KIB,
+    l2=126 * MIB,
+    l2_bandwidth=6.5e12,
+    memory=180 * GIB,
+    bandwidth=7.7e12,
+    half=2250e12,
+    tf32=1125e12,
+    fp32=75e12,
+    fp8=4500e12,
+    exp_rate=148 * 16 * 1.85e9,
+)
 _MI300X = _gpu(
-    "mi300x", cores=304, shared=64 * KIB, registers=512 * KIB, l2=256 * MIB, l2_bandwidth=17.2e12, memory=192 * GIB, bandwidth=5.3e12,
-    half=1307.4e12, tf32=653.7e12, fp32=163.4e12, fp8=2614.9e12, exp_rate=304 * 16 * 2.1e9, launch=6e-6,
-)  # fmt: skip
+    "mi300x",
+    cores=304,
+    shared=64 * KIB,
+    registers=512 * KIB,
+    l2=256 * MIB,
+    l2_bandwidth=17.2e12,
+    memory=192 * GIB,
+    bandwidth=5.3e12,
+    half=1307.4e12,
+    tf32=653.7e12,
+    fp32=163.4e12,
+    fp8=2614.9e12,
+    exp_rate=304 * 16 * 2.1e9,
+    launch=6e-6,
+)
 
 NAMED = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200, "mi300x": _MI300X}
 
@@ -244,128 +328,19 @@ def machine(name: str | Machine | None = None) -> Machine:
         return Machine.detect()
     if key in NAMED:
         return NAMED[key]
-    raise UnknownMachineError(f"machine {name!r} is not known; known: cpu (this computer), {', '.join(NAMED)}, or a fusion.machine.Machine")
-
-
-# --- this computer ---------------------------------------------------------------------------------------------------------------------
-
-_ISA = (
-    "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16",
-    "amx_tile", "amx_bf16", "amx_fp16",
-)  # fmt: skip
-
-
-def _run(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _bytes_of(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
-    return int(match[1]) * {"": 1, "K": KIB, "M": MIB, "G": GIB}[match[2]] if match else 0
-
-
-def _linux_caches() -> dict[str, int]:
-    """Data cache sizes in bytes by level name, from sysfs; empty where there is none."""
-    caches = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        try:
-            level, kind, size = ((index / part).read_text().strip() for part in ("level", "type", "size"))
-        except OSError:
-            continue
-        if kind in ("Data", "Unified"):
-            caches[f"L{level}"] = _bytes_of(size)
-    return caches
-
-
-def _linux_cpu() -> tuple[str, set[str], float]:
-    """Model name, flags, and clock in Hz from /proc/cpuinfo (0 where it does not say)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine(), set(), 0.0
-    fields = dict(re.findall(r"^([^\t:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.M))
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    if "asimd" in flags:
-        flags |= {"neon", "fma"}
-    return fields.get("model name", platform.machine()), flags, float(fields.get("cpu MHz", 0)) * 1e6
-
-
-def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
-    """Model name, flags, clock, caches from sysctl (Apple silicon states no clock)."""
-    lines = _run("sysctl", "machdep.cpu", "hw").splitlines()
-    fields = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = {flag.lower().replace(".", "_") for flag in fields.get("machdep.cpu.features", "").split()}
-    flags |= {flag.lower() for flag in fields.get("machdep.cpu.leaf7_features", "").split()}
-    if platform.machine() == "arm64":
-        flags |= {"neon", "fma"}
-        flags |= {"bf16"} if fields.get("hw.optional.arm.FEAT_BF16") == "1" else set()
-    caches = {}
-    for level, key in (("L1", "hw.perflevel0.l1dcachesize"), ("L2", "hw.perflevel0.l2cachesize"), ("L3", "hw.l3cachesize")):
-        size = int(fields.get(key, fields.get(key.replace("perflevel0.", ""), 0)) or 0)
-        if size:
-            caches[level] = size
-    return fields.get("machdep.cpu.brand_string", platform.machine()), flags, float(fields.get("hw.cpufrequency", 0) or 0), caches
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@functools.cache
-def _detect_cpu() -> Machine:
-    """The CPU this process may use. Peak: cores x two multiply-add ports x lanes x 2 x clock; what is not stated is taken low."""
-    if platform.system() == "Darwin":
-        name, flags, clock, caches = _mac_cpu()
-    else:
-        (name, flags, clock), caches = _linux_cpu(), _linux_caches()
-    isa = frozenset(flags & {*_ISA, "neon", "bf16"})
-    width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16
-    clock, cores = clock or 2.5e9, _usable_cores()
-    caches = {"L1": 32 * KIB, "L2": 512 * KIB} | caches
-    lanes = width // 4
-    peak = cores * (2 if "fma" in isa else 1) * lanes * 2 * clock
-    # Sustained bytes a clock and core: two loads from L1, half a vector from L2, a quarter from the shared cache, 4 from memory.
-    per_clock = {"L1": 2 * width, "L2": width / 2, "L3": width / 4}
-    levels = [
-        MemoryLevel(name=key, capacity=size, bandwidth=cores * clock * per_clock[key], shared=key == "L3")
-        for key, size in sorted(caches.items())
-        if key in per_clock
-    ]
-    levels.append(MemoryLevel(name="memory", capacity=_memory_size(), bandwidth=cores * clock * 4, shared=True))
-    return Machine(
-        name=name,
-        kind="cpu",
-        levels=tuple(levels),
-        fast="L2",
-        cores=cores,
-        vector_bytes=width,
-        isa=isa,
-        matrix_flops=tuple(_cpu_rates(peak, isa, cores, clock).items()),
-        exp_rate=cores * lanes * clock / 7,  # a degree-5 polynomial: about 14 vector operations on two ports
-        launch=5e-6,
+    raise UnknownMachineError(
+        f"machine {name!r} is not known; known: cpu (this computer), {', '.join(NAMED)}, or a fusion.machine.Machine"
     )
 
 
-def _cpu_rates(peak: float, isa: frozenset[str], cores: int, clock: float) -> dict[str, float]:
-    """Multiply-add rates by dtype: dot-product instructions do two a lane; AMX 1024 flop a clock and core (Intel optimisation manual)."""
-    bf16 = cores * 1024 * clock if "amx_bf16" in isa else 2 * peak if isa & {"avx512_bf16", "bf16"} else peak
-    return {"float32": peak, "float64": peak / 2, "bfloat16": bf16, "float16": peak, "tfloat32": peak}
-
-
-def _memory_size() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 8 * GIB
-
-
 def with_cores(base: Machine, cores: int) -> Machine:
-    """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion (never grow)."""
+    """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion (never
+    grow).
+    """
     cores = max(1, min(cores, base.cores))
     share = cores / base.cores
-    levels = tuple(level if level.shared else replace(level, bandwidth=level.bandwidth * share) for level in base.levels)
+    levels = tuple(
+        level if level.shared else replace(level, bandwidth=level.bandwidth * share) for level in base.levels
+    )
     rates = tuple((dtype, rate * share) for dtype, rate in base.matrix_flops)
     return replace(base, cores=cores, levels=levels, matrix_flops=rates, exp_rate=base.exp_rate * share)

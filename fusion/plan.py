@@ -1,10 +1,11 @@
 """Picks schedule and tile for one attention problem on one machine, and says what it expects of them.
 
     >>> from fusion.plan import Problem, plan
-    >>> print(plan(Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True), machine="h200"))
+    >>> print(plan(Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True),
+    machine="h200"))
 
-`fusion.plan(...)` works too: the module can be called. On the two-level model (`Machine.two_level(M)`) the plan of least I/O is chosen, on
-processors the one of least predicted time. The formulas are compiled once; plans are cached.
+`fusion.plan(...)` works too: the module can be called. On the two-level model (`Machine.two_level(M)`) the plan of
+least I/O is chosen, on processors the one of least predicted time. The formulas are compiled once; plans are cached.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 from fusion.cost.problem import Problem
 from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
-from fusion.machine import Machine, machine as find_machine
+from fusion.machine import Machine
+from fusion.machine import machine as find_machine
 
 # What each kind of machine has kernels for. The two-level model runs everything that computes attention exactly.
 _RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", "split_k")}
@@ -27,7 +29,9 @@ _RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule that was weighed. io: elements moved for the whole problem; time: predicted s; reason: why it could not be used, if so."""
+    """A schedule that was weighed. io: elements moved for the whole problem; time: predicted s; reason: why it could
+    not be used, if so.
+    """
 
     schedule: str
     tile: tuple[tuple[str, int], ...] = ()
@@ -47,8 +51,9 @@ class Candidate:
 class Plan:
     """How one attention problem is to be run, and what that is predicted to cost.
 
-    tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`. time: s. io, bound: elements moved by all of the problem's heads, and
-    the lower bound on them for a fast memory of `capacity` elements; ratio = io / bound. formula: the I/O of one head with numbers put in.
+    tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`. time: s. io, bound: elements moved by all of the
+    problem's heads, and the lower bound on them for a fast memory of `capacity` elements; ratio = io / bound.
+    formula: the I/O of one head with numbers put in.
     """
 
     problem: Problem
@@ -65,12 +70,12 @@ class Plan:
     resources: tuple[tuple[str, float], ...] = ()
 
     @property
-    def B_r(self) -> int:  # noqa: N802 - the papers' letter
+    def B_r(self) -> int:
         """Rows (queries) of a tile."""
         return dict(self.tile).get("B_r", 1)
 
     @property
-    def B_c(self) -> int:  # noqa: N802
+    def B_c(self) -> int:
         """Columns (keys) of a tile."""
         return dict(self.tile).get("B_c", 1)
 
@@ -113,7 +118,11 @@ class Plan:
 
         sizes = sizes_of(self.problem, self.capacity, self.share, self.features)
         values = {**sizes, **dict(self.tile)}
-        text = re.sub(r"\b[A-Za-z]\w*\b", lambda match: _number(values[match[0]]) if match[0] in values else match[0], self.symbolic)
+        text = re.sub(
+            r"\b[A-Za-z]\w*\b",
+            lambda match: _number(values[match[0]]) if match[0] in values else match[0],
+            self.symbolic,
+        )
         return f"{text} = {_number(self.io / self.problem.problems)}"
 
     def alternatives(self) -> tuple[Candidate, ...]:
@@ -139,7 +148,9 @@ class Plan:
 
     def __str__(self) -> str:
         moved = f"I/O {_bytes(self.io_bytes)} ({self.ratio:.2f}x bound)"
-        time = "" if self.machine.kind == "model" else f", {_seconds(self.time)} predicted, limited by {self.limited_by}"
+        time = (
+            "" if self.machine.kind == "model" else f", {_seconds(self.time)} predicted, limited by {self.limited_by}"
+        )
         return f"{self.schedule} {_tile_text(self.tile)} on {self.machine.name}: {moved}{time}"
 
 
@@ -155,16 +166,20 @@ def plan(
     col_multiple: int | None = None,
     features: int | None = None,
 ) -> Plan:
-    """The plan for `problem` (or for anything with a `problem(sizes)` method) on `machine` (a name, a Machine, or None: this CPU).
+    """The plan for `problem` (or for anything with a `problem(sizes)` method) on `machine` (a name, a Machine, or
+    None: this CPU).
 
-    schedule: take this one; otherwise the best of `allow` (by default what there are kernels for). row_multiple, col_multiple: the kernel's
-    register tile, of which B_r and B_c are multiples on CPUs (default two vectors and 8). features: number of polynomial features r.
+    schedule: take this one; otherwise the best of `allow` (by default what there are kernels for). row_multiple,
+    col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default two vectors and 8).
+    features: number of polynomial features r.
 
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
     """
     if not isinstance(problem, Problem):
         if not callable(getattr(problem, "problem", None)):
-            raise ProblemError(f"plan() was given {type(problem).__name__}; give a Problem or an object with a problem(sizes) method")
+            raise ProblemError(
+                f"plan() was given {type(problem).__name__}; give a Problem or an object with a problem(sizes) method"
+            )
         problem = problem.problem(sizes)
     target = find_machine(machine)
     multiples = (row_multiple or 2 * target.lanes(), col_multiple or 8)
@@ -172,9 +187,12 @@ def plan(
     return _plan(problem, target, names, multiples, features or 1)
 
 
-def _names(schedule: str | None, allow: Collection[str] | None, direction: str, target: Machine, features: int | None) -> tuple[str, ...]:
+def _names(
+    schedule: str | None, allow: Collection[str] | None, direction: str, target: Machine, features: int | None
+) -> tuple[str, ...]:
     """Names of the schedules to choose from, in the table's order."""
-    from fusion.cost.schedules import schedule as find, schedules
+    from fusion.cost.schedules import schedule as find
+    from fusion.cost.schedules import schedules
 
     if schedule is not None:
         chosen = find(schedule)
@@ -196,7 +214,11 @@ def _names(schedule: str | None, allow: Collection[str] | None, direction: str, 
 def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: tuple[int, int], features: int) -> Plan:
     from fusion.cost.choose import candidate, lower_bound
 
-    weighed = [candidate(problem, target, name, multiples, features) for name in names if problem.masked or name != "block_sparse"]
+    weighed = [
+        candidate(problem, target, name, multiples, features)
+        for name in names
+        if problem.masked or name != "block_sparse"
+    ]
     weighed = weighed or [candidate(problem, target, "block_sparse", multiples, features)]
     usable = [item for item in weighed if not item.reason]
     if not usable:
@@ -221,14 +243,22 @@ def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: 
 
 
 @functools.lru_cache(maxsize=1024)
-def compare(problem: Problem, target: Machine, *, direction: str = "forward", features: int | None = None) -> tuple[Candidate, ...]:
-    """Every schedule of that direction with the best tile it can have on `target`, best first; those that do not fit say why, last."""
+def compare(
+    problem: Problem, target: Machine, *, direction: str = "forward", features: int | None = None
+) -> tuple[Candidate, ...]:
+    """Every schedule of that direction with the best tile it can have on `target`, best first; those that do not fit
+    say why, last.
+    """
     from fusion.cost.choose import candidate
     from fusion.cost.schedules import schedules
 
     names = [item.name for item in schedules().values() if item.direction == direction and (item.exact or features)]
     multiples = (2 * target.lanes(), 8)
-    weighed = [candidate(problem, target, name, multiples, features or 1) for name in names if problem.masked or name != "block_sparse"]
+    weighed = [
+        candidate(problem, target, name, multiples, features or 1)
+        for name in names
+        if problem.masked or name != "block_sparse"
+    ]
     return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
 
 
@@ -244,9 +274,6 @@ def cpu_tile(
     name = "block_sparse" if isinstance(problem, Problem) and problem.masked else "flash"
     chosen = plan(problem, machine, name, sizes=sizes, row_multiple=row_multiple, col_multiple=col_multiple)
     return chosen.B_r, chosen.B_c
-
-
-# --- text ------------------------------------------------------------------------------------------------------------------------------
 
 
 def _number(value: float) -> str:

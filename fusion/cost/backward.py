@@ -1,8 +1,8 @@
 """The backward passes as symbolic schedules, in the manner of `fusion.cost.schedules`.
 
-All recompute P from Q, K and the stored log-sum-exp L, with delta_i = sum_e dO[i,e] O[i,e] and dS = P o (dP - delta), except the
-materialised one, which is handed P. Sources: FlashAttention (2205.14135, Alg. 3 and 4), FlashAttention-2 (2307.08691, Alg. 2), Li et al.
-(2410.09397) for the small cache.
+All recompute P from Q, K and the stored log-sum-exp L, with delta_i = sum_e dO[i,e] O[i,e] and dS = P o (dP - delta),
+except the materialised one, which is handed P. Sources: FlashAttention (2205.14135, Alg. 3 and 4), FlashAttention-2
+(2307.08691, Alg. 2), Li et al. (2410.09397) for the small cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sympy
 
 from fusion.cost.schedules import DIMS, PAIRS, C, Phase, R, Schedule
-from fusion.cost.symbols import M, B_c, B_d, B_e, B_o, B_p, B_r, N_k, N_q, blocks, d, d_v
+from fusion.cost.symbols import B_c, B_d, B_e, B_o, B_p, B_r, M, N_k, N_q, blocks, d, d_v
 
 ZERO = sympy.Integer(0)
 
@@ -18,7 +18,9 @@ DELTA = Phase(name="delta", reads=2 * N_q * d_v, writes=N_q, footprint=sympy.Int
 
 
 def _split_kernels() -> Schedule:
-    """One kernel with K, V blocks and their gradients at rest, another with Q blocks: deterministic, dQ never leaves until done."""
+    """One kernel with K, V blocks and their gradients at rest, another with Q blocks: deterministic, dQ never leaves
+    until done.
+    """
     keys = Phase(
         name="dK, dV",
         reads=N_k * DIMS + C * N_q * (DIMS + 2),

@@ -1,9 +1,10 @@
 """Lower bounds on the I/O of attention, with the range in which each holds and its source.
 
-The theorems give orders (Omega); the functions return the expression with constant 1. That constant is what the counting argument of the
-standard-product bound suggests: while M elements are moved at most 2M are within reach, of which M/d rows of Q and as many of K meet in
-(M/d)^2 scores, so N_q N_k scores need N_q N_k d^2 / M transfers. Ratios to these bounds are therefore ratios to an order, and the claim that
-is tested is that they stay under one constant. `trivial` alone is exact.
+The theorems give orders (Omega); the functions return the expression with constant 1. That constant is what the
+counting argument of the standard-product bound suggests: while M elements are moved at most 2M are within reach, of
+which M/d rows of Q and as many of K meet in (M/d)^2 scores, so N_q N_k scores need N_q N_k d^2 / M transfers. Ratios
+to these bounds are therefore ratios to an order, and the claim that is tested is that they stay under one constant.
+`trivial` alone is exact.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from fusion.cost.symbols import M, N_k, N_q, d, d_v, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A lower bound in elements for one attention problem. valid: the condition on M and d under which the theorem speaks."""
+    """A lower bound in elements for one attention problem. valid: the condition on M and d under which the theorem
+    speaks.
+    """
 
     name: str
     expression: sympy.Expr
@@ -42,7 +45,9 @@ def standard_product() -> Bound:
 
 def small_cache() -> Bound:
     """In a fast memory below d^2 attention is as hard as the rectangular product Q K^T."""
-    return Bound(name="small_cache", expression=N_q * N_k * d / sympy.sqrt(M), valid=sympy.Lt(M, d**2), source="2402.07443")
+    return Bound(
+        name="small_cache", expression=N_q * N_k * d / sympy.sqrt(M), valid=sympy.Lt(M, d**2), source="2402.07443"
+    )
 
 
 def both_regimes() -> Bound:
@@ -66,7 +71,12 @@ def backward() -> Bound:
 
 def sparse() -> Bound:
     """Only a share s of the scores is wanted: the counting argument applied to s N_q N_k scores (derived here)."""
-    return Bound(name="sparse", expression=s * both_regimes().expression, valid=sympy.true, source="derived here, after 2402.07443")
+    return Bound(
+        name="sparse",
+        expression=s * both_regimes().expression,
+        valid=sympy.true,
+        source="derived here, after 2402.07443",
+    )
 
 
 def sparse_inputs(nonzeros_in: int | sympy.Expr, nonzeros_scores: int | sympy.Expr) -> Bound:
@@ -77,7 +87,8 @@ def sparse_inputs(nonzeros_in: int | sympy.Expr, nonzeros_scores: int | sympy.Ex
 
 
 BOUNDS: dict[str, Callable[[], Bound]] = {
-    bound.__name__: bound for bound in (trivial, standard_product, small_cache, both_regimes, any_product, backward, sparse)
+    bound.__name__: bound
+    for bound in (trivial, standard_product, small_cache, both_regimes, any_product, backward, sparse)
 }
 
 

@@ -20,16 +20,20 @@ _FLASH = ("flash", "block_sparse", "split_k")
 
 
 def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) -> float:
-    """Elements that any schedule moves for all heads: the larger of the trivial bound and the one that M = `capacity` imposes.
+    """Elements that any schedule moves for all heads: the larger of the trivial bound and the one that M = `capacity`
+    imposes.
 
-    The trivial bound reads each key head once however many query heads share it, and no key that the mask hides from all queries.
+    The trivial bound reads each key head once however many query heads share it, and no key that the mask hides from
+    all queries.
     """
     sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
     share = problem.live_share(1, 1)
     keys = min(sizes["n_k"], max(1, problem.n_q + problem.diagonal)) if problem.causal else sizes["n_k"]
     keys *= problem.density
     heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
-    trivial = problem.problems * sizes["n_q"] * (problem.d * min(1.0, problem.density) + problem.d_v) + heads_kv * keys * (problem.d + problem.d_v)
+    trivial = problem.problems * sizes["n_q"] * (
+        problem.d * min(1.0, problem.density) + problem.d_v
+    ) + heads_kv * keys * (problem.d + problem.d_v)
     if backward:  # also dO, and the three gradients
         trivial *= 2
     name = "backward" if backward else "sparse"
@@ -61,12 +65,18 @@ def _counts(name: str, problem: Problem, machine: Machine, tile: Tile | Tiles, s
     return counts(name, sizes_of(problem, machine.fast_elements(problem.dtype), share, features), tile)
 
 
-def _tiles_and_times(problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int) -> tuple[Tiles, Times]:
+def _tiles_and_times(
+    problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int
+) -> tuple[Tiles, Times]:
     if machine.kind == "cpu" and name in ("flash", "block_sparse"):
         tiles = cpu_tiles(problem, machine, *multiples)
         return tiles, cpu_time(machine, problem, tiles, _shares(problem, tiles, name))
     if machine.kind == "gpu" and name in _FLASH:
-        tiles = _with_splits(gpu_tiles(problem, machine), problem, machine) if name == "split_k" else gpu_tiles(problem, machine)
+        tiles = (
+            _with_splits(gpu_tiles(problem, machine), problem, machine)
+            if name == "split_k"
+            else gpu_tiles(problem, machine)
+        )
         splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if name == "split_k" else 1
         return tiles, gpu_time(machine, problem, tiles, _shares(problem, tiles, name), splits)
     tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)

@@ -15,7 +15,9 @@ from fusion.cost.symbols import SIZES, TILES, smooth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What one attention problem moves, holds and computes; numbers or arrays over tiles. Elements, flop, exponentials."""
+    """What one attention problem moves, holds and computes; numbers or arrays over tiles. Elements, flop,
+    exponentials.
+    """
 
     reads: np.ndarray
     writes: np.ndarray
@@ -48,7 +50,11 @@ def phase_counts(phase: Phase, sizes: Mapping[str, float], tile: Mapping[str, in
 def counts(name: str, sizes: Mapping[str, float], tile: Mapping[str, int | np.ndarray]) -> Counts:
     """The whole schedule's counts: sums over its phases, the footprint the largest of them."""
     parts = [phase_counts(phase, sizes, tile) for phase in schedule(name).phases]
-    total = {field: functools.reduce(np.add, (getattr(part, field) for part in parts)) for field in _FIELDS if field != "footprint"}
+    total = {
+        field: functools.reduce(np.add, (getattr(part, field) for part in parts))
+        for field in _FIELDS
+        if field != "footprint"
+    }
     return Counts(footprint=functools.reduce(np.maximum, (part.footprint for part in parts)), **total)
 
 

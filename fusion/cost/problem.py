@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class Problem:
     """q: [batch, heads, n_q, d], k: [batch, heads_kv, n_k, d], v: [batch, heads_kv, n_k, d_v].
 
-    density: share of the score entries that lie in live tiles, for masks that are not described by `causal` and `window`.
-    causal: key j is live for query i where j <= i + diagonal; window: and j > i + diagonal - window.
-    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...).
-    training: the forward keeps the log-sum-exp for a backward pass.
-    Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a plan).
+    density: share of the score entries that lie in live tiles, for masks that are not described by `causal` and
+    `window`. causal: key j is live for query i where j <= i + diagonal; window: and j > i + diagonal - window.
+    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...). training: the forward
+    keeps the log-sum-exp for a backward pass. Sizes of 0 are planned as 1 (an empty call runs no kernel, but its
+    caller wants a plan).
     """
 
     n_q: int
@@ -44,7 +44,9 @@ class Problem:
             if not isinstance(value, int) or value < 0:
                 raise ProblemError(f"{name}={value!r}: sizes are non-negative integers; give the size the call has")
         if self.heads_kv and self.heads % self.heads_kv:
-            raise ProblemError(f"{self.heads} query heads do not divide over {self.heads_kv} key heads; heads must be a multiple")
+            raise ProblemError(
+                f"{self.heads} query heads do not divide over {self.heads_kv} key heads; heads must be a multiple"
+            )
         if not 0 <= self.density <= 1:
             raise ProblemError(f"density={self.density}: the share of live tiles lies between 0 and 1")
         if self.window is not None and self.window < 1:
@@ -67,7 +69,9 @@ class Problem:
         return self.causal or self.window is not None or self.density < 1
 
     def live_share(self, rows: int, cols: int = 1) -> float:
-        """s for tiles of `rows x cols`: keys a query block meets, averaged over blocks, over N_k. Blocks of keys count whole."""
+        """s for tiles of `rows x cols`: keys a query block meets, averaged over blocks, over N_k. Blocks of keys
+        count whole.
+        """
         if not (self.causal or self.window):
             return self.density
         import numpy as np

@@ -1,9 +1,10 @@
 """Every schedule's I/O, footprint and operation counts as sympy expressions, exact to the element.
 
-A schedule is a sequence of phases that share nothing in fast memory. I/O counts element transfers between the slow memory and a fast memory
-of M elements; the footprint of a phase is what it holds there at most. `fusion.cost.programs` runs the same schedules on a simulated memory,
-and the counts agree exactly. Sources: FlashAttention (2205.14135), FlashAttention-2 (2307.08691), Rabe & Staats (2112.05682), Saha & Ye
-(2402.07443), Li et al. (2410.09397), Alman & Song (2302.13214); counts with constants are derived here.
+A schedule is a sequence of phases that share nothing in fast memory. I/O counts element transfers between the slow
+memory and a fast memory of M elements; the footprint of a phase is what it holds there at most.
+`fusion.cost.programs` runs the same schedules on a simulated memory, and the counts agree exactly. Sources:
+FlashAttention (2205.14135), FlashAttention-2 (2307.08691), Rabe & Staats (2112.05682), Saha & Ye (2402.07443), Li et
+al. (2410.09397), Alman & Song (2302.13214); counts with constants are derived here.
 """
 
 from __future__ import annotations
@@ -14,14 +15,33 @@ from dataclasses import dataclass
 import sympy
 
 from fusion.cost.symbols import (
-    M, B_c, B_d, B_e, B_f, B_o, B_p, B_r, B_s, N_k, N_q, blocks, d, d_v, r, s, smooth, stages,
+    B_c,
+    B_d,
+    B_e,
+    B_f,
+    B_o,
+    B_p,
+    B_r,
+    B_s,
+    M,
+    N_k,
+    N_q,
+    blocks,
+    d,
+    d_v,
+    r,
+    s,
+    smooth,
+    stages,
 )  # fmt: skip
 from fusion.errors import UnknownScheduleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One pass over the data. reads, writes, footprint: elements; flops: of matrix products (a multiply-add is two); exps: exponentials."""
+    """One pass over the data. reads, writes, footprint: elements; flops: of matrix products (a multiply-add is two);
+    exps: exponentials.
+    """
 
     name: str
     reads: sympy.Expr
@@ -41,8 +61,8 @@ class Phase:
 class Schedule:
     """An algorithm with its tile left open.
 
-    order: the I/O at the best tile, up to a constant. slow: extra slow memory in elements. direction: forward or backward.
-    exact: whether it computes attention itself rather than an approximation.
+    order: the I/O at the best tile, up to a constant. slow: extra slow memory in elements. direction: forward or
+    backward. exact: whether it computes attention itself rather than an approximation.
     """
 
     name: str
@@ -117,7 +137,9 @@ def _flash(name: str, title: str, source: str, share: sympy.Expr, order: str) ->
 
 
 def _key_stationary() -> Schedule:
-    """A block of K and V stays; Q and the unfinished output with its two statistics are read and written once per block."""
+    """A block of K and V stays; Q and the unfinished output with its two statistics are read and written once per
+    block.
+    """
     phase = Phase(
         name="attend",
         reads=N_k * DIMS + C * N_q * (DIMS + 2),
@@ -137,7 +159,9 @@ def _key_stationary() -> Schedule:
 
 
 def _rabe_staats() -> Schedule:
-    """Every (query, key) chunk leaves its own partial output and statistics in slow memory; they are merged per query chunk."""
+    """Every (query, key) chunk leaves its own partial output and statistics in slow memory; they are merged per query
+    chunk.
+    """
     partial = N_q * (d_v + 2) * C
     attend = Phase(
         name="partial outputs",
@@ -159,7 +183,9 @@ def _rabe_staats() -> Schedule:
 
 
 def _split_k() -> Schedule:
-    """The keys are cut into splits of B_s, each a query-stationary problem of its own with log-sum-exp; then the splits are merged."""
+    """The keys are cut into splits of B_s, each a query-stationary problem of its own with log-sum-exp; then the
+    splits are merged.
+    """
     splits = blocks(N_k, B_s)
     attend = Phase(
         name="splits",
@@ -187,7 +213,9 @@ def _split_k() -> Schedule:
 
 
 def _small_cache() -> Schedule:
-    """S by a blocked product with the head dimension cut too, spilled with the row's log-sum-exp; then exp(S - L) V the same way."""
+    """S by a blocked product with the head dimension cut too, spilled with the row's log-sum-exp; then exp(S - L) V
+    the same way.
+    """
     scores = Phase(
         name="scores",
         reads=N_q * d * C + N_k * d * R,
@@ -243,7 +271,9 @@ def _materialized() -> Schedule:
 
 
 def _polynomial() -> Schedule:
-    """Polynomial features made in fast memory, B_f at a time: state = phi(K)^T [V, 1] over the keys, then the queries read it out."""
+    """Polynomial features made in fast memory, B_f at a time: state = phi(K)^T [V, 1] over the keys, then the queries
+    read it out.
+    """
     count = blocks(r, B_f)
     state = Phase(
         name="state",
@@ -271,8 +301,19 @@ def _polynomial() -> Schedule:
 
 
 FLASH = _flash("flash", "query-stationary: Q, O stay, K, V stream", "2307.08691", sympy.Integer(1), "N^2 d^2 / M")
-BLOCK_SPARSE = _flash("block_sparse", "query-stationary over live tiles", "2205.14135, Prop. 4", s, "N d + s N^2 d^2 / M")
-FORWARD = (FLASH, _key_stationary(), _rabe_staats(), _split_k(), _small_cache(), BLOCK_SPARSE, _materialized(), _polynomial())
+BLOCK_SPARSE = _flash(
+    "block_sparse", "query-stationary over live tiles", "2205.14135, Prop. 4", s, "N d + s N^2 d^2 / M"
+)
+FORWARD = (
+    FLASH,
+    _key_stationary(),
+    _rabe_staats(),
+    _split_k(),
+    _small_cache(),
+    BLOCK_SPARSE,
+    _materialized(),
+    _polynomial(),
+)
 
 _ALIASES = {
     "query_stationary": "flash",
@@ -300,4 +341,4 @@ def schedule(name: str) -> Schedule:
     return known[key]
 
 
-__all__ = ["BLOCK_SPARSE", "FLASH", "FORWARD", "Phase", "Schedule", "schedule", "schedules", "B_p", "B_d"]
+__all__ = ["BLOCK_SPARSE", "FLASH", "FORWARD", "B_d", "B_p", "Phase", "Schedule", "schedule", "schedules"]

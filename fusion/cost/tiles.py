@@ -17,14 +17,16 @@ from fusion.machine import Machine
 Tile = dict[str, int]
 Tiles = dict[str, np.ndarray]
 
-# What each tile variable cuts. A small-cache output and the gradients cut keys or queries by B_o, so both sizes offer candidates.
+# What each tile variable cuts. A small-cache output and the gradients cut keys or queries by B_o, so both sizes offer
+# candidates.
 _CUTS = {"B_r": ("N_q",), "B_c": ("N_k",), "B_o": ("N_q", "N_k"), "B_s": ("N_k",), "B_e": ("d", "d_v"), "B_f": ("r",)}
 
 
 def balanced(size: int, limit: int = 400) -> list[int]:
     """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it.
 
-    I/O depends on a block only through the number of blocks, so nothing is lost; above `limit` values the list is thinned geometrically.
+    I/O depends on a block only through the number of blocks, so nothing is lost; above `limit` values the list is
+    thinned geometrically.
     """
     size = max(1, size)
     root = math.isqrt(size)
@@ -92,7 +94,8 @@ def least_io(schedule: Schedule, problem: Problem, capacity: int, share: float =
         io = sum(part.io for part in parts)
         if footprint.min() > capacity:
             raise NoFittingTileError(
-                f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: its smallest tile needs {footprint.min():.0f}; "
+                f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: "
+                f"its smallest tile needs {footprint.min():.0f}; "
                 f"give a larger M or a schedule that tiles the head dimension (small_cache)"
             )
         cost = np.where(footprint <= capacity, io + footprint * 1e-9, np.inf)
@@ -102,9 +105,6 @@ def least_io(schedule: Schedule, problem: Problem, capacity: int, share: float =
 
 def _choices(name: str, sizes: Mapping[str, float]) -> list[int]:
     return sorted({block for cut in _CUTS[name] for block in balanced(int(sizes[cut]), 200)})
-
-
-# --- targets ---------------------------------------------------------------------------------------------------------------------------
 
 
 def _up(size: int, multiple: int) -> int:
@@ -118,20 +118,31 @@ def footprint_bytes(problem: Problem, rows: np.ndarray, cols: np.ndarray, stages
 
 
 def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multiple: int) -> Tiles:
-    """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the fast level.
+    """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the
+    fast level.
 
-    K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches spill, they do not refuse.
+    K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches
+    spill, they do not refuse.
     """
     rows = sorted({min(_up(problem.n_q, row_multiple), row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12, 16)})
-    cols = sorted({min(_up(problem.n_k, col_multiple), _up(count, col_multiple)) for count in (32, 64, 96, 128, 192, 256, 384, 512)})
+    cols = sorted(
+        {
+            min(_up(problem.n_k, col_multiple), _up(count, col_multiple))
+            for count in (32, 64, 96, 128, 192, 256, 384, 512)
+        }
+    )
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
     near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)
-    keep = (near <= machine.level(machine.fast).capacity * 0.75) | ((tiles["B_r"] == rows[0]) & (tiles["B_c"] == cols[0]))
+    keep = (near <= machine.level(machine.fast).capacity * 0.75) | (
+        (tiles["B_r"] == rows[0]) & (tiles["B_c"] == cols[0])
+    )
     return {name: column[keep] for name, column in tiles.items()}
 
 
 def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:
-    """(B_r, B_c, stages) for the Triton kernel: powers of two that fit shared memory and leave the accumulators in registers."""
+    """(B_r, B_c, stages) for the Triton kernel: powers of two that fit shared memory and leave the accumulators in
+    registers.
+    """
     powers = [16, 32, 64, 128, 256]
     rows = [block for block in powers if block <= max(16, _power(problem.n_q))]
     cols = [block for block in powers if block <= max(16, _power(problem.n_k))]
@@ -142,8 +153,9 @@ def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:
     keep = (shared <= machine.shared_memory) & (accumulators <= 0.75 * machine.registers)
     if not keep.any():
         raise NoFittingTileError(
-            f"flash for {problem} on {machine.name}: the smallest tile needs {shared.min()} bytes of {machine.shared_memory} shared memory "
-            f"and {accumulators.min()} of {machine.registers} register bytes; use schedule='small_cache' or 'materialized'"
+            f"flash for {problem} on {machine.name}: the smallest tile needs {shared.min()} bytes of "
+            f"{machine.shared_memory} shared memory and {accumulators.min()} of {machine.registers} register bytes; "
+            f"use schedule='small_cache' or 'materialized'"
         )
     return {name: column[keep] for name, column in tiles.items()}
 

@@ -1,8 +1,8 @@
 """Predicted time: the maximum over resources, plus launch and tail effects.
 
-Per core a block of queries costs matrix products at the tile's efficiency, exponentials and passes over the scores, and a fixed overhead per
-block and per key tile. Blocks are dealt out in rounds (waves) over the cores, so a ragged last round counts whole. Each memory level is
-a resource of its own. All figures in seconds.
+Per core a block of queries costs matrix products at the tile's efficiency, exponentials and passes over the scores,
+and a fixed overhead per block and per key tile. Blocks are dealt out in rounds (waves) over the cores, so a ragged
+last round counts whole. Each memory level is a resource of its own. All figures in seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Times:
 
 
 def streaming_time(machine: Machine, problem: Problem, counts: Counts, kernels: int) -> Times:
-    """A schedule as a sequence of kernels that keep every resource busy: used where there is no kernel model of our own."""
+    """A schedule as a sequence of kernels that keep every resource busy: used where there is no kernel model of our
+    own.
+    """
     scale = problem.problems
     resources = {
         "memory": counts.io * scale * problem.element_bytes / machine.main.bandwidth,
@@ -53,8 +55,9 @@ def shares_of(problem: Problem, tiles: Tiles) -> np.ndarray:
 def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarray) -> Times:
     """The query-stationary CPU kernel: scores transposed, lanes are queries, K and V read in place.
 
-    A register tile is 8 keys by two vectors of queries, so an efficiency lost at its start and end shrinks with the summed length (d for
-    the scores, B_c for the output). Scores pass through the nearest cache four times; where the tile outgrows it they come from the next.
+    A register tile is 8 keys by two vectors of queries, so an efficiency lost at its start and end shrinks with the
+    summed length (d for the scores, B_c for the output). Scores pass through the nearest cache four times; where the
+    tile outgrows it they come from the next.
     """
     rows, cols = tiles["B_r"].astype(float), tiles["B_c"].astype(float)
     d, d_v, size = max(1, problem.d), max(1, problem.d_v), problem.element_bytes
@@ -64,7 +67,9 @@ def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarra
     key_tiles = np.ceil(keys / cols)
     scores = rows * keys
     products = 2 * scores * (d * (1 + 3 / d) + d_v * (1 + 5 / np.minimum(cols, keys))) / rate
-    exponentials = (scores * (1 + problem.score_flops / 14) + 1.5 * rows * key_tiles) / (machine.exp_rate / machine.cores)
+    exponentials = (scores * (1 + problem.score_flops / 14) + 1.5 * rows * key_tiles) / (
+        machine.exp_rate / machine.cores
+    )
     nearest, second = machine.levels[0], machine.levels[min(1, len(machine.levels) - 1)]
     lanes = 2 * machine.lanes()
     slab = 4 * lanes * (d + np.minimum(cols, keys)) + size * np.minimum(cols, keys) * max(d, d_v)
@@ -78,8 +83,15 @@ def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarra
     block = np.maximum(products + exponentials + passes, stream) + overhead
     blocks = problem.problems * np.ceil(max(1, problem.n_q) / rows)
     rounds = np.ceil(blocks / machine.cores)
-    resources = {"products": products, "exponentials": exponentials, "score passes": passes, f"K, V from {source}": stream}
-    resources = {name: value * rounds for name, value in resources.items()} | {"overhead": overhead * rounds + machine.launch}
+    resources = {
+        "products": products,
+        "exponentials": exponentials,
+        "score passes": passes,
+        f"K, V from {source}": stream,
+    }
+    resources = {name: value * rounds for name, value in resources.items()} | {
+        "overhead": overhead * rounds + machine.launch
+    }
     return Times(total=rounds * block + machine.launch, resources=resources)
 
 
@@ -91,11 +103,13 @@ def _home(machine: Machine, count: float) -> str:
     return machine.main.name
 
 
-def gpu_time(machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarray, splits: np.ndarray | int = 1) -> Times:
+def gpu_time(
+    machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarray, splits: np.ndarray | int = 1
+) -> Times:
     """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1.
 
-    Small tiles run the matrix units below peak (their fill shows below 128 rows or 64 columns); one stage exposes the memory latency.
-    Re-reads of K and V by other query blocks are served by L2 as long as one wave's keys fit it.
+    Small tiles run the matrix units below peak (their fill shows below 128 rows or 64 columns); one stage exposes the
+    memory latency. Re-reads of K and V by other query blocks are served by L2 as long as one wave's keys fit it.
     """
     rows, cols, stages = (tiles[name].astype(float) for name in ("B_r", "B_c", "stages"))
     d, d_v, size = max(1, problem.d), max(1, problem.d_v), problem.element_bytes
@@ -113,7 +127,13 @@ def gpu_time(machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarra
     moved = blocks * (rows * d + keys * (d + d_v) + rows * d_v) * size
     heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
     compulsory = (problem.problems * problem.n_q * (d + d_v) + heads_kv * problem.n_k * (d + d_v)) * size
-    in_flight = np.minimum(blocks, machine.cores * resident) / np.ceil(max(1, problem.n_q) / rows) * problem.n_k * (d + d_v) * size
+    in_flight = (
+        np.minimum(blocks, machine.cores * resident)
+        / np.ceil(max(1, problem.n_q) / rows)
+        * problem.n_k
+        * (d + d_v)
+        * size
+    )
     l2 = machine.level("L2")
     dram = np.where(in_flight <= l2.capacity, np.minimum(compulsory, moved), moved)
     used = np.minimum(1, blocks / machine.cores)
@@ -123,9 +143,15 @@ def gpu_time(machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarra
         "L2": moved / (l2.bandwidth * used),
         "HBM": dram / (machine.main.bandwidth * np.minimum(1, used * 2)),
     }
-    merge = np.where(np.asarray(splits) > 1, machine.launch + 2 * blocks * rows * (d_v + 1) * 4 / machine.main.bandwidth, 0)
+    merge = np.where(
+        np.asarray(splits) > 1, machine.launch + 2 * blocks * rows * (d_v + 1) * 4 / machine.main.bandwidth, 0
+    )
     overhead = machine.launch + merge + busy * (1.5e-6 + 1e-7 * np.ceil(keys / cols))
-    total = np.maximum.reduce(np.broadcast_arrays(*resources.values())) + 0.3 * np.minimum(products, exponentials) + overhead
+    total = (
+        np.maximum.reduce(np.broadcast_arrays(*resources.values()))
+        + 0.3 * np.minimum(products, exponentials)
+        + overhead
+    )
     return Times(total=total, resources=resources | {"overhead": overhead})
 
 

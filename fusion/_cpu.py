@@ -1,0 +1,137 @@
+"""Reads the CPU that this process runs on: caches, width and instruction set from the operating system."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+from fusion.machine import GIB, KIB, MIB, Machine, MemoryLevel
+
+_ISA = (
+    "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16",
+    "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", )  # fmt: skip
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _bytes_of(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
+    return int(match[1]) * {"": 1, "K": KIB, "M": MIB, "G": GIB}[match[2]] if match else 0
+
+
+def _linux_caches() -> dict[str, int]:
+    """Data cache sizes in bytes by level name, from sysfs; empty where there is none."""
+    caches = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, size = ((index / part).read_text().strip() for part in ("level", "type", "size"))
+        except OSError:
+            continue
+        if kind in ("Data", "Unified"):
+            caches[f"L{level}"] = _bytes_of(size)
+    return caches
+
+
+def _linux_cpu() -> tuple[str, set[str], float]:
+    """Model name, flags, and clock in Hz from /proc/cpuinfo (0 where it does not say)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine(), set(), 0.0
+    fields = dict(re.findall(r"^([^\t:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.M))
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    if "asimd" in flags:
+        flags |= {"neon", "fma"}
+    return fields.get("model name", platform.machine()), flags, float(fields.get("cpu MHz", 0)) * 1e6
+
+
+def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
+    """Model name, flags, clock, caches from sysctl (Apple silicon states no clock)."""
+    lines = _run("sysctl", "machdep.cpu", "hw").splitlines()
+    fields = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = {flag.lower().replace(".", "_") for flag in fields.get("machdep.cpu.features", "").split()}
+    flags |= {flag.lower() for flag in fields.get("machdep.cpu.leaf7_features", "").split()}
+    if platform.machine() == "arm64":
+        flags |= {"neon", "fma"}
+        flags |= {"bf16"} if fields.get("hw.optional.arm.FEAT_BF16") == "1" else set()
+    caches = {}
+    for level, key in (
+        ("L1", "hw.perflevel0.l1dcachesize"),
+        ("L2", "hw.perflevel0.l2cachesize"),
+        ("L3", "hw.l3cachesize"),
+    ):
+        size = int(fields.get(key, fields.get(key.replace("perflevel0.", ""), 0)) or 0)
+        if size:
+            caches[level] = size
+    return (
+        fields.get("machdep.cpu.brand_string", platform.machine()),
+        flags,
+        float(fields.get("hw.cpufrequency", 0) or 0),
+        caches,
+    )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def detect() -> Machine:
+    """The CPU this process may use. Peak: cores x two multiply-add ports x lanes x 2 x clock; what is not stated is
+    taken low.
+    """
+    if platform.system() == "Darwin":
+        name, flags, clock, caches = _mac_cpu()
+    else:
+        (name, flags, clock), caches = _linux_cpu(), _linux_caches()
+    isa = frozenset(flags & {*_ISA, "neon", "bf16"})
+    width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16
+    clock, cores = clock or 2.5e9, _usable_cores()
+    caches = {"L1": 32 * KIB, "L2": 512 * KIB} | caches
+    lanes = width // 4
+    peak = cores * (2 if "fma" in isa else 1) * lanes * 2 * clock
+    # Sustained bytes a clock and core: two loads from L1, half a vector from L2, a quarter from the shared cache, 4
+    # from memory.
+    per_clock = {"L1": 2 * width, "L2": width / 2, "L3": width / 4}
+    levels = [
+        MemoryLevel(name=key, capacity=size, bandwidth=cores * clock * per_clock[key], shared=key == "L3")
+        for key, size in sorted(caches.items())
+        if key in per_clock
+    ]
+    levels.append(MemoryLevel(name="memory", capacity=_memory_size(), bandwidth=cores * clock * 4, shared=True))
+    return Machine(
+        name=name,
+        kind="cpu",
+        levels=tuple(levels),
+        fast="L2",
+        cores=cores,
+        vector_bytes=width,
+        isa=isa,
+        matrix_flops=tuple(_cpu_rates(peak, isa, cores, clock).items()),
+        exp_rate=cores * lanes * clock / 7,  # a degree-5 polynomial: about 14 vector operations on two ports
+        launch=5e-6,
+    )
+
+
+def _cpu_rates(peak: float, isa: frozenset[str], cores: int, clock: float) -> dict[str, float]:
+    """Multiply-add rates by dtype: dot-product instructions do two a lane; AMX 1024 flop a clock and core (Intel
+    optimisation manual).
+    """
+    bf16 = cores * 1024 * clock if "amx_bf16" in isa else 2 * peak if isa & {"avx512_bf16", "bf16"} else peak
+    return {"float32": peak, "float64": peak / 2, "bfloat16": bf16, "float16": peak, "tfloat32": peak}
+
+
+def _memory_size() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 8 * GIB
