@@ -1,1 +1,49 @@
-"""fusion: an attention compiler for unmodified PyTorch models."""
+"""fusion: an attention compiler for unmodified PyTorch models.
+
+    model = torch.compile(model, backend="fusion")
+    print(fusion.explain(model, *inputs))
+
+Importing is light: torch loads the backend by its entry point at first use, and the names below load on access.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "collect_reports": "fusion.report",
+    "explain": "fusion.explaining",
+    "FusionError": "fusion.errors",
+    "Machine": "fusion.machine",
+    "machine": "fusion.machine",
+    "Options": "fusion.options",
+    "plan": "fusion.plan",
+    "Report": "fusion.report",
+}
+__all__ = ["FusionError", "Machine", "Options", "Report", "collect_reports", "explain", "machine", "plan"]
+
+
+def _register() -> None:
+    """Make the backend known where the package is used without being installed (no entry point)."""
+    from importlib.metadata import entry_points
+
+    if entry_points(group="torch_dynamo_backends", name="fusion"):
+        return
+    from torch._dynamo import register_backend
+
+    def fusion(module: Any, example_inputs: Any, **keywords: Any) -> Any:
+        return import_module("fusion.backend").fusion(module, example_inputs, **keywords)
+
+    register_backend(fusion)
+
+
+_register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'fusion' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

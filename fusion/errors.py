@@ -32,3 +32,11 @@ class NoFittingTileError(FusionError, ValueError):
 
 class FastMemoryError(FusionError, RuntimeError):
     """A program on the simulated memory exceeded the capacity or touched what is not loaded."""
+
+
+class OptionError(FusionError, ValueError):
+    """An option of the backend that does not exist or has a value it cannot take."""
+
+
+class StrictError(FusionError, RuntimeError):
+    """`strict=True`, and an attention could not be fused."""

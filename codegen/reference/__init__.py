@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.ir.expr import E, ROW_MAX, ROW_SUM, SCORE, C, Expr, I, J, coord
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, Expr, I, J, coord
 from fusion.ir.ops import evaluate
 from fusion.ir.spec import AttentionSpec, Normalizer
 

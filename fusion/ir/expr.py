@@ -71,7 +71,8 @@ def const(value: float | int | bool, kind: Kind | None = None) -> Expr:
     if kind is None:
         kind = Kind.BOOL if isinstance(value, bool) else Kind.INT if isinstance(value, int) else Kind.FLOAT
     cast = {Kind.BOOL: bool, Kind.INT: int, Kind.FLOAT: float}[kind]
-    return node("const", (), kind, cast(value))
+    number = cast(value)
+    return node("const", (), kind, number + 0.0 if isinstance(number, float) else number)  # -0.0 becomes 0.0
 
 
 def coord(name: str) -> Expr:

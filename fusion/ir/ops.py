@@ -108,6 +108,8 @@ def apply(name: str, *args: Expr) -> Expr:
     if all(arg.is_const for arg in args):
         return const(_fold(primitive, args), primitive.result)
     simplified = _SIMPLIFY[name](*args) if name in _SIMPLIFY else None
+    if simplified is None and name not in ("where", "iwhere"):
+        simplified = _push_into_where(name, args)
     return simplified if simplified is not None else node(name, args, primitive.result)
 
 
@@ -188,41 +190,37 @@ def _compare_integers(holds: Callable[[int, int], bool]) -> Callable[[Expr, Expr
     return simplify
 
 
-def _compare_bool_int(keep: bool) -> Callable[[Expr, Expr], Expr | None]:
-    """`int(flag) = 0`, `int(flag) != 1` and the like are the flag or its negation."""
-
-    def simplify(left: Expr, right: Expr) -> Expr | None:
-        decided = _compare_integers(operator.eq if keep else operator.ne)(left, right)
-        if decided is not None:
-            return decided
-        for flag, other in ((left, right), (right, left)):
-            if flag.op == "bool_to_int" and other.op == "const" and other.attr in (0, 1):
-                positive = (other.attr == 1) == keep
-                return flag.args[0] if positive else apply("not", flag.args[0])
-        return None
-
-    return simplify
-
-
-def _compare_bool_float(keep: bool) -> Callable[[Expr, Expr], Expr | None]:
-    def simplify(left: Expr, right: Expr) -> Expr | None:
-        for flag, other in ((left, right), (right, left)):
-            if flag.op == "bool_to_float" and other.op == "const" and other.attr in (0.0, 1.0):
-                positive = (other.attr == 1.0) == keep
-                return flag.args[0] if positive else apply("not", flag.args[0])
-        return None
-
-    return simplify
-
-
-def _to_float(value: Expr) -> Expr | None:
-    return node("bool_to_float", value.args, FLOAT) if value.op == "bool_to_int" else None
-
-
 def _to_int(value: Expr) -> Expr | None:
-    if value.op == "to_float":
-        return value.args[0]
-    return node("bool_to_int", value.args, INT) if value.op == "bool_to_float" else None
+    return value.args[0] if value.op == "to_float" else None
+
+
+def _bool_to_float(value: Expr) -> Expr:
+    return where(value, const(1.0), const(0.0))
+
+
+def _bool_to_int(value: Expr) -> Expr:
+    return where(value, const(1), const(0))
+
+
+def _select_bool(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
+    """A selection between two BOOL values, as logic."""
+    return apply("or", apply("and", condition, then), apply("and", apply("not", condition), otherwise))
+
+
+def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
+    """f(x if p else constant, constants) = f(x, constants) if p else f(constant, constants), for any primitive f.
+
+    This is what turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0 and a fill.
+    """
+    selections = [k for k, arg in enumerate(args) if arg.op in ("where", "iwhere")]
+    if len(selections) != 1 or not all(arg.is_const for k, arg in enumerate(args) if k != selections[0]):
+        return None
+    position = selections[0]
+    condition, then, otherwise = args[position].args
+    if not (then.is_const or otherwise.is_const):
+        return None
+    one, other = (apply(name, *args[:position], branch, *args[position + 1 :]) for branch in (then, otherwise))
+    return _select_bool(condition, one, other) if PRIMITIVES[name].result is BOOL else where(condition, one, other)
 
 
 _INTEGER: dict[str, Callable[..., Expr]] = {
@@ -244,12 +242,11 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "pow": _identity(1.0, commutes=False),
     "ilt": _compare_integers(operator.lt),
     "ile": _compare_integers(operator.le),
-    "ieq": _compare_bool_int(True),
-    "ine": _compare_bool_int(False),
-    "feq": _compare_bool_float(True),
-    "fne": _compare_bool_float(False),
-    "to_float": _to_float,
+    "ieq": _compare_integers(operator.eq),
+    "ine": _compare_integers(operator.ne),
     "to_int": _to_int,
+    "bool_to_float": _bool_to_float,
+    "bool_to_int": _bool_to_int,
 }
 
 

@@ -73,7 +73,7 @@ class Output:
 class MaskFacts:
     """What is known of the mask at compile time.
 
-    live: predicate in b.., i, j; where it is false the score program is a constant <= `fill` that no live score reaches.
+    live: predicate in b.., i, j; where it is false the score program is a constant <= `fill`, below every live score.
     key_lo, key_hi: INT expressions in b.., and the coordinates `i0`, `i1` (first and last query row of a block);
         outside key_lo <= j < key_hi no key of rows i0..i1 is live. Not clamped to [0, n_k).
     full_lo, full_hi: likewise, a range in which every key is live for all rows i0..i1; None when there is none known.

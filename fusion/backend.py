@@ -1,0 +1,89 @@
+"""The backend of `torch.compile`: the way of a graph."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+
+from fusion import op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion.errors import StrictError
+from fusion.ir import AttentionSpec
+from fusion.options import Options
+from fusion.passes import nodes
+from fusion.passes.find import Site, find_sites, may_hold_attention
+from fusion.passes.normalize import normalize
+from fusion.passes.rewrite import rewrite
+from fusion.passes.specify import Specified
+from fusion.report import Report, SiteReport, publish
+
+log = logging.getLogger(__name__)
+
+
+def fusion(
+    module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: Any = None
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="fusion", options=...)`.
+
+    Returns the compiled callable. Raises `OptionError` for options that do not exist; any other failure of ours leaves
+    the graph to the inner compiler as it was, with a note in the report.
+    """
+    chosen = Options.parse(options)
+    fused, report = fuse(module, example_inputs, chosen)
+    publish(report)
+    from fusion.inner import compile_rest
+
+    return compile_rest(fused, example_inputs, chosen, mode)
+
+
+def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
+    """The graph with its attentions fused, and the report. The argument is not changed."""
+    if not may_hold_attention(module):
+        return module, Report(notes=["this graph holds no attention"])
+    started = time.perf_counter()
+    try:
+        graph = normalize(module, example_inputs)
+        sites = find_sites(graph.graph)
+        specified = rewrite(graph, sites, _supports(options), options.emitter)
+        report = _report(sites, specified)
+    except Exception as problem:
+        if options.strict:
+            raise
+        log.warning("left the graph to the inner compiler: %s: %s", type(problem).__name__, problem, exc_info=True)
+        return module, Report(notes=[f"left to the inner compiler: {type(problem).__name__}: {problem}"])
+    log.info("fused %d of %d attentions in %.3f s", report.fused, len(sites), time.perf_counter() - started)
+    _count(report)
+    if options.strict and (refused := [site for site in report.sites if not site.fused]):
+        raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
+    report.graph_before, report.graph_after = module, graph
+    return (graph if report.fused else module), report
+
+
+def _supports(options: Options) -> Callable[[AttentionSpec, torch.device], str | None]:
+    return (lambda spec, device: None) if options.emitter == "reference" else runtime.unsupported
+
+
+def _report(sites: Sequence[Site], specified: Mapping[int, Sequence[Specified]]) -> Report:
+    report = Report()
+    for number, site in enumerate(sites):
+        report.sites.append(
+            SiteReport(
+                fused=number in specified,
+                reason=site.reason,
+                location=nodes.source_line(site.anchor),
+                module=nodes.module_path(site.anchor),
+                specs=tuple(part.spec for part in specified.get(number, ())),
+            )
+        )
+    return report
+
+
+def _count(report: Report) -> None:
+    counters["fusion"]["sites"] += len(report.sites)
+    counters["fusion"]["fused"] += report.fused
+    counters["fusion"]["unfused"] += len(report.sites) - report.fused

@@ -1,0 +1,51 @@
+"""The options of `torch.compile(model, backend="fusion", options={...})`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from fusion.errors import OptionError
+
+Inner = Literal["inductor", "aot_eager", "eager"]
+Emitter = Literal["auto", "mlir", "reference"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of one compilation.
+
+    inner: what compiles the rest of the model.
+    emitter: "auto" takes the emitter of the device; "reference" runs every fused attention in plain torch, which is
+        slow and exists to tell an error of a kernel from one of the analysis.
+    strict: raise `StrictError` instead of leaving an attention unfused.
+    """
+
+    inner: Inner = "inductor"
+    emitter: Emitter = "auto"
+    strict: bool = False
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> Options:
+        """Options from the caller's dict, which is left alone; raises `OptionError` naming what is valid."""
+        hints = get_type_hints(cls)
+        known = [field.name for field in fields(cls)]
+        for name, value in (given or {}).items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise OptionError(
+                    f"unknown option {name!r} of backend 'fusion'.{hint} Valid options: {', '.join(known)}."
+                )
+            _check(name, value, hints[name])
+        return cls(**(given or {}))
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    choices = get_args(hint)
+    if choices and value not in choices:
+        raise OptionError(f"option {name!r} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+    if hint is bool and not isinstance(value, bool):
+        raise OptionError(f"option {name!r} is {value!r}; it must be True or False.")

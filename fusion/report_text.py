@@ -1,0 +1,38 @@
+"""The report as text."""
+
+from __future__ import annotations
+
+from fusion.report import Report, SiteReport
+
+
+def to_text(report: Report) -> str:
+    """The whole report; what a person prints."""
+    total = len(report.sites)
+    lines = [f"fusion: {report.fused} of {total} attention site{'s' if total != 1 else ''} fused"]
+    lines += [f"  note: {note}" for note in report.notes]
+    shown: dict[object, int] = {}
+    for number, site in enumerate(report.sites):
+        lines.append("")
+        lines.append(f"[{number}] {'fused' if site.fused else 'not fused'}  {site.module or ''}".rstrip())
+        if site.location:
+            lines.append(f"    at       {site.location}")
+        if site.reason:
+            lines.append(f"    reason   {site.reason}")
+        lines += _specs(site, number, shown)
+    return "\n".join(lines)
+
+
+def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]:
+    if not site.specs:
+        return []
+    same = shown.setdefault(site.specs, number)
+    if same != number:
+        return [f"    kernel   the same as [{same}]"]
+    lines = []
+    for position, spec in enumerate(site.specs):
+        lines.append(f"    program  {spec.formula()}")
+        if spec.mask is not None:
+            lines.append(f"    mask     {spec.mask.live}")
+        if position < len(site.plans):
+            lines += [f"    plan     {line}" for line in site.plans[position].explain().splitlines()]
+    return lines

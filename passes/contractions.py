@@ -1,0 +1,123 @@
+"""Products of two tensors that sum over one index: matmul, bmm, mm, baddbmm, einsum, in one form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr
+from fusion.passes import nodes
+from fusion.passes.nodes import Unsupported, arguments, packet, shape
+from fusion.passes.views import Index, broadcast_index
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """An element of a product: sum over `contracted` (of size `extent`) of left[left_index] * right[right_index]."""
+
+    left: Node
+    left_index: Index
+    right: Node
+    right_index: Index
+    extent: Expr
+
+
+_MATMUL = {aten.matmul, aten.bmm, aten.mm, aten.baddbmm}
+
+
+def is_contraction(node: Node) -> bool:
+    """Whether this node is a product that `factors` may be able to take apart."""
+    return node.op == "call_function" and (packet(node) in _MATMUL or packet(node) is aten.einsum)
+
+
+def factors(node: Node, index: Index, contracted: Expr) -> Factors:
+    """The factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express.
+
+    Of baddbmm these are the factors of its product: the caller adds the input, scaled by beta, and scales by alpha.
+    """
+    if packet(node) is aten.einsum:
+        return _einsum(node, index, contracted)
+    args = arguments(node)
+    left, right = (args["batch1"], args["batch2"]) if packet(node) is aten.baddbmm else _pair(args)
+    left_shape, right_shape = shape(left), shape(right)
+    if len(left_shape) < 2 or len(right_shape) < 2:
+        raise Unsupported("a product with a vector")
+    batch = shape(node)[:-2]
+    left_batch = broadcast_index(batch, left_shape[:-2], index[:-2])
+    right_batch = broadcast_index(batch, right_shape[:-2], index[:-2])
+    return Factors(
+        left=left,
+        left_index=(*left_batch, index[-2], contracted),
+        right=right,
+        right_index=(*right_batch, contracted, index[-1]),
+        extent=left_shape[-1],
+    )
+
+
+def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
+    return args["self"], args.get("mat2", args.get("other"))
+
+
+def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
+    args = arguments(node)
+    equation, tensors = args["equation"].replace(" ", ""), args["tensors"]
+    if len(tensors) != 2:
+        raise Unsupported(f"an einsum of {len(tensors)} operands")
+    inputs, _, output = equation.partition("->")
+    inputs = [_expand_ellipsis(term, len(shape(t))) for term, t in zip(inputs.split(","), tensors, strict=True)]
+    if "->" not in equation:
+        letters = "".join(inputs)
+        output = "".join(sorted(x for x in set(letters) if letters.count(x) == 1 and not x.isdigit()))
+        output = "".join(sorted({x for x in letters if x.isdigit()}, reverse=True)) + output
+    else:
+        output = _expand_ellipsis(output, len(index))
+    where = dict(zip(output, index, strict=True))
+    summed = {x for term in inputs for x in term} - set(output)
+    if (
+        len(summed) != 1
+        or not all(summed <= set(term) for term in inputs)
+        or any(len(set(term)) != len(term) for term in inputs)
+    ):
+        raise Unsupported(f"the einsum {equation!r}, which does not sum over exactly one index of both operands")
+    where |= dict.fromkeys(summed, contracted)
+    indices = []
+    for term, tensor in zip(inputs, tensors, strict=True):
+        one, zero = integers.integer(1), integers.integer(0)
+        extents = shape(tensor)
+        indices.append(tuple(
+            zero if extent is one and where[x] is not contracted else where[x]
+            for x, extent in zip(term, extents, strict=True)
+        ))  # fmt: skip
+    extent = shape(tensors[0])[inputs[0].index(next(iter(summed)))]
+    return Factors(left=tensors[0], left_index=indices[0], right=tensors[1], right_index=indices[1], extent=extent)
+
+
+def _expand_ellipsis(term: str, rank: int) -> str:
+    """`...ij` with digits in place of the dots, counted from the right: 1 is the last batch dimension."""
+    if "..." not in term:
+        return term
+    count = rank - (len(term) - 3)
+    return term.replace("...", "".join(str(k) for k in range(count, 0, -1)))
+
+
+def strip_scale(node: Node) -> tuple[Node, float]:
+    """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T."""
+    scale = 1.0
+    while node.op == "call_function" and packet(node) in (aten.mul, aten.div) and nodes.is_tensor(node):
+        tensor, factor = node.args[:2]
+        if packet(node) is aten.mul and not isinstance(tensor, Node):
+            tensor, factor = factor, tensor
+        plain = isinstance(tensor, Node) and nodes.is_tensor(tensor) and isinstance(factor, (int, float))
+        if not plain or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
+            break
+        if packet(node) is aten.div and factor == 0:
+            break
+        scale = scale * factor if packet(node) is aten.mul else scale / factor
+        node = tensor
+    return node, scale

@@ -1,0 +1,201 @@
+"""Understand the mask: split the score program into a live predicate and its fill, and bound the live keys.
+
+For the keys of a block of query rows i0..i1 a closed-form range is solved from every integer comparison of the
+predicate, so that causal, window, prefix and chunked masks and their conjunctions skip dead tiles without reading
+anything. Predicates that load data (padding, documents) bound nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fusion.ir import integers
+from fusion.ir.expr import TRUE, Expr, I, J, contains, coord, coordinates, loads, substitute
+from fusion.ir.ops import apply, conjuncts
+from fusion.ir.spec import MaskFacts, Normalizer
+
+HARD = -1e4
+"""Fills above this are treated as ordinary biases: a score could come near them."""
+
+I0, I1 = coord("i0"), coord("i1")
+
+
+def understand(
+    score: Expr, bounds: integers.Bounds, keys: Expr, normalizer: Normalizer = Normalizer.SOFTMAX
+) -> MaskFacts | None:
+    """What is known of the mask in a score program; None if it has none (or it is not that of a softmax)."""
+    if normalizer is Normalizer.NONE:
+        live, fill = _zero_weights(score), 0.0
+    else:
+        live, fill = _split(score)
+    if live is TRUE:
+        return None
+    low, high = _range(live, bounds, keys)
+    return MaskFacts(live=live, key_lo=low, key_hi=high, fill=fill)
+
+
+def _split(score: Expr) -> tuple[Expr, float]:
+    """(predicate, largest fill): where the predicate is false the score is at most the fill."""
+    if score.op != "where":
+        return TRUE, -math.inf
+    condition, then, otherwise = score.args
+    if (top := _constant_top(otherwise)) <= HARD:
+        live, fill = _split(then)
+        return apply("and", condition, live), max(top, fill)
+    if (top := _constant_top(then)) <= HARD:
+        live, fill = _split(otherwise)
+        return apply("and", apply("not", condition), live), max(top, fill)
+    return TRUE, -math.inf
+
+
+def _constant_top(value: Expr) -> float:
+    """The largest value of nested selections between constants; inf for anything else."""
+    if value.op == "where":
+        return max(_constant_top(value.args[1]), _constant_top(value.args[2]))
+    return float(value.attr) if value.op == "const" else math.inf  # type: ignore[arg-type]
+
+
+def _zero_weights(weight: Expr) -> Expr:
+    """Where weights without a normaliser are zero, keys are dead."""
+    if weight.op != "where":
+        return TRUE
+    condition, then, otherwise = weight.args
+    if otherwise.op == "const" and otherwise.attr == 0.0:
+        return apply("and", condition, _zero_weights(then))
+    if then.op == "const" and then.attr == 0.0:
+        return apply("and", apply("not", condition), _zero_weights(otherwise))
+    return TRUE
+
+
+# --- key ranges -------------------------------------------------------------------------------------------------
+
+
+def _range(live: Expr, bounds: integers.Bounds, keys: Expr) -> tuple[Expr | None, Expr | None]:
+    """(lo, hi): live keys of rows i0..i1 satisfy lo <= j < hi; the tightest of all conjuncts, None where unbounded."""
+    lows, highs = [], []
+    for part in conjuncts(live):
+        low, high = _bound(part, bounds)
+        lows += [] if low is None else [low]
+        highs += [] if high is None else [high]
+    return _extreme("imax", lows), _extreme("imin", highs)
+
+
+def _extreme(name: str, values: list[Expr]) -> Expr | None:
+    if not values:
+        return None
+    result = values[0]
+    for value in values[1:]:
+        result = apply(name, result, value)
+    return result
+
+
+def _bound(part: Expr, bounds: integers.Bounds) -> tuple[Expr | None, Expr | None]:
+    """The key range that one predicate allows, over all rows of a block."""
+    if loads(part):
+        return None, None
+    if part.op == "or":
+        left, right = (_range(arg, bounds, integers.integer(0)) for arg in part.args)
+        low = None if left[0] is None or right[0] is None else apply("imin", left[0], right[0])
+        high = None if left[1] is None or right[1] is None else apply("imax", left[1], right[1])
+        return low, high
+    if part.op == "and":
+        return _range(part, bounds, integers.integer(0))
+    if part.op == "ieq":
+        ahead, behind = (_at_most(*pair) for pair in (part.args, part.args[::-1]))
+        lows = [x for x in (ahead[0], behind[0]) if x is not None]
+        highs = [x for x in (ahead[1], behind[1]) if x is not None]
+        return _extreme("imax", lows), _extreme("imin", highs)
+    if part.op == "ile":
+        return _at_most(*part.args)
+    if part.op == "ilt":
+        return _at_most(integers.add(part.args[0], 1), part.args[1])
+    return None, None
+
+
+def _at_most(left: Expr, right: Expr) -> tuple[Expr | None, Expr | None]:
+    """The keys with left <= right, i.e. g = right - left >= 0, where g holds j once, in one term, affinely."""
+    if left.op == "iabs":  # |x| <= y is x <= y and -x <= y
+        pair = [_at_most(side, right) for side in (left.args[0], integers.neg(left.args[0]))]
+        lows, highs = ([p[k] for p in pair if p[k] is not None] for k in (0, 1))
+        return _extreme("imax", lows), _extreme("imin", highs)  # type: ignore[arg-type]
+    difference = integers.sub(right, left)
+    holder, coefficient, rest = _isolate(difference)
+    if holder is None or not coefficient:
+        return None, None
+    rest = _largest(rest)
+    if rest is None:
+        return None, None
+    if coefficient < 0:  # holder <= rest / -coefficient
+        return None, _below(holder, integers.floordiv(rest, -coefficient))
+    return _above(holder, integers.neg(integers.floordiv(rest, coefficient))), None
+
+
+def _isolate(difference: Expr) -> tuple[Expr | None, int, Expr]:
+    """(the atom that holds j, its integer coefficient, everything else)."""
+    holding = [(m, c) for m, c in integers.terms(difference).items() if any(contains(a, J) for a in m)]
+    if len(holding) != 1 or len(holding[0][0]) != 1:
+        return None, 0, difference
+    (atom,), coefficient = holding[0]
+    return atom, coefficient, integers.sub(difference, integers.mul(coefficient, atom))
+
+
+def _below(holder: Expr, limit: Expr) -> Expr | None:
+    """A bound hi with: holder <= limit implies j < hi."""
+    if holder is J:
+        return integers.add(limit, 1)
+    if holder.op == "floordiv" and (inner := _affine(holder)) is not None:  # (j + r) // m <= t  =>  j < m (t + 1) - r
+        divisor, rest = inner
+        return integers.sub(integers.mul(divisor, integers.add(limit, 1)), rest)
+    return None
+
+
+def _above(holder: Expr, limit: Expr) -> Expr | None:
+    """A bound lo with: holder >= limit implies j >= lo."""
+    if holder is J:
+        return limit
+    if holder.op == "floordiv" and (inner := _affine(holder)) is not None:  # (j + r) // m >= t  =>  j >= m t - r
+        divisor, rest = inner
+        return integers.sub(integers.mul(divisor, limit), rest)
+    return None
+
+
+def _affine(quotient: Expr) -> tuple[Expr, Expr] | None:
+    """(m, r) of (j + r) // m, both free of rows and keys."""
+    parts = integers.linear(quotient.args[0], J)
+    if parts is None or parts[0] is not integers.integer(1):
+        return None
+    if coordinates(parts[1]) & {"i", "j"} or coordinates(quotient.args[1]) & {"i", "j"}:
+        return None
+    return quotient.args[1], parts[1]
+
+
+def _largest(expr: Expr) -> Expr | None:
+    """The maximum of an expression over rows i0..i1, monotone term by term; None where that cannot be told."""
+    total = integers.integer(0)
+    for monomial, coefficient in integers.terms(expr).items():
+        holding = [atom for atom in monomial if contains(atom, I)]
+        if len(holding) > 1:
+            return None
+        term = integers.integer(coefficient)
+        for atom in monomial:
+            term = integers.mul(term, atom if atom not in holding else _at_row(atom, I1 if coefficient > 0 else I0))
+        if holding and not _monotone(holding[0], monomial):
+            return None
+        total = integers.add(total, term)
+    return total
+
+
+def _at_row(atom: Expr, row: Expr) -> Expr:
+    return substitute(atom, {I: row})
+
+
+def _monotone(atom: Expr, monomial: tuple[Expr, ...]) -> bool:
+    """Whether a term grows with i: i itself or a floor division of something that does, times what is >= 0."""
+    if any(other is not atom and not integers.is_nonnegative(other) for other in monomial):
+        return False
+    if atom is I:
+        return True
+    if atom.op != "floordiv" or contains(atom.args[1], I):
+        return False
+    inner = integers.linear(atom.args[0], I)
+    return inner is not None and inner[0].is_const and int(inner[0].attr) > 0  # type: ignore[arg-type]

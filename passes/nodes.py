@@ -1,0 +1,115 @@
+"""Reading FX nodes: arguments by name, shapes as integer expressions, dtypes, source locations."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.utils._sympy import functions as torch_sympy
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, size
+from fusion.ir.ops import apply
+
+
+class Unsupported(Exception):
+    """A construct that the analysis cannot express; the message says which, in the user's terms."""
+
+
+def value(node: Node) -> Any:
+    """The fake value recorded for a node."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value(node), torch.Tensor)
+
+
+def dtype(node: Node) -> torch.dtype:
+    return value(node).dtype
+
+
+def packet(node: Node) -> Any:
+    """The overload packet that a node calls, or None."""
+    target = node.target
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+
+
+def shape(node: Node) -> tuple[Expr, ...]:
+    """The node's shape: INT expressions in constants and sizes."""
+    return tuple(size_expr(extent) for extent in value(node).shape)
+
+
+def size_expr(extent: Any) -> Expr:
+    """A Python int, SymInt or FX node that holds one, as an INT expression."""
+    if isinstance(extent, Node):
+        extent = value(extent)
+    if isinstance(extent, torch.SymInt):
+        return _from_sympy(extent.node.expr)
+    if isinstance(extent, bool) or not isinstance(extent, int):
+        raise Unsupported(f"a size that is not an integer: {extent!r}")
+    return integers.integer(extent)
+
+
+def _from_sympy(expr: sympy.Expr) -> Expr:
+    if isinstance(expr, (sympy.Integer, int)):
+        return integers.integer(int(expr))
+    if isinstance(expr, sympy.Symbol):
+        return size(expr.name)
+    args = tuple(_from_sympy(arg) for arg in expr.args)
+    if isinstance(expr, sympy.Add):
+        return integers.add(*args)
+    if isinstance(expr, sympy.Mul):
+        return integers.mul(*args)
+    if isinstance(expr, sympy.Pow) and isinstance(expr.exp, sympy.Integer) and int(expr.exp) > 0:
+        return integers.mul(*[args[0]] * int(expr.exp))
+    if isinstance(expr, (torch_sympy.FloorDiv, torch_sympy.CleanDiv)):
+        return integers.floordiv(*args)
+    if isinstance(expr, (torch_sympy.Mod, torch_sympy.PythonMod)):
+        return integers.mod(*args)
+    if isinstance(expr, (sympy.Max, torch_sympy.Max)):
+        return _fold_left("imax", args)
+    if isinstance(expr, (sympy.Min, torch_sympy.Min)):
+        return _fold_left("imin", args)
+    raise Unsupported(f"a size written as {expr}")
+
+
+def _fold_left(name: str, args: tuple[Expr, ...]) -> Expr:
+    result = args[0]
+    for arg in args[1:]:
+        result = apply(name, result, arg)
+    return result
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Arguments of an ATen call by their schema names, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    bound |= dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+    return bound | node.kwargs
+
+
+def normalize_dim(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+def source_line(node: Node) -> str | None:
+    """Where the user wrote this, as "file.py:12 in forward: code", from the stack trace that Dynamo recorded."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return None
+    file, line, function, code = frames[-1]
+    return f"{file}:{line} in {function}: {code.strip()}"
+
+
+def module_path(node: Node) -> str | None:
+    """The path of the nn.Module that made this node, e.g. "encoder.layer.0.attention.self"."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path, _ = list(stack.values())[-1]
+    path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
+    return re.sub(r"^L\.self\.?|^self\.?|_modules\.|\.__dict__", "", path) or None

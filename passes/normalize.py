@@ -1,0 +1,167 @@
+"""Retrace Dynamo's graph to pre-dispatch ATen, the one form that the analysis reads.
+
+Pre-dispatch keeps what autograd, autocast and input mutation mean; composite operations (matmul, einsum, linear,
+softmax, scaled_dot_product_attention) stay whole. Stack traces, module paths and what Inductor needs to know of the
+placeholders are carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch._dynamo.utils import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion.passes import nodes
+from fusion.passes.encoder import DECOMPOSITIONS
+
+aten = torch.ops.aten
+
+
+def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
+    """The same computation as pre-dispatch ATen, with `meta["val"]` on every node. The argument is not changed."""
+    fakes = _fake_inputs(module, example_inputs)
+
+    def run(*args: Any) -> Any:
+        with torch.fx.traceback.preserve_node_meta():
+            return _Retrace(module).run(*args)
+
+    traced = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    _carry_placeholders(module, traced)
+    make_functional(traced.graph)
+    traced.graph.eliminate_dead_code()
+    traced.graph.lint()
+    traced.recompile()
+    return traced
+
+
+class _Retrace(torch.fx.Interpreter):
+    """Runs Dynamo's graph; fused modules of torch (encoder fast path) run as the operations they stand for."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        decomposition = DECOMPOSITIONS.get(target)
+        if decomposition is not None:
+            result = decomposition(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return super().call_function(target, args, kwargs)
+
+
+def _fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    recorded = [nodes.value(node) for node in placeholders]
+    mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = []
+    for found, given in zip(recorded, example_inputs, strict=True):
+        chosen = given if found is None else found
+        plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, torch._subclasses.FakeTensor)
+        fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
+    return fakes
+
+
+def _carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
+    """Dynamo's notes on its inputs (sources, static marks), without which Inductor treats parameters as inputs."""
+    sources = [node for node in origin.graph.nodes if node.op == "placeholder"]
+    targets = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for source, target in zip(sources, targets, strict=True):
+        for key, value in source.meta.items():
+            target.meta.setdefault(key, value)
+        if hasattr(source, "_dynamo_source"):
+            target._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
+    for key, value in origin.meta.items():
+        traced.meta.setdefault(key, value)
+
+
+# --- in-place operations ----------------------------------------------------------------------------------------
+
+
+def make_functional(graph: torch.fx.Graph) -> None:
+    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones.
+
+    `scores.masked_fill_(mask, -inf)` on a fresh product is the usual case. Anything that could be seen through an
+    alias (an input, a view that is used later) stays in place: the analysis then sees an operation it does not know.
+    """
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        function = _out_of_place(node)
+        if function is None or not isinstance(node.args[0], Node):
+            continue
+        target = node.args[0]
+        family = _aliases(target)
+        if family is None or not _only_through(target, node, family, position):
+            continue
+        if not _same_type(node, target):
+            continue
+        for user in [u for u in target.users if u is not node and position[u] > position[node]]:
+            user.replace_input_with(target, node)
+        node.target = function
+
+
+def _out_of_place(node: Node) -> Any | None:
+    """The functional overload of an in-place one (`aten.add_.Tensor` -> `aten.add.Tensor`)."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or node.kwargs.get("out"):
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
+        return None
+    functional = getattr(aten, name[:-1], None)
+    return getattr(functional, target._overloadname, None) if functional is not None else None
+
+
+def _same_type(node: Node, target: Node) -> bool:
+    """In place, the result is cast to the target's dtype; only calls that need no cast are the same out of place."""
+    others = [a for a in node.args[1:] if nodes.is_tensor(a)]
+    dtype = nodes.dtype(target)
+    promoted = dtype
+    for other in others:
+        held = nodes.value(other)
+        if held.dim() > 0 and held.dtype is not torch.bool:
+            promoted = torch.promote_types(promoted, held.dtype)
+    return promoted == dtype and nodes.value(target).shape == nodes.value(node).shape
+
+
+def _is_view(node: Node) -> bool:
+    target = node.target
+    if node.op != "call_function":
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # getitem and the like: assume it aliases
+    returns_alias = any(r.alias_info is not None for r in target._schema.returns)
+    return returns_alias or nodes.packet(node) in (aten.reshape, aten.contiguous, aten.to, aten.flatten)
+
+
+def _aliases(node: Node) -> set[Node] | None:
+    """Every node that may share memory with this one; None if that memory comes from outside the graph."""
+    root = node
+    while _is_view(root):
+        parents = root.all_input_nodes
+        if not parents:
+            return None
+        root = parents[0]
+    if root.op != "call_function":
+        return None
+    family, stack = {root}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user not in family and _is_view(user) and user.all_input_nodes[0] in family:
+                family.add(user)
+                stack.append(user)
+    return family
+
+
+def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, int]) -> bool:
+    """Whether after the write the memory is read through `target`, the write's result and views made later only."""
+    own = {target, write}
+    for node in sorted(family, key=position.__getitem__):
+        if node in own or any(parent in own and position[node] > position[write] for parent in node.all_input_nodes):
+            own.add(node)
+            continue
+        if any(position[user] > position[write] for user in node.users):
+            return False
+    return True

@@ -1,0 +1,197 @@
+"""From the pulled-back weight of one element to attention: softmax, its hand-written forms, and sums of attentions.
+
+`attentions(weight)` writes the weight as a sum of terms `coefficient * core`, where a core is one normalised (or
+pointwise) function of scores and the coefficient is free of scores. More than one term is differential attention: by
+linearity each is an attention of its own with the same V.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
+from fusion.ir.ops import apply, remake, where
+from fusion.ir.spec import Normalizer
+from fusion.passes.nodes import Unsupported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """A normalised function of scores: the fields are those of `AttentionSpec`, with "dot" leaves for products."""
+
+    score: Expr
+    normalizer: Normalizer
+    weight: Expr
+    sinks: tuple[Expr, ...] = ()
+    row_scale: Expr | None = None
+
+
+def attentions(weight: Expr) -> list[Core]:
+    """The attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
+    weight = _fold_softmax(weight)
+    if not _has(weight, "dot"):
+        raise Unsupported("the weights do not come from a product of queries and keys by pointwise operations")
+    if not _has(weight, "softmax", "scaled_softmax"):
+        return [_pointwise_core(weight)]
+    return [_core(coefficient, core) for coefficient, core in _terms(weight)]
+
+
+def _has(expr: Expr, *ops: str) -> bool:
+    return any(part.op in ops for part in walk(expr))
+
+
+def _free_of_keys(expr: Expr) -> bool:
+    """Whether a value is the same for all keys j; a reduction binds j."""
+    if expr.op in ("reduce", "row_max", "row_sum"):
+        return True
+    if expr.op in ("dot", "score", "softmax", "scaled_softmax") or (expr.op == "coord" and expr.attr == "j"):
+        return False
+    return all(_free_of_keys(arg) for arg in expr.args)
+
+
+# --- hand-written softmax ---------------------------------------------------------------------------------------
+
+
+def _fold_softmax(expr: Expr) -> Expr:
+    """Replace exp(x - r) / g(sum of exp(x - r)), and exp(x - logsumexp(x)), by softmax nodes, from the leaves up."""
+    made: dict[Expr, Expr] = {}
+    for part in walk(expr):
+        args = tuple(made[arg] for arg in part.args)
+        here = part if args == part.args else remake(part, args)
+        made[part] = _as_softmax(here) or here
+    return made[expr]
+
+
+def _as_softmax(expr: Expr) -> Expr | None:
+    if expr.op == "exp":
+        return _from_logsumexp(expr)
+    if expr.op == "div":
+        return _from_quotient(*expr.args)
+    if expr.op == "fmul":
+        for numerator, factor in (expr.args, expr.args[::-1]):
+            if factor.op == "div" and is_number(factor.args[0], 1.0):
+                if (found := _from_quotient(numerator, factor.args[1])) is not None:
+                    return found
+    return None
+
+
+def _from_logsumexp(expr: Expr) -> Expr | None:
+    exponent = expr.args[0]
+    if exponent.op == "log" and exponent.args[0].op == "softmax":
+        return exponent.args[0]
+    if exponent.op != "fsub":
+        return None
+    x, shift = exponent.args
+    if shift.op == "reduce" and shift.attr == "logsumexp" and shift.args[0] is x:
+        return node("softmax", shift.args, Kind.FLOAT, "softmax")
+    return None
+
+
+def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
+    """exp(x - r) / g(S), S = sum of exp(x - r), r and g free of keys, is a softmax whose rows g may scale otherwise."""
+    sums = [p for p in walk(denominator) if p.op == "reduce" and p.attr == "sum" and p.args[0] is numerator]
+    if len(sums) != 1 or not _free_of_keys(denominator):
+        return None
+    total = sums[0]
+    split = [_exponent_and_shift(column) for column in total.args]
+    if any(part is None for part in split):
+        return None
+    columns, shifts = zip(*(part for part in split if part is not None), strict=True)
+    if len({shift for shift in shifts if shift is not None}) > 1:
+        return None
+    shift = next((shift for shift in shifts if shift is not None), ZERO)
+    if denominator is total:
+        return node("softmax", columns, Kind.FLOAT, "softmax")
+    # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r).
+    is_max = shift.op == "reduce" and shift.attr == "max" and shift.args == columns
+    rescale = ONE if is_max else apply("exp", apply("fsub", ROW_MAX, shift))
+    scale = apply("div", rescale, _replace(denominator, {total: apply("fmul", ROW_SUM, rescale)}))
+    return None if _has(scale, "reduce", "dot") else node("scaled_softmax", (scale, *columns), Kind.FLOAT, "softmax")
+
+
+def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
+    """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do.
+
+    A weight masked after the exponential, exp(x) * mask, is exp(x if mask else -inf).
+    """
+    if value.op == "exp":
+        exponent = value.args[0]
+        shifted = exponent.op == "fsub" and _free_of_keys(exponent.args[1])
+        return (exponent.args[0], exponent.args[1]) if shifted else (exponent, ZERO)
+    if is_number(value, 0.0):
+        return const(-math.inf), None
+    if value.op == "where":
+        condition, then, otherwise = value.args
+    elif value.op == "fmul" and any(_is_indicator(arg) for arg in value.args):
+        position = 0 if _is_indicator(value.args[0]) else 1
+        condition, then, otherwise = value.args[position].args[0], value.args[1 - position], ZERO
+        if is_number(value.args[position].args[1], 0.0):
+            then, otherwise = otherwise, then
+    else:
+        return None
+    left, right = _exponent_and_shift(then), _exponent_and_shift(otherwise)
+    if left is None or right is None or (left[1] is not right[1] and None not in (left[1], right[1])):
+        return None
+    return where(condition, left[0], right[0]), left[1] if left[1] is not None else right[1]
+
+
+def _is_indicator(value: Expr) -> bool:
+    """Whether a value is 1 where a predicate holds and 0 elsewhere, or the reverse."""
+    return value.op == "where" and {arg.attr for arg in value.args[1:] if arg.is_const} == {0.0, 1.0}
+
+
+def _replace(expr: Expr, seen: dict[Expr, Expr]) -> Expr:
+    if expr in seen:
+        return seen[expr]
+    args = tuple(_replace(arg, seen) for arg in expr.args)
+    return expr if args == expr.args else remake(expr, args)
+
+
+# --- sums of attentions -----------------------------------------------------------------------------------------
+
+
+def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
+    """`expr` as a sum of coefficient * softmax node."""
+    if expr.op in ("softmax", "scaled_softmax"):
+        return [(ONE, expr)]
+    if is_number(expr, 0.0):
+        return []
+    if not _has(expr, "softmax", "scaled_softmax"):
+        raise Unsupported(f"something independent of the softmax is added to the weights: {expr}")
+    if expr.op in ("fadd", "fsub"):
+        left, right = (_terms(arg) for arg in expr.args)
+        return left + (right if expr.op == "fadd" else [(apply("neg", c), core) for c, core in right])
+    if expr.op == "neg":
+        return [(apply("neg", c), core) for c, core in _terms(expr.args[0])]
+    if expr.op in ("fmul", "div"):
+        for inner, factor in (expr.args, expr.args[::-1]) if expr.op == "fmul" else (expr.args,):
+            if not _has(factor, "softmax", "scaled_softmax", "dot", "reduce"):
+                return [(apply(expr.op, c, factor), core) for c, core in _terms(inner)]
+    if expr.op == "where" and not _has(expr.args[0], "softmax", "scaled_softmax", "dot", "reduce"):
+        condition, then, otherwise = expr.args
+        kept = [(where(condition, c, ZERO), core) for c, core in _terms(then)]
+        return kept + [(where(condition, ZERO, c), core) for c, core in _terms(otherwise)]
+    raise Unsupported(f"the softmax is followed by an operation that is not linear in it ({expr.op})")
+
+
+def _core(coefficient: Expr, core: Expr) -> Core:
+    scale, columns = (core.args[0], core.args[1:]) if core.op == "scaled_softmax" else (None, core.args)
+    score, *sinks = columns
+    if not _has(score, "dot"):
+        raise Unsupported("the softmax is not of a pointwise function of a product of queries and keys")
+    if _has(score, "softmax", "scaled_softmax", "reduce"):
+        raise Unsupported("the scores of the softmax contain another reduction over the keys")
+    if not all(_free_of_keys(sink) for sink in sinks):
+        raise Unsupported("a further column of the softmax depends on the scores")
+    return Core(score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale)
+
+
+def _pointwise_core(weight: Expr) -> Core:
+    """Weights that are a pointwise function of the score, with no normaliser."""
+    if _has(weight, "reduce"):
+        raise Unsupported("the weights are normalised in a way that is not a softmax over the keys")
+    if not any(part.op not in ("fmul", "div", "fadd", "fsub", "neg", "where") and _has(part, "dot")
+               for part in walk(weight) if part.op != "dot"):  # fmt: skip
+        raise Unsupported("there is no normaliser, and nothing but linear operations, between the two products")
+    return Core(score=weight, normalizer=Normalizer.NONE, weight=const(1.0))

@@ -1,0 +1,219 @@
+"""Put `fusion::attention` calls in the place of attentions, where nothing else needs what they would not store."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion.ir import AttentionSpec
+from fusion.ir.expr import Expr, walk
+from fusion.passes import nodes
+from fusion.passes.find import Attention, Site
+from fusion.passes.nodes import Unsupported
+from fusion.passes.specify import Specified, specify
+
+aten = torch.ops.aten
+Supports = Callable[[AttentionSpec, torch.device], str | None]
+
+
+def rewrite(
+    module: GraphModule, sites: Sequence[Site], supports: Supports, emitter: str = "auto"
+) -> dict[int, list[Specified]]:
+    """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
+
+    supports: (spec, device) -> why no kernel can be made for it, or None. emitter: handed to the op. Mutates the graph of `module`, which is the
+    compiler's own copy.
+    """
+    specified: dict[int, list[Specified]] = {}
+    symbols = _Symbols(module.graph)
+    for number, site in enumerate(sites):
+        if site.reason is not None:
+            continue
+        try:
+            specified[number] = [_specify(site, a, supports, symbols) for a in site.attentions]
+        except Unsupported as problem:
+            site.reason = str(problem)
+    _refuse_escaping(module.graph, sites, specified)
+    for number, parts in specified.items():
+        _replace(module.graph, sites[number], parts, symbols, emitter)
+    module.graph.eliminate_dead_code(_impure)
+    module.graph.lint()
+    module.recompile()
+    return specified
+
+
+def _specify(site: Site, attention: Attention, supports: Supports, symbols: _Symbols) -> Specified:
+    found = specify(site, attention)
+    for extent in found.sizes:
+        symbols.require(extent)
+    reason = supports(found.spec, nodes.value(site.root).device)
+    if reason is not None:
+        raise Unsupported(reason)
+    return found
+
+
+def _impure(node: Node) -> bool:
+    """Keep what has an effect; asserts on dead values and random number generation are decided by torch's own rule."""
+    return node.is_impure()
+
+
+# --- weights that escape ----------------------------------------------------------------------------------------
+
+
+def _refuse_escaping(graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]]) -> None:
+    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes."""
+    while True:
+        needs = {sites[n].root: _inputs(parts) for n, parts in specified.items()}
+        live = _live(graph, needs)
+        escaped = {n: blame for n in specified if (blame := _escape(sites[n], live, needs)) is not None}
+        if not escaped:
+            return
+        for number, (node, user) in escaped.items():
+            site = sites[number]
+            site.blame = user
+            where = nodes.source_line(user) if user is not None else None
+            site.reason = f"the attention weights are needed elsewhere ({_describe_use(node, user)}" + (
+                f", at {where})" if where else ")"
+            )
+            del specified[number]
+
+
+def _describe_use(node: Node, user: Node | None) -> str:
+    if user is None or user.op == "output":
+        return "they are returned" if user is not None else f"{node.name} stays in use"
+    return f"by {user.target}"
+
+
+def _inputs(parts: Sequence[Specified]) -> list[Node]:
+    return [operand for part in parts for operand in part.operands]
+
+
+def _live(graph: Graph, needs: dict[Node, list[Node]]) -> set[Node]:
+    live: set[Node] = set()
+    stack = [node for node in graph.nodes if node.op == "output" or node.is_impure()]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(needs.get(node, node.all_input_nodes))
+    return live
+
+
+def _escape(site: Site, live: set[Node], needs: dict[Node, list[Node]]) -> tuple[Node, Node | None] | None:
+    """A node of the region that holds scores and stays alive, and the live node that uses it."""
+    interior = site.interior()
+    scores = _downstream_of_products(site, interior)
+    operands = {operand for node in needs.get(site.root, ()) for operand in (node,)}
+    for node in scores - {site.root}:
+        if node in live and node not in operands:
+            user = next((u for u in node.users if u in live and u not in scores and u not in needs), None)
+            return node, user
+    return None
+
+
+def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
+    reached = {product.node for attention in site.attentions for product in attention.pullback.products}
+    reached.discard(site.anchor)
+    for node in sorted(interior):  # topological
+        if any(parent in reached for parent in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+# --- replacing --------------------------------------------------------------------------------------------------
+
+
+def _replace(graph: Graph, site: Site, parts: Sequence[Specified], symbols: _Symbols, emitter: str) -> None:
+    root = site.root
+    with graph.inserting_before(root):
+        terms = [_call(graph, root, part, symbols, emitter) for part in parts]
+        result = terms[0]
+        for term in terms[1:]:
+            result = _derived(graph, root, aten.add.Tensor, (result, term))
+        if nodes.dtype(result) != nodes.dtype(root):
+            result = _derived(graph, root, aten.to.dtype, (result, nodes.dtype(root)))
+    root.replace_all_uses_with(result)
+    graph.erase_node(root)
+
+
+def _call(graph: Graph, root: Node, part: Specified, symbols: _Symbols, emitter: str) -> Node:
+    sizes = [symbols.value(extent) for extent in part.sizes]
+    target = torch.ops.fusion.attention.default
+    call = graph.call_function(target, (list(part.operands), sizes, part.spec.to_json(), emitter))
+    _copy_provenance(root, call)
+    output = part.spec.output
+    extents = dict(zip(output.dims, nodes.value(root).shape, strict=True))
+    like = nodes.value(root)
+    packed = like.new_empty([extents[d] for d in output.order], dtype=getattr(torch, part.spec.out_dtype))
+    call.meta["val"] = packed.permute([output.order.index(d) for d in output.dims])
+    return call
+
+
+def _derived(graph: Graph, root: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    node = graph.call_function(target, args)
+    _copy_provenance(root, node)
+    node.meta["val"] = target(*(nodes.value(a) if isinstance(a, Node) else a for a in args))
+    return node
+
+
+def _copy_provenance(origin: Node, target: Node) -> None:
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in origin.meta:
+            target.meta[key] = origin.meta[key]
+
+
+class _Symbols:
+    """Graph values of size expressions: integers, or nodes computed from the nodes that carry each symbol."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.carriers: dict[str, tuple[Node, int | None]] = {}
+        for node in graph.nodes:
+            held = nodes.value(node) if node.op != "output" else None
+            if isinstance(held, torch.SymInt) and held.node.expr.is_symbol:
+                self.carriers.setdefault(str(held.node.expr), (node, None))
+            elif isinstance(held, torch.Tensor) and node.op == "placeholder":
+                for dim, extent in enumerate(held.shape):
+                    if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol:
+                        self.carriers.setdefault(str(extent.node.expr), (node, dim))
+
+    def require(self, expr: Expr) -> None:
+        """Raise `Unsupported` unless `value` can make this expression."""
+        for part in walk(expr):
+            if part.op == "size" and part.attr not in self.carriers:
+                raise Unsupported(f"the size {part.attr} is not carried by any input of the graph")
+            if part.op not in ("size", "const") and part.op not in _OPERATORS:
+                raise Unsupported(f"a size written as {expr}")
+
+    def value(self, expr: Expr) -> int | Node:
+        """An int, or a node inserted at the graph's insertion point."""
+        if expr.op == "const":
+            return int(expr.attr)  # type: ignore[arg-type]
+        if expr.op == "size":
+            return self._symbol(str(expr.attr))
+        result = self.value(expr.args[0])
+        for arg in expr.args[1:]:
+            result = self._combine(_OPERATORS[expr.op], result, self.value(arg))
+        return result
+
+    def _symbol(self, name: str) -> Node:
+        node, dim = self.carriers[name]
+        if dim is None:
+            return node
+        extent = self.graph.call_function(aten.sym_size.int, (node, dim))
+        extent.meta["val"] = nodes.value(node).shape[dim]
+        return extent
+
+    def _combine(self, function: Any, left: int | Node, right: int | Node) -> Node:
+        node = self.graph.call_function(function, (left, right))
+        held = [nodes.value(x) if isinstance(x, Node) else x for x in (left, right)]
+        node.meta["val"] = function(*held)
+        return node
+
+
+_OPERATORS = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+              "imax": torch.sym_max, "imin": torch.sym_min}  # fmt: skip

@@ -1,0 +1,90 @@
+"""`scaled_dot_product_attention` calls as attention: the one spelling that names what it is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import C, E, Expr, I, J, Kind, const, node
+from fusion.ir.ops import apply, where
+from fusion.ir.spec import Normalizer
+from fusion.passes import nodes, pointwise
+from fusion.passes.contractions import strip_scale
+from fusion.passes.nodes import Unsupported, arguments, packet, shape
+from fusion.passes.pullback import Access, Product, PullBack
+from fusion.passes.recognize import Core
+from fusion.passes.views import Index, broadcast_index, source
+
+aten = torch.ops.aten
+
+
+def is_sdpa(here: Node) -> bool:
+    """Whether this node is a call of `scaled_dot_product_attention`."""
+    return here.op == "call_function" and packet(here) is aten.scaled_dot_product_attention
+
+
+def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[list[Core], Access, PullBack, Expr]:
+    """The attention of an SDPA call at `index` of its result: (core, V, the walk, number of keys)."""
+    args = arguments(anchor)
+    if args["dropout_p"] != 0:
+        raise Unsupported("dropout that is active (training)")
+    query, key, value = args["query"], args["key"], args["value"]
+    keys, d = shape(key)[-2], shape(query)[-1]
+    pullback = PullBack(bounds | {J: keys}, keys)
+    heads = shape(query)[-3] if len(shape(query)) > 2 else None
+
+    def access(tensor: Node, row: Expr, column: Expr) -> tuple[Access, float]:
+        batch = _batch_index(tensor, index[:-2], shape(anchor)[:-2], args["enable_gqa"], heads, bounds)
+        at, scale = (*batch, row, column), 1.0
+        limits = pullback.bounds | {C: d}
+        while True:
+            tensor, factor = strip_scale(tensor) if column is C else (tensor, 1.0)
+            scale *= factor
+            if (moved := source(tensor, at, limits)) is None:
+                return Access(node=tensor, index=at), scale
+            tensor, at = moved
+
+    (q, q_scale), (k, k_scale), (v, _) = access(query, I, C), access(key, J, C), access(value, J, E)
+    pullback.products.append(Product(node=anchor, index=index, query=q, key=k, extent=d))
+    score = node("dot", (), Kind.FLOAT, 0)
+    scale = _scale(args["scale"], d) * q_scale * k_scale
+    score = apply("fmul", score, const(scale))
+    if args["is_causal"]:
+        score = where(apply("ile", J, I), score, const(-math.inf))
+    if args["attn_mask"] is not None:
+        score = _masked(score, args["attn_mask"], index, anchor, keys, pullback)
+    core = Core(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=const(1.0))
+    return [core], v, pullback, keys
+
+
+def _scale(scale: float | None, d: Expr) -> float:
+    if isinstance(scale, (int, float)):
+        return float(scale)
+    if scale is not None or not d.is_const:
+        raise Unsupported("a scale or head dimension that is computed at run time")
+    return 1 / math.sqrt(int(d.attr)) if d.attr else 1.0  # type: ignore[arg-type]
+
+
+def _batch_index(tensor: Node, batch: Index, extents: Index, grouped: bool, heads: Expr | None, bounds) -> Index:
+    own = shape(tensor)[:-2]
+    at = broadcast_index(extents, own, batch)
+    if grouped and heads is not None and own[-1] is not heads:
+        if not (heads.is_const and own[-1].is_const):
+            raise Unsupported("grouped heads whose number is not a constant")
+        group = int(heads.attr) // int(own[-1].attr)  # type: ignore[arg-type]
+        at = (*at[:-1], integers.floordiv(batch[-1], group, bounds))
+    return at
+
+
+def _masked(score: Expr, mask: Node, index: Index, anchor: Node, keys: Expr, pullback: PullBack) -> Expr:
+    extents = (*shape(anchor)[:-1], keys)
+    value = pullback.value(mask, broadcast_index(extents, shape(mask), (*index[:-1], J)))
+    if value.kind is Kind.BOOL:
+        return where(value, score, const(-math.inf))
+    call = pointwise.Call(args=(score, value), kwargs={}, dtype=nodes.dtype(anchor))
+    added = pointwise.build(aten.add, call)
+    assert added is not None
+    return added

@@ -1,0 +1,223 @@
+"""From a found attention, in terms of graph nodes, to an `AttentionSpec` and the values that its call takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import AttentionSpec, Operand, Output
+from fusion.ir.expr import SCORE, Expr, Kind, load, rebuild, size, walk
+from fusion.ir.spec import MaskFacts
+from fusion.passes import nodes
+from fusion.passes.find import Attention, Site
+from fusion.passes.masks import understand
+from fusion.passes.nodes import Unsupported
+from fusion.passes.pullback import Product
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specified:
+    """A spec, the graph nodes of its operands, and what each of its sizes is in the graph's own terms."""
+
+    spec: AttentionSpec
+    operands: tuple[Node, ...]
+    sizes: tuple[Expr, ...]
+
+
+def specify(site: Site, attention: Attention) -> Specified:
+    """The spec of one attention of a site; raises `Unsupported` where it cannot be stated."""
+    core, products = attention.core, attention.pullback.products
+    main = products[_main_product(core.score, products)]
+    _require_float(main.query.node, main.key.node, attention.value.node)
+    operands = [main.query.node, main.key.node, attention.value.node]
+    resolve = _Resolver(products, main, attention.pullback.loaded, operands)
+    score, weight = resolve(core.score), resolve(core.weight)
+    sinks = tuple(resolve(sink) for sink in core.sinks)
+    row_scale = None if core.row_scale is None else resolve(core.row_scale)
+    mask = understand(score, site.bounds, attention.keys, core.normalizer)
+    batch = tuple(site.bounds[dim] for dim in _coords(site) if str(dim.attr).startswith("b"))
+    rename = _Sizes(batch, _extent(site, "i"), attention.keys)
+    out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
+    spec = AttentionSpec(
+        batch=tuple(size(f"B{k}") for k in range(len(batch))),
+        n_q=size("Nq"),
+        n_k=size("Nk"),
+        d=_static(main.extent, "head dimension"),
+        d_v=_static(attention.d_v, "width of V"),
+        operands=_describe(operands),
+        q=tuple(map(rename, main.query.index)),
+        k=tuple(map(rename, main.key.index)),
+        v=tuple(map(rename, attention.value.index)),
+        score=rename(score),
+        weight=rename(weight),
+        sinks=tuple(map(rename, sinks)),
+        row_scale=None if row_scale is None else rename(row_scale),
+        normalizer=core.normalizer,
+        dtype=_product_dtype(operands[:3]),
+        out_dtype=str(out).removeprefix("torch."),
+        output=Output(dims=site.dims, order=_memory_order(site)),
+        mask=None if mask is None else _rename_mask(mask, rename),
+        sizes=(),
+    )
+    names, values = rename.table(spec)
+    return Specified(spec=_with_sizes(spec, names), operands=tuple(operands), sizes=values)
+
+
+def _coords(site: Site) -> list[Expr]:
+    return [next(c for c in site.bounds if c.attr == name) for name in site.dims]
+
+
+def _extent(site: Site, name: str) -> Expr:
+    return next(extent for c, extent in site.bounds.items() if c.attr == name)
+
+
+def _with_sizes(spec: AttentionSpec, names: tuple[str, ...]) -> AttentionSpec:
+    from dataclasses import replace
+
+    return replace(spec, sizes=names)
+
+
+def _main_product(score: Expr, products: list[Product]) -> int:
+    """The product that becomes the score; others in the same program are read from their tensors.
+
+    The one with the widest reduction is taken: the most expensive to materialise.
+    """
+    numbers = sorted({int(part.attr) for part in walk(score) if part.op == "dot"})  # type: ignore[arg-type]
+
+    def width(number: int) -> int:
+        extent = products[number].extent
+        return int(extent.attr) if extent.is_const else 0  # type: ignore[arg-type]
+
+    return max(numbers, key=lambda number: (width(number), -number))
+
+
+def _require_float(*tensors: Node) -> None:
+    for tensor in tensors:
+        dtype = nodes.dtype(tensor)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise Unsupported(f"attention over {str(dtype).removeprefix('torch.')} tensors")
+
+
+class _Resolver:
+    """Replaces "dot" leaves and the walk's load numbers by the spec's; collects the operands."""
+
+    def __init__(self, products: list[Product], main: Product, loaded: list[Node], operands: list[Node]):
+        self.products, self.main, self.loaded, self.operands = products, main, loaded, operands
+        self.numbers: dict[Node, int] = {}
+
+    def __call__(self, expr: Expr) -> Expr:
+        return rebuild(expr, self._leaf)
+
+    def _leaf(self, part: Expr) -> Expr | None:
+        if part.op == "dot":
+            product = self.products[int(part.attr)]  # type: ignore[arg-type]
+            if product == self.main:
+                return SCORE
+            if product.node is self.main.node:
+                raise Unsupported("two different elements of one product enter the same score")
+            return load(self._number(product.node), product.index, Kind.FLOAT)
+        if part.op == "load":
+            index = tuple(self(arg) for arg in part.args)
+            return load(self._number(self.loaded[int(part.attr)]), index, part.kind)  # type: ignore[arg-type]
+        return None
+
+    def _number(self, node: Node) -> int:
+        if node not in self.numbers:
+            self.numbers[node] = len(self.operands)
+            self.operands.append(node)
+        return self.numbers[node]
+
+
+class _Sizes:
+    """Renames the graph's symbols so that equal attentions have equal specs whatever the trace called its sizes."""
+
+    def __init__(self, batch: tuple[Expr, ...], n_q: Expr, n_k: Expr):
+        self.values = {f"B{k}": extent for k, extent in enumerate(batch)} | {"Nq": n_q, "Nk": n_k}
+        self.names = {value: size(name) for name, value in reversed(self.values.items()) if value.op == "size"}
+
+    def __call__(self, expr: Expr) -> Expr:
+        return rebuild(expr, self._leaf)
+
+    def _leaf(self, part: Expr) -> Expr | None:
+        if part.op != "size":
+            return None
+        if part not in self.names:
+            name = f"n{len(self.values)}"
+            self.names[part], self.values[name] = size(name), part
+        return self.names[part]
+
+    def table(self, spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[Expr, ...]]:
+        """Names and values of the sizes that the spec needs."""
+        used = {part.attr for part in walk(*spec.expressions()) if part.op == "size"}
+        items = [(name, value) for name, value in self.values.items() if name in used]
+        return tuple(name for name, _ in items), tuple(value for _, value in items)
+
+
+def _rename_mask(mask: MaskFacts, rename: _Sizes) -> MaskFacts:
+    def renamed(expr: Expr | None) -> Expr | None:
+        return None if expr is None else rename(expr)
+
+    return MaskFacts(
+        live=rename(mask.live),
+        key_lo=renamed(mask.key_lo),
+        key_hi=renamed(mask.key_hi),
+        full_lo=renamed(mask.full_lo),
+        full_hi=renamed(mask.full_hi),
+        fill=mask.fill,
+    )
+
+
+def _static(extent: Expr, what: str) -> Expr:
+    if not extent.is_const:
+        raise Unsupported(f"a {what} that is known only at run time")
+    return extent
+
+
+def _product_dtype(operands: list[Node]) -> str:
+    """The wider of the dtypes of the two products."""
+    dtype = nodes.dtype(operands[0])
+    for operand in operands[1:]:
+        dtype = torch.promote_types(dtype, nodes.dtype(operand))
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(operands: list[Node]) -> tuple[Operand, ...]:
+    """Operands named by their role, equal for equal specs."""
+    counts: dict[str, int] = {}
+    described = []
+    for number, operand in enumerate(operands):
+        dtype = str(nodes.dtype(operand)).removeprefix("torch.")
+        if number < 3:
+            name = "qkv"[number]
+        else:
+            role = "mask" if dtype == "bool" else "bias" if nodes.dtype(operand).is_floating_point else "index"
+            counts[role] = counts.get(role, 0) + 1
+            name = role if counts[role] == 1 else f"{role}{counts[role]}"
+        described.append(Operand(dtype=dtype, rank=len(nodes.shape(operand)), name=name))
+    return tuple(described)
+
+
+_STRIDE_AGNOSTIC = {aten.reshape, aten.contiguous, aten.linear, aten.flatten}
+
+
+def _memory_order(site: Site) -> tuple[str, ...]:
+    """Dimensions from slowest to fastest: packed where nobody can tell, else as eager would lay the result out."""
+    users = site.root.users
+    if users and all(u.op == "call_function" and nodes.packet(u) in _STRIDE_AGNOSTIC for u in users):
+        return site.dims
+    strides = [_hint(stride) for stride in nodes.value(site.root).stride()]
+    order = sorted(range(len(strides)), key=lambda k: (-strides[k], k))
+    return tuple(site.dims[k] for k in order)
+
+
+def _hint(stride: int | torch.SymInt) -> int:
+    if isinstance(stride, torch.SymInt):
+        hint = stride.node.hint
+        if hint is None:
+            raise Unsupported("a result whose strides depend on data")
+        return int(hint)
+    return stride

@@ -1,0 +1,301 @@
+"""Operations that only move elements: where in its input does an element of the output come from?
+
+`source(node, index, bounds)` takes one step from an output element of a view, permutation, slice, expansion, copy, ...
+to the element of the input that it is. A reshape is resolved to floor divisions and remainders, which
+`fusion.ir.integers` removes again wherever the dimension was not really split.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr
+from fusion.passes import nodes
+from fusion.passes.nodes import Unsupported, arguments, normalize_dim, packet, shape
+
+aten = torch.ops.aten
+Index = tuple[Expr, ...]
+Rule = Callable[[Node, dict[str, Any], Index, integers.Bounds], tuple[Node, Index]]
+_RULES: dict[Any, Rule] = {}
+
+
+def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
+    """The input node and index of the element `node[index]`, or None if the node computes or cannot be resolved."""
+    if node.op != "call_function" or not nodes.is_tensor(node):
+        return None
+    if node.target is operator.getitem:
+        return _from_getitem(node, index)
+    rule = _RULES.get(packet(node))
+    if rule is None:
+        return None
+    try:
+        return rule(node, arguments(node), index, bounds)
+    except (Unsupported, _NotAView):
+        return None
+
+
+class _NotAView(Exception):
+    """This call of a view-like operation changes values (a cast) or has a form that is not resolved."""
+
+
+def _rule(*packets: Any) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        for name in packets:
+            _RULES[name] = rule
+        return rule
+
+    return register
+
+
+def _concrete(value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    raise Unsupported("a dimension or step that is not a constant")
+
+
+@_rule(aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy, aten.lift_fresh)
+def _identity(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    return args["self"], index
+
+
+@_rule(aten.to, aten._to_copy, aten.type_as)
+def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    origin = args["self"]
+    if nodes.dtype(origin) != nodes.dtype(node) or nodes.value(origin).device != nodes.value(node).device:
+        raise _NotAView
+    return origin, index
+
+
+@_rule(aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
+def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    origin = args["self"]
+    if nodes.dtype(origin) != nodes.dtype(node):
+        raise _NotAView  # view(dtype)
+    return origin, reshape_index(shape(node), shape(origin), index, bounds)
+
+
+def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds: integers.Bounds) -> Index:
+    """The index into a tensor of shape `old` of the element at `index` of its reshape to `new`.
+
+    Groups of dimensions with equal products are resolved on their own, so that only dimensions that are really merged
+    or split see a division.
+    """
+    result: list[Expr] = []
+    a, b = 0, 0
+    while a < len(new) or b < len(old):
+        a0, b0 = a, b
+        left, right = integers.integer(1), integers.integer(1)
+        if a < len(new) and b < len(old) and new[a] is old[b]:
+            result.append(index[a])
+            a, b = a + 1, b + 1
+            continue
+        while True:
+            if a < len(new) and (left is not right or a == a0) and not _exceeds(left, right):
+                left, a = integers.mul(left, new[a]), a + 1
+            elif b < len(old):
+                right, b = integers.mul(right, old[b]), b + 1
+            elif a < len(new):
+                left, a = integers.mul(left, new[a]), a + 1
+            else:
+                break
+            if left is right and (a > a0 or a0 == len(new)) and (b > b0 or b0 == len(old)):
+                break
+        if left is not right:
+            raise Unsupported(f"a reshape from {list(map(str, old))} to {list(map(str, new))}")
+        flat = integers.integer(0)
+        for k in range(a0, a):
+            flat = integers.add(integers.mul(flat, new[k]), index[k])
+        result.extend(_unflatten(flat, old[b0:b], bounds))
+    return tuple(result)
+
+
+def _exceeds(left: Expr, right: Expr) -> bool:
+    """Whether `left` is visibly the larger product (constants, or a multiple of `right`)."""
+    if left.is_const and right.is_const:
+        return int(left.attr) > int(right.attr)  # type: ignore[arg-type]
+    return integers.mod(left, right) is integers.integer(0) and left is not right
+
+
+def _unflatten(flat: Expr, extents: Sequence[Expr], bounds: integers.Bounds) -> list[Expr]:
+    result: list[Expr] = []
+    for position, extent in enumerate(reversed(extents)):
+        last = position == len(extents) - 1
+        if extent is integers.integer(1):
+            result.append(integers.integer(0))
+        else:
+            result.append(flat if last else integers.mod(flat, extent, bounds))
+            flat = integers.floordiv(flat, extent, bounds)
+    return result[::-1]
+
+
+@_rule(aten.permute)
+def _permute(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    dims = [normalize_dim(d, len(index)) for d in args["dims"]]
+    return args["self"], tuple(index[dims.index(k)] for k in range(len(index)))
+
+
+@_rule(aten.transpose, aten.swapaxes, aten.swapdims)
+def _transpose(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    first, second = (d for name, d in args.items() if name.startswith(("dim", "axis")))
+    swapped = list(index)
+    first, second = normalize_dim(first, len(index)), normalize_dim(second, len(index))
+    swapped[first], swapped[second] = index[second], index[first]
+    return args["self"], tuple(swapped)
+
+
+@_rule(aten.t, aten.numpy_T, aten.mT, aten.adjoint)
+def _matrix_transpose(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    if packet(node) is aten.numpy_T:
+        return args["self"], index[::-1]
+    return args["self"], (*index[:-2], *index[-2:][::-1])
+
+
+@_rule(aten.movedim, aten.moveaxis)
+def _movedim(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    origins, targets = args["source"], args["destination"]
+    origins = [origins] if isinstance(origins, int) else list(origins)
+    targets = [targets] if isinstance(targets, int) else list(targets)
+    rank = len(index)
+    placed = {normalize_dim(t, rank): normalize_dim(o, rank) for o, t in zip(origins, targets, strict=True)}
+    rest = iter(k for k in range(rank) if k not in placed.values())
+    order = [placed[k] if k in placed else next(rest) for k in range(rank)]
+    return args["self"], tuple(index[order.index(k)] for k in range(rank))
+
+
+@_rule(aten.unsqueeze)
+def _unsqueeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    dim = normalize_dim(args["dim"], len(index))
+    return args["self"], index[:dim] + index[dim + 1 :]
+
+
+@_rule(aten.squeeze)
+def _squeeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    origin = args["self"]
+    extents = shape(origin)
+    dims = args.get("dim")
+    dims = range(len(extents)) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {normalize_dim(d, len(extents)) for d in dims} & {
+        k for k, extent in enumerate(extents) if extent is integers.integer(1)
+    }
+    remaining = iter(index)
+    return origin, tuple(integers.integer(0) if k in gone else next(remaining) for k in range(len(extents)))
+
+
+@_rule(aten.expand, aten.expand_as, aten.broadcast_to)
+def _expand(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    return args["self"], broadcast_index(shape(node), shape(args["self"]), index)
+
+
+def broadcast_index(new: Sequence[Expr], old: Sequence[Expr], index: Index) -> Index:
+    """The index into `old` of element `index` of its broadcast to `new`."""
+    offset = len(new) - len(old)
+    one, zero = integers.integer(1), integers.integer(0)
+    return tuple(
+        zero if extent is one and new[offset + k] is not one else index[offset + k] for k, extent in enumerate(old)
+    )
+
+
+@_rule(aten.slice, aten.narrow)
+def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    origin = args["self"]
+    dim = normalize_dim(args["dim"], len(index))
+    start, step = args.get("start") or 0, _concrete(args.get("step", 1) or 1)
+    start = nodes.size_expr(start)
+    extent = shape(origin)[dim]
+    if start.is_const and int(start.attr) < 0:  # type: ignore[arg-type]
+        start = integers.add(start, extent)
+        if start.is_const and int(start.attr) < 0:  # type: ignore[arg-type]
+            start = integers.integer(0)
+    elif not start.is_const and not integers.is_nonnegative(start):
+        raise Unsupported("a slice whose start may be negative")
+    moved = integers.add(start, integers.mul(step, index[dim]))
+    return origin, (*index[:dim], moved, *index[dim + 1 :])
+
+
+@_rule(aten.select)
+def _select(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    origin = args["self"]
+    dim = normalize_dim(args["dim"], len(index) + 1)
+    at = nodes.size_expr(args["index"])
+    if at.is_const and int(at.attr) < 0:  # type: ignore[arg-type]
+        at = integers.add(at, shape(origin)[dim])
+    elif not at.is_const and not integers.is_nonnegative(at):
+        raise Unsupported("an index that may be negative")
+    return origin, (*index[:dim], at, *index[dim:])
+
+
+@_rule(aten.repeat, aten.tile)
+def _repeat(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    origin = args["self"]
+    extents = shape(origin)
+    kept = index[len(index) - len(extents) :]
+    one, zero = integers.integer(1), integers.integer(0)
+    return origin, tuple(zero if n is one else integers.mod(x, n, bounds) for x, n in zip(kept, extents, strict=True))
+
+
+@_rule(aten.repeat_interleave)
+def _repeat_interleave(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    repeats, dim = args.get("repeats"), args.get("dim")
+    if not isinstance(repeats, int) or dim is None:
+        raise _NotAView
+    dim = normalize_dim(dim, len(index))
+    return args["self"], (*index[:dim], integers.floordiv(index[dim], repeats, bounds), *index[dim + 1 :])
+
+
+@_rule(aten.flip)
+def _flip(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    extents, moved = shape(node), list(index)
+    for d in args["dims"]:
+        d = normalize_dim(d, len(index))
+        moved[d] = integers.sub(integers.sub(extents[d], 1), moved[d])
+    return args["self"], tuple(moved)
+
+
+@_rule(aten.roll)
+def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    shifts, dims = args["shifts"], args["dims"]
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    dims = [dims] if isinstance(dims, int) else dims
+    if not dims:
+        raise _NotAView
+    extents, moved = shape(node), list(index)
+    for shift, d in zip(shifts, dims, strict=True):
+        d = normalize_dim(d, len(index))
+        if not extents[d].is_const:
+            raise Unsupported("a roll over a dimension of unknown size")
+        extent = int(extents[d].attr)  # type: ignore[arg-type]
+        moved[d] = integers.mod(integers.add(moved[d], (-shift) % max(extent, 1)), extents[d], bounds)
+    return args["self"], tuple(moved)
+
+
+@_rule(aten.unfold)
+def _unfold(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+    dim = normalize_dim(args["dimension"], len(index) - 1)
+    moved = integers.add(integers.mul(_concrete(args["step"]), index[dim]), index[-1])
+    return args["self"], (*index[:dim], moved, *index[dim + 1 : -1])
+
+
+def _from_getitem(node: Node, index: Index) -> tuple[Node, Index] | None:
+    """An item of split, chunk, unbind: a slice or a selection of the input."""
+    origin, item = node.args[0], node.args[1]
+    if not isinstance(origin, Node) or not isinstance(item, int) or origin.op != "call_function":
+        return None
+    kind = packet(origin)
+    if kind not in (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten.unbind, aten.unsafe_split,
+                    aten.unsafe_chunk):  # fmt: skip
+        return None
+    args = arguments(origin)
+    tensor = args["self"]
+    pieces = nodes.value(origin)
+    item = normalize_dim(item, len(pieces))
+    dim = normalize_dim(args.get("dim", 0), nodes.value(tensor).dim())
+    if kind is aten.unbind:
+        return tensor, (*index[:dim], integers.integer(item), *index[dim:])
+    start = integers.add(0, *(nodes.size_expr(piece.shape[dim]) for piece in pieces[:item]))
+    return tensor, (*index[:dim], integers.add(start, index[dim]), *index[dim + 1 :])
