@@ -13,8 +13,8 @@ Sources of the named machines (dense rates, no sparsity):
   Tflop/s bf16/fp16, 494.7 tf32, 1978.9 fp8, 66.9 fp32, L2 50 MiB, 3.35 (H200: 4.8) TB/s; 3.9e12 special functions/s
   (FlashAttention-3, 2407.08608, 3.1); L2 about 5.5 TB/s (published micro-benchmarks; NVIDIA gives none).
 - `b200`: NVIDIA Blackwell architecture brief: 148 SMs, 227 KiB a block, 256 KiB tensor memory a SM, 2250 Tflop/s
-  bf16/fp16, 4500 fp8, L2 126 MiB, 7.7 TB/s; special functions 16 a clock and SM at 1.85 GHz; L2 bandwidth scaled from
-  Hopper by SMs and clock (an estimate).
+  bf16/fp16, 4500 fp8, L2 126 MiB, 7.7 TB/s; special functions 16 a clock and SM at 1.85 GHz; L2 bandwidth
+  is not published, 10 TB/s is assumed.
 - `mi300x`: AMD CDNA 3 white paper: 304 CUs, 64 KiB LDS, 512 KiB vector registers, 1307.4 Tflop/s bf16/fp16, 2614.9
   fp8, 163.4 fp32, L2 4 MiB x 8, Infinity Cache 256 MiB at 17.2 TB/s, 5.3 TB/s; transcendentals at a quarter of 64
   lanes a clock and CU at 2.1 GHz.
@@ -287,7 +287,7 @@ _B200 = _gpu(
     shared=227 * KIB,
     registers=256 * KIB,
     l2=126 * MIB,
-    l2_bandwidth=6.5e12,
+    l2_bandwidth=10e12,
     memory=180 * GIB,
     bandwidth=7.7e12,
     half=2250e12,

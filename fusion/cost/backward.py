@@ -77,7 +77,12 @@ def _materialized() -> Schedule:
     phases = (
         Phase(name="dV", reads=PAIRS + C * N_q * d_v, writes=N_k * d_v, footprint=product, flops=2 * PAIRS * d_v),
         Phase(name="dP", reads=N_q * d_v + R * N_k * d_v, writes=PAIRS, footprint=product, flops=2 * PAIRS * d_v),
-        Phase(name="dS", reads=2 * passes * PAIRS, writes=PAIRS, footprint=2 * B_c + 1),
+        Phase(
+            name="dS",
+            reads=2 * passes * PAIRS,
+            writes=PAIRS,
+            footprint=sympy.Piecewise((2 * N_k + 1, 2 * N_k + 1 <= M), (2 * B_c + 1, True)),
+        ),
         Phase(name="dQ", reads=PAIRS + R * N_k * d, writes=N_q * d, footprint=grad, flops=2 * PAIRS * d),
         Phase(name="dK", reads=PAIRS + C * N_q * d, writes=N_k * d, footprint=grad, flops=2 * PAIRS * d),
     )

@@ -252,7 +252,13 @@ def _materialized() -> Schedule:
         footprint=(B_r + B_c) * d + B_r * B_c,
         flops=2 * PAIRS * d,
     )
-    softmax = Phase(name="softmax", reads=passes * PAIRS, writes=PAIRS, footprint=B_c + 2, exps=passes * PAIRS)
+    softmax = Phase(
+        name="softmax",
+        reads=passes * PAIRS,
+        writes=PAIRS,
+        footprint=sympy.Piecewise((N_k + 2, N_k + 2 <= M), (B_c + 2, True)),
+        exps=passes * PAIRS,
+    )
     output = Phase(
         name="output",
         reads=PAIRS + R * N_k * d_v,

@@ -19,7 +19,7 @@ Tiles = dict[str, np.ndarray]
 
 # What each tile variable cuts. A small-cache output and the gradients cut keys or queries by B_o, so both sizes offer
 # candidates.
-_CUTS = {"B_r": ("N_q",), "B_c": ("N_k",), "B_o": ("N_q", "N_k"), "B_s": ("N_k",), "B_e": ("d", "d_v"), "B_f": ("r",)}
+CUTS = {"B_r": ("N_q",), "B_c": ("N_k",), "B_o": ("N_q", "N_k"), "B_s": ("N_k",), "B_e": ("d", "d_v"), "B_f": ("r",)}
 
 
 def balanced(size: int, limit: int = 400) -> list[int]:
@@ -75,36 +75,60 @@ def groups(schedule: Schedule) -> list[tuple[Phase, ...]]:
     return result
 
 
-def least_io(schedule: Schedule, problem: Problem, capacity: int, share: float = 1.0, features: int = 1) -> Tile:
+def least_io(
+    schedule: Schedule,
+    problem: Problem,
+    capacity: int,
+    share: float = 1.0,
+    features: int = 1,
+    granularity: Mapping[str, int] | None = None,
+) -> Tile:
     """The tile of least I/O whose footprint is at most `capacity` elements: the two-level model's optimum.
 
-    Exhaustive up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at 1.
+    Exhaustive up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at their
+    minimum. granularity: sizes are multiples of it, by variable (default 1).
     Raises NoFittingTileError where the smallest tile does not fit.
     """
+    sizes = sizes_of(problem, capacity, share, features)
+    steps = granularity or {}
+    used = frozenset().union(*(io_variables(phase) for phase in schedule.phases))
+    choices = {
+        name: _choices(name, sizes, steps.get(name, 1)) if name in used else [steps.get(name, 1)]
+        for name in schedule.tile
+    }
+    return least_of(schedule, problem, capacity, choices, share, features)
+
+
+def least_of(
+    schedule: Schedule,
+    problem: Problem,
+    capacity: int,
+    choices: Mapping[str, Iterable[int]],
+    share: float = 1.0,
+    features: int = 1,
+) -> Tile:
+    """The combination of least I/O among `choices` that fits `capacity`. Raises NoFittingTileError where none does."""
     sizes = sizes_of(problem, capacity, share, features)
     tile: Tile = {}
     for group in groups(schedule):
         names = sorted({name for phase in group for name in phase.tile})
         if not names:
             continue
-        used = frozenset().union(*(io_variables(phase) for phase in group))
-        tiles = grid({name: _choices(name, sizes) if name in used else [1] for name in names})
+        tiles = grid({name: choices[name] for name in names})
         parts = [phase_counts(phase, sizes, tiles) for phase in group]
         footprint = np.maximum.reduce([np.broadcast_to(part.footprint, tiles[names[0]].shape) for part in parts])
-        io = sum(part.io for part in parts)
         if footprint.min() > capacity:
             raise NoFittingTileError(
-                f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: "
-                f"its smallest tile needs {footprint.min():.0f}; "
-                f"give a larger M or a schedule that tiles the head dimension (small_cache)"
+                f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: its smallest tile needs "
+                f"{footprint.min():.0f}; give a larger M, or take small_cache, which tiles the head dimension too"
             )
-        cost = np.where(footprint <= capacity, io + footprint * 1e-9, np.inf)
-        tile |= pick(tiles, int(np.argmin(cost)))
+        io = sum(part.io for part in parts)
+        tile |= pick(tiles, int(np.argmin(np.where(footprint <= capacity, io + footprint * 1e-9, np.inf))))
     return tile
 
 
-def _choices(name: str, sizes: Mapping[str, float]) -> list[int]:
-    return sorted({block for cut in _CUTS[name] for block in balanced(int(sizes[cut]), 200)})
+def _choices(name: str, sizes: Mapping[str, float], step: int) -> list[int]:
+    return sorted({_up(block, step) for cut in CUTS[name] for block in balanced(int(sizes[cut]), 200)})
 
 
 def _up(size: int, multiple: int) -> int:

@@ -1,0 +1,107 @@
+"""Machines: named ones, the one this runs on, the two-level model."""
+
+import os
+
+import pytest
+
+from fusion.errors import ProblemError, UnknownMachineError
+from fusion.machine import NAMED, Machine, MemoryLevel, dtype_bytes, dtype_name, machine, with_cores
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_machines_are_whole(name):
+    found = machine(name.upper())
+    assert found is NAMED[name] and found.name == name and found.kind == "gpu"
+    assert found.shared_memory > 0 and found.registers > 0 and found.launch > 0
+    bandwidths = [level.bandwidth for level in found.levels]
+    assert bandwidths == sorted(bandwidths, reverse=True)
+    assert found.flops("bf16") >= found.flops("float32")
+
+
+def test_published_figures():
+    h200 = machine("h200")
+    assert (h200.cores, h200.flops("bfloat16"), h200.main.bandwidth, h200.exp_rate) == (132, 989.4e12, 4.8e12, 3.9e12)
+    assert h200.fast_elements("bfloat16") == (227 + 256) * 1024 // 2
+    assert machine("mi300x").cores == 304
+
+
+def test_unknown_machine_lists_the_known():
+    with pytest.raises(UnknownMachineError) as caught:
+        machine("h20")
+    for name in ("cpu", *NAMED):
+        assert name in str(caught.value)
+    with pytest.raises(UnknownMachineError, match="no memory level 'L4'"):
+        machine("h200").level("L4")
+
+
+def test_detected_cpu():
+    found = Machine.detect()
+    assert found is Machine.detect() is machine(None) is machine("cpu")
+    assert found.kind == "cpu" and 1 <= found.cores <= os.cpu_count()
+    capacities = [level.capacity for level in found.levels]
+    assert (
+        capacities[0] >= 8 * 1024
+        and found.levels[-1].name == "memory"
+        and "L2" in [level.name for level in found.levels]
+    )
+    assert found.vector_bytes in (16, 32, 64)
+    assert (found.vector_bytes == 64) == ("avx512f" in found.isa)
+    assert 1e9 < found.flops("float32") < 1e15
+
+
+def test_detection_without_an_operating_system_that_helps(monkeypatch):
+    import fusion._cpu as cpu
+
+    monkeypatch.setattr(cpu, "_linux_caches", dict)
+    monkeypatch.setattr(cpu, "_linux_cpu", lambda: ("unknown", set(), 0.0))
+    monkeypatch.setattr(cpu.platform, "system", lambda: "Linux")
+    found = cpu.detect.__wrapped__()
+    assert found.vector_bytes == 16 and found.isa == frozenset()
+    assert found.level("L2").capacity == 512 * 1024
+
+
+def test_detection_on_a_mac(monkeypatch):
+    import fusion._cpu as cpu
+
+    text = (
+        "machdep.cpu.brand_string: Apple M2\nhw.perflevel0.l1dcachesize: 131072\nhw.perflevel0.l2cachesize: 16777216\n"
+    )
+    text += "hw.optional.arm.FEAT_BF16: 1\n"
+    monkeypatch.setattr(cpu.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(cpu, "_run", lambda *command: text)
+    found = cpu.detect.__wrapped__()
+    assert found.name == "Apple M2" and found.isa == {"neon", "fma", "bf16"}
+    assert (found.level("L1").capacity, found.level("L2").capacity) == (131072, 16777216)
+
+
+def test_two_level_model():
+    found = Machine.two_level(1000, "bf16")
+    assert found.kind == "model" and found.fast_elements("bf16") == 1000
+    with pytest.raises(ProblemError, match="0 elements"):
+        Machine.two_level(0)
+
+
+def test_impossible_machines_are_refused():
+    level = MemoryLevel(name="L1", capacity=1, bandwidth=1.0)
+    base = {"name": "x", "kind": "cpu", "levels": (level,), "fast": "L1", "cores": 1, "vector_bytes": 16}
+    cases = (({"kind": "fpga"}, "known: cpu, gpu"), ({"cores": 0}, "at least one core"), ({"fast": "L9"}, "no level"))
+    for wrong, message in cases:
+        with pytest.raises(ProblemError, match=message):
+            Machine(**{**base, **wrong})
+
+
+def test_fewer_cores_are_slower():
+    one = with_cores(machine("h200"), 66)
+    assert one.cores == 66 and one.flops("bf16") == machine("h200").flops("bf16") / 2
+    assert one.main.bandwidth == machine("h200").main.bandwidth
+    assert with_cores(machine("h200"), 10**6).cores == 132
+
+
+def test_dtypes():
+    import torch
+
+    assert [dtype_name(dtype) for dtype in (torch.bfloat16, "bf16", "bfloat16")] == ["bfloat16"] * 3
+    assert dtype_bytes(torch.float32) == 4
+    with pytest.raises(ProblemError, match="known: float64"):
+        dtype_name(torch.int32)

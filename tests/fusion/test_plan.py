@@ -1,0 +1,158 @@
+"""The planner: what it picks, what it refuses, what it says."""
+
+import time
+
+import pytest
+
+import fusion.plan as planner
+from fusion.errors import FusionError, NoFittingTileError, ProblemError, UnknownMachineError, UnknownScheduleError
+from fusion.machine import Machine
+from fusion.plan import Problem, compare, cpu_tile, plan
+
+CPU = Machine.detect()
+
+
+def problem(**sizes):
+    return Problem(**{"n_q": 1024, "n_k": 1024, "d": 64, "d_v": 64, "heads": 12, "heads_kv": 12, **sizes})
+
+
+def test_the_module_can_be_called():
+    assert planner(problem(), machine="h200") == plan(problem(), "h200")
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "mi300x"])
+@pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
+def test_gpu_plans_fit_without_the_hardware(name, width):
+    chosen = plan(problem(d=width, d_v=width, dtype="bfloat16", causal=True), machine=name)
+    assert chosen.B_r & (chosen.B_r - 1) == 0 and chosen.B_c & (chosen.B_c - 1) == 0 and chosen.B_r >= 16
+    shared = 2 * (chosen.B_r * width + chosen.stages * chosen.B_c * 2 * width)
+    assert shared <= chosen.machine.shared_memory
+    assert 1 <= chosen.ratio and chosen.time > 0 and chosen.limited_by
+
+
+def test_decoding_splits_the_keys_and_prefill_does_not():
+    assert plan(problem(n_q=1, n_k=32768, dtype="bf16"), "h200").schedule == "split_k"
+    assert plan(problem(n_q=1, n_k=32768, dtype="bf16"), "h200").splits > 4
+    assert plan(problem(n_q=4096, n_k=4096, heads=32, heads_kv=8, dtype="bf16"), "h200").schedule == "flash"
+
+
+def test_masked_problems_skip_tiles():
+    full, causal = plan(problem()), plan(problem(causal=True))
+    assert (full.schedule, causal.schedule) == ("flash", "block_sparse")
+    assert causal.share < 0.6 and causal.time < 0.7 * full.time and causal.io < 0.7 * full.io
+    window = plan(problem(causal=True, window=64))
+    assert window.io < causal.io and window.time < causal.time
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 33, 128, 777, 4096])
+@pytest.mark.parametrize(("rows", "cols"), [(32, 8), (16, 4), (32, 32), (4, 2)])
+def test_cpu_tiles_are_legal_and_no_larger_than_the_problem(n, rows, cols):
+    B_r, B_c = cpu_tile(problem(n_q=n, n_k=n), row_multiple=rows, col_multiple=cols)
+    assert B_r % rows == 0 and B_c % cols == 0
+    assert B_r < n + rows or B_r == rows
+    assert B_c < n + cols or B_c == cols
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_small_problems_still_spread_over_the_cores(heads):
+    for n in (64, 128, 256):
+        B_r, _ = cpu_tile(problem(n_q=n, n_k=n, heads=heads, heads_kv=heads), row_multiple=32)
+        blocks = heads * -(-n // B_r)
+        rounds = -(-blocks // CPU.cores)
+        assert blocks >= min(CPU.cores, heads * n // 32)
+        assert rounds * CPU.cores <= 1.5 * blocks or blocks <= CPU.cores
+
+
+def test_a_spec_is_asked_for_its_problem():
+    class Spec:
+        def problem(self, sizes):
+            return problem(n_q=sizes["N"], n_k=sizes["N"])
+
+    assert plan(Spec(), sizes={"N": 512}).problem.n_q == 512
+    assert cpu_tile(Spec(), sizes={"N": 512}) == cpu_tile(problem(n_q=512, n_k=512))
+
+
+def test_two_level_takes_the_least_io():
+    for capacity in (500, 3000, 20000):
+        chosen = plan(problem(), Machine.two_level(capacity))
+        others = compare(problem(), Machine.two_level(capacity))
+        assert chosen.io == min(item.io for item in others)
+        assert chosen.footprint <= capacity
+
+
+def test_backward_plans():
+    small = plan(problem(), Machine.two_level(1000), direction="backward")
+    large = plan(problem(), Machine.two_level(10**5), direction="backward")
+    assert small.schedule == "backward_small_cache" and large.schedule in ("backward_split", "backward_fused")
+    assert small.ratio > 1 and large.ratio > 1
+    assert plan(problem(), "h200", direction="backward").schedule.startswith("backward")
+
+
+def test_polynomial_only_when_asked_and_cheaper_for_long_keys():
+    machine = Machine.two_level(20000)
+    assert "polynomial" not in [item.schedule for item in compare(problem(), machine)]
+    long = problem(n_q=2**17, n_k=2**17, d=8, d_v=8)
+    assert plan(long, Machine.two_level(400), features=45).schedule == "polynomial"
+    assert plan(problem(n_q=64, n_k=64), machine, features=50000).schedule != "polynomial"
+    with pytest.raises(ProblemError, match="features=r"):
+        plan(problem(), machine, "polynomial")
+
+
+def test_lower_bound_counts_shared_keys_once():
+    grouped = plan(problem(n_q=1, heads_kv=2), "h200")
+    single = plan(problem(n_q=1), "h200")
+    assert grouped.bound < single.bound / 4
+
+
+def test_text_has_the_numbers_in():
+    chosen = plan(problem(), Machine.two_level(10000))
+    assert str(chosen).count("\n") == 0 and "flash" in str(chosen) and "x bound" in str(chosen)
+    text = chosen.explain()
+    expected = 1024 * 128 * -(-1024 // chosen.B_r) + 1024 * 64 + 1024 * 64 + 1024
+    assert f"= {expected} per head" in text and f"1024*(64 + 64)*ceil(1024/{chosen.B_r})" in text
+    assert "N_k*(d + d_v)*ceil(N_q/B_r)" in text
+    assert f"ratio {chosen.ratio:.2f}" in text and "small_cache" in text
+    assert "predicted, limited by" in plan(problem()).explain()
+
+
+def test_planning_is_quick_and_cached():
+    plan(problem(n_q=100), "cpu")
+    start = time.perf_counter()
+    shapes = [problem(n_q=200 + 7 * step, n_k=300 + 5 * step, causal=step % 2 == 0) for step in range(20)]
+    first = [plan(shape) for shape in shapes]
+    each = (time.perf_counter() - start) / len(shapes)
+    assert all(plan(shape) is found for shape, found in zip(shapes, first, strict=True))
+    print(f"planning one site: {each * 1e3:.1f} ms")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: problem(n_q=-1), ProblemError, "n_q=-1: sizes are non-negative"),
+        (lambda: problem(d=2.5), ProblemError, "d=2.5"),
+        (lambda: problem(heads=12, heads_kv=5), ProblemError, "12 query heads do not divide over 5"),
+        (lambda: problem(density=1.5), ProblemError, "density=1.5"),
+        (lambda: problem(window=0), ProblemError, "window=0"),
+        (lambda: problem(dtype="int8"), ProblemError, "int8"),
+        (lambda: plan(problem(), "gtx"), UnknownMachineError, "known: cpu"),
+        (lambda: plan(problem(), "h200", "flush"), UnknownScheduleError, "known: flash"),
+        (lambda: plan(problem(), direction="sideways"), UnknownScheduleError, "forward, backward"),
+        (lambda: plan(problem(), Machine.two_level(3)), NoFittingTileError, r"M=3 elements: its smallest tile needs"),
+        (lambda: plan(problem(), Machine.two_level(200), "flash"), NoFittingTileError, "small_cache"),
+        (lambda: plan(problem(d=8192, d_v=8192), "h200"), NoFittingTileError, "shared memory"),
+        (lambda: plan("attention"), ProblemError, "give a Problem"),
+    ],
+)
+def test_impossible_requests_are_clear_errors(call, error, message):
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert isinstance(caught.value, FusionError) and "\\n" not in str(caught.value)
+
+
+def test_importing_the_planner_is_light():
+    import subprocess
+    import sys
+
+    code = "import sys, fusion.plan; print([name for name in ('sympy', 'numpy', 'torch') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
