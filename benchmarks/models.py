@@ -1,0 +1,124 @@
+"""Whole models with random weights, in the sizes people run: what the rest of a model leaves of a kernel's gain."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model under test. `make(attention)` builds it with transformers' attn_implementation; `lengths` are N.
+
+    `inputs(N)` gives the one tensor it takes: token ids `[1, N]`, or pixels.
+    """
+
+    title: str
+    make: Callable[[str], nn.Module]
+    inputs: Callable[[int], Tensor]
+    lengths: tuple[int, ...]
+
+
+class LastState(nn.Module):
+    """The last hidden state of a model called with one tensor, so that every model has one input and one output."""
+
+    def __init__(self, model: nn.Module, argument: str) -> None:
+        super().__init__()
+        self.model, self.argument = model, argument
+        self.options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(**{self.argument: x}, **self.options).last_hidden_state
+
+
+VOCABULARY = 1000
+
+
+def _build(kind: str, config: str, argument: str = "input_ids", **sizes: Any) -> Callable[[str], nn.Module]:
+    def make(attention: str) -> nn.Module:
+        import transformers
+
+        torch.manual_seed(0)
+        settings = getattr(transformers, config)(**sizes, attn_implementation=attention)
+        return LastState(getattr(transformers, kind)(settings), argument).eval()
+
+    return make
+
+
+def _tokens(N: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (1, N), generator=torch.Generator().manual_seed(0))
+
+
+def _pixels(N: int) -> Tensor:
+    side = 16 * round((N - 1) ** 0.5)
+    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+
+MODELS: dict[str, Model] = {
+    "bert": Model(
+        title="BERT-base",
+        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, max_position_embeddings=2048),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "gpt2": Model(
+        title="GPT-2",
+        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_positions=2048),
+        inputs=_tokens,
+        lengths=(128, 512, 1024, 2048),
+    ),
+    "t5": Model(
+        title="T5-base encoder",
+        make=_build(
+            "T5EncoderModel",
+            "T5Config",
+            vocab_size=VOCABULARY,
+            d_model=768,
+            d_kv=64,
+            d_ff=3072,
+            num_layers=12,
+            num_heads=12,
+        ),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "gemma2": Model(
+        title="Gemma-2-like decoder (8 layers)",
+        make=_build("Gemma2Model", "Gemma2Config", sliding_window=512, query_pre_attn_scalar=128, **_DECODER),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "llama": Model(
+        title="Llama-like decoder (8 layers)",
+        make=_build("LlamaModel", "LlamaConfig", **_DECODER),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "vit": Model(
+        title="ViT-B/16",
+        make=_build("ViTModel", "ViTConfig", "pixel_values", image_size=224),
+        inputs=_pixels,
+        lengths=(197,),
+    ),
+}
+
+
+def reference(make: Callable[[str], nn.Module], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The model's output in float64, from weights rounded to `dtype` first, so that only arithmetic differs."""
+    model = copy.deepcopy(make("eager").to(dtype)).double()
+    with torch.no_grad():
+        return model(x.to(dtype).double() if x.is_floating_point() else x)

@@ -1,0 +1,168 @@
+"""The machine's multiply-add peak, measured: loops over registers only, compiled in process, one per instruction set.
+
+What a kernel reaches is given as a share of this. The clock of a processor under vector load is not in any data sheet,
+so the peak is measured on the same cores, with the same number of threads, in the same run.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy
+import torch
+
+PASSES = (
+    "builtin.module(convert-vector-to-scf,convert-scf-to-cf,expand-strided-metadata,lower-affine,"
+    "convert-vector-to-llvm{enable-x86=true},finalize-memref-to-llvm,convert-func-to-llvm,convert-arith-to-llvm,"
+    "convert-index-to-llvm,convert-cf-to-llvm,reconcile-unrealized-casts)"
+)
+
+
+def cpu_flags() -> set[str]:
+    """Instruction-set names as /proc/cpuinfo spells them; empty where there is no such file."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line for line in file if line.startswith(("flags", "Features"))]
+    except OSError:
+        return set()
+    return set(lines[0].split(":")[1].split()) if lines else set()
+
+
+def _vector_loop(*, lanes: int, accumulators: int, pairs: bool) -> tuple[str, int]:
+    """MLIR of a loop of independent multiply-adds (`pairs`: bf16 dot products of two), and flop per trip."""
+    acc = f"vector<{lanes}xf32>"
+    operand = f"vector<{2 * lanes}xbf16>" if pairs else acc
+    element, width = ("bf16", 2 * lanes) if pairs else ("f32", lanes)
+    names = [f"acc{i}" for i in range(accumulators)]
+    if pairs:
+        step = [f"    %next_{n} = x86.avx512.dot %{n}, %a, %b : {operand} -> {acc}" for n in names]
+    else:
+        step = [f"    %next_{n} = vector.fma %a, %b, %{n} : {acc}" for n in names]
+    types = ", ".join([acc] * accumulators)
+    lines = [
+        f"func.func @loop(%in: memref<{2 * width}x{element}>, %out: memref<{accumulators * lanes}xf32>, %trips: index)",
+        "    attributes {llvm.emit_c_interface} {",
+        "  %c0 = arith.constant 0 : index",
+        "  %c1 = arith.constant 1 : index",
+        f"  %cw = arith.constant {width} : index",
+        f"  %zero = arith.constant dense<0.0> : {acc}",
+        f"  %a = vector.load %in[%c0] : memref<{2 * width}x{element}>, {operand}",
+        f"  %b = vector.load %in[%cw] : memref<{2 * width}x{element}>, {operand}",
+        f"  %end:{accumulators} = scf.for %t = %c0 to %trips step %c1",
+        f"      iter_args({', '.join(f'%{n} = %zero' for n in names)}) -> ({types}) {{",
+        *step,
+        f"    scf.yield {', '.join(f'%next_{n}' for n in names)} : {types}",
+        "  }",
+    ]
+    for i in range(accumulators):
+        lines.append(f"  %at{i} = arith.constant {i * lanes} : index")
+        lines.append(f"  vector.store %end#{i}, %out[%at{i}] : memref<{accumulators * lanes}xf32>, {acc}")
+    return "\n".join([*lines, "  return", "}"]), accumulators * 2 * width
+
+
+def _tile_loop(*, accumulators: int = 4, chain: int = 8) -> tuple[str, int]:
+    """MLIR of a loop of AMX tile products (16x32 by 32x16, bf16 into float32), and flop per trip."""
+    acc, operand = "!x86.amx.tile<16x16xf32>", "!x86.amx.tile<16x32xbf16>"
+    lines = [
+        f"func.func @loop(%in: memref<32x32xbf16>, %out: memref<{16 * accumulators}x16xf32>, %trips: index)",
+        "    attributes {llvm.emit_c_interface} {",
+        "  %c0 = arith.constant 0 : index",
+        "  %c1 = arith.constant 1 : index",
+        *(f"  %at{i} = arith.constant {16 * i} : index" for i in range(max(accumulators, 2))),
+        "  scf.for %t = %c0 to %trips step %c1 {",
+        f"    %a = x86.amx.tile_load %in[%at0, %c0] : memref<32x32xbf16> into {operand}",
+        f"    %b = x86.amx.tile_load %in[%at1, %c0] : memref<32x32xbf16> into {operand}",
+        *(f"    %acc{i}_0 = x86.amx.tile_zero : {acc}" for i in range(accumulators)),
+    ]
+    for step in range(chain):
+        for i in range(accumulators):
+            lines.append(
+                f"    %acc{i}_{step + 1} = x86.amx.tile_mulf %a, %b, %acc{i}_{step} : {operand}, {operand}, {acc}"
+            )
+    for i in range(accumulators):
+        target = f"memref<{16 * accumulators}x16xf32>, {acc}"
+        lines.append(f"    x86.amx.tile_store %out[%at{i}, %c0], %acc{i}_{chain} : {target}")
+    return "\n".join([*lines, "  }", "  return", "}"]), accumulators * chain * 2 * 16 * 16 * 32
+
+
+def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[int], None]:
+    """`run(trips)` for the function named `loop`; the compiled code and its buffers live as long as `run`."""
+    from torch_mlir import ir
+    from torch_mlir.execution_engine import ExecutionEngine
+    from torch_mlir.passmanager import PassManager
+    from torch_mlir.runtime import get_ranked_memref_descriptor
+
+    with ir.Context():
+        module = ir.Module.parse("module {\n" + function + "\n}")
+        PassManager.parse(PASSES).run(module.operation)
+        engine = ExecutionEngine(module, opt_level=3)
+        entry = engine.lookup("loop")
+
+    def run(trips: int, engine: object = engine) -> None:  # the default keeps the engine alive
+        pointers = [ctypes.pointer(ctypes.pointer(get_ranked_memref_descriptor(x))) for x in operands]
+        arguments = [*pointers, ctypes.pointer(ctypes.c_int64(trips))]
+        packed = (ctypes.c_void_p * len(arguments))(*(ctypes.cast(x, ctypes.c_void_p) for x in arguments))
+        entry(packed)
+
+    return run
+
+
+def _rate(loop: tuple[str, int], shapes: tuple[tuple[int, ...], ...], dtype: type, threads: int) -> float:
+    """GFLOP/s of the loop on `threads` threads together: best of five, because any disturbance only slows it."""
+    function, flop = loop
+    runs = [
+        _compile(function, (numpy.zeros(shapes[0], dtype), numpy.zeros(shapes[1], numpy.float32)))
+        for _ in range(threads)
+    ]
+    with ThreadPoolExecutor(threads) as pool:
+
+        def seconds(trips: int) -> float:
+            start = time.perf_counter()
+            list(pool.map(lambda run: run(trips), runs))
+            return time.perf_counter() - start
+
+        trips = 1 << 14
+        while seconds(trips) < 0.05:
+            trips *= 2
+        return max(flop * trips * threads / seconds(trips) for _ in range(5)) / 1e9
+
+
+def _matmul_rate(dtype: torch.dtype, n: int = 2048) -> float:
+    """GFLOP/s of torch's own matrix product, in whatever way it computes it: best of five."""
+    a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times[1:]) / 1e9
+
+
+def measure(threads: int) -> dict[str, float]:
+    """Peaks in GFLOP/s for `threads` threads, by name: `fma_f32`, `dot_bf16`, `tile_bf16`, `matmul_f32`, `matmul_bf16`.
+
+    Only what the processor has; without torch-mlir only the matrix products of torch.
+    """
+    flags = cpu_flags()
+    peaks = {}
+    try:
+        lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
+        loop = _vector_loop(lanes=lanes, accumulators=24 if lanes == 16 else 12, pairs=False)
+        peaks["fma_f32"] = _rate(loop, ((2 * lanes,), (24 * lanes,)), numpy.float32, threads)
+        if "avx512_bf16" in flags:
+            loop = _vector_loop(lanes=16, accumulators=24, pairs=True)
+            peaks["dot_bf16"] = _rate(loop, ((64,), (24 * 16,)), numpy.int16, threads)
+        if "amx_bf16" in flags and torch.cpu._init_amx():
+            peaks["tile_bf16"] = _rate(_tile_loop(), ((32, 32), (64, 16)), numpy.int16, threads)
+    except ImportError:
+        pass
+    peaks["matmul_f32"] = _matmul_rate(torch.float32)
+    peaks["matmul_bf16"] = _matmul_rate(torch.bfloat16)
+    return {name: round(rate, 1) for name, rate in peaks.items()}
+
+
+def of_dtype(peaks: dict[str, float], dtype: torch.dtype) -> float:
+    """The peak that a kernel with inputs of `dtype` is held against: the best multiply-add the processor has for it."""
+    suffix = "_bf16" if dtype == torch.bfloat16 else "_f32"
+    return max(rate for name, rate in peaks.items() if name.endswith(suffix))

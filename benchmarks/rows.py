@@ -1,0 +1,221 @@
+"""The attention variants that are measured: each as a person writes it in plain PyTorch, and as each peer wants it.
+
+`q: [B, H, N, d]`, `k, v: [B, H_kv, N, d]`. The plain function is what eager, Inductor and fusion get. For
+`scaled_dot_product_attention` and FlexAttention masks, biases and block masks are made beforehand, outside the time
+measured: a model would make them once and use them in every layer.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WINDOW = 512  # keys that a query sees in the sliding-window row, itself included
+CAP = 20.0  # bound of the soft-capped score
+GROUP = 4  # query heads per key head in the grouped row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One size: batch, query heads, sequence length, head dimension and dtype."""
+
+    B: int = 1
+    H: int
+    N: int
+    d: int
+    dtype: torch.dtype
+
+    def tensors(self, row: "Row", dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Operands of the row's plain function: q, k, v, and what else the variant takes; the same ones every time."""
+        generator = torch.Generator().manual_seed(0)
+        heads = (self.H, self.H // row.group, self.H // row.group)
+        shapes = [(self.B, h, self.N, self.d) for h in heads]
+        operands = [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
+        operands += [extra.to(self.dtype) for extra in row.extras(self, generator)]
+        return tuple(x.to(dtype or self.dtype) for x in operands)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+
+
+def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(_scores(q, k), dim=-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    live = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return torch.softmax(scores.masked_fill(~live, -math.inf), dim=-1) @ v
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)[:, None]
+    j = torch.arange(k.shape[-2], device=q.device)[None, :]
+    scores = _scores(q, k) + slopes[:, None, None] * (j - i)
+    return torch.softmax(scores.masked_fill(j > i, -math.inf), dim=-1) @ v
+
+
+def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = CAP * torch.tanh(_scores(q, k) / CAP)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)[:, None]
+    j = torch.arange(k.shape[-2], device=q.device)[None, :]
+    live = (j <= i) & (i - j < WINDOW)
+    return torch.softmax(torch.where(live, _scores(q, k), -math.inf), dim=-1) @ v
+
+
+def bias(q: Tensor, k: Tensor, v: Tensor, position_bias: Tensor) -> Tensor:
+    return torch.softmax(_scores(q, k) + position_bias, dim=-1) @ v
+
+
+def table(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)[:, None]
+    j = torch.arange(k.shape[-2], device=q.device)[None, :]
+    return torch.softmax(_scores(q, k) + offsets[:, j - i + q.shape[-2] - 1], dim=-1) @ v
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return causal(q, k, v)
+
+
+def _slopes(p: Problem, generator: torch.Generator) -> list[Tensor]:
+    return [torch.tensor([2 ** (-8 * (h + 1) / p.H) for h in range(p.H)])]
+
+
+def _position_bias(p: Problem, generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(1, p.H, p.N, p.N, generator=generator)]
+
+
+def _offsets(p: Problem, generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(p.H, 2 * p.N - 1, generator=generator)]
+
+
+def _nothing(p: Problem, generator: torch.Generator) -> list[Tensor]:
+    return []
+
+
+def _causal_mask(b, h, i, j):
+    return i >= j
+
+
+def _window_mask(b, h, i, j):
+    return (i >= j) & (i - j < WINDOW)
+
+
+def _cap_score(score, b, h, i, j):
+    return CAP * torch.tanh(score / CAP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A variant: how it is written plainly, what it needs besides q, k, v, and what the peers call it.
+
+    `sdpa(q, k, *extras)` gives the keyword arguments of F.scaled_dot_product_attention, or is None where it cannot say
+    it. `score(*extras)` gives FlexAttention's score_mod, `mask` is its mask_mod.
+    """
+
+    title: str
+    plain: Callable[..., Tensor]
+    extras: Callable[[Problem, torch.Generator], list[Tensor]] = _nothing
+    group: int = 1
+    sdpa: Callable[..., dict] | None
+    score: Callable[..., Callable] | None = None
+    mask: Callable | None = None
+
+    def live_pairs(self, N: int) -> int:
+        """Query-key pairs, of N², whose weight is not zero: what the arithmetic is counted by."""
+        if self.mask is None:
+            return N * N
+        seen = min(N, WINDOW) if self.mask is _window_mask else N
+        return seen * (seen + 1) // 2 + (N - seen) * seen
+
+    def flop(self, p: Problem) -> int:
+        """Operations of both matrix products over live pairs; exponentials and score arithmetic are not counted."""
+        return 4 * p.B * p.H * p.d * self.live_pairs(p.N)
+
+
+def _alibi_mask(q: Tensor, k: Tensor, slopes: Tensor) -> dict:
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
+    return {"attn_mask": (slopes[:, None, None] * (j - i)).masked_fill(j > i, -math.inf)[None].to(q.dtype)}
+
+
+def _band(q: Tensor, k: Tensor) -> dict:
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
+    return {"attn_mask": (j <= i) & (i - j < WINDOW)}
+
+
+def _table_mask(q: Tensor, k: Tensor, offsets: Tensor) -> dict:
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
+    return {"attn_mask": offsets[:, j - i + q.shape[-2] - 1][None]}
+
+
+def _alibi_score(slopes: Tensor) -> Callable:
+    return lambda score, b, h, i, j: score + slopes[h] * (j - i)
+
+
+def _bias_score(position_bias: Tensor) -> Callable:
+    return lambda score, b, h, i, j: score + position_bias[0, h, i, j]
+
+
+def _table_score(offsets: Tensor) -> Callable:
+    last = (offsets.shape[1] - 1) // 2
+    return lambda score, b, h, i, j: score + offsets[h, j - i + last]
+
+
+ROWS: dict[str, Row] = {
+    "full": Row(title="full", plain=full, sdpa=lambda q, k: {}),
+    "causal": Row(title="causal", plain=causal, sdpa=lambda q, k: {"is_causal": True}, mask=_causal_mask),
+    "alibi": Row(
+        title="ALiBi + causal", plain=alibi, extras=_slopes, sdpa=_alibi_mask, score=_alibi_score, mask=_causal_mask
+    ),
+    "softcap": Row(title="soft-cap", plain=softcap, sdpa=None, score=lambda: _cap_score),
+    "window": Row(title=f"sliding window ({WINDOW})", plain=window, sdpa=_band, mask=_window_mask),
+    "bias": Row(
+        title="T5-style bias [1, H, N, N]",
+        plain=bias,
+        extras=_position_bias,
+        sdpa=lambda q, k, position_bias: {"attn_mask": position_bias},
+        score=_bias_score,
+    ),
+    "table": Row(
+        title="relative-position table [H, 2N-1]", plain=table, extras=_offsets, sdpa=_table_mask, score=_table_score
+    ),
+    "grouped": Row(
+        title=f"grouped heads ({GROUP}), causal",
+        plain=grouped,
+        group=GROUP,
+        sdpa=lambda q, k: {"is_causal": True, "enable_gqa": True},
+        mask=_causal_mask,
+    ),
+}
+
+
+def sdpa_call(row: Row, operands: tuple[Tensor, ...]) -> Callable[[], Tensor] | None:
+    """A call of F.scaled_dot_product_attention for the row, or None where it has no argument that says the variant."""
+    if row.sdpa is None:
+        return None
+    q, k, v, *extras = operands
+    return functools.partial(F.scaled_dot_product_attention, q, k, v, **row.sdpa(q, k, *extras))
+
+
+def flex_call(row: Row, operands: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+    """A call of compiled FlexAttention for the row, with a block mask wherever the variant has a mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v, *extras = operands
+    blocks = None
+    if row.mask is not None:
+        blocks = create_block_mask(row.mask, None, None, q.shape[-2], k.shape[-2], device="cpu")
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    score = row.score(*extras) if row.score else None
+    return functools.partial(compiled, q, k, v, score_mod=score, block_mask=blocks, enable_gqa=row.group > 1)
