@@ -24,7 +24,7 @@ import fusion  # noqa: F401  registers the backend in a checkout that is not ins
 import peak
 import results
 from measuring import Entry, allowed_error, interleave, prepare
-from models import MODELS, Model, reference
+from models import MODELS, Model, reference, with_sdpa
 from rows import ROWS, Problem, Row, flex_call, sdpa_call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,13 +109,13 @@ def measure_model(name: str, model: Model, N: int, dtype: str, options: argparse
     x = model.inputs(N)
     exact = reference(model.make, x, kind)
     x = x.to(kind) if x.is_floating_point() else x
-    plain, sdpa = model.make("eager").to(kind), model.make("sdpa").to(kind)
+    plain, sdpa = model.make("eager").to(kind), with_sdpa(model, kind)
     allowed = allowed_error(plain(x), exact)
     before = sites_now()
     makers = {
         "eager": lambda: functools.partial(plain, x),
         "inductor": lambda: functools.partial(compiled(plain, "inductor"), x),
-        "inductor, sdpa": lambda: functools.partial(compiled(sdpa, "inductor"), x),
+        "inductor, sdpa": lambda: sdpa and functools.partial(compiled(sdpa, "inductor"), x),
         "fusion": lambda: functools.partial(compiled(plain, "fusion"), x),
     }
     entries = [Entry(name=peer) for peer in makers if peer not in options.without]

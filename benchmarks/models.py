@@ -122,3 +122,11 @@ def reference(make: Callable[[str], nn.Module], x: Tensor, dtype: torch.dtype) -
     model = copy.deepcopy(make("eager").to(dtype)).double()
     with torch.no_grad():
         return model(x.to(dtype).double() if x.is_floating_point() else x)
+
+
+def with_sdpa(model: Model, dtype: torch.dtype) -> nn.Module | None:
+    """The same weights with `scaled_dot_product_attention` inside; None for models that transformers refuses it to."""
+    try:
+        return model.make("sdpa").to(dtype)
+    except ValueError:  # soft-capping has no argument there
+        return None
