@@ -49,15 +49,16 @@ PARAGRAPHS = [
     ask of a theory. What it added was the reason that the table may be printed a year ahead, and the humility to print
     beneath it that weather has not been taken into account.""",
     """The oldest part of baking is waiting. Flour and water, left in a warm corner, will begin to work without
-    anybody's help, because yeasts and bacteria sit on the grain already. They break the starch down into sugars, eat the sugars,
-    and leave behind acids, alcohol and gas. The gas would simply escape, as it does from a glass of beer, were it not
-    for the gluten: two proteins of wheat that link up when they are wet and are pulled about, until they form a net of
-    thin elastic skins. Kneading is nothing more than building that net, and proving is nothing more than blowing it
-    up. A baker controls the pace with three dials, which are temperature, salt and time. Cold slows the yeast more
-    than it slows the bacteria, so dough that rests overnight in a cellar tastes of more than dough that is hurried
-    beside an oven. In the heat of the oven everything happens at once. For some minutes the gas expands and the loaf
-    springs, then the yeast dies, the proteins set, the starch swells and stiffens, and the crust dries enough to turn
-    brown. Open the door too soon and the whole structure, still soft, sinks back with a sigh.""",
+    anybody's help, because yeasts and bacteria sit on the grain already. They break the starch down into sugars, eat
+    the sugars, and leave behind acids, alcohol and gas. The gas would simply escape, as it does from a glass of beer,
+    were it not for the gluten: two proteins of wheat that link up when they are wet and are pulled about, until they
+    form a net of thin elastic skins. Kneading is nothing more than building that net, and proving is nothing more
+    than blowing it up. A baker controls the pace with three dials, which are temperature, salt and time. Cold slows
+    the yeast more than it slows the bacteria, so dough that rests overnight in a cellar tastes of more than dough
+    that is hurried beside an oven. In the heat of the oven everything happens at once. For some minutes the gas
+    expands and the loaf springs, then the yeast dies, the proteins set, the starch swells and stiffens, and the crust
+    dries enough to turn brown. Open the door too soon and the whole structure, still soft, sinks back with a
+    sigh.""",
     """A railway is a machine for spending as little force as possible. A steel wheel on a steel rail rolls so easily
     that one person leaning on a wagon can start it moving, and for the same reason it is very hard to stop. Everything
     else about the railway follows from this. Brakes cannot promise to halt a train within the distance that its driver
@@ -79,16 +80,17 @@ PARAGRAPHS = [
     so they are cut in summer, straight after the harvest. Young trees get water and patience. Old trees get a prop
     under the heaviest limb, and a few years more than the accounts would allow, because the blackbirds are used to
     them, and because the fruit of an old tree, though small, is the one the children remember.""",
-    """To tune a string instrument is to listen for something disappearing. Two strings that are almost, but not quite,
-    in agreement produce a slow swelling and fading, as one vibration overtakes the other and falls behind again. The
-    player turns the peg, the swelling slows, and when it has stopped the interval is pure. On a violin the neighbours
-    are a fifth apart, and the ear finds a pure fifth without being taught. Trouble begins when four of them in a row do
-    not arrive at the third that the piano has, since no power of three is ever a power of two. Every tuning is a way to
-    hide that remainder, in one ugly interval that is never played, or in a little impurity everywhere. Wood adds
-    trouble of its own. It takes up water from the air and swells, the top rises and carries the bridge with it, and in
-    a heated hall all of this goes into reverse. Gut stretches, steel does not, and new strings of any kind need days to
-    settle. An orchestra therefore tunes twice: once behind the stage, to find the place, and once in front of the
-    public, to the long note of an oboe, which is chosen not because it is right but because it cannot be changed.""",
+    """To tune a string instrument is to listen for something disappearing. Two strings that are almost, but not
+    quite, in agreement produce a slow swelling and fading, as one vibration overtakes the other and falls behind
+    again. The player turns the peg, the swelling slows, and when it has stopped the interval is pure. On a violin the
+    neighbours are a fifth apart, and the ear finds a pure fifth without being taught. Trouble begins when four of
+    them in a row do not arrive at the third that the piano has, since no power of three is ever a power of two. Every
+    tuning is a way to hide that remainder, in one ugly interval that is never played, or in a little impurity
+    everywhere. Wood adds trouble of its own. It takes up water from the air and swells, the top rises and carries the
+    bridge with it, and in a heated hall all of this goes into reverse. Gut stretches, steel does not, and new strings
+    of any kind need days to settle. An orchestra therefore tunes twice: once behind the stage, to find the place, and
+    once in front of the public, to the long note of an oboe, which is chosen not because it is right but because it
+    cannot be changed.""",
     """Every autumn a large part of the life of the north picks itself up and leaves. What sets it off is less the cold
     than the shortening of the day, which cannot be mistaken and does not vary from year to year. Birds that hatched in
     June and have never seen the south grow restless at night, and in a closed room they hop towards the side on which
