@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from fusion.options import Options
+
+log = logging.getLogger(__name__)
 
 
 def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Options, mode: Any) -> Callable[..., Any]:
@@ -22,4 +27,64 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(mode) if mode else None
-    return compile_fx(module, list(example_inputs), config_patches=patches)
+    with _without_fuse_attention():
+        return compile_fx(module, list(example_inputs), config_patches=patches)
+
+
+_PATTERNS = "torch._inductor.fx_passes.fuse_attention"
+
+
+@contextlib.contextmanager
+def _without_fuse_attention() -> Iterator[None]:
+    """Keep Inductor's own attention patterns off what we left alone.
+
+    They match by the class of an operation instead of its meaning and give wrong results for several things we refuse
+    to fuse (a softmax over another dimension, for one). A marker pass makes Inductor's caches tell the two apart.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_passes import joint_graph
+
+    class Marker(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            """Nothing: the pass exists for its key."""
+            _drop_patterns(joint_graph)
+
+        def uuid(self) -> str:
+            return "fusion: without fuse_attention"
+
+    full = joint_graph.pass_patterns[0]
+    previous = config.joint_custom_pre_pass
+    passes = [] if previous is None else list(previous) if isinstance(previous, (list, tuple)) else [previous]
+    try:
+        with config.patch(joint_custom_pre_pass=[*passes, Marker()] if passes else Marker()):
+            yield
+    finally:
+        joint_graph.pass_patterns[0] = full
+
+
+def _drop_patterns(joint_graph: Any) -> None:
+    """Replace the pattern pass by a copy without attention patterns; runs after Inductor has registered them."""
+    import copy
+
+    full = joint_graph.pass_patterns[0]
+    filtered = copy.copy(full)
+    filtered.patterns = type(full.patterns)(list)
+    dropped = 0
+    for key, entries in full.patterns.items():
+        kept = [entry for entry in entries if not _is_attention_pattern(entry)]
+        dropped += len(entries) - len(kept)
+        filtered.patterns[key] = kept
+    joint_graph.pass_patterns[0] = filtered
+    if not dropped and any(
+        _PATTERNS in str(inspect.getmodule(e.extra_check)) for v in full.patterns.values() for e in v
+    ):
+        log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")
+
+
+def _is_attention_pattern(entry: Any) -> bool:
+    check = entry.extra_check
+    if not inspect.isfunction(check):
+        return False
+    inner = inspect.getclosurevars(check).nonlocals.get("extra_check")
+    return _PATTERNS in (getattr(check, "__module__", ""), getattr(inner, "__module__", ""))

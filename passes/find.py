@@ -133,7 +133,7 @@ def _examine(anchor: Node) -> Site | None:
     refused: Site | None = None
     for root in reversed(_chain(anchor)):
         try:
-            return _at_root(anchor, root)
+            return _specializing(anchor, root)
         except _OtherRoot:
             continue
         except _NoAttention:
@@ -143,6 +143,16 @@ def _examine(anchor: Node) -> Site | None:
             if root is anchor:
                 return refused
     return refused
+
+
+def _specializing(anchor: Node, root: Node) -> Site:
+    while True:
+        try:
+            site = _at_root(anchor, root)
+            nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
+            return site
+        except nodes.Specialized:
+            continue
 
 
 class _OtherRoot(Exception):

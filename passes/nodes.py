@@ -19,6 +19,10 @@ class Unsupported(Exception):
     """A construct that the analysis cannot express; the message says which, in the user's terms."""
 
 
+class Specialized(Exception):
+    """A dynamic size was made static (torch guards on it): what was read of the graph's shapes is to be read again."""
+
+
 def value(node: Node) -> Any:
     """The fake value recorded for a node."""
     return node.meta.get("val", node.meta.get("example_value"))
@@ -82,6 +86,13 @@ def _fold_left(name: str, args: tuple[Expr, ...]) -> Expr:
     for arg in args[1:]:
         result = apply(name, result, arg)
     return result
+
+
+def specialize(extent: Any) -> None:
+    """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic."""
+    if isinstance(extent, torch.SymInt) and not extent.node.expr.is_number:
+        int(extent)  # torch records the guard: another value compiles again
+        raise Specialized
 
 
 def arguments(node: Node) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
     traced = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     _carry_placeholders(module, traced)
     make_functional(traced.graph)
+    drop_inactive_dropout(traced.graph)
+    _mark_gradients(module, traced)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()
     traced.recompile()
@@ -75,6 +77,34 @@ def _carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
             target._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
     for key, value in origin.meta.items():
         traced.meta.setdefault(key, value)
+
+
+def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
+    """Remove dropout in eval mode and with p = 0, which FX would otherwise keep alive as a random operation."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or nodes.packet(node) not in (aten.dropout, aten.feature_dropout):
+            continue
+        args = nodes.arguments(node)
+        if not args["train"] or args["p"] == 0:
+            node.replace_all_uses_with(args["input"])
+            graph.erase_node(node)
+
+
+def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
+    """meta["requires_grad"] on every node: the trace itself records values detached from autograd."""
+    enabled = torch.is_grad_enabled()
+    given = (nodes.value(node) for node in origin.graph.nodes if node.op == "placeholder")
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["requires_grad"] = bool(getattr(next(given), "requires_grad", False))
+        elif node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif node.op == "call_function":
+            inputs = any(parent.meta.get("requires_grad") for parent in node.all_input_nodes)
+            detached = nodes.packet(node) in (aten.detach, aten.detach_)
+            held = nodes.value(node)
+            integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
+            node.meta["requires_grad"] = enabled and inputs and not detached and not integral
 
 
 # --- in-place operations ----------------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ class PullBack:
             return self.value(value, broadcast_index(extents, shape(value), index))
         if isinstance(held, (torch.SymInt, int)):
             return nodes.size_expr(held)
+        if isinstance(held, torch.SymFloat) and held.node.expr.is_number:
+            return float(held.node.expr)
         if isinstance(held, float):
             return held
         raise Unsupported(f"a scalar that is computed at run time ({value.name})")
@@ -200,6 +202,7 @@ class PullBack:
             return None
         if nodes.dtype(query.node) != nodes.dtype(here) or nodes.dtype(key.node) != nodes.dtype(here):
             return None
+        nodes.specialize(nodes.value(parts.left).shape[_position(parts.left_index, C)])
         product = Product(node=here, index=index, query=query, key=key, extent=parts.extent)
         if product not in self.products:
             self.products.append(product)
@@ -229,7 +232,9 @@ class PullBack:
         origin = args["self"]
         dim = nodes.normalize_dim(args["dim"], len(index))
         extent = shape(origin)[dim]
-        offset = integers.sub(index[dim], J)
+        # With a single key, J is 0, and a reshape may have said so.
+        single = self.keys is integers.integer(1) and index[dim].is_const
+        offset = index[dim] if single else integers.sub(index[dim], J)
         if not offset.is_const:
             return None
         columns = self._columns(origin, index, dim, extent, int(offset.attr))  # type: ignore[arg-type]
@@ -366,6 +371,10 @@ _METHODS = {
     aten.tril: "_triangle", aten.triu: "_triangle", aten.cat: "_cat", aten.concat: "_cat", aten.stack: "_stack",
     aten.constant_pad_nd: "_pad", aten.pad: "_pad", aten.index: "_index", None: "_item",
 }  # fmt: skip
+
+
+def _position(index: Index, atom: Expr) -> int:
+    return next(k for k, entry in enumerate(index) if entry is atom)
 
 
 def _depends_on_product(expr: Expr) -> bool:

@@ -50,6 +50,8 @@ def _specify(site: Site, attention: Attention, supports: Supports, symbols: _Sym
     found = specify(site, attention)
     for extent in found.sizes:
         symbols.require(extent)
+    if any(operand.meta.get("requires_grad") for operand in found.operands) and site.root.meta.get("requires_grad"):
+        raise Unsupported("gradients are needed here, and there are no backward kernels yet (use torch.no_grad())")
     reason = supports(found.spec, nodes.value(site.root).device)
     if reason is not None:
         raise Unsupported(reason)

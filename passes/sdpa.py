@@ -32,6 +32,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tupl
     if args["dropout_p"] != 0:
         raise Unsupported("dropout that is active (training)")
     query, key, value = args["query"], args["key"], args["value"]
+    nodes.specialize(nodes.value(query).shape[-1])
     keys, d = shape(key)[-2], shape(query)[-1]
     pullback = PullBack(bounds | {J: keys}, keys)
     heads = shape(query)[-3] if len(shape(query)) > 2 else None

@@ -179,12 +179,20 @@ def _identity(neutral: float, commutes: bool) -> Callable[[Expr, Expr], Expr | N
 
 
 def _compare_integers(holds: Callable[[int, int], bool]) -> Callable[[Expr, Expr], Expr | None]:
-    """Comparisons of integers whose difference is a known constant are decided."""
+    """Comparisons of integers are decided where their difference is constant or of one sign (coordinates are >= 0)."""
 
     def simplify(left: Expr, right: Expr) -> Expr | None:
         difference = integers.sub(left, right)
         if difference.op == "const":
             return const(holds(int(difference.attr), 0))  # type: ignore[arg-type]
+        for sign in (1, -1):
+            beyond = integers.sub(integers.mul(sign, difference), 1)
+            if integers.is_nonnegative(beyond):
+                return const(holds(sign, 0))
+        if holds(0, 0) and not holds(1, 0) and integers.is_nonnegative(integers.neg(difference)):
+            return TRUE if holds(-1, 0) else None
+        if not holds(0, 0) and holds(-1, 0) and integers.is_nonnegative(difference):
+            return FALSE
         return None
 
     return simplify
