@@ -1,0 +1,218 @@
+"""Matrix products on AMX tiles of bf16 planes. See `products` for the layout shared by all strategies.
+
+A tile holds 16 rows of 64 bytes. `tdpbf16ps` adds to a 16 x 16 float32 tile C the product of A, 16 rows of 32 bf16, and B, 16 rows of 16
+pairs, where row k of B has elements 2k and 2k + 1 of the reduction. Two by two C tiles share two A and two B tiles, so that loading
+does not bound the rate.
+
+    K step (32 keys)     A tiles [key half][d chunk of 32][plane][16 keys][32]
+    V step (32 keys)     A tiles [e block of 16][plane][16 e][32 keys]
+    Q group (16 queries) B tiles [d chunk][plane][16 pairs][16 queries][2]
+    P group              B tiles [plane][key step][16 pairs][16 queries][2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion.codegen.mlir.builder import TILE, Builder, Value
+from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
+from fusion.codegen.mlir.transpose import transpose
+
+TILE_ELEMENTS = 512  # bf16 elements in a tile
+BF16 = "vector<32xbf16>"
+F32 = "vector<16xf32>"
+PAIRS = "vector<16xi32>"
+
+#: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of tiles. Left out are
+#: products below 2**-24 of the whole (three planes) or 2**-16 (two).
+PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
+
+#: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag instead.
+LARGE_BITS = (127 + 120) << 23
+
+
+class Amx:
+    """bf16 tiles, one to three planes. `worst`: address of a vector of i32 that collects the largest magnitudes packed, as bits."""
+
+    key_step = 32
+    group_step = 2
+    lanes = 16
+
+    def __init__(self, b: Builder, d: int, e: int, planes: int, key_capacity: int, worst: Value | None):
+        self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
+        self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
+        self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
+        self.key_capacity = key_capacity
+
+    def query_bytes(self) -> int:
+        return 2 * TILE_ELEMENTS * self.chunks * self.planes
+
+    def key_bytes(self) -> int:
+        return 2 * self.query_bytes()
+
+    def value_bytes(self) -> int:
+        return 2 * TILE_ELEMENTS * self.e_blocks * self.planes
+
+    def weight_bytes(self, keys: int) -> int:
+        return 2 * keys * 16 * self.planes
+
+    def staging_elements(self) -> int:
+        return 32 * max(self.d_padded, self.e_padded)
+
+    # -- packing --------------------------------------------------------------------------------------------------------------
+
+    def _split(self, x: Value) -> list[Value]:
+        """The planes of a float32 vector, each rounded to nearest, as bf16 vectors: their sum is x."""
+        b = self.b
+        self._watch(x)
+        planes = [b.convert("arith.truncf", x, "bf16", "plane")]
+        for _ in range(self.planes - 1):
+            x = b.sub(x, b.convert("arith.extf", planes[-1], "f32"), "rest")
+            planes.append(b.convert("arith.truncf", x, "bf16", "plane"))
+        return planes
+
+    def _watch(self, x: Value) -> None:
+        if self.worst is None:
+            return
+        b = self.b
+        bits = b.binary("arith.andi", b.bitcast(x, PAIRS), 0x7FFFFFFF, "magnitude")
+        seen = b.load(self.worst, PAIRS, "worst")
+        b.store(b.most(seen, bits), self.worst)
+
+    def _row_planes(self, rows: Rows, row: Value | int, column: Value) -> list[Value]:
+        """32 elements of a row as one vector of bf16 per plane."""
+        b = self.b
+        if rows.memory == "bf16" and self.planes == 1:
+            return [b.load(b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), "bf16"), BF16, "x")]
+        halves = [self._split(load_f32(b, rows, row, b.add(column, h), 16)) for h in (0, 16)]
+        return [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
+
+    def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        """One group of 16 queries: pairs along d, transposed as 32-bit words."""
+        b = self.b
+        rows = reader.rows(first, 16, limit, self.d, self.d_padded, staging)
+        with b.loop(0, self.chunks, hint="chunk") as chunk:
+            lines = [self._row_planes(rows, r, b.mul(chunk, 32)) for r in range(16)]
+            base = b.at(target, b.mul(chunk, TILE_ELEMENTS * self.planes), "bf16")
+            for plane in range(self.planes):
+                for k, pair in enumerate(transpose(b, [b.bitcast(line[plane], PAIRS) for line in lines])):
+                    b.store(pair, b.at(base, plane * TILE_ELEMENTS + 32 * k, "bf16"))
+
+    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        b = self.b
+        rows = reader.rows(first, 32, limit, self.d, self.d_padded, staging)
+        with b.loop(0, 32, hint="r") as r, b.loop(0, self.chunks, hint="chunk") as chunk:
+            tile = b.add(b.mul(b.div(r, 16), self.chunks), chunk)
+            offset = b.add(b.mul(tile, TILE_ELEMENTS * self.planes), b.mul(b.rem(r, 16), 32))
+            for plane, x in enumerate(self._row_planes(rows, r, b.mul(chunk, 32))):
+                b.store(x, b.at(b.at(target, offset, "bf16"), plane * TILE_ELEMENTS, "bf16"))
+
+    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        b = self.b
+        rows = reader.rows(first, 32, limit, self.e, self.e_padded, staging)
+        with b.loop(0, self.e_blocks, hint="block") as block:
+            column = b.mul(block, 16)
+            halves = [transpose(b, [load_f32(b, rows, h + r, column, 16) for r in range(16)]) for h in (0, 16)]
+            base = b.at(target, b.mul(block, TILE_ELEMENTS * self.planes), "bf16")
+            for row, (low, high) in enumerate(zip(*halves, strict=True)):
+                for plane, (x, y) in enumerate(zip(self._split(low), self._split(high), strict=True)):
+                    b.store(b.shuffle(x, y, range(32)), b.at(base, plane * TILE_ELEMENTS + 32 * row, "bf16"))
+
+    # -- products -------------------------------------------------------------------------------------------------------------
+
+    def _sizes(self) -> tuple[Value, Value, Value]:
+        return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.constant(64, "i64")
+
+    def _zero(self) -> Value:
+        rows, columns, _ = self._sizes()
+        return self.b.intrinsic("x86.tilezero.internal", rows, columns, type_=TILE, hint="zero")
+
+    def _load(self, address: Value, hint: str) -> Value:
+        rows, columns, stride = self._sizes()
+        return self.b.intrinsic("x86.tileloadd64.internal", rows, columns, address, stride, type_=TILE, hint=hint)
+
+    def _store(self, tile: Value, address: Value) -> None:
+        rows, columns, stride = self._sizes()
+        self.b.intrinsic("x86.tilestored64.internal", rows, columns, address, stride, tile)
+
+    def _multiply(self, left: Value, right: Value, sum_: Value) -> Value:
+        rows, columns, _ = self._sizes()
+        return self.b.intrinsic("x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum")
+
+    def _block(self, sums: list[Value], left: Sequence[Sequence[Value]], right: Sequence[Sequence[Value]]) -> list[Value]:
+        """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are addresses."""
+        held: dict[str, tuple[int, list[Value]]] = {}
+
+        def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
+            if side not in held or held[side][0] != plane:
+                held[side] = plane, [self._load(a[plane], side) for a in addresses]
+            return held[side][1]
+
+        for left_plane, right_plane in PLANE_PAIRS[self.planes]:
+            rows, columns = tiles("a", left, left_plane), tiles("b", right, right_plane)
+            sums = [
+                self._multiply(row, column, sums[r * len(columns) + c])
+                for r, row in enumerate(rows)
+                for c, column in enumerate(columns)
+            ]
+        return sums
+
+    def _planes(self, base: Value, tile: Value | int, stride: int = TILE_ELEMENTS) -> list[Value]:
+        """Addresses of the planes of a tile: `tile` in elements after base, planes `stride` elements apart."""
+        address = self.b.at(base, tile, "bf16")
+        return [self.b.at(address, plane * stride, "bf16") for plane in range(self.planes)]
+
+    def scores(self, keys: Value, queries: Sequence[Value], target: Sequence[Value]) -> None:
+        """S^T of 32 keys and two groups."""
+        sums = [self._zero() for _ in range(2 * len(queries))]
+        size = TILE_ELEMENTS * self.planes
+        for chunk in range(self.chunks):
+            left = [self._planes(keys, (half * self.chunks + chunk) * size) for half in (0, 1)]
+            right = [self._planes(q, chunk * size) for q in queries]
+            sums = self._block(sums, left, right)
+        for half in (0, 1):
+            for g, place in enumerate(target):
+                self._store(sums[half * len(queries) + g], self.b.at(place, half * 256, "f32"))
+
+    def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
+        """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""
+        b = self.b
+        base = b.at(target, b.mul(key, 16), "bf16")
+        for plane in range(self.planes):
+            last = plane == self.planes - 1
+            if last:
+                halves = [b.convert("arith.truncf", x, "bf16") for x in (first, second)]
+                pair = b.bitcast(b.shuffle(*halves, [i + 16 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair")
+            else:
+                # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly.
+                words = [b.bitcast(x, BF16) for x in (first, second)]
+                pair = b.bitcast(b.shuffle(*words, [2 * i + 1 + 32 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair")
+                kept = [b.bitcast(b.binary("arith.andi", b.bitcast(x, PAIRS), -0x10000), F32) for x in (first, second)]
+                first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
+            b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
+
+    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
+        """O^T += V^T P^T over `steps` key steps, for two groups."""
+        b = self.b
+        pairs = self.e_blocks // 2
+        if pairs:
+            with b.loop(0, pairs, hint="block") as block:
+                self._accumulate(values, steps, weights, output, b.mul(block, 2), 2)
+        if self.e_blocks % 2:
+            self._accumulate(values, steps, weights, output, self.e_blocks - 1, 1)
+
+    def _accumulate(
+        self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value], block: Value | int, count: int
+    ) -> None:
+        """`count` blocks of 16 value columns from `block` on."""
+        b, size = self.b, TILE_ELEMENTS * self.planes
+        cells = [b.at(b.at(o, b.mul(block, 256), "f32"), 256 * a, "f32") for a in range(count) for o in output]
+        base = b.at(values, b.mul(block, size), "bf16")
+        with b.carry(0, steps, 1, [self._load(cell, "o") for cell in cells], hint="step") as (loop, step, sums):
+            column = b.at(base, b.mul(step, self.e_blocks * size), "bf16")
+            left = [self._planes(column, a * size) for a in range(count)]
+            right = [self._planes(w, b.mul(step, TILE_ELEMENTS), self.key_capacity * 16) for w in weights]
+            loop.yields(*self._block(list(sums), left, right))
+        for cell, tile in zip(cells, loop.results, strict=True):
+            self._store(tile, cell)

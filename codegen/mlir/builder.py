@@ -1,0 +1,334 @@
+"""A small writer of MLIR text: values that know their type, loops and branches as `with` blocks, constants collected once.
+
+The kernels of this package are written in the `arith`, `math`, `vector` and `scf` dialects, with memory reached through `llvm.ptr`, so
+that one notion of address serves tensors of any strides and the scratch areas alike. A method of `Builder` appends one operation
+and returns its result; Python code that uses it reads in the order of the text that it writes. Integers stay Python integers as long as
+they can: arithmetic between them is done here, and they become `arith.constant` where an operation needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+PTR = "!llvm.ptr"
+TILE = "!llvm.x86_amx"
+
+#: bytes of one element of a scalar type
+SIZE = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "i1": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An SSA value: its name (with the percent sign) and its type as MLIR writes it."""
+
+    name: str
+    type: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Operand = Value | int | float
+
+
+def vector_of(scalar: str, lanes: int) -> str:
+    """The vector type of `lanes` elements, or the scalar type itself for 0 lanes."""
+    return f"vector<{lanes}x{scalar}>" if lanes else scalar
+
+
+def shape_of(type_: str) -> tuple[int, str]:
+    """(lanes, scalar type); 0 lanes for a scalar."""
+    if not type_.startswith("vector<"):
+        return 0, type_
+    lanes, scalar = type_[7:-1].split("x", 1)
+    return int(lanes), scalar
+
+
+def is_float(type_: str) -> bool:
+    return shape_of(type_)[1] in ("f64", "f32", "f16", "bf16")
+
+
+def literal(value: float, scalar: str) -> str:
+    """A constant as MLIR reads it back exactly: floats that are not finite, and all of float32, by their bits or 9 digits."""
+    if scalar == "i1":
+        return "true" if value else "false"
+    if scalar.startswith("i"):
+        return str(int(value))
+    if value != value or value in (float("inf"), float("-inf")):
+        bits = struct.unpack("<I", struct.pack("<f", value))[0]
+        if scalar == "f64":
+            return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+        return f"0x{bits:08X}" if scalar == "f32" else f"0x{bits >> 16:04X}" if scalar == "bf16" else _half(value)
+    return f"{value:.17e}" if scalar == "f64" else f"{value:.9e}"
+
+
+def _half(value: float) -> str:
+    return f"0x{struct.unpack('<H', struct.pack('<e', value))[0]:04X}"
+
+
+class Loop:
+    """Handle of an `scf.for` with carried values: call `yields` at the end of the body, read `results` after it."""
+
+    def __init__(self) -> None:
+        self.results: list[Value] = []
+        self.yielded: Sequence[Value] | None = None
+
+    def yields(self, *values: Value) -> None:
+        self.yielded = values
+
+
+class Builder:
+    """Collects the body of one function. `text()` gives it with its constants in front."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._constants: dict[tuple[str, str], Value] = {}
+        self._used: dict[str, int] = {}
+        self._depth = 1
+        self._entry: list[str] = []
+
+    # -- names and text -------------------------------------------------------------------------------------------------------
+
+    def name(self, hint: str) -> str:
+        """A fresh SSA name made from the hint; a number follows only where the hint is taken."""
+        count = self._used.get(hint, 0)
+        self._used[hint] = count + 1
+        return f"%{hint}" if count == 0 else f"%{hint}_{count}"
+
+    def line(self, text: str) -> None:
+        self._lines.append("  " * self._depth + text)
+
+    def comment(self, text: str) -> None:
+        self.line(f"// {text}")
+
+    def text(self) -> str:
+        constants = [
+            f"  {v} = arith.constant {text}" + ("" if v.type == "i1" else f" : {v.type}")
+            for (text, _), v in self._constants.items()
+        ]
+        return "\n".join(constants + self._entry + self._lines)
+
+    @contextlib.contextmanager
+    def at_entry(self) -> Iterator[None]:
+        """What the with block writes goes to the start of the function, where it is visible everywhere."""
+        lines, depth = self._lines, self._depth
+        self._lines, self._depth = self._entry, 1
+        yield
+        self._lines, self._depth = lines, depth
+
+    def constant(self, value: float, type_: str) -> Value:
+        lanes, scalar = shape_of(type_)
+        text = literal(value, scalar)
+        text = f"dense<{text}>" if lanes else text
+        if (found := self._constants.get((text, type_))) is None:
+            plain = "".join(c if c.isalnum() else "_" for c in f"{value:g}".replace("-", "m").replace("+", ""))
+            found = Value(self.name(f"c{plain}_{'v' if lanes else ''}{scalar}"), type_)
+            self._constants[(text, type_)] = found
+        return found
+
+    def dense(self, values: Sequence[float], type_: str, hint: str) -> Value:
+        """A vector constant with these elements."""
+        scalar = shape_of(type_)[1]
+        text = f"dense<[{', '.join(literal(v, scalar) for v in values)}]>"
+        if (found := self._constants.get((text, type_))) is None:
+            found = self._constants[(text, type_)] = Value(self.name(hint), type_)
+        return found
+
+    def op(self, text: str, type_: str, hint: str = "t") -> Value:
+        """Append `%hint = text` and return the result."""
+        result = Value(self.name(hint), type_)
+        self.line(f"{result} = {text}")
+        return result
+
+    def as_value(self, x: Operand, type_: str) -> Value:
+        """x as a value of this type: constants are made, scalars are broadcast to vectors."""
+        if not isinstance(x, Value):
+            return self.constant(x, type_)
+        if x.type != type_ and type_.startswith("vector") and not x.type.startswith("vector"):
+            return self.broadcast(x, shape_of(type_)[0])
+        return x
+
+    # -- arithmetic -----------------------------------------------------------------------------------------------------------
+
+    def _pair(self, x: Operand, y: Operand) -> tuple[Value, Value]:
+        types = [v.type for v in (x, y) if isinstance(v, Value)]
+        type_ = next((t for t in types if t.startswith("vector")), types[0] if types else "i64")
+        return self.as_value(x, type_), self.as_value(y, type_)
+
+    def _binary(self, float_op: str, int_op: str, x: Operand, y: Operand, hint: str) -> Value:
+        a, b = self._pair(x, y)
+        return self.op(f"arith.{float_op if is_float(a.type) else int_op} {a}, {b} : {a.type}", a.type, hint)
+
+    def add(self, x: Operand, y: Operand, hint: str = "add"):
+        if isinstance(x, int) and isinstance(y, int):
+            return x + y
+        if isinstance(y, int) and y == 0 or isinstance(x, int) and x == 0:
+            return x if isinstance(x, Value) else y
+        return self._binary("addf", "addi", x, y, hint)
+
+    def sub(self, x: Operand, y: Operand, hint: str = "sub"):
+        if isinstance(x, int) and isinstance(y, int):
+            return x - y
+        return x if isinstance(y, int) and y == 0 else self._binary("subf", "subi", x, y, hint)
+
+    def mul(self, x: Operand, y: Operand, hint: str = "mul"):
+        if isinstance(x, int) and isinstance(y, int):
+            return x * y
+        if isinstance(x, int):
+            x, y = y, x
+        if isinstance(y, int) and y == 1:
+            return x
+        return 0 if isinstance(y, int) and y == 0 else self._binary("mulf", "muli", x, y, hint)
+
+    def div(self, x: Operand, y: Operand, hint: str = "div"):
+        """Quotient of floats; of integers that are not negative (sizes and indices)."""
+        if isinstance(x, int) and isinstance(y, int):
+            return x // y
+        return x if isinstance(y, int) and y == 1 else self._binary("divf", "divui", x, y, hint)
+
+    def rem(self, x: Operand, y: Operand, hint: str = "rem"):
+        if isinstance(x, int) and isinstance(y, int):
+            return x % y
+        return 0 if isinstance(y, int) and y == 1 else self._binary("remf", "remui", x, y, hint)
+
+    def least(self, x: Operand, y: Operand, hint: str = "min"):
+        if isinstance(x, int) and isinstance(y, int):
+            return min(x, y)
+        return self._binary("minnumf", "minsi", x, y, hint)
+
+    def most(self, x: Operand, y: Operand, hint: str = "max"):
+        if isinstance(x, int) and isinstance(y, int):
+            return max(x, y)
+        return self._binary("maxnumf", "maxsi", x, y, hint)
+
+    def binary(self, op: str, x: Operand, y: Operand, hint: str = "t") -> Value:
+        """Any two-operand operation of one type, by its full name: `binary("arith.andi", a, b)`."""
+        a, b = self._pair(x, y)
+        return self.op(f"{op} {a}, {b} : {a.type}", a.type, hint)
+
+    def unary(self, op: str, x: Value, hint: str = "t") -> Value:
+        return self.op(f"{op} {x} : {x.type}", x.type, hint)
+
+    def fma(self, x: Operand, y: Operand, z: Operand, hint: str = "fma") -> Value:
+        type_ = next(v.type for v in (x, y, z) if isinstance(v, Value) and v.type.startswith("vector"))
+        a, b, c = (self.as_value(v, type_) for v in (x, y, z))
+        return self.op(f"math.fma {a}, {b}, {c} : {type_}", type_, hint)
+
+    def compare(self, predicate: str, x: Operand, y: Operand, hint: str = "is") -> Value:
+        """`predicate` as arith names it: slt, eq, ... for integers, olt, une, ... for floats."""
+        a, b = self._pair(x, y)
+        lanes, _ = shape_of(a.type)
+        kind = "cmpf" if is_float(a.type) else "cmpi"
+        return self.op(f"arith.{kind} {predicate}, {a}, {b} : {a.type}", vector_of("i1", lanes), hint)
+
+    def select(self, condition: Value, x: Operand, y: Operand, hint: str = "sel") -> Value:
+        a, b = self._pair(x, y)
+        lanes = shape_of(condition.type)[0]
+        if lanes and not shape_of(a.type)[0]:
+            a, b = self.broadcast(a, lanes), self.broadcast(b, lanes)
+        if lanes:
+            return self.op(f"arith.select {condition}, {a}, {b} : {condition.type}, {a.type}", a.type, hint)
+        return self.op(f"arith.select {condition}, {a}, {b} : {a.type}", a.type, hint)
+
+    def convert(self, op: str, x: Value, scalar: str, hint: str = "cvt") -> Value:
+        """A conversion of element type: `convert("arith.extf", x, "f32")`."""
+        type_ = vector_of(scalar, shape_of(x.type)[0])
+        return x if type_ == x.type else self.op(f"{op} {x} : {x.type} to {type_}", type_, hint)
+
+    def bitcast(self, x: Value, type_: str, hint: str = "bits") -> Value:
+        """The same bits as another type; the number of lanes may change."""
+        if x.type == type_:
+            return x
+        op = "vector.bitcast" if x.type.startswith("vector") and shape_of(x.type)[0] != shape_of(type_)[0] else "arith.bitcast"
+        return self.op(f"{op} {x} : {x.type} to {type_}", type_, hint)
+
+    def broadcast(self, x: Value, lanes: int, hint: str | None = None) -> Value:
+        type_ = vector_of(x.type, lanes)
+        return self.op(f"vector.broadcast {x} : {x.type} to {type_}", type_, hint or f"{x.name[1:]}_all")
+
+    def shuffle(self, x: Value, y: Value, pattern: Sequence[int], hint: str = "shuf") -> Value:
+        type_ = vector_of(shape_of(x.type)[1], len(pattern))
+        return self.op(f"vector.shuffle {x}, {y} [{', '.join(map(str, pattern))}] : {x.type}, {y.type}", type_, hint)
+
+    def intrinsic(self, name: str, *operands: Value, type_: str | None = None, hint: str = "t") -> Value | None:
+        """A call of an LLVM intrinsic."""
+        types = ", ".join(o.type for o in operands)
+        call = f'llvm.call_intrinsic "llvm.{name}"({", ".join(map(str, operands))}) : ({types}) -> {type_ or "()"}'
+        if type_ is None:
+            self.line(call)
+            return None
+        return self.op(call, type_, hint)
+
+    # -- memory ---------------------------------------------------------------------------------------------------------------
+
+    def at(self, base: Value, offset: Operand, scalar: str, hint: str = "p") -> Value:
+        """The address `offset` elements of type `scalar` after base."""
+        if isinstance(offset, int):
+            if offset == 0:
+                return base
+            return self.op(f"llvm.getelementptr {base}[{offset}] : ({PTR}) -> {PTR}, {scalar}", PTR, hint)
+        return self.op(f"llvm.getelementptr {base}[{offset}] : ({PTR}, {offset.type}) -> {PTR}, {scalar}", PTR, hint)
+
+    def load(self, address: Value, type_: str, hint: str = "v", align: int | None = None) -> Value:
+        align = align or SIZE[shape_of(type_)[1]]
+        return self.op(f"llvm.load {address} {{alignment = {align} : i64}} : {PTR} -> {type_}", type_, hint)
+
+    def store(self, value: Value, address: Value, align: int | None = None) -> None:
+        align = align or SIZE[shape_of(value.type)[1]]
+        self.line(f"llvm.store {value}, {address} {{alignment = {align} : i64}} : {value.type}, {PTR}")
+
+    # -- control flow ---------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def loop(self, low: Operand, high: Operand, step: Operand = 1, hint: str = "i") -> Iterator[Value]:
+        """`for index in range(low, high, step)`; the body is the with block."""
+        index = Value(self.name(hint), "i64")
+        lo, hi, st = (self.as_value(x, "i64") for x in (low, high, step))
+        self.line(f"scf.for {index} = {lo} to {hi} step {st} : i64 {{")
+        self._depth += 1
+        yield index
+        self._depth -= 1
+        self.line("}")
+
+    @contextlib.contextmanager
+    def carry(self, low: Operand, high: Operand, step: Operand, initial: Sequence[Value], hint: str = "i"):
+        """A loop that carries values: yields (handle, index, values); the body ends with `handle.yields(...)`."""
+        handle = Loop()
+        index = Value(self.name(hint), "i64")
+        lo, hi, st = (self.as_value(x, "i64") for x in (low, high, step))
+        inner = [Value(self.name(f"{hint}_c"), v.type) for v in initial]
+        result = self.name(f"{hint}_r")
+        types = ", ".join(v.type for v in initial)
+        inits = ", ".join(f"{a} = {b}" for a, b in zip(inner, initial, strict=True))
+        many = f":{len(inner)}" if len(inner) > 1 else ""
+        self.line(f"{result}{many} = scf.for {index} = {lo} to {hi} step {st} iter_args({inits}) -> ({types}) : i64 {{")
+        self._depth += 1
+        yield handle, index, inner
+        assert handle.yielded is not None, "a carrying loop must yield"
+        self.line(f"scf.yield {', '.join(map(str, handle.yielded))} : {types}")
+        self._depth -= 1
+        self.line("}")
+        names = [f"{result}#{k}" for k in range(len(inner))] if many else [result]
+        handle.results = [Value(n, v.type) for n, v in zip(names, initial, strict=True)]
+
+    @contextlib.contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """The with block runs only where the condition (i1) holds."""
+        self.line(f"scf.if {condition} {{")
+        self._depth += 1
+        yield
+        self._depth -= 1
+        self.line("}")
+
+    @contextlib.contextmanager
+    def otherwise(self) -> Iterator[None]:
+        """The else part; must follow a `when` directly."""
+        assert self._lines[-1].strip() == "}", "otherwise must follow a when block"
+        self._lines[-1] = self._lines[-1].replace("}", "} else {")
+        self._depth += 1
+        yield
+        self._depth -= 1
+        self.line("}")

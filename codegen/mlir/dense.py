@@ -1,0 +1,98 @@
+"""Loads of dense [.., row, column] tensors (biases, masks) for a group of queries and a block of keys.
+
+Lanes are queries, but such tensors are row-major in the keys. So a block is staged once per group: L rows of L keys are read as vectors,
+transposed in registers, converted to float32 (bool: int32) and written as [key][L]; the score program then reads one vector a row.
+Blocks at the edges and tensors of other strides go through gathers, except where lanes are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fusion.codegen.mlir.builder import SIZE, Value, vector_of
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
+from fusion.codegen.mlir.transpose import transpose
+from fusion.ir import integers
+from fusion.ir.expr import Expr, I, J, Kind, coordinates, loads
+
+
+def dense_loads(*programs: Expr | None) -> list[Expr]:
+    """Loads at indices linear in both row and key, which depend on both. Integers are left out: they are gathered."""
+    found = {e: None for p in programs if p is not None for e in loads(p)}
+    return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
+
+
+def _is_dense(expr: Expr) -> bool:
+    for index in expr.args:
+        row = integers.linear(index, I)
+        column = integers.linear(row[1], J) if row else None
+        if row is None or column is None or coordinates(row[0]) & {"i", "j"} or coordinates(column[0]) & {"i", "j"}:
+            return False
+        if any(part.op == "load" for part in (row[0], column[0])):
+            return False
+    return True
+
+
+class DenseLoad:
+    """One such load. Make it in the item's scope (it writes base and strides there), `stage` it for a group and a block."""
+
+    def __init__(self, context: Context, scope: Scope, expr: Expr):
+        self.context, self.expr, self.b = context, expr, context.b
+        number = int(expr.attr)  # type: ignore[arg-type]
+        self.memory = MEMORY_TYPE[context.operands[number].dtype]
+        b = self.b
+        base: Value | int = 0
+        self.row_stride: Value | int = 0
+        self.key_stride: Value | int = 0
+        for dim, index in enumerate(expr.args):
+            stride = context.params[("stride", number, dim)]
+            row = integers.linear(index, I)
+            assert row is not None
+            column = integers.linear(row[1], J)
+            assert column is not None
+            base = b.add(base, b.mul(scope.integer(column[1]), stride), "base")
+            self.row_stride = b.add(self.row_stride, b.mul(scope.integer(row[0]), stride), "row_stride")
+            self.key_stride = b.add(self.key_stride, b.mul(scope.integer(column[0]), stride), "key_stride")
+        self.origin = b.at(context.params[("ptr", number)], base, self.memory, "origin")
+        self.scalar = "i32" if expr.kind is Kind.BOOL else "f32"
+        self.vector = vector_of(self.scalar, context.lanes)
+
+    def _widen(self, x: Value) -> Value:
+        if self.scalar == "i32":
+            return self.b.convert("arith.extui", x, "i32")
+        return self.b.convert("arith.truncf" if self.memory == "f64" else "arith.extf", x, "f32")
+
+    def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> Callable[[Value], Value]:
+        """Write the block to target [key][L]; returns the function that reads the value (FLOAT or BOOL) of a key of the block."""
+        b, lanes = self.b, self.context.lanes
+        assert scope.lanes is not None
+        offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
+        corner = b.at(self.origin, offset, self.memory, "corner")
+        all_valid = b.op(f"vector.reduction <and>, {scope.lanes.valid} : {scope.lanes.valid.type} into i1", "i1", "all_valid")
+        unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
+        square = b.binary("arith.andi", all_valid, unit)
+        transposed = b.select(square, b.mul(b.div(count, lanes), lanes), b.constant(0, "i64"), "transposed")
+        with b.loop(0, transposed, lanes, hint="j") as j:
+            start = b.at(corner, j, self.memory)
+            type_ = vector_of(self.memory, lanes)
+            lines = [b.load(b.at(start, b.mul(self.row_stride, r), self.memory), type_, "line") for r in range(lanes)]
+            for r, column in enumerate(transpose(b, [self._widen(x) for x in lines])):
+                b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
+        with b.loop(transposed, count, hint="j") as j:
+            b.store(self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)), b.at(target, b.mul(j, lanes), "f32"))
+        return lambda key: self._read(target, key)
+
+    def _gather(self, scope: Scope, start: Value) -> Value:
+        b, lanes = self.b, self.context.lanes
+        assert scope.lanes is not None
+        steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
+        offsets = b.mul(steps, b.broadcast(b.as_value(self.row_stride, "i64"), lanes))
+        pointers, type_ = f"vector<{lanes}x!llvm.ptr>", vector_of(self.memory, lanes)
+        at = b.op(f"llvm.getelementptr {start}[{offsets}] : (!llvm.ptr, {offsets.type}) -> {pointers}, {self.memory}", pointers, "at")
+        text = f"llvm.intr.masked.gather {at}, {scope.lanes.valid}, {b.constant(0, type_)} {{alignment = {SIZE[self.memory]} : i32}}"
+        return self._widen(b.op(f"{text} : ({pointers}, {scope.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered"))
+
+    def _read(self, target: Value, key: Value) -> Value:
+        b = self.b
+        value = b.load(b.at(target, b.mul(key, self.context.lanes), self.scalar), self.vector, "bias", align=4 * self.context.lanes)
+        return b.compare("ne", value, 0) if self.scalar == "i32" else value

@@ -1,0 +1,130 @@
+"""Reading blocks of rows of an operand, whatever its strides.
+
+Q, K and V reach the kernel as `operand[index expressions in (b.., row, column)]`. Where every index is linear in row and column, a row is
+a strided run; where the column stride is 1 as well (the usual case, known only at run time), the packing loops read the tensor in
+place. Everything else - other strides, index maps with divisions, rows beyond the end, widths that are no multiple of a vector - goes
+through a small staging area that a scalar loop fills, padded with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.codegen.mlir.builder import Builder, Value
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
+from fusion.ir import integers
+from fusion.ir.expr import Expr, coordinates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Element (row, column) of an operand: its number, its index expressions and the two coordinates' names."""
+
+    operand: int
+    index: tuple[Expr, ...]
+    row: Expr
+    column: Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A block of rows in memory: element (r, c) is at pointer + r * stride + c, all padded columns readable."""
+
+    pointer: Value
+    stride: Value | int
+    memory: str
+
+
+class RowReader:
+    """Reads rows of one operand within one work item. Make it in the item's scope: it writes the strides there."""
+
+    def __init__(self, context: Context, scope: Scope, access: Access):
+        self.context, self.scope, self.access = context, scope, access
+        self.memory = MEMORY_TYPE[context.operands[access.operand].dtype]
+        self.base, self.row_stride, self.column_stride = self._strides()
+
+    def _strides(self) -> tuple[Value | int | None, Value | int | None, Value | int | None]:
+        """(offset of element (0, 0), row stride, column stride), or Nones where the map is not linear with scalar strides."""
+        b, scope, params = self.context.b, self.scope, self.context.params
+        base: Value | int = 0
+        rows: Value | int = 0
+        columns: Value | int = 0
+        for dim, index in enumerate(self.access.index):
+            stride = params[("stride", self.access.operand, dim)]
+            row = integers.linear(index, self.access.row)
+            column = integers.linear(row[1], self.access.column) if row else None
+            if row is None or column is None or self._uses_position(row[0]) or self._uses_position(column[0]):
+                return None, None, None
+            base = b.add(base, b.mul(scope.integer(column[1]), stride), "base")
+            rows = b.add(rows, b.mul(scope.integer(row[0]), stride), "row_stride")
+            columns = b.add(columns, b.mul(scope.integer(column[0]), stride), "column_stride")
+        return base, rows, columns
+
+    def _uses_position(self, expr: Expr) -> bool:
+        return not coordinates(expr).isdisjoint({str(self.access.row.attr), str(self.access.column.attr)})
+
+    def identity(self) -> list[Value | int]:
+        """Integers that are equal for two work items that read the same rows: the offset, or the batch coordinates themselves."""
+        if self.base is not None:
+            return [self.base]
+        names = sorted({n for index in self.access.index for n in coordinates(index) if n.startswith("b")})
+        known = {str(e.attr): v for e, v in self.scope.known.items() if e.op == "coord"}
+        return [known[n] for n in names]
+
+    def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
+        """Rows first..first+count-1 (those from `limit` on are zeros), `width` columns padded with zeros to `padded`.
+
+        staging: room for count * padded elements of the operand's type.
+        """
+        b = self.context.b
+        source = self.context.params[("ptr", self.access.operand)]
+        if self.base is None:
+            self._stage(first, count, limit, width, padded, staging, None)
+            return Rows(pointer=staging, stride=padded, memory=self.memory)
+        start = b.at(source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
+        direct = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
+        direct = b.binary("arith.andi", direct, b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit"))
+        if padded != width:
+            direct = b.constant(0, "i1")
+        with b.when(b.binary("arith.xori", direct, b.constant(1, "i1"), "staged")):
+            self._stage(first, count, limit, width, padded, staging, start)
+        pointer = b.select(direct, start, staging, "rows")
+        stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
+        return Rows(pointer=pointer, stride=stride, memory=self.memory)
+
+    def _stage(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value, start: Value | None) -> None:
+        """Copy element by element; zeros beyond the rows' limit and in the padding."""
+        b = self.context.b
+        zero = b.constant(0, self.memory) if self.memory.startswith("i") else b.constant(0.0, self.memory)
+        with b.loop(0, count, hint="r") as r:
+            position = b.add(first, r)
+            inside = b.compare("slt", position, b.as_value(limit, "i64"))
+            target = b.at(staging, b.mul(r, padded), self.memory)
+            with b.loop(0, padded, hint="c") as c:
+                b.store(zero, b.at(target, c, self.memory))
+            with b.when(inside), b.loop(0, width, hint="c") as c:
+                address = self._element(position, r, c, start)
+                b.store(b.load(address, self.memory), b.at(target, c, self.memory))
+
+    def _element(self, position: Value, r: Value, c: Value, start: Value | None) -> Value:
+        b = self.context.b
+        if start is not None:
+            offset = b.add(b.mul(r, self.row_stride), b.mul(c, self.column_stride))
+            return b.at(start, offset, self.memory)
+        inner = Scope(context=self.context, parent=self.scope, known={self.access.row: position, self.access.column: c})
+        offset: Value | int = 0
+        for dim, index in enumerate(self.access.index):
+            stride = self.context.params[("stride", self.access.operand, dim)]
+            offset = b.add(offset, b.mul(inner.integer(index), stride))
+        return b.at(self.context.params[("ptr", self.access.operand)], offset, self.memory)
+
+
+def load_f32(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> Value:
+    """`lanes` consecutive elements of a row as float32."""
+    address = b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory)
+    value = b.load(address, f"vector<{lanes}x{rows.memory}>", "x")
+    if rows.memory == "f32":
+        return value
+    if rows.memory == "f64":
+        return b.convert("arith.truncf", value, "f32")
+    return b.convert("arith.extf", value, "f32")

@@ -1,0 +1,374 @@
+"""Values of expressions inside a kernel: scalars where they are the same for all lanes, vectors along the lane coordinate otherwise.
+
+Scopes follow the loops: the function (sizes), one work item (batch coordinates), one group of rows (the lane coordinate), one key.
+A value is written in the scope that asks for it first; `prepare` lets an outer scope write what inner ones will need, so that
+nothing is computed in a loop which does not depend on it.
+
+FLOAT is f32. BOOL is i1. INT is i64 as a scalar; as a vector i32 where its magnitude is provably small, else i64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fusion.codegen.mlir.builder import SIZE, Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.vectormath import VectorMath
+from fusion.ir import integers
+from fusion.ir.expr import Expr, Kind, coordinates
+from fusion.ir.spec import Operand
+
+#: Run-time sizes must stay below this (the launcher checks), so that small multiples of coordinates fit in 32 bits.
+SIZE_LIMIT = 1 << 25
+
+#: MLIR's type of an element in memory
+MEMORY_TYPE = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "i8", "uint8": "i8", "int8": "i8",
+    "int16": "i16", "int32": "i32", "int64": "i64",
+}  # fmt: skip
+
+
+class Params:
+    """The kernel's run-time arguments: 64-bit slots behind one pointer, read once at the function's start.
+
+    `slots` lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size", name), and whatever
+    else the kernel asks for; the launcher fills them in the same order.
+    """
+
+    def __init__(self, b: Builder, pointer: Value):
+        self.b, self.pointer = b, pointer
+        self.slots: dict[tuple, int] = {}
+        self._values: dict[tuple, Value] = {}
+
+    def __getitem__(self, key: tuple) -> Value:
+        if key not in self._values:
+            slot = self.slots.setdefault(key, len(self.slots))
+            hint = "_".join(str(part) for part in key)
+            type_ = "!llvm.ptr" if key[0] == "ptr" else "i64"
+            with self.b.at_entry():
+                address = self.b.at(self.pointer, slot, "i64", f"{hint}_slot")
+                self._values[key] = self.b.op(f"llvm.load {address} : !llvm.ptr -> {type_}", type_, hint)
+        return self._values[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """The vector axis: lane l has coordinate `coord` = first + l; `valid` masks lanes beyond the end (vector of i1)."""
+
+    coord: Expr
+    first: Value | int
+    count: int
+    valid: Value
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """What every scope of a kernel shares."""
+
+    b: Builder
+    params: Params
+    math: VectorMath
+    operands: tuple[Operand, ...]
+    lanes: int
+
+
+def magnitude(expr: Expr) -> float:
+    """A bound on the absolute value of an INT expression, given SIZE_LIMIT; infinite where nothing is known."""
+    if expr.op == "const":
+        return abs(float(expr.attr))  # type: ignore[arg-type]
+    if expr.op in ("coord", "size"):
+        return float(SIZE_LIMIT)
+    if expr.op in ("imin", "imax"):
+        return max(map(magnitude, expr.args))
+    if expr.op == "iwhere":
+        return max(map(magnitude, expr.args[1:]))
+    if expr.op in ("add", "mul"):
+        parts = [magnitude(arg) for arg in expr.args]
+        return sum(parts) if expr.op == "add" else math.prod(parts)
+    if expr.op == "mod":
+        return magnitude(expr.args[1])
+    if expr.op in ("iabs", "floordiv"):
+        return magnitude(expr.args[0])
+    return 1.0 if expr.op == "bool_to_int" else math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """Bindings of coordinates and other leaves, and the values made so far; unknown leaves are looked up in the parent."""
+
+    context: Context
+    parent: Scope | None = None
+    lanes: Lanes | None = None
+    known: dict[Expr, Value] = field(default_factory=dict)
+    leaf: Callable[[Expr], Value | None] = lambda expr: None
+
+    def __post_init__(self) -> None:
+        if self.lanes is None and self.parent is not None:
+            self.lanes = self.parent.lanes
+
+    @property
+    def b(self) -> Builder:
+        return self.context.b
+
+    # -- public ---------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *exprs: Expr | None, bound: frozenset[str]) -> None:
+        """Write here whatever below the expressions depends on nothing but the coordinates `bound`."""
+        seen: set[Expr] = set()
+
+        def visit(expr: Expr) -> None:
+            if expr in seen or expr.op == "const":
+                return
+            seen.add(expr)
+            if expr.op in ("row_max", "row_sum"):
+                return
+            if coordinates(expr) <= bound:
+                self.value(expr)
+                return
+            for arg in expr.args:
+                visit(arg)
+
+        for expr in exprs:
+            if expr is not None:
+                visit(expr)
+
+    def value(self, expr: Expr) -> Value:
+        """The value: a scalar, or a vector where it depends on the lane coordinate."""
+        scope: Scope | None = self
+        while scope is not None:
+            if expr in scope.known:
+                return scope.known[expr]
+            if (found := scope.leaf(expr)) is not None:
+                return found
+            scope = scope.parent
+        made = self._make(expr)
+        self.known[expr] = made
+        return made
+
+    def vector(self, expr: Expr) -> Value:
+        """The value as a vector, broadcast where it is the same for all lanes."""
+        value = self.value(expr)
+        return value if shape_of(value.type)[0] else self.b.broadcast(value, self.context.lanes)
+
+    def integer(self, value: int | Expr) -> Value | int:
+        """A scalar integer expression; constants as Python integers."""
+        if isinstance(value, int):
+            return value
+        return int(value.attr) if value.op == "const" else self.value(value)  # type: ignore[arg-type]
+
+    def varies(self, expr: Expr) -> bool:
+        """Whether the value is a vector."""
+        if self.lanes is None:
+            return False
+        names = coordinates(expr)
+        return str(self.lanes.coord.attr) in names
+
+    # -- making values --------------------------------------------------------------------------------------------------------
+
+    def _make(self, expr: Expr) -> Value:
+        if expr.op == "const":
+            type_ = {Kind.FLOAT: "f32", Kind.INT: "i64", Kind.BOOL: "i1"}[expr.kind]
+            return self.b.constant(expr.attr, type_)  # type: ignore[arg-type]
+        if expr.op == "size":
+            return self.context.params[("size", str(expr.attr))]
+        if expr.op == "load":
+            return self._load(expr)
+        if expr.op == "coord" and self.lanes is None:
+            raise KeyError(f"coordinate {expr} is not bound here")
+        if expr.kind is Kind.INT:
+            return self._integer(expr)
+        if expr.op in ("ilt", "ile", "ieq", "ine"):
+            return self._compare_integers(expr)
+        return self._float_or_bool(expr)
+
+    def _same_shape(self, args: list[Value]) -> list[Value]:
+        """Broadcast scalars where any argument is a vector; widen integer vectors where any is wide."""
+        lanes = max(shape_of(a.type)[0] for a in args)
+        if lanes:
+            args = [a if shape_of(a.type)[0] else self.b.broadcast(a, lanes) for a in args]
+        if any(a.type == vector_of("i64", lanes) for a in args):
+            args = [self.b.convert("arith.extsi", a, "i64") if a.type == vector_of("i32", lanes) else a for a in args]
+        return args
+
+    def _float_or_bool(self, expr: Expr) -> Value:
+        b = self.b
+        if (fused := self._fused(expr)) is not None:
+            return fused
+        args = [self.value(arg) for arg in expr.args]
+        if expr.op == "to_float":
+            return b.convert("arith.sitofp", args[0], "f32")
+        if expr.op == "bool_to_float":
+            lanes = shape_of(args[0].type)[0]
+            one, zero = (b.constant(v, vector_of("f32", lanes)) for v in (1.0, 0.0))
+            return b.select(args[0], one, zero)
+        if expr.op == "where":
+            condition, *branches = args
+            if shape_of(condition.type)[0] == 0 and not any(shape_of(a.type)[0] for a in branches):
+                return b.select(condition, *branches)
+            branches = [a if shape_of(a.type)[0] else b.broadcast(a, self.context.lanes) for a in branches]
+            return b.select(condition, *branches)
+        args = self._same_shape(args)
+        if len(args) == 1 and expr.kind is Kind.FLOAT:
+            return self.context.math.unary(expr.op)(args[0])
+        return self._simple(expr.op, args)
+
+    def _fused(self, expr: Expr) -> Value | None:
+        """a * b + c as one operation. Rounds once where eager rounds twice; the same for infinities and NaN."""
+        if expr.op != "fadd":
+            return None
+        for product, rest in (expr.args, expr.args[::-1]):
+            if product.op == "fmul" and self.varies(product) and product not in self.known:
+                return self.b.fma(*(self.value(e) for e in (*product.args, rest)))
+        return None
+
+    def _simple(self, op: str, args: list[Value]) -> Value:
+        b = self.b
+        arithmetic = {"fadd": "arith.addf", "fsub": "arith.subf", "fmul": "arith.mulf", "div": "arith.divf",
+                      "minimum": "arith.minimumf", "maximum": "arith.maximumf", "pow": "math.powf",
+                      "and": "arith.andi", "or": "arith.ori"}  # fmt: skip
+        if op in arithmetic:
+            return b.binary(arithmetic[op], *args, hint=op)
+        if op in ("feq", "fne", "flt", "fle"):
+            return b.compare({"feq": "oeq", "fne": "une", "flt": "olt", "fle": "ole"}[op], *args)
+        if op == "not":
+            return b.binary("arith.xori", args[0], b.constant(-1 if shape_of(args[0].type)[0] else 1, args[0].type))
+        raise NotImplementedError(op)
+
+    # -- integers -------------------------------------------------------------------------------------------------------------
+
+    def affine(self, expr: Expr) -> tuple[Value | int, int] | None:
+        """(value in lane 0, constant step per lane) of an INT expression, or None where it is not of that form."""
+        if not self.varies(expr):
+            return self.integer(expr), 0
+        assert self.lanes is not None
+        parts = integers.linear(expr, self.lanes.coord)
+        if parts is None or parts[0].op != "const" or self.varies(parts[1]):
+            return None
+        step = int(parts[0].attr)  # type: ignore[arg-type]
+        return self.b.add(self.integer(parts[1]), self.b.mul(self.lanes.first, step)), step
+
+    def _integer(self, expr: Expr) -> Value:
+        b = self.b
+        if not self.varies(expr):
+            return self._scalar_integer(expr)
+        scalar = "i32" if magnitude(expr) < 2**31 else "i64"
+        type_ = vector_of(scalar, self.context.lanes)
+        if (form := self.affine(expr)) is not None:
+            base = b.as_value(form[0], "i64")
+            if scalar == "i32":
+                base = b.op(f"arith.trunci {base} : i64 to i32", "i32", "base")
+            steps = b.dense([form[1] * lane for lane in range(self.context.lanes)], type_, "lane_steps")
+            return b.add(b.broadcast(base, self.context.lanes), steps)
+        if expr.op == "to_int":
+            return b.convert("arith.fptosi", self.value(expr.args[0]), "i64")
+        if expr.op == "bool_to_int":
+            return b.convert("arith.extui", self.value(expr.args[0]), "i32")
+        values = [self._lane_integer(arg, scalar) for arg in expr.args if arg.kind is Kind.INT]
+        if expr.op == "iwhere":
+            return b.select(self.vector(expr.args[0]), *values)
+        return self._integer_operation(expr.op, values)
+
+    def _lane_integer(self, expr: Expr, scalar: str) -> Value:
+        """As a vector of this element type. Narrowing is only asked for where the result is small; wrapping is then harmless."""
+        b, lanes = self.b, self.context.lanes
+        value = self.value(expr)
+        if not shape_of(value.type)[0]:
+            value = b.broadcast(value, lanes)
+        if value.type == vector_of(scalar, lanes):
+            return value
+        return b.convert("arith.extsi" if scalar == "i64" else "arith.trunci", value, scalar)
+
+    def _integer_operation(self, op: str, values: list[Value]) -> Value:
+        b = self.b
+        if op in ("add", "mul"):
+            total = values[0]
+            for value in values[1:]:
+                total = b.add(total, value) if op == "add" else b.mul(total, value)
+            return total
+        if op == "iabs":
+            return b.unary("math.absi", values[0], "abs")
+        if op == "mod":
+            quotient = b.binary("arith.floordivsi", *values)
+            return b.sub(values[0], b.mul(quotient, values[1]), "mod")
+        return b.binary({"floordiv": "arith.floordivsi", "imin": "arith.minsi", "imax": "arith.maxsi"}[op], *values, hint=op)
+
+    def _scalar_integer(self, expr: Expr) -> Value:
+        b = self.b
+        if expr.op == "coord":
+            raise KeyError(f"coordinate {expr} is not bound here")
+        if expr.op == "to_int":
+            return b.convert("arith.fptosi", self.value(expr.args[0]), "i64")
+        if expr.op == "bool_to_int":
+            return b.convert("arith.extui", self.value(expr.args[0]), "i64")
+        if expr.op == "iwhere":
+            return b.select(*(self.value(arg) for arg in expr.args))
+        values = [self.value(arg) for arg in expr.args]
+        if expr.op in ("floordiv", "mod") and integers.is_nonnegative(expr.args[0]):
+            return b.div(*values) if expr.op == "floordiv" else b.rem(*values)
+        return self._integer_operation(expr.op, values)
+
+    def _compare_integers(self, expr: Expr) -> Value:
+        """Comparison. Of affine values: step * lane against a scalar bound, clamped to 32 bits; exact for any 64-bit bound."""
+        b, lanes = self.b, self.context.lanes
+        predicate = {"ilt": "slt", "ile": "sle", "ieq": "eq", "ine": "ne"}[expr.op]
+        left, right = expr.args
+        forms = [self.affine(left), self.affine(right)] if self.varies(expr) else []
+        if all(forms) and forms and forms[0][1] != forms[1][1]:  # type: ignore[index]
+            (a, step_a), (c, step_c) = forms  # type: ignore[misc]
+            limit = b.as_value(b.sub(c, a), "i64")
+            limit = b.least(b.most(limit, -(1 << 30)), 1 << 30)
+            limit = b.op(f"arith.trunci {limit} : i64 to i32", "i32", "limit")
+            steps = [(step_a - step_c) * lane for lane in range(lanes)]
+            if max(map(abs, steps)) < 1 << 30:
+                return b.compare(predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes))
+        if all(forms) and forms:
+            return b.broadcast(b.compare(predicate, b.as_value(forms[0][0], "i64"), b.as_value(forms[1][0], "i64")), lanes)  # type: ignore[index]
+        return b.compare(predicate, *self._same_shape([self.value(left), self.value(right)]))
+
+    # -- loads ----------------------------------------------------------------------------------------------------------------
+
+    def _load(self, expr: Expr) -> Value:
+        number = int(expr.attr)  # type: ignore[arg-type]
+        memory = MEMORY_TYPE[self.context.operands[number].dtype]
+        pointer = self.context.params[("ptr", number)]
+        strides = [self.context.params[("stride", number, dim)] for dim in range(len(expr.args))]
+        if not self.varies(expr):
+            offset: Value | int = 0
+            for index, stride in zip(expr.args, strides, strict=True):
+                offset = self.b.add(offset, self.b.mul(self.integer(index), stride))
+            return widen(self.b, self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}"), expr.kind)
+        return self._gather(expr, pointer, strides, memory)
+
+    def _gather(self, expr: Expr, pointer: Value, strides: list[Value], memory: str) -> Value:
+        """One element per lane, at offsets that are vectors; lanes beyond the end read nothing."""
+        b, lanes = self.b, self.context.lanes
+        assert self.lanes is not None
+        total: Value | None = None
+        scalar: Value | int = 0
+        for index, stride in zip(expr.args, strides, strict=True):
+            if not self.varies(index):
+                scalar = b.add(scalar, b.mul(self.integer(index), stride))
+                continue
+            part = b.mul(self._lane_integer(index, "i64"), b.broadcast(stride, lanes))
+            total = part if total is None else b.add(total, part)
+        assert total is not None
+        base = b.at(pointer, scalar, memory)
+        pointers = f"vector<{lanes}x!llvm.ptr>"
+        addresses = b.op(f"llvm.getelementptr {base}[{total}] : (!llvm.ptr, {total.type}) -> {pointers}, {memory}", pointers, "at")
+        type_ = vector_of(memory, lanes)
+        zero = b.constant(0, type_)
+        text = f"llvm.intr.masked.gather {addresses}, {self.lanes.valid}, {zero} {{alignment = {SIZE[memory]} : i32}}"
+        return widen(b, b.op(f"{text} : ({pointers}, {self.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered"), expr.kind)
+
+
+def widen(b: Builder, value: Value, kind: Kind) -> Value:
+    """From the type in memory to the type in the kernel."""
+    lanes, scalar = shape_of(value.type)
+    if kind is Kind.BOOL:
+        return b.compare("ne", value, b.constant(0, value.type))
+    if kind is Kind.INT:
+        return value if scalar == "i64" else b.convert("arith.extsi", value, "i64")
+    if scalar == "f64":
+        return b.convert("arith.truncf", value, "f32")
+    return value if scalar == "f32" else b.convert("arith.extf", value, "f32")

@@ -1,0 +1,121 @@
+"""Elementary functions on float32 scalars and vectors, written as polynomials so that they cost a few instructions a vector.
+
+Accuracies are relative, over the whole range, unless said otherwise. Infinities and NaN come out as in libm.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+_LOG2E_HIGH = 1.44269502162933349609375  # log2(e) rounded to float32
+_LOG2E_LOW = LOG2E - _LOG2E_HIGH
+
+
+@functools.cache
+def minimax(name: str, low: float, high: float, degree: int) -> tuple[float, ...]:
+    """Coefficients c0..c_degree of a polynomial near the best in relative error on [low, high]: interpolation at Chebyshev
+    nodes of one of the functions below."""
+    nodes = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
+    x = (low + high) / 2 + (high - low) / 2 * nodes
+    f = {"exp2": np.exp2, "log2(1+x)/x": lambda t: np.log2(1 + t) / t}[name](x)
+    matrix = np.vander(x, degree + 1, increasing=True)
+    # Relative weights: the residual is divided by f.
+    return tuple(np.linalg.solve(matrix / f[:, None], np.ones_like(x)).tolist())
+
+
+def horner(b: Builder, x: Value, coefficients: tuple[float, ...], hint: str = "poly") -> Value:
+    """The polynomial with these coefficients (lowest first) at x."""
+    value: Value = b.constant(coefficients[-1], x.type)
+    for c in reversed(coefficients[:-1]):
+        value = b.fma(value, x, c, hint)
+    return value
+
+
+class VectorMath:
+    """Writes functions for one builder.
+
+    avx512: use `vreduceps` and `vscalefps`. degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4.
+    """
+
+    def __init__(self, b: Builder, avx512: bool, degree: int = 5):
+        self.b, self.avx512, self.degree = b, avx512, degree
+
+    def exp2(self, x: Value, degree: int | None = None) -> Value:
+        """2**x; 0 for x below -126 (no denormal results, except with AVX-512, where they are right)."""
+        b, degree = self.b, degree or self.degree
+        coefficients = minimax("exp2", 0.0, 1.0, degree)
+        if self.avx512 and shape_of(x.type)[0] == 16:
+            mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
+            down = b.constant(0x09, "i32")  # round toward minus infinity, no exceptions
+            f = b.intrinsic("x86.avx512.mask.reduce.ps.512", x, down, x, mask, rounding, type_=x.type, hint="frac")
+            p = horner(b, f, coefficients)
+            return b.intrinsic("x86.avx512.mask.scalef.ps.512", p, x, p, mask, rounding, type_=x.type, hint="exp")
+        integer = vector_of("i32", shape_of(x.type)[0])
+        small = b.compare("olt", x, -126.0, "small")
+        clamped = b.select(b.compare("ogt", x, 129.0), 129.0, x)
+        clamped = b.select(small, -126.0, clamped, "clamped")
+        whole = b.unary("math.floor", clamped, "whole")
+        p = horner(b, b.sub(clamped, whole, "frac"), coefficients)
+        # NaN has no integer part: it goes through the polynomial, and the exponent added to it must be 0.
+        safe = b.select(b.compare("uno", x, x), 0.0, whole)
+        exponent = b.binary("arith.shli", b.op(f"arith.fptosi {safe} : {x.type} to {integer}", integer, "e"), 23)
+        # 2**128 and beyond: two steps, so that the exponent field does not run over.
+        half = b.binary("arith.shli", b.binary("arith.shrsi", exponent, 24), 23)
+        rest = b.sub(exponent, half)
+        one = b.constant(0x3F800000, integer)
+        scale = [b.bitcast(b.add(part, one), x.type) for part in (half, rest)]
+        value = b.mul(b.mul(p, scale[0]), scale[1], "exp")
+        return b.select(small, 0.0, value, "exp")
+
+    def exp(self, x: Value) -> Value:
+        """e**x. The product with log2(e) is kept in two parts, so that large arguments keep their accuracy."""
+        b = self.b
+        high = b.mul(x, _LOG2E_HIGH)
+        low = b.fma(x, _LOG2E_LOW, b.fma(x, _LOG2E_HIGH, b.unary("arith.negf", high)))
+        moderate = b.compare("olt", b.unary("math.absf", x), 200.0)
+        low = b.select(moderate, b.mul(low, LN2), 0.0)
+        e = self.exp2(high, max(self.degree, 5))
+        return b.fma(e, low, e, "exp")
+
+    def tanh(self, x: Value) -> Value:
+        """tanh, 2e-7: 1 - 2 / (1 + e**(2x)) away from zero, an odd polynomial for |x| < 0.35."""
+        b = self.b
+        a = b.unary("math.absf", x, "abs")
+        e = self.exp2(b.mul(a, -2 * LOG2E))
+        away = b.div(b.sub(1.0, e), b.add(e, 1.0))
+        square = b.mul(x, x)
+        # Taylor series of tanh(x) / x; the next term is below 3e-8 at 0.35.
+        near = horner(b, square, (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925))
+        small = b.compare("olt", a, 0.35)
+        return b.select(small, b.mul(near, x), self.copysign(away, x), "tanh")
+
+    def copysign(self, magnitude: Value, sign: Value) -> Value:
+        return self.b.op(f"math.copysign {magnitude}, {sign} : {sign.type}", sign.type, "signed")
+
+    def sigmoid(self, x: Value) -> Value:
+        """1 / (1 + e**-x)."""
+        b = self.b
+        return b.div(1.0, b.add(self.exp(b.unary("arith.negf", x)), 1.0), "sigmoid")
+
+    def unary(self, name: str) -> Callable[[Value], Value]:
+        """The function of a float primitive of the score language, by its name."""
+        b = self.b
+        own = {"exp": self.exp, "tanh": self.tanh, "sigmoid": self.sigmoid}
+        if name in own:
+            return own[name]
+        dialect = {
+            "neg": "arith.negf", "abs": "math.absf", "floor": "math.floor", "ceil": "math.ceil", "trunc": "math.trunc",
+            "round": "math.roundeven", "sqrt": "math.sqrt", "log": "math.log", "log1p": "math.log1p", "expm1": "math.expm1",
+            "sin": "math.sin", "cos": "math.cos", "erf": "math.erf", "atan": "math.atan",
+        }  # fmt: skip
+        if name == "rsqrt":
+            return lambda x: b.div(1.0, b.unary("math.sqrt", x), "rsqrt")
+        return lambda x: b.unary(dialect[name], x, name)
