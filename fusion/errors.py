@@ -27,7 +27,11 @@ class ProblemError(FusionError, ValueError):
 
 
 class NoFittingTileError(FusionError, ValueError):
-    """The fast memory is too small for the smallest legal tile of a schedule."""
+    """The fast memory is too small for the smallest legal tile of a schedule. needed: what that takes, in elements."""
+
+    def __init__(self, message: str, needed: float = 0.0) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 class FastMemoryError(FusionError, RuntimeError):
@@ -40,3 +44,7 @@ class OptionError(FusionError, ValueError):
 
 class StrictError(FusionError, RuntimeError):
     """`strict=True`, and an attention could not be fused."""
+
+
+class MissingPackageError(FusionError, ImportError):
+    """Something optional was asked for whose package is not installed."""

@@ -29,8 +29,11 @@ _RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A schedule that was weighed. io: elements moved for the whole problem; time: predicted s; reason: why it could
-    not be used, if so.
+    """A schedule that was weighed.
+
+    io: elements moved for the whole problem. time: predicted s; with `ideal` set there is no kernel of it here, and it
+    is the time with the busiest resource never idle. reason: why it cannot be used, if so; needed: what its smallest
+    tile needs then, elements.
     """
 
     schedule: str
@@ -39,12 +42,19 @@ class Candidate:
     time: float = float("inf")
     footprint: float = 0.0
     reason: str = ""
+    ideal: bool = False
+    needed: float = 0.0
     resources: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         if self.reason:
             return f"{self.schedule}: {self.reason}"
-        return f"{self.schedule} {_tile_text(self.tile)}: I/O {self.io:.4g}, {_seconds(self.time)}"
+        return f"{self.schedule} {_tile_text(self.tile)}: I/O {self.io:.4g}, {self.time_text}"
+
+    @property
+    def time_text(self) -> str:
+        """The predicted time, with a sign where it is a lower limit."""
+        return ">=" * self.ideal + _seconds(self.time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +154,8 @@ class Plan:
             parts = ", ".join(f"{name} {_seconds(value)}" for name, value in self.resources)
             lines.append(f"time       {_seconds(self.time)} predicted, limited by {self.limited_by} ({parts})")
         others = [f"{candidate}" for candidate in self.alternatives() if candidate.schedule != self.schedule]
+        if self.machine.kind != "model" and any(candidate.ideal for candidate in self.alternatives()):
+            others.append("(>=: no kernel of it here; its time if the busiest resource were never idle)")
         return "\n".join(lines + [f"{'others' if index == 0 else '':10} {text}" for index, text in enumerate(others)])
 
     def __str__(self) -> str:
@@ -222,7 +234,9 @@ def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: 
     weighed = weighed or [candidate(problem, target, "block_sparse", multiples, features)]
     usable = [item for item in weighed if not item.reason]
     if not usable:
-        raise NoFittingTileError("; ".join(item.reason for item in weighed))
+        if len(weighed) == 1:
+            raise NoFittingTileError(weighed[0].reason, weighed[0].needed)
+        raise NoFittingTileError(_none_fits(problem, target, weighed))
     best = min(usable, key=lambda item: (item.time, item.io))
     tile, capacity = dict(best.tile), target.fast_elements(problem.dtype)
     share = problem.live_share(tile.get("B_r", 1), tile.get("B_c", 1)) if best.schedule == "block_sparse" else 1.0
@@ -239,6 +253,16 @@ def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: 
         share=share,
         features=features,
         resources=best.resources,
+    )
+
+
+def _none_fits(problem: Problem, target: Machine, weighed: list[Candidate]) -> str:
+    if not all(item.needed for item in weighed):  # limits other than M: say each
+        return "; ".join(dict.fromkeys(item.reason for item in weighed))
+    named = ", ".join(f"{item.schedule} {item.needed:.0f}" for item in sorted(weighed, key=lambda item: item.needed))
+    return (
+        f"no schedule for {problem} fits a fast memory of M={target.fast_elements(problem.dtype)} elements; "
+        f"the smallest tiles need: {named}; give a larger M"
     )
 
 

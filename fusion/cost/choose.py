@@ -50,7 +50,7 @@ def candidate(problem: Problem, machine: Machine, name: str, multiples: tuple[in
     try:
         tiles, times = _tiles_and_times(problem, machine, name, multiples, features)
     except NoFittingTileError as error:
-        return Candidate(schedule=name, reason=str(error))
+        return Candidate(schedule=name, reason=str(error), needed=error.needed)
     best = int(np.argmin(times.total))
     tile = pick(tiles, best)
     share = problem.live_share(tile.get("B_r", 1), tile.get("B_c", 1)) if name == "block_sparse" else 1.0
@@ -62,6 +62,7 @@ def candidate(problem: Problem, machine: Machine, name: str, multiples: tuple[in
         time=float(times.total[best]),
         footprint=float(result.footprint),
         resources=tuple(times.at(best).items()),
+        ideal=times.ideal,
     )
 
 

@@ -31,14 +31,18 @@ class Optimum:
     """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M.
 
     tile: best value of each tile variable. binding: names of the phases whose footprint is set equal to M.
-    io: elements moved there, ceilings taken off. leading: for N_q = N_k = N, d = d_v and M = Theta(d^2), d large.
+    io: elements moved there, ceilings taken off.
     """
 
     schedule: str
     tile: tuple[tuple[str, sympy.Expr], ...]
     binding: tuple[str, ...]
     io: sympy.Expr
-    leading: sympy.Expr
+
+    @property
+    def leading(self) -> sympy.Expr:
+        """The I/O's leading order: the N^2 term for N_q = N_k = N, d = d_v and M in proportion to d^2, as d grows."""
+        return _leading(self.io)
 
     def __str__(self) -> str:
         tile = ", ".join(f"{name}* = {value}" for name, value in self.tile)
@@ -60,7 +64,7 @@ def optimum(name: str) -> Optimum:
         tile |= best
         binding += [phase.name] if best else []
     io = smooth(chosen.io).subs({TILES[key]: value for key, value in tile.items()})
-    return Optimum(schedule=chosen.name, tile=tuple(tile.items()), binding=tuple(binding), io=io, leading=_leading(io))
+    return Optimum(schedule=chosen.name, tile=tuple(tile.items()), binding=tuple(binding), io=io)
 
 
 def _group_optimum(group: tuple[Phase, ...]) -> tuple[dict[str, sympy.Expr], Phase]:
@@ -92,7 +96,7 @@ def _stationary(io: sympy.Expr, x: sympy.Symbol, y: sympy.Symbol, y_of_x: sympy.
     quadratic.
     """
     along = sympy.diff(io, x) + sympy.diff(io, y).subs(y, y_of_x) * sympy.diff(y_of_x, x)
-    numerator = sympy.numer(sympy.together(sympy.simplify(along)))
+    numerator = sympy.numer(sympy.cancel(sympy.together(along)))
     probe = {N_q: 1024, N_k: 1024, d: 64, d_v: 64, M: 4096}
     roots = sympy.solve(numerator, x)
     feasible = [root for root in roots if root.subs(probe) > 0 and y_of_x.subs(x, root).subs(probe) > 0]
@@ -105,8 +109,9 @@ def _check_falling(io: sympy.Expr, variable: sympy.Symbol) -> None:
         raise AssertionError(f"I/O does not fall with {variable}: slope {slope}")
 
 
+@functools.cache
 def _leading(io: sympy.Expr) -> sympy.Expr:
-    """The N^2 term for N_q = N_k = N, d = d_v, M = mu d^2 as d grows, with mu put back."""
+    """With M = mu d^2 the limit in d, and mu put back."""
     mu = sympy.Symbol("mu", positive=True)
     per_pair = sympy.Poly(sympy.expand(io.subs({N_q: N, N_k: N, d_v: d})), N).coeff_monomial(N**2)
     limit = sympy.limit(sympy.simplify(per_pair.subs(M, mu * d**2)), d, sympy.oo)

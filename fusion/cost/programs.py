@@ -213,6 +213,12 @@ def small_cache(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: 
             memory.free("s")
         memory.store("L", "L", rows)
         memory.free("L")
+    exponentiate_and_multiply(memory, sizes, tile)
+
+
+def exponentiate_and_multiply(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile) -> None:
+    """O = exp(S - L) V from the spilled scores, with B_o x B_e tiles of O at rest and B_p keys at a time."""
+    n_q, _, n_k, d_v = sizes
     for rows in spans(n_q, tile["B_o"]):
         memory.load("L", "L", rows)
         for columns in spans(d_v, tile["B_e"]):

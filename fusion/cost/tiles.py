@@ -120,7 +120,8 @@ def least_of(
         if footprint.min() > capacity:
             raise NoFittingTileError(
                 f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: its smallest tile needs "
-                f"{footprint.min():.0f}; give a larger M, or take small_cache, which tiles the head dimension too"
+                f"{footprint.min():.0f}; give a larger M, or take small_cache, which tiles the head dimension too",
+                needed=float(footprint.min()),
             )
         io = sum(part.io for part in parts)
         tile |= pick(tiles, int(np.argmin(np.where(footprint <= capacity, io + footprint * 1e-9, np.inf))))

@@ -19,10 +19,11 @@ from fusion.machine import Machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds by resource, arrays over tiles; `total` combines them."""
+    """Seconds by resource, arrays over tiles; `total` combines them. ideal: no kernel model, a lower limit."""
 
     total: np.ndarray
     resources: dict[str, np.ndarray]
+    ideal: bool = False
 
     def at(self, index: int) -> dict[str, float]:
         """The resources' seconds for one tile."""
@@ -40,7 +41,7 @@ def streaming_time(machine: Machine, problem: Problem, counts: Counts, kernels: 
         "exponentials": counts.exps * scale / machine.exp_rate,
     }
     total = np.maximum.reduce(np.broadcast_arrays(*resources.values())) + kernels * machine.launch
-    return Times(total=np.atleast_1d(total), resources=resources)
+    return Times(total=np.atleast_1d(total), resources=resources, ideal=True)
 
 
 def shares_of(problem: Problem, tiles: Tiles) -> np.ndarray:

@@ -1,0 +1,40 @@
+"""The `fusion` command. A subcommand is a module with `HELP`, `add_arguments(parser)` and `run(arguments) -> int`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from fusion.errors import FusionError
+
+# name of the subcommand: module that implements it, imported only when it is used (or listed by --help)
+COMMANDS = {"cost": "fusion.cli.cost"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code (0 done, 1 the command says no, 2 the request was wrong)."""
+    parser = argparse.ArgumentParser(prog="fusion", description="An attention compiler: what it would do, and why.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = importlib.import_module(module)
+        help_text = command.HELP
+        sub = commands.add_parser(
+            name,
+            help=help_text.splitlines()[0],
+            description=help_text,
+            epilog=getattr(command, "EXAMPLES", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except FusionError as error:
+        print(f"fusion {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        return 0

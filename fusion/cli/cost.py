@@ -1,0 +1,186 @@
+"""`fusion cost`: schedules of one attention problem side by side, in numbers, in symbols, or as a plot against M."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from fusion.errors import ProblemError
+from fusion.machine import Machine, machine
+
+HELP = """I/O, lower bound, predicted time and tile of every schedule for one attention problem.
+
+Give --M for the two-level model of the theory (I/O alone decides), or --machine for a processor (time decides)."""
+
+EXAMPLES = """examples:
+  fusion cost --N 4096 --d 64 --M 16384
+  fusion cost --N 4096 --d 128 --heads 32 --heads-kv 8 --dtype bf16 --causal --machine h200
+  fusion cost --schedule flash --symbolic
+  fusion cost --N 4096 --d 64 --sweep M --output io.png"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument(
+        "--N", type=int, default=4096, help="queries, and keys unless --Nk is given (default %(default)s)"
+    )
+    parser.add_argument("--Nk", type=int, help="keys")
+    parser.add_argument("--d", type=int, default=64, help="head dimension of Q and K (default %(default)s)")
+    parser.add_argument("--dv", type=int, help="head dimension of V (default d)")
+    parser.add_argument("--batch", type=int, default=1, help="batch size (default %(default)s)")
+    parser.add_argument("--heads", type=int, default=1, help="query heads (default %(default)s)")
+    parser.add_argument("--heads-kv", type=int, help="key heads (default as many as query heads)")
+    parser.add_argument("--causal", action="store_true", help="key j is live for query i where j <= i")
+    parser.add_argument("--window", type=int, help="sliding window: and j > i - window")
+    parser.add_argument(
+        "--density", type=float, default=1.0, help="share of live tiles of any other mask (default %(default)s)"
+    )
+    parser.add_argument("--dtype", default="float32", help="element type (default %(default)s)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--M", type=int, help="fast memory of the two-level model, in elements")
+    where.add_argument("--machine", help="cpu (this computer), a100, h100, h200, b200, mi300x (default cpu)")
+    parser.add_argument("--schedule", help="only this schedule, with its plan explained")
+    parser.add_argument("--features", type=int, help="polynomial features, to weigh the approximate schedule too")
+    parser.add_argument("--backward", action="store_true", help="the backward pass")
+    parser.add_argument(
+        "--symbolic", action="store_true", help="print formulas, derived optima and bounds instead of numbers"
+    )
+    parser.add_argument("--sweep", choices=["M"], help="plot the I/O of each schedule against M")
+    parser.add_argument("--output", help="file of the plot (default io-against-M.png)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    if arguments.symbolic:
+        return _symbolic(arguments)
+    from fusion.plan import Problem
+
+    problem = Problem(
+        n_q=arguments.N,
+        n_k=arguments.N if arguments.Nk is None else arguments.Nk,
+        d=arguments.d,
+        d_v=arguments.d if arguments.dv is None else arguments.dv,
+        batch=arguments.batch,
+        heads=arguments.heads,
+        heads_kv=arguments.heads if arguments.heads_kv is None else arguments.heads_kv,
+        dtype=arguments.dtype,
+        causal=arguments.causal,
+        window=arguments.window,
+        density=arguments.density,
+    )
+    for name in ("n_q", "n_k", "d", "d_v", "batch", "heads", "heads_kv"):
+        if getattr(problem, name) < 1:
+            raise ProblemError(f"{name}={getattr(problem, name)}: there is nothing to move; give a positive size")
+    if arguments.sweep:
+        return _sweep(arguments, problem)
+    target = Machine.two_level(arguments.M, problem.dtype) if arguments.M is not None else machine(arguments.machine)
+    return _table(arguments, problem, target)
+
+
+def _direction(arguments: argparse.Namespace) -> str:
+    return "backward" if arguments.backward else "forward"
+
+
+def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
+    from fusion.plan import compare, plan
+
+    options = {"direction": _direction(arguments), "features": arguments.features}
+    chosen = plan(problem, target, arguments.schedule, **options)
+    weighed = compare(problem, target, **options)
+    if arguments.schedule:
+        weighed = tuple(item for item in weighed if item.schedule == chosen.schedule)
+    if arguments.json:
+        print(json.dumps(_as_json(problem, target, chosen, weighed), indent=2))
+        return 0
+    if arguments.schedule:
+        print(chosen.explain())
+        return 0
+    print(f"{problem}\n{target.name}: M = {chosen.capacity} elements; lower bound {chosen.bound:.4g} elements moved\n")
+    rows = [("", "schedule", "tile", "I/O", "bytes", "/ bound", "predicted")]
+    rows += [_row(item, chosen, problem, target) for item in weighed]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        left = [text.ljust(width) for text, width in zip(row[:3], widths, strict=False)]
+        right = [text.rjust(width) for text, width in zip(row[3:], widths[3:], strict=True)]
+        print("  ".join(left + right).rstrip())
+    for item in weighed:
+        if item.reason:
+            print(f"\n{item.schedule} does not fit: {item.reason}")
+    print(f"\n* chosen: {chosen}")
+    if target.kind != "model" and any(item.ideal for item in weighed):
+        print(">= no kernel of it here: its time if the busiest resource were never idle")
+    return 0
+
+
+def _row(item: Any, chosen: Any, problem: Any, target: Machine) -> tuple[str, ...]:
+    from fusion.plan import _bytes, _tile_text
+
+    mark = "*" if item.schedule == chosen.schedule else ""
+    if item.reason:
+        return mark, item.schedule, "does not fit", "-", "-", "-", "-"
+    moved = _bytes(item.io * problem.element_bytes)
+    time = "-" if target.kind == "model" else item.time_text
+    return mark, item.schedule, _tile_text(item.tile), f"{item.io:.4g}", moved, f"{item.io / chosen.bound:.2f}", time
+
+
+def _as_json(problem: Any, target: Machine, chosen: Any, weighed: tuple[Any, ...]) -> dict[str, Any]:
+    schedules = [
+        {
+            "schedule": item.schedule,
+            "tile": dict(item.tile),
+            "io": None if item.reason else item.io,
+            "seconds": None if item.reason or target.kind == "model" else item.time,
+            "ratio": None if item.reason else item.io / chosen.bound,
+            "reason": item.reason or None,
+        }
+        for item in weighed
+    ]
+    return {
+        "problem": str(problem),
+        "machine": target.name,
+        "M": chosen.capacity,
+        "bound": chosen.bound,
+        "chosen": chosen.schedule,
+        "formula": chosen.formula,
+        "schedules": schedules,
+    }
+
+
+def _symbolic(arguments: argparse.Namespace) -> int:
+    from fusion.cost.bounds import BOUNDS
+    from fusion.cost.optimum import optimum
+    from fusion.cost.schedules import schedule, schedules
+    from fusion.errors import UnknownScheduleError
+
+    chosen = [item for item in schedules().values() if item.direction == _direction(arguments)]
+    for item in [schedule(arguments.schedule)] if arguments.schedule else chosen:
+        print(f"{item}")
+        for phase in item.phases:
+            print(f"  {phase.name}: reads {phase.reads}")
+            print(
+                f"  {' ' * len(phase.name)}  writes {phase.writes}; holds {phase.footprint}".replace("ceiling", "ceil")
+            )
+        print(f"  I/O without ceilings: {item.leading}")
+        try:
+            found = optimum(item.name)
+            if len(str(found)) < 400:
+                print(f"  best tile: {found}")
+            else:
+                print(f"  leading order at the best tile: {found.leading}")
+        except UnknownScheduleError:
+            print("  best tile: by search")
+        print()
+    print("lower bounds (orders; constant 1)")
+    for bound in BOUNDS.values():
+        print(f"  {bound()}")
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace, problem: Any) -> int:
+    from fusion.cost.plots import plot_sweep, sweep
+
+    path = plot_sweep(sweep(problem, direction=_direction(arguments)), arguments.output or "io-against-M.png")
+    print(f"wrote {path}")
+    return 0

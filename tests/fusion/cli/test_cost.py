@@ -1,0 +1,110 @@
+"""`fusion cost` from the outside."""
+
+import json
+
+import pytest
+
+from fusion.cli import COMMANDS, main
+
+
+def test_table_for_the_two_level_model(capsys):
+    assert main(["cost", "--N", "1024", "--d", "64", "--M", "1000"]) == 0
+    text = capsys.readouterr().out
+    assert "M = 1000 elements" in text and "* chosen: small_cache" in text
+    for name in ("flash", "key_stationary", "rabe_staats", "split_k", "small_cache", "materialized"):
+        assert f"  {name} " in text
+    assert "predicted" in text.splitlines()[3]
+
+
+def test_a_machine_predicts_time_and_honours_the_dtype(capsys):
+    arguments = [
+        "cost",
+        "--N",
+        "4096",
+        "--d",
+        "128",
+        "--heads",
+        "32",
+        "--heads-kv",
+        "8",
+        "--causal",
+        "--machine",
+        "h200",
+    ]
+    assert main([*arguments, "--dtype", "bf16"]) == 0
+    half = capsys.readouterr().out
+    assert "* chosen: block_sparse" in half and "bfloat16 causal" in half and "us" in half
+    assert main([*arguments, "--dtype", "fp32"]) == 0
+    assert capsys.readouterr().out != half
+
+
+def test_json(capsys):
+    assert main(["cost", "--N", "512", "--M", "20000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "flash" and found["M"] == 20000
+    flash = next(item for item in found["schedules"] if item["schedule"] == "flash")
+    assert flash["io"] / found["bound"] == pytest.approx(flash["ratio"]) and flash["tile"]["B_c"] == 1
+    assert found["formula"].endswith(f"= {int(flash['io'])}")
+
+
+def test_one_schedule_is_explained(capsys):
+    assert main(["cost", "--N", "512", "--M", "20000", "--schedule", "key_stationary"]) == 0
+    text = capsys.readouterr().out
+    assert "schedule   key_stationary" in text and "ratio" in text
+
+
+def test_symbolic(capsys):
+    assert main(["cost", "--symbolic", "--schedule", "flash"]) == 0
+    text = capsys.readouterr().out
+    assert "B_r* = (M - d - d_v)/(d + d_v + 3)" in text and "4*N**2*d**2/M" in text and "2402.07443" in text
+
+
+def test_backward(capsys):
+    assert main(["cost", "--N", "512", "--M", "20000", "--backward"]) == 0
+    assert "backward_small_cache" in capsys.readouterr().out
+
+
+def test_polynomial_is_weighed_when_features_are_given(capsys):
+    assert main(["cost", "--N", "131072", "--d", "8", "--M", "400", "--features", "45"]) == 0
+    assert "* chosen: polynomial" in capsys.readouterr().out
+
+
+def test_sweep_writes_a_plot(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "sweep.png"
+    assert main(["cost", "--N", "256", "--d", "16", "--sweep", "M", "--output", str(path)]) == 0
+    assert path.exists() and str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--M", "3"], "no schedule for .* M=3 elements; the smallest tiles need: small_cache 4"),
+        (["--M", "0"], "0 elements"),
+        (["--N", "-4"], "n_q=-4"),
+        (["--N", "0"], "n_q=0: there is nothing to move"),
+        (["--machine", "z80"], "machine 'z80' is not known; known: cpu"),
+        (["--schedule", "flush"], "schedule 'flush' is not known; known: flash"),
+        (["--dtype", "int8"], "int8"),
+        (["--heads", "6", "--heads-kv", "4"], "6 query heads do not divide over 4"),
+        (["--M", "200", "--schedule", "flash"], "its smallest tile needs 259"),
+    ],
+)
+def test_impossible_requests_end_with_a_message_and_code_2(capsys, arguments, message):
+    assert main(["cost", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fusion cost: ")
+    import re
+
+    assert re.search(message, error)
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["cost", "--help"])
+    assert caught.value.code == 0
+    assert "examples:" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
