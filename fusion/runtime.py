@@ -47,6 +47,6 @@ def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
         if reason is None:
             from fusion.codegen import mlir
 
-            return mlir.compile(spec, machine())
+            return mlir.compile(spec, machine=machine())
         log.warning("running %s in the reference interpreter: %s", spec, reason)
     return lambda operands, sizes: reference.run(spec, operands, sizes)
