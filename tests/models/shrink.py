@@ -7,7 +7,7 @@ list keeps its length, so that fields which describe the same stages still agree
 import re
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 WIDTH = 64
 HEADS = 4
@@ -15,6 +15,14 @@ VOCABULARY = 128
 
 def _at_most(limit: int):
     return lambda old: min(old, limit)
+
+
+def _window(old: int) -> int:
+    return 4 if old < 10 else 16  # small ones count patches of an image, large ones tokens
+
+
+def _patch(old: int) -> int:
+    return 16 if old > 4 else old  # the stems of hierarchical models stay
 
 
 _RULES: list[tuple[str, Any]] = [
@@ -30,7 +38,7 @@ _RULES: list[tuple[str, Any]] = [
     (r"rotary_dim", 8),
     (r"index_n_heads|index_topk", 4),
     (r"index_head_dim", 16),
-    (r"(local_|global_)?(sliding_)?(attention_)?window(_size)?|sliding_window(_size)?|attention_window_size", _at_most(16)),
+    (r"(local_|global_)?(sliding_)?(attention_)?window(_size)?|sliding_window(_size)?|attention_window_size", _window),
     (r"local_attention|attention_chunk_size", 16),
     # Widths.
     (r"vocab_size_per_layer_input|vocab_size|.*_vocab_size|src_vocab_size|tgt_vocab_size|n_vocab", VOCABULARY),
@@ -44,6 +52,7 @@ _RULES: list[tuple[str, Any]] = [
     (r"conv_dim|encoder_hidden_dim|upsample_initial_channel|hidden_channels|fpn_feature_size|mask_feature_size", WIDTH),
     (r"fusion_hidden_size|feature_size|encoder_in_channels|decoder_in_channels|conv_channels", WIDTH),
     # Depths.
+    (r"num_feat_extract_layers|num_conv_layers|mtp_num_layers|num_nextn_predict_layers", _at_most(99)),
     (r"(num_)?(hidden_|encoder_|decoder_|attention_|text_|vision_|audio_|transformer_|spatial_|temporal_)?layers", 2),
     (r"num_.*_(hidden_)?layers|n_layers?|depth|.*_depth|.*_layers|num_layer|num_blocks", 2),
     (r"first_k_dense_replace|num_dense_layers|num_first_full_attention_layers|num_last_full_attention_layers", 1),
@@ -62,7 +71,7 @@ _RULES: list[tuple[str, Any]] = [
     (r"linear_num_(key|value)_heads", 4),
     # Images, sound, video.
     (r"image_size|img_size|input_size|video_size", 64),
-    (r"patch_size|patch_stride|vision_patch_size|tubelet_patch_size", lambda old: 16 if old > 4 else old),
+    (r"patch_size|patch_stride|vision_patch_size|tubelet_patch_size", _patch),
     (r"num_mel_bins|num_mel_channels|input_feat_per_channel|n_mels|feature_dim|num_audio_features", 16),
     (r"max_length_audio|max_frames|num_frames|frames_per_clip|n_frames", 4),
     (r"num_queries|num_object_queries|num_query_tokens|query_length|num_latents|resampler_n_latents|n_latents", 7),
@@ -107,6 +116,9 @@ def _kwargs(default: PretrainedConfig) -> dict[str, Any]:
             continue
         if name.startswith("_") or isinstance(old, bool) or old is None:
             continue
+        if name == "layer_types" and isinstance(old, (list, tuple)) and len(set(old)) > 1:
+            wanted[name] = list(dict.fromkeys(old))  # one layer of each type
+            continue
         if name == "depths" and isinstance(old, (list, tuple)):
             wanted[name] = type(old)([2] + [1] * (len(old) - 1))
             continue
@@ -124,6 +136,24 @@ def _kwargs(default: PretrainedConfig) -> dict[str, Any]:
                 if (fitted := _fit(old, value)) is not None:
                     wanted[name] = fitted
                 break
+    return _agree(default, wanted)
+
+
+def _agree(default: PretrainedConfig, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Fields that must match each other."""
+    if "qk_rope_head_dim" in wanted and "head_dim" in wanted:
+        wanted["head_dim"] = wanted["qk_rope_head_dim"]
+    if "kv_lora_rank" in wanted and "num_key_value_heads" in wanted:
+        wanted["num_key_value_heads"] = HEADS  # latent attention expands keys to all heads
+    if "layer_types" in wanted:
+        for name in ("num_hidden_layers", "n_layers", "num_layers"):
+            if hasattr(default, name):
+                wanted[name] = len(wanted["layer_types"])
+                break
+    rope = getattr(default, "rope_parameters", None)
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        half = int(wanted.get("head_dim", WIDTH // HEADS) * rope.get("partial_rotary_factor", 1.0)) // 2
+        wanted["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     return wanted
 
 
@@ -135,14 +165,73 @@ def shrink(config_class: type[PretrainedConfig], *, _like: PretrainedConfig | No
     default = _like if _like is not None else config_class()
     wanted = _kwargs(default)
     for name, value in (_SPECIAL.get(config_class.model_type, {}) | overrides).items():
-        if isinstance(value, dict) and isinstance(wanted.get(name), PretrainedConfig):
-            wanted[name] = shrink(type(wanted[name]), _like=getattr(default, name), **value)
-        elif value is not None or name not in wanted:
-            wanted[name] = value
+        nested = wanted.get(name)
+        if isinstance(value, dict) and isinstance(nested, PretrainedConfig):
+            if value.get("model_type", nested.model_type) != nested.model_type:
+                wanted[name] = AutoConfig.for_model(**value)
+            else:
+                wanted[name] = shrink(type(nested), _like=getattr(default, name), **value)
         else:
-            wanted[name] = None
+            wanted[name] = value
     return config_class(**wanted)
 
 
 # Fields whose meaning the names do not tell, by model_type.
-_SPECIAL: dict[str, dict[str, Any]] = {}
+_RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 16,
+    "hidden_sizes": [16, 32, 48, 64],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage4"],
+}
+_SOUND = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "num_codevectors_per_group": 8}
+
+_STAGES = {"depths": [2, 2], "num_heads": [2, 4], "embed_dim": 32, "window_size": 4}
+_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
+
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "swin": _STAGES,
+    "donut-swin": _STAGES,
+    "maskformer-swin": _STAGES,
+    "swinv2": _STAGES,
+    "qwen2_vl_text": _AXES,
+    "qwen2_5_vl_text": _AXES,
+    "glm4v_text": _AXES,
+    "glm_ocr_text": _AXES,
+    "glm_image_text": _AXES,
+    "qwen2_5_vl_vision": {"window_size": 64},
+    "qwen2_5_omni_vision_encoder": {"window_size": 64},
+    "exaone4_5_vision": {"window_size": 64},
+    "ministral": {"head_dim": 16},
+    "mobilebert": {"true_hidden_size": 64, "intra_bottleneck_size": 64, "embedding_size": 64},
+    "autoformer": {"prediction_length": 8, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
+    "informer": {"prediction_length": 8, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
+    "time_series_transformer": {"prediction_length": 8, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
+    "maskformer": {"backbone_config": {"depths": [2, 1, 1, 1], "num_heads": [2, 4, 8, 16]}},
+    "sam_vision_model": {"window_size": 3},
+    "sam3_vit_model": {"window_size": 3},
+    "slanext": {"vision_config": {"window_size": 3}},
+    "vitdet": {"window_size": 3},
+    "detr": {"backbone_config": _RESNET},
+    "conditional_detr": {"backbone_config": _RESNET},
+    "deformable_detr": {"backbone_config": _RESNET | {"out_features": ["stage2", "stage3", "stage4"]}},
+    "dab-detr": {"backbone_config": _RESNET},
+    "table-transformer": {"backbone_config": _RESNET},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "reformer": {"axial_pos_shape": (8, 16), "axial_pos_embds_dim": (16, 48), "max_position_embeddings": 128},
+    "xmod": {"default_language": "en_XX"},
+    "gemma3n_text": {"intermediate_size": 96, "num_kv_shared_layers": 0, "activation_sparsity_pattern": None},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "prophetnet": {"ngram": 2, "max_position_embeddings": 256},
+    "zaya": {"num_experts_per_tok": 1},
+    "sam_prompt_encoder_config": {"image_embedding_size": 4},
+    "perceiver": {"d_latents": 64, "d_model": 64, "num_blocks": 1, "num_self_attends_per_block": 2},
+    "hubert": _SOUND,
+    "wav2vec2": _SOUND,
+    "wavlm": _SOUND,
+}

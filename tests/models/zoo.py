@@ -1,0 +1,174 @@
+"""Small random versions of real architectures: `ZOO` is the list, `Entry.build()` and `Entry.inputs()` make one.
+
+An entry is data: a model type of `transformers`, fields of its configuration where the general rules of `shrink` do
+not do, and the kind of its inputs. What an entry exercises is measured by tests/models/oracle.py, not claimed here.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import transformers
+
+from tests.models import inputs as kinds
+from tests.models.build import build, reference
+from tests.models.survey import architectures
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One architecture. `essential` entries run by default, the others with `-m slow`."""
+
+    name: str
+    model_type: str
+    family: str
+    kind: str
+    overrides: tuple[tuple[str, Any], ...] = ()
+    reference_overrides: tuple[tuple[str, Any], ...] = ()  # where a model refuses float64
+    gain: float = 1.5
+    essential: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def model_class(self) -> type:
+        """The class behind AutoModel, or behind an AutoModelFor... where there is no base model."""
+        return getattr(transformers, architectures()[self.model_type])
+
+    def build(self) -> torch.nn.Module:
+        """The model: random from a fixed seed, float32, eval mode, eager attention."""
+        return build(self.model_class, gain=self.gain, **dict(self.overrides))
+
+    def reference(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+        """What `model` computes in float64."""
+        if self.reference_overrides:
+            other = build(self.model_class, gain=self.gain, **dict(self.overrides + self.reference_overrides))
+            other.load_state_dict(model.state_dict())
+            model = other
+        return reference(model, inputs)
+
+    def inputs(self, model: torch.nn.Module, *, batch: int = 2) -> dict[str, Any]:
+        """Keyword arguments for `model`; the second sample of a batch is padded where the model takes a mask."""
+        return kinds.make(self.kind, model, batch=batch)
+
+
+# Weights that the general gain leaves with nearly uniform attention.
+_GAINS = {"tapas": 2.5, "lxmert": 3.0, "mobilevit": 4.0, "sapiens2": 2.5, "sew": 2.5, "t5gemma2": 2.5}
+
+
+def _entry(name: str, model_type: str, family: str, kind: str, **rest: Any) -> Entry:
+    gain = _GAINS.get(model_type, 1.5)
+    return Entry(name=name, model_type=model_type, family=family, kind=kind, gain=gain, **rest)
+
+
+def _family(family: str, kind: str, rows: str, *, essential: bool = True) -> list[Entry]:
+    """Rows: model types, separated by space; `type:kind` where inputs are of another kind."""
+    split = [row.partition(":") for row in rows.split()]
+    return [_entry(name, name, family, own or kind, essential=essential) for name, _, own in split]
+
+
+def _variant(name: str, model_type: str, family: str, kind: str = "text", **overrides: Any) -> Entry:
+    other = tuple(overrides.pop("reference_overrides", {}).items())
+    return _entry(name, model_type, family, kind, overrides=tuple(overrides.items()), reference_overrides=other)
+
+
+ZOO: list[Entry] = [
+    *_family(
+        "encoder",
+        "text",
+        """bert albert camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra esm eurobert
+        funnel gte ibert jina_embeddings_v3 layoutlm:boxes longformer luke markuplm mobilebert modernbert mpnet
+        nomic_bert rembert roberta-prelayernorm roformer squeezebert tapas xlm xlnet""",
+    ),
+    *_family(
+        "encoder",
+        "text",
+        "bert-generation big_bird dpr ernie flaubert megatron-bert nystromformer roc_bert splinter xlm-roberta-xl xmod",
+        essential=False,
+    ),
+    *_family(
+        "decoder",
+        "text",
+        """afmoe apertus biogpt bloom codegen cohere2 ctrl deepseek_v3 diffllama doge exaone4 falcon gemma gemma2
+        gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite llama llama4_text minicpm3 mistral
+        modernbert-decoder mpt nemotron olmo2 olmo3 openai-gpt opt persimmon phi phi3 qwen2 qwen3 qwen3_next
+        smollm3 stablelm starcoder2 vaultgemma xglm""",
+    ),
+    *_family(
+        "decoder",
+        "text",
+        """arcee beam bitnet cohere cpmant cwm ernie4_5 gemma3n_text gemma4_text glm glm4 glm4_moe
+        gpt_neox_japanese granitemoe helium hunyuan_v1_dense imagegpt jais2 jetmoe lfm2 longcat_flash mellum
+        mimo_v2_flash minimax_m2 ministral mixtral nanochat olmo olmoe phimoe qwen2_moe qwen3_moe seed_oss trocr""",
+        essential=False,
+    ),
+    *_family(
+        "encoder-decoder",
+        "text_to_text",
+        """bart bigbird_pegasus blenderbot fsmt led longt5 m2m_100 mvp pegasus_x prophetnet switch_transformers t5
+        t5gemma umt5 udop:boxes_and_pixels_to_text""",
+    ),
+    *_family("encoder-decoder", "text_to_text", "marian mbart mt5 pegasus plbart t5gemma2", essential=False),
+    *_family(
+        "vision",
+        "pixels",
+        """beit deit dinov2 dinov3_vit donut-swin dpt ijepa layoutlmv3 levit mobilevit pixtral pvt pvt_v2 sam_vision_model
+        segformer siglip_vision_model swin swin2sr swinv2 timesformer:video videomae:video vit vit_mae vitdet
+        vivit:video vjepa2:video yolos detr conditional_detr qwen3_vl_vision:patches""",
+    ),
+    *_family(
+        "vision",
+        "pixels",
+        """data2vec-vision deformable_detr dinov2_with_registers eomt glm4v_vision:patches idefics3_vision
+        internvl_vision maskformer mgp-str mlcd pixio radio rf_detr sam3_vit_model sapiens2 slanext vit_msn""",
+        essential=False,
+    ),
+    *_family(
+        "audio",
+        "waveform",
+        """audio-spectrogram-transformer:spectrogram data2vec-audio hubert moonshine:waveform_to_text
+        parakeet_encoder:time_major qwen2_audio_encoder:mel_major sew-d speech_to_text:time_major_to_text
+        unispeech-sat wav2vec2 wav2vec2-bert:time_major wav2vec2-conformer wavlm whisper:mel_major_to_text""",
+    ),
+    *_family(
+        "audio",
+        "waveform",
+        "lasr_encoder:time_major seamless_m4t:time_major_to_text sew unispeech voxtral_encoder:mel_major",
+        essential=False,
+    ),
+    *_family(
+        "multimodal",
+        "image_in_text",
+        """altclip blip bridgetower:text_and_pixels clip clipseg flava:text_and_pixels git grounding-dino:text_and_pixels
+        groupvit idefics2:image_crops_in_text internvl lxmert:visual_features owlvit paligemma
+        qwen2_5_vl:patches_in_text siglip vilt:text_and_pixels visual_bert:visual_features xclip:text_and_video""",
+    ),
+    *_family(
+        "multimodal",
+        "image_in_text",
+        """aya_vision chinese_clip cohere2_vision got_ocr2 idefics3:image_crops_in_text owlv2
+        qwen3_vl:patches_in_text""",
+        essential=False,
+    ),
+    *_family("series", "series_channels", "patchtst"),
+    # What the defaults do not show.
+    _variant("falcon-alibi", "falcon", "decoder", alibi=True, multi_query=True),
+    _variant("falcon-grouped", "falcon", "decoder", new_decoder_architecture=True, num_kv_heads=2),
+    _variant("gpt2-upcast", "gpt2", "decoder", reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True,
+             reference_overrides={"reorder_and_upcast_attn": False}),
+    _variant("longformer-128", "longformer", "encoder", "text_long", max_position_embeddings=256),
+    _variant("big_bird-sparse", "big_bird", "encoder", "text_long", block_size=4, num_random_blocks=2),
+    _variant("llama-odd-head", "llama", "decoder", hidden_size=66, head_dim=22, num_attention_heads=3, num_key_value_heads=1),
+    _variant("deberta-v2-buckets", "deberta-v2", "encoder", relative_attention=True, position_buckets=8,
+             pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", share_att_key=True),
+    _variant("deberta-relative", "deberta", "encoder", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    _variant("bert-decoder", "bert", "decoder", is_decoder=True),
+]
+
+
+def by_name(name: str) -> Entry:
+    """The entry of that name."""
+    for entry in ZOO:
+        if entry.name == name:
+            return entry
+    raise KeyError(f"no entry {name!r} in the zoo; there are {', '.join(e.name for e in ZOO)}")

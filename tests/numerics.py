@@ -1,0 +1,167 @@
+"""The house rule for numbers, used by all tests: as exact as eager.
+
+    error(actual, reference) <= 2 * (error(eager, reference) + eps * size(reference))
+
+`reference` is computed in float64, `eager` by plain torch in the dtype under test, eps is that dtype's. The rule holds
+per tensor in two norms, because each is blind to something:
+
+- the largest absolute error sees a single wrong element (a tail column, a mask's corner, a dead row), which a mean over
+  a whole tensor hides; size(reference) is its largest magnitude;
+- the root mean square sees a small error everywhere (a scale off by 1e-3, statistics kept in half precision), which
+  hides below the largest error of eager, an extreme of many roundings; size(reference) is its root mean square.
+  Being a mean of many roundings it also barely depends on luck, so a factor of two is a real bound.
+
+Errors are absolute within a tensor: attention averages, so elements near zero carry the rounding of large ones, and
+relative errors of single elements say nothing. NaN and infinities must stand where eager has them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+_EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How one tensor compares: errors and bounds in both norms; `share` is the larger error / bound (at most 1)."""
+
+    path: str
+    max_error: float
+    max_bound: float
+    rms_error: float
+    rms_bound: float
+
+    @property
+    def share(self) -> float:
+        pairs = [(self.max_error, self.max_bound), (self.rms_error, self.rms_bound)]
+        return max(0.0 if error == 0 else error / bound if bound else float("inf") for error, bound in pairs)
+
+
+def leaves(value: Any, path: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested tuples, lists, mappings, dataclasses (ModelOutput among them) and key-value caches."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif type(value).__module__ == "transformers.cache_utils":
+        for name, inner in vars(value).items():
+            if name in ("layers", "self_attention_cache", "cross_attention_cache", "keys", "values"):
+                yield from leaves(inner, f"{path}.{name}")
+
+
+def _eps(eager: torch.Tensor, dtype: torch.dtype | None) -> float:
+    own = torch.finfo(eager.dtype).eps
+    return max(own, torch.finfo(dtype).eps) if dtype is not None else own
+
+
+def _error(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """(largest, root mean square) of the difference; complex numbers by magnitude."""
+    if value.numel() == 0:
+        return 0.0, 0.0
+    difference = (value - reference).abs()
+    return float(difference.max()), float(difference.square().mean().sqrt())
+
+
+def _describe(path: str, actual, eager, reference, bound: float) -> str:
+    wide = torch.complex128 if reference.is_complex() else torch.float64
+    difference = (actual.to(wide) - reference.to(wide)).abs().nan_to_num(0.0, posinf=0.0)
+    worst = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+    beyond = int((difference > bound).sum())
+    return (
+        f"{path}{list(worst)} of {list(actual.shape)}: actual {actual[worst].item():.9g}, "
+        f"eager {eager[worst].item():.9g}, float64 {reference[worst].item():.9g}; "
+        f"{beyond} of {actual.numel()} elements beyond the bound"
+    )
+
+
+def compare(
+    path: str, actual: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype | None = None
+) -> Comparison:
+    """Errors and bounds of one floating-point tensor, over the elements that are finite in eager and in float64."""
+    wide = torch.complex128 if eager.is_complex() else torch.float64
+    finite = eager.isfinite() & reference.isfinite()
+    actual, eager64, reference = (t.detach().to(wide)[finite] for t in (actual, eager, reference))
+    max_error, rms_error = _error(actual, reference)
+    max_eager, rms_eager = _error(eager64, reference)
+    max_size, rms_size = _error(reference, torch.zeros_like(reference))
+    eps = _eps(eager, dtype)
+    return Comparison(
+        path=path,
+        max_error=max_error,
+        max_bound=2 * (max_eager + eps * max_size),
+        rms_error=rms_error,
+        rms_bound=2 * (rms_eager + eps * rms_size),
+    )
+
+
+def _assert_same_kind(path: str, actual: torch.Tensor, eager: torch.Tensor, *, dtype: bool, strides: bool) -> None:
+    assert actual.shape == eager.shape, f"{path}: shape {list(actual.shape)}, eager has {list(eager.shape)}"
+    assert not dtype or actual.dtype == eager.dtype, f"{path}: {actual.dtype}, eager has {eager.dtype}"
+    if strides and actual.numel() > 0:
+        meaningful = [i for i, size in enumerate(actual.shape) if size > 1]
+        ours, theirs = ([t.stride(i) for i in meaningful] for t in (actual, eager))
+        assert ours == theirs, f"{path}: strides {actual.stride()}, eager has {eager.stride()}"
+
+
+def _assert_same_specials(path: str, actual: torch.Tensor, eager: torch.Tensor) -> None:
+    kinds = [("NaN", torch.isnan)] + ([] if eager.is_complex() else [("+inf", torch.isposinf), ("-inf", torch.isneginf)])
+    for name, where in kinds:
+        ours, theirs = where(actual), where(eager)
+        if not torch.equal(ours, theirs):
+            first = (ours != theirs).nonzero()[0].tolist()
+            raise AssertionError(
+                f"{path}: {name} at {int(ours.sum())} elements, eager at {int(theirs.sum())}; first difference at "
+                f"{first}: {actual[tuple(first)].item()} against {eager[tuple(first)].item()}"
+            )
+
+
+def assert_as_exact_as_eager(
+    actual: Any,
+    eager: Any,
+    reference64: Any,
+    dtype: torch.dtype | None = None,
+    *,
+    name: str = "output",
+    check_dtype: bool = True,
+    check_strides: bool = False,
+) -> list[Comparison]:
+    """Assert the house rule (see the module) for every tensor of nested outputs; returns the comparisons.
+
+    `reference64` is the same nesting computed in float64. `dtype` is the dtype that the computation ran in, where a
+    model converts its results (bfloat16 inside, float32 out); by default each tensor's own counts. Integers and
+    booleans must be equal to eager's. Strides of dimensions of size 1 mean nothing and are not compared.
+    """
+    ours, theirs, exact = (dict(leaves(value, name)) for value in (actual, eager, reference64))
+    assert ours.keys() == theirs.keys(), f"outputs {sorted(ours)}, eager has {sorted(theirs)}"
+    assert theirs.keys() == exact.keys(), f"the reference has outputs {sorted(exact)}, eager {sorted(theirs)}"
+    assert theirs, "no tensors to compare"
+    comparisons = []
+    for path, want in theirs.items():
+        got, reference = ours[path].detach().cpu(), exact[path].detach().cpu()
+        want = want.detach().cpu()
+        _assert_same_kind(path, ours[path], theirs[path], dtype=check_dtype, strides=check_strides)
+        assert reference.shape == want.shape, f"{path}: the reference has shape {list(reference.shape)}"
+        if want.dtype in _EXACT:
+            assert torch.equal(got, want), f"{path}: {int((got != want).sum())} integers differ from eager's"
+            continue
+        _assert_same_specials(path, got, want)
+        result = compare(path, got, want, reference, dtype)
+        comparisons.append(result)
+        for norm, error, bound in (
+            ("largest", result.max_error, result.max_bound),
+            ("root mean square", result.rms_error, result.rms_bound),
+        ):
+            if not error <= bound:
+                where = _describe(path, got, want, reference, result.max_bound)
+                raise AssertionError(f"{path}: {norm} error {error:.3e} exceeds {bound:.3e} (2x eager's). {where}")
+    return comparisons
