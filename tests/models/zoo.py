@@ -106,21 +106,21 @@ ZOO: list[Entry] = [
         "encoder-decoder",
         "text_to_text",
         """bart bigbird_pegasus blenderbot fsmt led longt5 m2m_100 mvp pegasus_x prophetnet switch_transformers t5
-        t5gemma umt5 udop:boxes_and_pixels_to_text""",
+        t5gemma umt5""",
     ),
     *_family("encoder-decoder", "text_to_text", "marian mbart mt5 pegasus plbart t5gemma2", essential=False),
     *_family(
         "vision",
         "pixels",
         """beit deit dinov2 dinov3_vit donut-swin dpt ijepa layoutlmv3 levit mobilevit pixtral pvt pvt_v2 sam_vision_model
-        segformer siglip_vision_model swin swin2sr swinv2 timesformer:video videomae:video vit vit_mae vitdet
+        segformer siglip_vision_model swin swin2sr swinv2 timesformer:video videomae:video vit vit_msn vitdet
         vivit:video vjepa2:video yolos detr conditional_detr qwen3_vl_vision:patches""",
     ),
     *_family(
         "vision",
         "pixels",
         """data2vec-vision deformable_detr dinov2_with_registers eomt glm4v_vision:patches idefics3_vision
-        internvl_vision maskformer mgp-str mlcd pixio radio rf_detr sam3_vit_model sapiens2 slanext vit_msn""",
+        internvl_vision maskformer mgp-str mlcd pixio radio rf_detr sam3_vit_model sapiens2 slanext""",
         essential=False,
     ),
     *_family(
@@ -139,14 +139,14 @@ ZOO: list[Entry] = [
     *_family(
         "multimodal",
         "image_in_text",
-        """altclip blip bridgetower:text_and_pixels clip clipseg flava:text_and_pixels git grounding-dino:text_and_pixels
+        """altclip blip bridgetower:text_and_pixels clip clipseg flava:text_and_pixels git
         groupvit idefics2:image_crops_in_text internvl lxmert:visual_features owlvit paligemma
         qwen2_5_vl:patches_in_text siglip vilt:text_and_pixels visual_bert:visual_features xclip:text_and_video""",
     ),
     *_family(
         "multimodal",
         "image_in_text",
-        """aya_vision chinese_clip cohere2_vision got_ocr2 idefics3:image_crops_in_text owlv2
+        """aya_vision chinese_clip cohere2_vision got_ocr2 grounding-dino:text_and_pixels idefics3:image_crops_in_text owlv2
         qwen3_vl:patches_in_text""",
         essential=False,
     ),

@@ -1,0 +1,139 @@
+"""Run one architecture in eager mode, in float64 and compiled; compare, and count its attention sites."""
+
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from tests.models import oracle
+from tests.models.build import cast
+from tests.models.zoo import Entry
+from tests.numerics import Comparison, assert_as_exact_as_eager
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unfused:
+    """A site that the compiler left alone."""
+
+    reason: str
+    location: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What compiling one architecture gave. `witnessed` are the oracle's sites, the others the compiler's own."""
+
+    name: str
+    family: str
+    witnessed: tuple[oracle.Site, ...]
+    sites: int
+    fused: int
+    unfused: tuple[Unfused, ...]
+    graphs: int
+    share: float  # largest error / bound over all outputs
+    seconds: float  # compilation and first call
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of attention in this architecture."""
+        return frozenset().union(*(s.kinds for s in self.witnessed)) if self.witnessed else frozenset()
+
+    @property
+    def total(self) -> int:
+        """Sites by whichever count is larger, so that what the compiler overlooks counts against it."""
+        return max(self.sites, len(self.witnessed))
+
+
+class Witness:
+    """A backend that lets the oracle look at each graph and hands it on to the backend under test."""
+
+    def __init__(self, backend: str, **keywords: Any):
+        self.compile = torch._dynamo.lookup_backend(backend)
+        self.keywords = keywords
+        self.sites: list[oracle.Site] = []
+        self.graphs = 0
+
+    def __call__(self, graph_module, example_inputs, **keywords):
+        self.graphs += 1
+        self.sites += oracle.sites(graph_module.graph)
+        return self.compile(graph_module, example_inputs, **self.keywords, **keywords)
+
+
+def _collecting():
+    """`fusion.collect_reports()` where it exists: a context that yields a list of reports."""
+    try:
+        import fusion
+    except ImportError:
+        return contextlib.nullcontext([])
+    return getattr(fusion, "collect_reports", lambda: contextlib.nullcontext([]))()
+
+
+def compiled(model: torch.nn.Module, backend: str = "fusion", inner: str = "eager", **keywords: Any):
+    """(compiled model, the witness that sits in its backend)"""
+    witness = Witness(backend, **({"options": {"inner": inner}} if backend == "fusion" else {}))
+    return torch.compile(model, backend=witness, **keywords), witness
+
+
+@torch.no_grad()
+def check(
+    entry: Entry,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    inner: str = "eager",
+    backend: str = "fusion",
+) -> Outcome:
+    """Compile `entry` and assert the numerics rule for all of its outputs."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = entry.build()
+    inputs = cast(entry.inputs(model, batch=batch), dtype)
+    model = model.to(dtype)
+    eager = model(**inputs)
+    reference = entry.reference(model, inputs)
+    start = time.perf_counter()
+    with _collecting() as reports:
+        run, witness = compiled(model, backend, inner)
+        actual = run(**inputs)
+    seconds = time.perf_counter() - start
+    comparisons = assert_as_exact_as_eager(actual, eager, reference, dtype, name=entry.name)
+    return _outcome(entry, witness, reports, comparisons, seconds)
+
+
+def _outcome(entry: Entry, witness: Witness, reports: list, comparisons: list[Comparison], seconds: float) -> Outcome:
+    counted = counters["fusion"]
+    left = tuple(
+        Unfused(reason=str(site.reason), location=str(site.location))
+        for report in reports
+        for site in report.sites
+        if not site.fused
+    )
+    return Outcome(
+        name=entry.name,
+        family=entry.family,
+        witnessed=tuple(witness.sites),
+        sites=counted["sites"],
+        fused=counted["fused"],
+        unfused=left,
+        graphs=witness.graphs,
+        share=max(c.share for c in comparisons),
+        seconds=seconds,
+    )
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """The table that a test run prints: one line per architecture, then reasons, then totals."""
+    lines = [f"{'architecture':28} {'family':16} {'sites':>5} {'fused':>5} {'error/bound':>11} {'seconds':>7}"]
+    for outcome in sorted(outcomes, key=lambda o: (o.family, o.name)):
+        lines.append(
+            f"{outcome.name:28} {outcome.family:16} {outcome.total:5} {outcome.fused:5} "
+            f"{outcome.share:11.2f} {outcome.seconds:7.2f}"
+        )
+        overlooked = len(outcome.witnessed) - outcome.sites
+        lines += [f"    overlooked: {overlooked}"] if overlooked > 0 else []
+        lines += [f"    {left.location}: {left.reason}" for left in outcome.unfused]
+    total, fused = sum(o.total for o in outcomes), sum(o.fused for o in outcomes)
+    lines.append(f"{len(outcomes)} architectures, {fused} of {total} sites fused ({fused / max(1, total):.1%})")
+    return "\n".join(lines)
