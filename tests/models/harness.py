@@ -22,6 +22,14 @@ class Unfused:
     location: str
 
 
+class Mismatch(AssertionError):
+    """Wrong numbers; `outcome` has what was compiled."""
+
+    def __init__(self, message: str, outcome: "Outcome"):
+        super().__init__(message)
+        self.outcome = outcome
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What compiling one architecture gave. `witnessed` are the oracle's sites, the others the compiler's own."""
@@ -32,6 +40,7 @@ class Outcome:
     sites: int
     fused: int
     unfused: tuple[Unfused, ...]
+    notes: tuple[str, ...]
     graphs: int
     share: float  # largest error / bound over all outputs
     seconds: float  # compilation and first call
@@ -71,9 +80,9 @@ def _collecting():
     return getattr(fusion, "collect_reports", lambda: contextlib.nullcontext([]))()
 
 
-def compiled(model: torch.nn.Module, backend: str = "fusion", inner: str = "eager", **keywords: Any):
+def compiled(model: torch.nn.Module, backend: str = "fusion", options: dict[str, Any] | None = None, **keywords: Any):
     """(compiled model, the witness that sits in its backend)"""
-    witness = Witness(backend, **({"options": {"inner": inner}} if backend == "fusion" else {}))
+    witness = Witness(backend, **({} if options is None else {"options": options}))
     return torch.compile(model, backend=witness, **keywords), witness
 
 
@@ -84,8 +93,13 @@ def check(
     batch: int = 2,
     inner: str = "eager",
     backend: str = "fusion",
+    emitter: str = "auto",
 ) -> Outcome:
-    """Compile `entry` and assert the numerics rule for all of its outputs."""
+    """Compile `entry` and assert the numerics rule for all of its outputs.
+
+    With a backend other than "fusion", which takes no options of ours, only the comparison and the oracle's count mean
+    anything.
+    """
     torch._dynamo.reset()
     counters.clear()
     model = entry.build()
@@ -95,10 +109,14 @@ def check(
     reference = entry.reference(model, inputs)
     start = time.perf_counter()
     with _collecting() as reports:
-        run, witness = compiled(model, backend, inner)
+        options = {"inner": inner, "emitter": emitter} if backend == "fusion" else None
+        run, witness = compiled(model, backend, options)
         actual = run(**inputs)
     seconds = time.perf_counter() - start
-    comparisons = assert_as_exact_as_eager(actual, eager, reference, dtype, name=entry.name)
+    try:
+        comparisons = assert_as_exact_as_eager(actual, eager, reference, dtype, name=entry.name)
+    except AssertionError as error:
+        raise Mismatch(str(error), _outcome(entry, witness, reports, [], seconds)) from None
     return _outcome(entry, witness, reports, comparisons, seconds)
 
 
@@ -117,8 +135,9 @@ def _outcome(entry: Entry, witness: Witness, reports: list, comparisons: list[Co
         sites=counted["sites"],
         fused=counted["fused"],
         unfused=left,
+        notes=tuple(note for report in reports for note in report.notes if "no attention" not in note),
         graphs=witness.graphs,
-        share=max(c.share for c in comparisons),
+        share=max((c.share for c in comparisons), default=float("inf")),
         seconds=seconds,
     )
 
@@ -133,6 +152,7 @@ def table(outcomes: list[Outcome]) -> str:
         )
         overlooked = len(outcome.witnessed) - outcome.sites
         lines += [f"    overlooked: {overlooked}"] if overlooked > 0 else []
+        lines += [f"    {note}" for note in outcome.notes]
         lines += [f"    {left.location}: {left.reason}" for left in outcome.unfused]
     total, fused = sum(o.total for o in outcomes), sum(o.fused for o in outcomes)
     lines.append(f"{len(outcomes)} architectures, {fused} of {total} sites fused ({fused / max(1, total):.1%})")
