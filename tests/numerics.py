@@ -114,7 +114,9 @@ def _assert_same_kind(path: str, actual: torch.Tensor, eager: torch.Tensor, *, d
 
 
 def _assert_same_specials(path: str, actual: torch.Tensor, eager: torch.Tensor) -> None:
-    kinds = [("NaN", torch.isnan)] + ([] if eager.is_complex() else [("+inf", torch.isposinf), ("-inf", torch.isneginf)])
+    kinds = [("NaN", torch.isnan)] + (
+        [] if eager.is_complex() else [("+inf", torch.isposinf), ("-inf", torch.isneginf)]
+    )
     for name, where in kinds:
         ours, theirs = where(actual), where(eager)
         if not torch.equal(ours, theirs):

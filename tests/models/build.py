@@ -10,12 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
+import torch
+import transformers
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from tests.models.shrink import shrink  # noqa: E402
+from tests.models.shrink import shrink
 
 transformers.logging.set_verbosity(50)
 warnings.filterwarnings("ignore", module="transformers")

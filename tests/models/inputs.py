@@ -122,7 +122,10 @@ def _(model, batch):
 
 @_maker("pixels_to_text")
 def _(model, batch):
-    return {"pixel_values": _pixels(model, batch), "decoder_input_ids": _text(model, batch, DECODER_LENGTH)["input_ids"]}
+    return {
+        "pixel_values": _pixels(model, batch),
+        "decoder_input_ids": _text(model, batch, DECODER_LENGTH)["input_ids"],
+    }
 
 
 @_maker("video")
@@ -168,7 +171,7 @@ def _features_found(model, made: Inputs) -> int | None:
     try:
         with torch.no_grad():
             model(**made)
-    except Exception as error:  # noqa: BLE001  any model may complain in its own way
+    except Exception as error:
         if found := re.search(r"tokens: *(\d+), *features:? *(\d+)", str(error)):
             return int(found.group(2))
         raise

@@ -67,8 +67,10 @@ def sites(graph: fx.Graph) -> list[Site]:
         if name in FUSED_CALLS:
             found.append(Site(node=node.name, location=location(node), kinds=frozenset({"fused_call"})))
         elif name in ("softmax", "_softmax", "_safe_softmax") and (after := _consumers(node)) is not None:
-            kinds = frozenset(_kinds(node, after))
-            found.append(Site(node=node.name, location=location(node), kinds=kinds))
+            chain, products = _main_chain(node)
+            if products:  # else weights of another origin, or queries and keys beyond a graph break
+                kinds = frozenset(_kinds(node, chain, products, after))
+                found.append(Site(node=node.name, location=location(node), kinds=kinds))
     return found
 
 
@@ -81,11 +83,11 @@ def location(node: fx.Node) -> str:
     return f"{file.rsplit('/', 1)[-1]}:{line}"
 
 
-_PASSING = {
-    *"to type type_as float half bfloat16 dropout contiguous clone view reshape permute transpose unsqueeze squeeze".split(),
-    *"flatten unflatten expand mul mul_ imul __mul__ masked_fill masked_fill_ where nan_to_num getitem narrow split".split(),
-    *"pad chunk unbind div truediv sub add iadd cat softmax type_as swapaxes movedim select index_select sigmoid".split(),
-}
+_PASSING = set(
+    """to type type_as float half bfloat16 dropout contiguous clone view reshape permute transpose unsqueeze squeeze
+    flatten unflatten expand mul mul_ imul __mul__ masked_fill masked_fill_ where nan_to_num getitem narrow split pad
+    chunk unbind div truediv sub add iadd cat softmax swapaxes movedim select index_select sigmoid""".split()
+)
 
 
 def _consumers(softmax: fx.Node) -> list[fx.Node] | None:
@@ -267,8 +269,7 @@ def _shape_kinds(products: list[fx.Node], after: list[fx.Node]) -> Iterator[str]
             yield "dv_differs"
 
 
-def _kinds(softmax: fx.Node, after: list[fx.Node]) -> Iterator[str]:
-    chain, products = _main_chain(softmax)
+def _kinds(softmax: fx.Node, chain: list[fx.Node], products: list[fx.Node], after: list[fx.Node]) -> Iterator[str]:
     yield from _chain_kinds(softmax, chain, products)
     yield from _operand_kinds(products)
     yield from _after_kinds(softmax, after)

@@ -13,6 +13,7 @@ WIDTH = 64
 HEADS = 4
 VOCABULARY = 128
 
+
 def _at_most(limit: int):
     return lambda old: min(old, limit)
 
@@ -186,6 +187,7 @@ _RESNET = {
 }
 _SOUND = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "num_codevectors_per_group": 8}
 
+_SERIES = {"prediction_length": 8, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2}
 _STAGES = {"depths": [2, 2], "num_heads": [2, 4], "embed_dim": 32, "window_size": 4}
 _AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
 
@@ -204,9 +206,14 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "exaone4_5_vision": {"window_size": 64},
     "ministral": {"head_dim": 16},
     "mobilebert": {"true_hidden_size": 64, "intra_bottleneck_size": 64, "embedding_size": 64},
-    "autoformer": {"prediction_length": 8, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
-    "informer": {"prediction_length": 8, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
-    "time_series_transformer": {"prediction_length": 8, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
+    "autoformer": _SERIES,
+    "informer": _SERIES,
+    "time_series_transformer": {
+        "prediction_length": 8,
+        "context_length": 32,
+        "lags_sequence": [1, 2, 3],
+        "num_time_features": 2,
+    },
     "maskformer": {"backbone_config": {"depths": [2, 1, 1, 1], "num_heads": [2, 4, 8, 16]}},
     "sam_vision_model": {"window_size": 3},
     "sam3_vit_model": {"window_size": 3},

@@ -82,7 +82,7 @@ def find_inputs(model, batch: int = 2):
             return kind, inputs, time.perf_counter() - start
         except TimedOut:
             raise
-        except Exception as error:  # noqa: BLE001  models complain in every way there is
+        except Exception as error:
             first = first or error
     raise first or NotImplementedError(f"no kind of inputs for {sorted(kinds_for(model))}")
 
@@ -108,7 +108,7 @@ def try_eager(model_type: str, class_name: str, limit: int) -> tuple[Row, torch.
             if entropy.shares:
                 row.entropy = sum(entropy.shares) / len(entropy.shares)
             return row, model, inputs
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         row.error = f"{type(error).__name__}: {error}".split("\n")[0][:160]
         if len(str(error).split("\n")) > 1:
             row.error += " | " + " ".join(str(error).split("\n")[1:])[:120]

@@ -14,6 +14,7 @@ from tests.models import inputs as kinds
 from tests.models.build import build, reference
 from tests.models.survey import architectures
 
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One architecture. `essential` entries run by default, the others with `-m slow`."""
@@ -112,9 +113,9 @@ ZOO: list[Entry] = [
     *_family(
         "vision",
         "pixels",
-        """beit deit dinov2 dinov3_vit donut-swin dpt ijepa layoutlmv3 levit mobilevit pixtral pvt pvt_v2 sam_vision_model
-        segformer siglip_vision_model swin swin2sr swinv2 timesformer:video videomae:video vit vit_msn vitdet
-        vivit:video vjepa2:video yolos detr conditional_detr qwen3_vl_vision:patches""",
+        """beit deit dinov2 dinov3_vit donut-swin dpt ijepa layoutlmv3 levit mobilevit pixtral pvt pvt_v2
+        sam_vision_model segformer siglip_vision_model swin swin2sr swinv2 timesformer:video videomae:video vit vit_msn
+        vitdet vivit:video vjepa2:video yolos detr conditional_detr qwen3_vl_vision:patches""",
     ),
     *_family(
         "vision",
@@ -146,21 +147,37 @@ ZOO: list[Entry] = [
     *_family(
         "multimodal",
         "image_in_text",
-        """aya_vision chinese_clip cohere2_vision got_ocr2 grounding-dino:text_and_pixels idefics3:image_crops_in_text owlv2
-        qwen3_vl:patches_in_text""",
+        """aya_vision chinese_clip cohere2_vision got_ocr2 grounding-dino:text_and_pixels
+        idefics3:image_crops_in_text owlv2 qwen3_vl:patches_in_text""",
         essential=False,
     ),
     *_family("series", "series_channels", "patchtst"),
     # What the defaults do not show.
     _variant("falcon-alibi", "falcon", "decoder", alibi=True, multi_query=True),
     _variant("falcon-grouped", "falcon", "decoder", new_decoder_architecture=True, num_kv_heads=2),
-    _variant("gpt2-upcast", "gpt2", "decoder", reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True,
-             reference_overrides={"reorder_and_upcast_attn": False}),
+    _variant(
+        "gpt2-upcast",
+        "gpt2",
+        "decoder",
+        reorder_and_upcast_attn=True,
+        scale_attn_by_inverse_layer_idx=True,
+        reference_overrides={"reorder_and_upcast_attn": False},
+    ),
     _variant("longformer-128", "longformer", "encoder", "text_long", max_position_embeddings=256),
     _variant("big_bird-sparse", "big_bird", "encoder", "text_long", block_size=4, num_random_blocks=2),
-    _variant("llama-odd-head", "llama", "decoder", hidden_size=66, head_dim=22, num_attention_heads=3, num_key_value_heads=1),
-    _variant("deberta-v2-buckets", "deberta-v2", "encoder", relative_attention=True, position_buckets=8,
-             pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", share_att_key=True),
+    _variant(
+        "llama-odd-head", "llama", "decoder", hidden_size=66, head_dim=22, num_attention_heads=3, num_key_value_heads=1
+    ),
+    _variant(
+        "deberta-v2-buckets",
+        "deberta-v2",
+        "encoder",
+        relative_attention=True,
+        position_buckets=8,
+        pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+    ),
     _variant("deberta-relative", "deberta", "encoder", relative_attention=True, pos_att_type=["p2c", "c2p"]),
     _variant("bert-decoder", "bert", "decoder", is_decoder=True),
 ]

@@ -1,0 +1,60 @@
+"""`generate()` of small decoders: eager's tokens, with a growing and with a static cache, and no kernel per length."""
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.utils import counters
+
+import fusion  # noqa: F401  registers the backend where it is not installed
+from tests.models.build import build
+
+MODELS = {
+    "llama": transformers.LlamaForCausalLM,
+    "gpt2": transformers.GPT2LMHeadModel,
+    "gemma2": transformers.Gemma2ForCausalLM,
+}
+NEW_TOKENS = 12
+
+
+def _generate(model, cache: str, padded: bool, new_tokens: int = NEW_TOKENS) -> torch.Tensor:
+    ids = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :3] = 0
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        cache_implementation=cache,
+        disable_compile=True,
+        pad_token_id=0,
+    )
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_eagers(name: str, cache: str, padded: bool):
+    model = build(MODELS[name])
+    eager = _generate(model, cache, padded)
+    torch._dynamo.reset()
+    counters.clear()
+    model.forward = torch.compile(model.forward, backend="fusion", options={"inner": "eager"})
+    assert torch.equal(_generate(model, cache, padded), eager)
+    assert counters["fusion"]["sites"] == counters["fusion"]["fused"] > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_growing_cache_compiles_no_kernel_per_length(name: str):
+    """Once lengths are symbols, longer texts meet no new graph, and so no new kernel."""
+    model = build(MODELS[name])
+    counters.clear()
+    model.forward = torch.compile(model.forward, backend="fusion", options={"inner": "eager"})
+    _generate(model, "dynamic", padded=False)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs < NEW_TOKENS
+    assert counters["fusion"]["fused"] == 2 * graphs
+    _generate(model, "dynamic", padded=False, new_tokens=2 * NEW_TOKENS)
+    assert counters["stats"]["unique_graphs"] == graphs

@@ -1,0 +1,105 @@
+"""Real architectures through the whole backend: as exact as eager, and nearly every attention fused."""
+
+import pytest
+import torch
+
+from tests.models import oracle
+from tests.models.build import Entropy
+from tests.models.harness import Mismatch, Outcome, check
+from tests.models.zoo import ZOO, Entry, by_name
+
+FLOAT32 = "architectures, float32, batch 2"
+SHARE_FUSED = 0.95
+
+# Entries in which the sites that a softmax makes are few, or stand over another axis than the keys.
+UNUSUAL_SOFTMAX = {"wavlm", "groupvit"}
+
+
+def _parameters() -> list:
+    return [pytest.param(e, id=e.name, marks=[] if e.essential else [pytest.mark.slow]) for e in ZOO]
+
+
+def _check(outcomes: dict[str, list[Outcome]], title: str, entry: Entry, **how) -> Outcome:
+    try:
+        outcome = check(entry, **how)
+    except Mismatch as mismatch:
+        outcomes.setdefault(title, []).append(mismatch.outcome)
+        raise
+    outcomes.setdefault(title, []).append(outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("entry", _parameters())
+def test_float32(entry: Entry, outcomes):
+    """Padded batch of two, float32, the rest of the graph in plain torch."""
+    outcome = _check(outcomes, FLOAT32, entry)
+    assert outcome.sites or not outcome.witnessed, f"overlooked: {[str(s) for s in outcome.witnessed]}"
+    assert outcome.fused + len(outcome.unfused) == outcome.sites
+    assert all(left.reason and left.reason != "None" for left in outcome.unfused), outcome.unfused
+    assert not outcome.notes, outcome.notes
+
+
+def test_nearly_every_site_is_fused(outcomes):
+    """At least 95 % of all sites, by the oracle's count. Needs the whole run."""
+    found = outcomes.get(FLOAT32, [])
+    if len(found) < sum(e.essential for e in ZOO):
+        pytest.skip(f"only {len(found)} architectures ran before this test")
+    total, fused = sum(o.total for o in found), sum(o.fused for o in found)
+    assert fused >= SHARE_FUSED * total, f"{fused} of {total} sites fused"
+
+
+def test_every_kind_is_met(outcomes):
+    """Each row of the table of what models write occurs in the zoo, by the oracle's own reading of the graphs."""
+    found = outcomes.get(FLOAT32, [])
+    if len(found) < sum(e.essential for e in ZOO):
+        pytest.skip(f"only {len(found)} architectures ran before this test")
+    met = frozenset().union(*(o.kinds for o in found))
+    assert set(oracle.KINDS) <= met, f"not met: {sorted(set(oracle.KINDS) - met)}"
+
+
+# A subset that has something of everything, for what costs more per architecture or adds less.
+DIVERSE = """bert gpt2 llama gemma2 bloom t5 deberta-v2 swin whisper gpt_oss mpt deepseek_v3 falcon-alibi xlnet clip
+swinv2 bart vit wav2vec2 beit""".split()
+WITH_INDUCTOR = "bert gpt2 llama gemma2 bloom t5 deberta-v2 swin gpt_oss vit".split()
+# Routing decides by comparing, and in half precision two correct runs may decide differently.
+HALF = [name for name in DIVERSE if name not in ("gpt_oss", "deepseek_v3")]
+
+
+@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision(name: str, dtype: torch.dtype, outcomes):
+    outcome = _check(outcomes, f"architectures, {dtype}", by_name(name), dtype=dtype)
+    assert outcome.fused == outcome.total, outcome.unfused
+
+
+@pytest.mark.parametrize("name", DIVERSE)
+def test_batch_of_one(name: str, outcomes):
+    """Dimensions of size 1 fold away and change the graph."""
+    outcome = _check(outcomes, "architectures, batch 1", by_name(name), batch=1)
+    assert outcome.fused == outcome.total, outcome.unfused
+
+
+@pytest.mark.parametrize("name", WITH_INDUCTOR)
+def test_with_inductor(name: str, outcomes):
+    """The rest of the graph compiled as users have it."""
+    outcome = _check(outcomes, "architectures, Inductor", by_name(name), inner="inductor")
+    assert outcome.fused == outcome.total, outcome.unfused
+
+
+def test_the_zoo_covers_the_field():
+    essential = [e for e in ZOO if e.essential]
+    assert len(ZOO) >= 120 and len(essential) >= 70
+    assert len({e.name for e in ZOO}) == len(ZOO)
+    assert {"encoder", "decoder", "encoder-decoder", "vision", "audio", "multimodal"} <= {e.family for e in essential}
+
+
+@pytest.mark.parametrize("entry", [pytest.param(e, id=e.name) for e in ZOO if e.essential])
+def test_attention_is_not_uniform(entry: Entry):
+    """The weights make attention choose: with uniform attention, wrong scores would pass unseen."""
+    if entry.name in UNUSUAL_SOFTMAX:
+        pytest.skip("its softmaxes do not show")
+    model = entry.build()
+    with Entropy() as entropy, torch.no_grad():
+        model(**entry.inputs(model))
+    assert entropy.shares, "no softmax seen"
+    assert sum(entropy.shares) / len(entropy.shares) < 0.9
