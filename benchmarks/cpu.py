@@ -78,7 +78,10 @@ def measure_row(name: str, row: Row, problem: Problem, dtype: str, options: argp
     for entry in entries:
         prepare(entry, makers[entry.name], exact, allowed)
     _note_sites(entries, before)
-    interleave(entries, seconds=options.seconds)
+    loop = options.peak[dtype]
+    limit = Entry(name="peak", call=loop.call)
+    interleave([limit, *entries], seconds=options.seconds)
+    assert limit.median is not None
     return {
         "row": name,
         "title": row.title,
@@ -88,7 +91,7 @@ def measure_row(name: str, row: Row, problem: Problem, dtype: str, options: argp
         "d": problem.d,
         "dtype": dtype,
         "flop": row.flop(problem),
-        "peak": options.peak[dtype],
+        "peak": round(loop.flop / limit.median / 1e9, 1),
         "entries": {entry.name: entry.summary() for entry in entries},
     }
 
@@ -153,9 +156,12 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[str, functools.partial]
 
 
 @torch.no_grad()
-def run(options: argparse.Namespace, console: Console, peaks: dict[str, float]) -> dict:
+def run(options: argparse.Namespace, console: Console) -> dict:
     """Measure all cells behind a progress bar; interrupted runs keep what they have."""
-    options.peak = {dtype: peak.of_dtype(peaks, DTYPES[dtype]) for dtype in options.dtype}
+    loops = peak.loops(torch.get_num_threads())
+    peaks = {loop.name: round(loop.rate(), 1) for loop in loops}
+    console.print("peaks, GFLOP/s:", ", ".join(f"{name} {rate:.0f}" for name, rate in peaks.items()), highlight=False)
+    options.peak = {dtype: peak.fastest(loops, peaks, DTYPES[dtype]) for dtype in options.dtype}
     data = {"environment": results.environment(peaks), "rows": [], "models": []}
     bar = Progress(
         TextColumn("{task.description}"),
@@ -196,9 +202,7 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(width=160)  # a log file has no width of its own
     start = time.perf_counter()
-    peaks = peak.measure(torch.get_num_threads())
-    console.print("peaks, GFLOP/s:", ", ".join(f"{name} {rate:.0f}" for name, rate in peaks.items()), highlight=False)
-    data = run(options, console, peaks)
+    data = run(options, console)
     if data["rows"]:
         results.show(console, "attention variants", *results.row_table(data["rows"]))
     if data["models"]:

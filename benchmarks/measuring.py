@@ -18,7 +18,7 @@ class Entry:
     """One competitor: what it does, what came of it. `note` says why there is no time, or what is odd about it."""
 
     name: str
-    call: Callable[[], Tensor] | None = None
+    call: Callable[[], object] | None = None
     error: float | None = None  # max|result - float64 reference|
     allowed: float | None = None  # what the numerics rule allows
     first_call: float | None = None  # s, compilation included

@@ -1,17 +1,20 @@
 """The machine's multiply-add peak, measured: loops over registers only, compiled in process, one per instruction set.
 
 What a kernel reaches is given as a share of this. The clock of a processor under vector load is not in any data sheet,
-so the peak is measured on the same cores, with the same number of threads, in the same run.
+so the peak is measured on the same cores, with the same number of threads, in turns with the kernels: on a machine that
+is shared it moves from minute to minute.
 """
 
 import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy
 import torch
 
+SAMPLE = 4e-3  # s; about how long one call of a loop takes
 PASSES = (
     "builtin.module(convert-vector-to-scf,convert-scf-to-cf,expand-strided-metadata,lower-affine,"
     "convert-vector-to-llvm{enable-x86=true},finalize-memref-to-llvm,convert-func-to-llvm,convert-arith-to-llvm,"
@@ -108,61 +111,69 @@ def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[in
     return run
 
 
-def _rate(loop: tuple[str, int], shapes: tuple[tuple[int, ...], ...], dtype: type, threads: int) -> float:
-    """GFLOP/s of the loop on `threads` threads together: best of five, because any disturbance only slows it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """Multiply-adds and nothing else: `call()` does `flop` of them, in a few milliseconds, on all threads together."""
+
+    name: str
+    call: Callable[[], object]
+    flop: float
+
+    def rate(self) -> float:
+        """GFLOP/s, best of five: any disturbance only slows it."""
+        return self.flop / min(_seconds(self.call) for _ in range(5)) / 1e9
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _register_loop(
+    name: str, loop: tuple[str, int], shapes: tuple[tuple[int, ...], ...], dtype: type, threads: int
+) -> Loop:
     function, flop = loop
     runs = [
         _compile(function, (numpy.zeros(shapes[0], dtype), numpy.zeros(shapes[1], numpy.float32)))
         for _ in range(threads)
     ]
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
 
-        def seconds(trips: int) -> float:
-            start = time.perf_counter()
-            list(pool.map(lambda run: run(trips), runs))
-            return time.perf_counter() - start
+    def go(trips: int) -> None:
+        list(pool.map(lambda run: run(trips), runs))
 
-        trips = 1 << 14
-        while seconds(trips) < 0.05:
-            trips *= 2
-        return max(flop * trips * threads / seconds(trips) for _ in range(5)) / 1e9
+    trips = 1 << 12
+    while min(_seconds(lambda: go(trips)) for _ in range(3)) < SAMPLE:  # noqa: B023  called at once
+        trips *= 2
+    return Loop(name=name, call=lambda: go(trips), flop=flop * trips * threads)
 
 
-def _matmul_rate(dtype: torch.dtype, n: int = 2048) -> float:
-    """GFLOP/s of torch's own matrix product, in whatever way it computes it: best of five."""
+def _matrix_product(name: str, dtype: torch.dtype, n: int = 1024) -> Loop:
+    """torch's own matrix product, in whatever way it computes it."""
     a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / min(times[1:]) / 1e9
+    torch.mm(a, b)
+    return Loop(name=name, call=lambda: torch.mm(a, b), flop=2 * n**3)
 
 
-def measure(threads: int) -> dict[str, float]:
-    """Peaks in GFLOP/s for `threads` threads, by name: `fma_f32`, `dot_bf16`, `tile_bf16`, `matmul_f32`, `matmul_bf16`.
-
-    Only what the processor has; without torch-mlir only the matrix products of torch.
-    """
+def loops(threads: int) -> list[Loop]:
+    """What the processor has of `fma_f32`, `dot_bf16`, `tile_bf16`; without torch-mlir, matrix products instead."""
     flags = cpu_flags()
-    peaks = {}
     try:
         lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
         loop = _vector_loop(lanes=lanes, accumulators=24 if lanes == 16 else 12, pairs=False)
-        peaks["fma_f32"] = _rate(loop, ((2 * lanes,), (24 * lanes,)), numpy.float32, threads)
-        if "avx512_bf16" in flags:
-            loop = _vector_loop(lanes=16, accumulators=24, pairs=True)
-            peaks["dot_bf16"] = _rate(loop, ((64,), (24 * 16,)), numpy.int16, threads)
-        if "amx_bf16" in flags and torch.cpu._init_amx():
-            peaks["tile_bf16"] = _rate(_tile_loop(), ((32, 32), (64, 16)), numpy.int16, threads)
+        found = [_register_loop("fma_f32", loop, ((2 * lanes,), (24 * lanes,)), numpy.float32, threads)]
     except ImportError:
-        pass
-    peaks["matmul_f32"] = _matmul_rate(torch.float32)
-    peaks["matmul_bf16"] = _matmul_rate(torch.bfloat16)
-    return {name: round(rate, 1) for name, rate in peaks.items()}
+        return [_matrix_product("matmul_f32", torch.float32), _matrix_product("matmul_bf16", torch.bfloat16)]
+    if "avx512_bf16" in flags:
+        loop = _vector_loop(lanes=16, accumulators=24, pairs=True)
+        found.append(_register_loop("dot_bf16", loop, ((64,), (24 * 16,)), numpy.int16, threads))
+    if "amx_bf16" in flags and torch.cpu._init_amx():
+        found.append(_register_loop("tile_bf16", _tile_loop(), ((32, 32), (64, 16)), numpy.int16, threads))
+    return found
 
 
-def of_dtype(peaks: dict[str, float], dtype: torch.dtype) -> float:
-    """The peak that a kernel with inputs of `dtype` is held against: the best multiply-add the processor has for it."""
-    suffix = "_bf16" if dtype == torch.bfloat16 else "_f32"
-    return max(rate for name, rate in peaks.items() if name.endswith(suffix))
+def fastest(found: list[Loop], rates: dict[str, float], dtype: torch.dtype) -> Loop:
+    """What a kernel with inputs of `dtype` is held against: the best multiply-add the processor has for it."""
+    usable = [loop for loop in found if loop.name.endswith("_f32") or dtype == torch.bfloat16]
+    return max(usable, key=lambda loop: rates[loop.name])

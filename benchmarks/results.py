@@ -126,8 +126,8 @@ def model_table(cells: list[dict]) -> tuple[list[str], list[list[str]]]:
 LEGEND = (
     "Columns with a peer's name: the peer's median time over fusion's, both from turns in one process (above 1: fusion "
     "is faster; `!`: the peer's result is wrong; n/a: it cannot express the variant). GFLOP/s count the live query-key "
-    "pairs only; `vs full` is that speed over full attention's own; the peak is the best multiply-add rate measured on "
-    "these cores for the dtype."
+    "pairs only; `vs full` is that speed over full attention's own; the peak is the best multiply-add rate of these "
+    "cores for the dtype, measured in turns with the kernels."
 )
 
 
@@ -156,7 +156,7 @@ def markdown(data: dict) -> str:
         f"# CPU benchmark, {where['date']}",
         f"{where['cpu']}, {where['threads']} threads on {where['cores']} cores; {where['system']}, "
         f"Python {where['python']}; {versions}; commit {where['commit'] or 'unknown'}.",
-        f"Measured peaks in GFLOP/s: {peaks}.",
+        f"Multiply-add peaks at the start, in GFLOP/s: {peaks}.",
         LEGEND,
     ]
     if data["rows"]:
