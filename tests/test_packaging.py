@@ -1,5 +1,6 @@
 """The wheel holds every package, and `fusion` alone at its top level; the lists kept by hand agree with the folders."""
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -74,6 +75,14 @@ def test_wheel(tmp_path: Path) -> None:
                 expected.add("/".join(parts if top == "fusion" else ("fusion", *parts)))
     assert {name for name in names if name.endswith(".py")} == expected
     assert {name.split("/")[0] for name in names} == {"fusion"}
+
+
+def test_entry_points_lead_somewhere() -> None:
+    project = PROJECT["project"]
+    targets = [*project["scripts"].values(), *project["entry-points"]["torch_dynamo_backends"].values()]
+    for target in targets:
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), target
 
 
 def test_constraints_pin_every_dependency() -> None:
