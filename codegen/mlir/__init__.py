@@ -1,11 +1,12 @@
-"""CPU kernels: an `AttentionSpec` becomes one function in MLIR, compiled in process by torch-mlir, run on torch's OpenMP threads.
+"""CPU kernels: an `AttentionSpec` becomes one function in MLIR, compiled in process by torch-mlir, run on torch's
+OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
-    compile(spec, plan, machine)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
+    compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
 
-How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` and `programs` (score program and
-statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch` (the call). Nothing of torch-mlir is
-imported before a kernel is compiled.
+How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` and `programs`
+(score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch`
+(the call). Nothing of torch-mlir is imported before a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from fusion.machine import Machine
 __all__ = ["Kernel", "KernelCompilationError", "compile", "supports", "unavailable"]
 
 
-def compile(spec: AttentionSpec, plan: object = None, machine: Machine | None = None) -> Kernel:
-    """The kernel of a spec. One kernel per spec and machine is made in a process; `plan` is taken for its tile, where it has one.
+def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = None) -> Kernel:
+    """The kernel of a spec. One kernel per spec and machine is made in a process; `plan` is taken for its tile, where
+    it has one.
 
     Raises KernelCompilationError (a defect here), or ValueError where `supports` has a reason.
     """

@@ -1,8 +1,8 @@
 """Matrix products on AMX tiles of bf16 planes. See `products` for the layout shared by all strategies.
 
-A tile holds 16 rows of 64 bytes. `tdpbf16ps` adds to a 16 x 16 float32 tile C the product of A, 16 rows of 32 bf16, and B, 16 rows of 16
-pairs, where row k of B has elements 2k and 2k + 1 of the reduction. Two by two C tiles share two A and two B tiles, so that loading
-does not bound the rate.
+A tile holds 16 rows of 64 bytes. `tdpbf16ps` adds to a 16 x 16 float32 tile C the product of A, 16 rows of 32 bf16, and
+B, 16 rows of 16 pairs, where row k of B has elements 2k and 2k + 1 of the reduction. Two by two C tiles share two A and
+two B tiles, so that loading does not bound the rate.
 
     K step (32 keys)     A tiles [key half][d chunk of 32][plane][16 keys][32]
     V step (32 keys)     A tiles [e block of 16][plane][16 e][32 keys]
@@ -24,16 +24,18 @@ BF16 = "vector<32xbf16>"
 F32 = "vector<16xf32>"
 PAIRS = "vector<16xi32>"
 
-#: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of tiles. Left out are
-#: products below 2**-24 of the whole (three planes) or 2**-16 (two).
+#: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of
+#: tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two).
 PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
 
-#: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag instead.
+#: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
+#: instead.
 LARGE_BITS = (127 + 120) << 23
 
 
 class Amx:
-    """bf16 tiles, one to three planes. `worst`: address of a vector of i32 that collects the largest magnitudes packed, as bits."""
+    """bf16 tiles, one to three planes. `worst`: address of a vector of i32 that collects the largest magnitudes packed,
+    as bits."""
 
     key_step = 32
     group_step = 2
@@ -59,8 +61,6 @@ class Amx:
 
     def staging_elements(self) -> int:
         return 32 * max(self.d_padded, self.e_padded)
-
-    # -- packing --------------------------------------------------------------------------------------------------------------
 
     def _split(self, x: Value) -> list[Value]:
         """The planes of a float32 vector, each rounded to nearest, as bf16 vectors: their sum is x."""
@@ -119,8 +119,6 @@ class Amx:
                 for plane, (x, y) in enumerate(zip(self._split(low), self._split(high), strict=True)):
                     b.store(b.shuffle(x, y, range(32)), b.at(base, plane * TILE_ELEMENTS + 32 * row, "bf16"))
 
-    # -- products -------------------------------------------------------------------------------------------------------------
-
     def _sizes(self) -> tuple[Value, Value, Value]:
         return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.constant(64, "i64")
 
@@ -138,10 +136,15 @@ class Amx:
 
     def _multiply(self, left: Value, right: Value, sum_: Value) -> Value:
         rows, columns, _ = self._sizes()
-        return self.b.intrinsic("x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum")
+        return self.b.intrinsic(
+            "x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum"
+        )
 
-    def _block(self, sums: list[Value], left: Sequence[Sequence[Value]], right: Sequence[Sequence[Value]]) -> list[Value]:
-        """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are addresses."""
+    def _block(
+        self, sums: list[Value], left: Sequence[Sequence[Value]], right: Sequence[Sequence[Value]]
+    ) -> list[Value]:
+        """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
+        addresses."""
         held: dict[str, tuple[int, list[Value]]] = {}
 
         def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
@@ -187,7 +190,9 @@ class Amx:
             else:
                 # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly.
                 words = [b.bitcast(x, BF16) for x in (first, second)]
-                pair = b.bitcast(b.shuffle(*words, [2 * i + 1 + 32 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair")
+                pair = b.bitcast(
+                    b.shuffle(*words, [2 * i + 1 + 32 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair"
+                )
                 kept = [b.bitcast(b.binary("arith.andi", b.bitcast(x, PAIRS), -0x10000), F32) for x in (first, second)]
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
             b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
@@ -203,7 +208,13 @@ class Amx:
             self._accumulate(values, steps, weights, output, self.e_blocks - 1, 1)
 
     def _accumulate(
-        self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value], block: Value | int, count: int
+        self,
+        values: Value,
+        steps: Value,
+        weights: Sequence[Value],
+        output: Sequence[Value],
+        block: Value | int,
+        count: int,
     ) -> None:
         """`count` blocks of 16 value columns from `block` on."""
         b, size = self.b, TILE_ELEMENTS * self.planes

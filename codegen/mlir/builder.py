@@ -1,9 +1,11 @@
-"""A small writer of MLIR text: values that know their type, loops and branches as `with` blocks, constants collected once.
+"""A small writer of MLIR text: values that know their type, loops and branches as `with` blocks, constants collected
+once.
 
-The kernels of this package are written in the `arith`, `math`, `vector` and `scf` dialects, with memory reached through `llvm.ptr`, so
-that one notion of address serves tensors of any strides and the scratch areas alike. A method of `Builder` appends one operation
-and returns its result; Python code that uses it reads in the order of the text that it writes. Integers stay Python integers as long as
-they can: arithmetic between them is done here, and they become `arith.constant` where an operation needs them.
+The kernels of this package are written in the `arith`, `math`, `vector` and `scf` dialects, with memory reached through
+`llvm.ptr`, so that one notion of address serves tensors of any strides and the scratch areas alike. A method of
+`Builder` appends one operation and returns its result; Python code that uses it reads in the order of the text that it
+writes. Integers stay Python integers as long as they can: arithmetic between them is done here, and they become
+`arith.constant` where an operation needs them.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def is_float(type_: str) -> bool:
 
 
 def literal(value: float, scalar: str) -> str:
-    """A constant as MLIR reads it back exactly: floats that are not finite, and all of float32, by their bits or 9 digits."""
+    """A constant as MLIR reads it back exactly: floats that are not finite, and all of float32, by their bits or 9
+    digits."""
     if scalar == "i1":
         return "true" if value else "false"
     if scalar.startswith("i"):
@@ -89,8 +92,6 @@ class Builder:
         self._used: dict[str, int] = {}
         self._depth = 1
         self._entry: list[str] = []
-
-    # -- names and text -------------------------------------------------------------------------------------------------------
 
     def name(self, hint: str) -> str:
         """A fresh SSA name made from the hint; a number follows only where the hint is taken."""
@@ -150,8 +151,6 @@ class Builder:
         if x.type != type_ and type_.startswith("vector") and not x.type.startswith("vector"):
             return self.broadcast(x, shape_of(type_)[0])
         return x
-
-    # -- arithmetic -----------------------------------------------------------------------------------------------------------
 
     def _pair(self, x: Operand, y: Operand) -> tuple[Value, Value]:
         types = [v.type for v in (x, y) if isinstance(v, Value)]
@@ -213,7 +212,8 @@ class Builder:
         return self.op(f"{op} {x} : {x.type}", x.type, hint)
 
     def fma(self, x: Operand, y: Operand, z: Operand, hint: str = "fma") -> Value:
-        type_ = next(v.type for v in (x, y, z) if isinstance(v, Value) and v.type.startswith("vector"))
+        types = [v.type for v in (x, y, z) if isinstance(v, Value)]
+        type_ = next((t for t in types if t.startswith("vector")), types[0])
         a, b, c = (self.as_value(v, type_) for v in (x, y, z))
         return self.op(f"math.fma {a}, {b}, {c} : {type_}", type_, hint)
 
@@ -242,7 +242,11 @@ class Builder:
         """The same bits as another type; the number of lanes may change."""
         if x.type == type_:
             return x
-        op = "vector.bitcast" if x.type.startswith("vector") and shape_of(x.type)[0] != shape_of(type_)[0] else "arith.bitcast"
+        op = (
+            "vector.bitcast"
+            if x.type.startswith("vector") and shape_of(x.type)[0] != shape_of(type_)[0]
+            else "arith.bitcast"
+        )
         return self.op(f"{op} {x} : {x.type} to {type_}", type_, hint)
 
     def broadcast(self, x: Value, lanes: int, hint: str | None = None) -> Value:
@@ -262,8 +266,6 @@ class Builder:
             return None
         return self.op(call, type_, hint)
 
-    # -- memory ---------------------------------------------------------------------------------------------------------------
-
     def at(self, base: Value, offset: Operand, scalar: str, hint: str = "p") -> Value:
         """The address `offset` elements of type `scalar` after base."""
         if isinstance(offset, int):
@@ -279,8 +281,6 @@ class Builder:
     def store(self, value: Value, address: Value, align: int | None = None) -> None:
         align = align or SIZE[shape_of(value.type)[1]]
         self.line(f"llvm.store {value}, {address} {{alignment = {align} : i64}} : {value.type}, {PTR}")
-
-    # -- control flow ---------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def loop(self, low: Operand, high: Operand, step: Operand = 1, hint: str = "i") -> Iterator[Value]:

@@ -32,7 +32,7 @@ class MachineCode:
 def unavailable() -> str | None:
     """Why nothing can be compiled here, or None."""
     try:
-        import torch_mlir.execution_engine  # noqa: F401
+        import torch_mlir.execution_engine
         import torch_mlir.ir  # noqa: F401
     except ImportError as error:
         return f"torch-mlir cannot be imported ({error}); install torch-mlir to have CPU kernels"
@@ -68,14 +68,15 @@ def compile_text(source: str, entry: str) -> MachineCode:
             engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp_library()])
             address = engine.raw_lookup(entry)
     except Exception as error:
-        raise KernelCompilationError(f"the generated kernel does not compile: {error}\n{_numbered(source, str(error))}") from error
+        place = _numbered(source, str(error))
+        raise KernelCompilationError(f"the generated kernel does not compile: {error}\n{place}") from error
     return MachineCode(engine=engine, address=address)
 
 
 def _numbered(source: str, message: str) -> str:
     """The lines around those that the message names."""
     lines = source.splitlines()
-    numbers = [int(part) for part in message.replace('"', ":").split(":") if part.isdigit() and 0 < int(part) <= len(lines)]
-    centre = numbers[0] if numbers else 1
+    numbers = [int(part) for part in message.replace('"', ":").split(":") if part.isdigit()]
+    centre = next((number for number in numbers if 0 < number <= len(lines)), 1)
     low, high = max(0, centre - 6), min(len(lines), centre + 5)
     return "\n".join(f"{number + 1:5d}  {lines[number]}" for number in range(low, high))

@@ -1,8 +1,9 @@
 """Loads of dense [.., row, column] tensors (biases, masks) for a group of queries and a block of keys.
 
-Lanes are queries, but such tensors are row-major in the keys. So a block is staged once per group: L rows of L keys are read as vectors,
-transposed in registers, converted to float32 (bool: int32) and written as [key][L]; the score program then reads one vector a row.
-Blocks at the edges and tensors of other strides go through gathers, except where lanes are contiguous.
+Lanes are queries, but such tensors are row-major in the keys. So a block is staged once per group: L rows of L keys are
+read as vectors, transposed in registers, converted to float32 (bool: int32) and written as [key][L]; the score program
+then reads one vector a row. Blocks at the edges and tensors of other strides go through gathers, except where lanes are
+contiguous.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _is_dense(expr: Expr) -> bool:
 
 
 class DenseLoad:
-    """One such load. Make it in the item's scope (it writes base and strides there), `stage` it for a group and a block."""
+    """One such load. Make it in the item's scope (it writes base and strides there), `stage` it for a group and a
+    block."""
 
     def __init__(self, context: Context, scope: Scope, expr: Expr):
         self.context, self.expr, self.b = context, expr, context.b
@@ -63,12 +65,15 @@ class DenseLoad:
         return self.b.convert("arith.truncf" if self.memory == "f64" else "arith.extf", x, "f32")
 
     def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> Callable[[Value], Value]:
-        """Write the block to target [key][L]; returns the function that reads the value (FLOAT or BOOL) of a key of the block."""
+        """Write the block to target [key][L]; returns the function that reads the value (FLOAT or BOOL) of a key of the
+        block."""
         b, lanes = self.b, self.context.lanes
         assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
-        all_valid = b.op(f"vector.reduction <and>, {scope.lanes.valid} : {scope.lanes.valid.type} into i1", "i1", "all_valid")
+        all_valid = b.op(
+            f"vector.reduction <and>, {scope.lanes.valid} : {scope.lanes.valid.type} into i1", "i1", "all_valid"
+        )
         unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
         square = b.binary("arith.andi", all_valid, unit)
         transposed = b.select(square, b.mul(b.div(count, lanes), lanes), b.constant(0, "i64"), "transposed")
@@ -79,7 +84,10 @@ class DenseLoad:
             for r, column in enumerate(transpose(b, [self._widen(x) for x in lines])):
                 b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
         with b.loop(transposed, count, hint="j") as j:
-            b.store(self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)), b.at(target, b.mul(j, lanes), "f32"))
+            b.store(
+                self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)),
+                b.at(target, b.mul(j, lanes), "f32"),
+            )
         return lambda key: self._read(target, key)
 
     def _gather(self, scope: Scope, start: Value) -> Value:
@@ -88,11 +96,20 @@ class DenseLoad:
         steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
         offsets = b.mul(steps, b.broadcast(b.as_value(self.row_stride, "i64"), lanes))
         pointers, type_ = f"vector<{lanes}x!llvm.ptr>", vector_of(self.memory, lanes)
-        at = b.op(f"llvm.getelementptr {start}[{offsets}] : (!llvm.ptr, {offsets.type}) -> {pointers}, {self.memory}", pointers, "at")
-        text = f"llvm.intr.masked.gather {at}, {scope.lanes.valid}, {b.constant(0, type_)} {{alignment = {SIZE[self.memory]} : i32}}"
-        return self._widen(b.op(f"{text} : ({pointers}, {scope.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered"))
+        at = b.op(
+            f"llvm.getelementptr {start}[{offsets}] : (!llvm.ptr, {offsets.type}) -> {pointers}, {self.memory}",
+            pointers,
+            "at",
+        )
+        operands = f"{at}, {scope.lanes.valid}, {b.constant(0, type_)}"
+        text = f"llvm.intr.masked.gather {operands} {{alignment = {SIZE[self.memory]} : i32}}"
+        return self._widen(
+            b.op(f"{text} : ({pointers}, {scope.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered")
+        )
 
     def _read(self, target: Value, key: Value) -> Value:
         b = self.b
-        value = b.load(b.at(target, b.mul(key, self.context.lanes), self.scalar), self.vector, "bias", align=4 * self.context.lanes)
+        value = b.load(
+            b.at(target, b.mul(key, self.context.lanes), self.scalar), self.vector, "bias", align=4 * self.context.lanes
+        )
         return b.compare("ne", value, 0) if self.scalar == "i32" else value

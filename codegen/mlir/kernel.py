@@ -8,37 +8,41 @@
         where a row met no live key although keys were skipped: once more over all keys
         divide by the sum, transpose, write
 
-All sizes and strides are run-time arguments. d and d_v are compile-time constants, as are the tile sizes. Everything between memory and
-registers lies in the thread's part of a workspace that the launcher provides; packed K and V are as long as the keys.
+All sizes and strides are run-time arguments. d and d_v are compile-time constants, as are the tile sizes. Everything
+between memory and registers lies in the thread's part of a workspace that the launcher provides; packed K and V are as
+long as the keys.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.amx import LARGE_BITS, Amx
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
 from fusion.codegen.mlir.products import MultiplyAdd, Products, round_up
-from fusion.codegen.mlir.programs import Programs, programs_of
+from fusion.codegen.mlir.programs import J0, J1, Programs, programs_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Lanes, Params, Scope
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.vectormath import LOG2E, VectorMath
+from fusion.codegen.mlir.vectormath import LIBM, LOG2E, VectorMath
 from fusion.ir.expr import ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32
 llvm.func @omp_get_num_threads() -> i32
-"""
+""" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """groups: lane vectors of queries in a block; keys: keys in a block. planes: of AMX products, 0 for multiply-add."""
+    """groups: lane vectors of queries in a block; keys: keys in a block. planes: of AMX products, 0 for
+    multiply-add."""
 
     groups: int
     keys: int
@@ -47,8 +51,9 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
-    """MLIR text and what the launcher must know: parameter slots in order, rows per item, the workspace of a thread in bytes as
-    fixed + steps * per_step with steps = ceil(n_k / key_step), and whether the kernel may raise the flag for large values."""
+    """MLIR text and what the launcher must know: parameter slots in order, rows per item, the workspace of a thread in
+    bytes as fixed + steps * per_step with steps = ceil(n_k / key_step), and whether the kernel may raise the flag for
+    large values."""
 
     source: str
     slots: tuple[tuple, ...]
@@ -82,9 +87,13 @@ class _Kernel:
         self.b = b = Builder()
         self.lanes = target.lanes
         self.vector = vector_of("f32", self.lanes)
-        degree = {1: 3, 2: 4}.get(tiling.planes, 5)
+        degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
         self.context = Context(
-            b=b, params=Params(b, Value("%params", PTR)), math=VectorMath(b, target.avx512, degree), operands=spec.operands, lanes=self.lanes
+            b=b,
+            params=Params(b, Value("%params", PTR)),
+            math=VectorMath(b, target.avx512, degree),
+            operands=spec.operands,
+            lanes=self.lanes,
         )
         self.params = self.context.params
         self.programs: Programs = programs_of(spec)
@@ -102,15 +111,15 @@ class _Kernel:
         self.worst = worst
         self._areas()
 
-    # -- memory ---------------------------------------------------------------------------------------------------------------
-
     def _thread_base(self) -> Value:
         b = self.b
         with b.at_entry():
             for name, function in (("thread", "omp_get_thread_num"), ("threads", "omp_get_num_threads")):
                 number = b.op(f"llvm.call @{function}() : () -> i32", "i32", name)
                 setattr(self, name, b.op(f"arith.extsi {number} : i32 to i64", "i64", name))
-            return b.at(self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine")
+            return b.at(
+                self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine"
+            )
 
     def _area(self, size: int, hint: str) -> Value:
         offset = self.layout.area(size)
@@ -153,12 +162,13 @@ class _Kernel:
             total=part(self.totals, 4 * lanes, "l_at"),
         )
 
-    # -- the function ---------------------------------------------------------------------------------------------------------
-
     def text(self) -> KernelText:
         b, spec = self.b, self.spec
         top = Scope(context=self.context)
-        self.n_q, self.n_k = b.as_value(self._entry_integer(top, spec.n_q), "i64"), b.as_value(self._entry_integer(top, spec.n_k), "i64")
+        self.n_q, self.n_k = (
+            b.as_value(self._entry_integer(top, spec.n_q), "i64"),
+            b.as_value(self._entry_integer(top, spec.n_k), "i64"),
+        )
         if self.worst is not None:
             b.store(b.constant(0, vector_of("i32", 16)), self.worst)
         for slot in range(2 + 8):
@@ -173,8 +183,9 @@ class _Kernel:
         source = f"{HEADER}func.func @attention(%params: {PTR}) {{\n{b.text()}\n  return\n}}\n}}\n"
         slots = tuple(sorted(self.params.slots, key=self.params.slots.__getitem__))
         return KernelText(
-            source=source, slots=slots, rows=self.tiling.groups * self.lanes, key_step=self.products.key_step, fixed_bytes=self.layout.size,
-            step_bytes=self.products.key_bytes() + self.products.value_bytes(), may_flag=self.may_flag,
+            source=source, slots=slots, rows=self.tiling.groups * self.lanes, key_step=self.products.key_step,
+            fixed_bytes=self.layout.size, step_bytes=self.products.key_bytes() + self.products.value_bytes(),
+            may_flag=self.may_flag,
         )  # fmt: skip
 
     def _entry_integer(self, top: Scope, expr: Expr) -> Value | int:
@@ -209,7 +220,9 @@ class _Kernel:
         ]
         self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
         self._note_identity(readers[1:])
-        padded_groups = b.mul(b.div(b.add(groups, self.products.group_step - 1), self.products.group_step), self.products.group_step)
+        padded_groups = b.mul(
+            b.div(b.add(groups, self.products.group_step - 1), self.products.group_step), self.products.group_step
+        )
         with b.loop(0, padded_groups, hint="g") as g:
             at = b.at(self.queries, b.mul(g, self.products.query_bytes()), "i8")
             self.products.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
@@ -232,7 +245,8 @@ class _Kernel:
             end = b.most(b.least(b.as_value(scope.integer(high), "i64"), self.n_k), 0, "key_hi")
         return start, end
 
-    # -- packing K and V ------------------------------------------------------------------------------------------------------
+    # -- packing K and V
+    # ------------------------------------------------------------------------------------------------------
 
     def _note_identity(self, readers: list[RowReader]) -> None:
         """Forget what is packed where this item reads other keys or values than the last one."""
@@ -248,7 +262,8 @@ class _Kernel:
                 b.store(value, b.at(self.state, slot, "i64"))
 
     def _pack(self, readers: list[RowReader], low: Value | int, high: Value) -> None:
-        """Make sure that key steps [low, high) (in keys, low on a step) are packed: extend the packed range to both sides."""
+        """Make sure that key steps [low, high) (in keys, low on a step) are packed: extend the packed range to both
+        sides."""
         b, step = self.b, self.products.key_step
         have_low, have_high = b.load(self.state, "i64", "have_lo"), b.load(b.at(self.state, 1, "i64"), "i64", "have_hi")
         end = b.mul(b.div(b.add(high, step - 1), step), step, "end")
@@ -258,19 +273,25 @@ class _Kernel:
         for start, stop in ((low, have_low), (have_high, end)):
             with b.loop(start, stop, step, hint="j") as j:
                 n = b.div(j, step)
-                self.products.pack_keys(readers[1], j, self.n_k, b.at(self.packed_keys, b.mul(n, self.products.key_bytes()), "i8"), self.staging)
+                self.products.pack_keys(
+                    readers[1],
+                    j,
+                    self.n_k,
+                    b.at(self.packed_keys, b.mul(n, self.products.key_bytes()), "i8"),
+                    self.staging,
+                )
                 at = b.at(self.packed_values, b.mul(n, self.products.value_bytes()), "i8")
                 self.products.pack_values(readers[2], j, self.n_k, at, self.staging)
         b.store(b.least(low, have_low), self.state)
         b.store(b.most(end, have_high), b.at(self.state, 1, "i64"))
 
-    # -- the loop over keys ---------------------------------------------------------------------------------------------------
-
-    def _attend(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:  # noqa: PLR0913
-        """All key blocks; a second time over all keys where the mask let keys be skipped and a row met none that is live."""
+    def _attend(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
+        """All key blocks; a second time over all keys where the mask let keys be skipped and a row met none that is
+        live."""
         b = self.b
         mask = self.spec.mask
-        if mask is None or (mask.key_lo is None and mask.key_hi is None):
+        skips = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
+        if mask is None or not skips or self.spec.normalizer is Normalizer.NONE:
             self._visit(scope, readers, first, count, groups, padded_groups, low, high)
             return
         yes, start = b.constant(1, "i1"), [b.as_value(low, "i64"), high]
@@ -279,7 +300,9 @@ class _Kernel:
                 self._visit(scope, readers, first, count, groups, padded_groups, lo, hi)
             everything = b.binary("arith.andi", b.compare("sle", lo, 0), b.compare("sge", hi, self.n_k))
             partial = b.binary("arith.xori", everything, yes)
-            again = b.binary("arith.andi", b.binary("arith.andi", needed, partial), self._any_dead(count, groups, mask.fill), "again")
+            again = b.binary(
+                "arith.andi", b.binary("arith.andi", needed, partial), self._any_dead(count, groups, mask.fill), "again"
+            )
             loop.yields(b.constant(0, "i64"), self.n_k, again)
 
     def _any_dead(self, count: Value, groups: Value, fill: float) -> Value:
@@ -287,18 +310,25 @@ class _Kernel:
         no = b.constant(0, "i1")
         with b.carry(0, groups, 1, [no], hint="g") as (loop, g, (dead,)):
             m = b.load(b.at(self.maxima, b.mul(g, lanes), "f32"), self.vector, "m")
-            alive = b.compare("ogt", m, fill / 2 / self.programs.scale)
+            # In units of the scale the fill was clamped to the largest float32: the limit must stay above that.
+            alive = b.compare("ogt", m, max(fill / 2 / self.programs.scale, -3e38) if math.isfinite(fill) else fill)
             not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
             found = b.binary("arith.andi", not_alive, self._valid(b.sub(count, b.mul(g, lanes))))
-            loop.yields(b.binary("arith.ori", dead, b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")))
+            loop.yields(
+                b.binary(
+                    "arith.ori", dead, b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")
+                )
+            )
         return loop.results[0]
 
     def _valid(self, remaining: Value) -> Value:
         b, lanes = self.b, self.lanes
         limit = b.op(f"arith.trunci {b.least(remaining, lanes)} : i64 to i32", "i32", "limit")
-        return b.compare("slt", b.dense(range(lanes), vector_of("i32", lanes), "lane"), b.broadcast(limit, lanes), "valid")
+        return b.compare(
+            "slt", b.dense(range(lanes), vector_of("i32", lanes), "lane"), b.broadcast(limit, lanes), "valid"
+        )
 
-    def _visit(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:  # noqa: PLR0913
+    def _visit(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
         b, p, keys = self.b, self.products, self.tiling.keys
         lanes = self.lanes
         with b.loop(0, padded_groups, hint="g") as g:
@@ -308,20 +338,17 @@ class _Kernel:
             with b.loop(0, p.e_padded, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
         self._pack(readers, low, high)
-        full = self._full_range(scope)
         with b.loop(low, high, keys, hint="j0") as j0:
             n = b.least(b.sub(high, j0), keys, "n_keys")
             steps = b.div(b.add(n, p.key_step - 1), p.key_step, "steps")
             block = KeyBlock(first=j0, count=n, padded=b.mul(steps, p.key_step))
+            whole = self._all_live(scope, j0, n)
             with b.loop(0, steps, hint="step") as step, b.loop(0, padded_groups, p.group_step, hint="g") as g:
                 at = b.at(self.packed_keys, b.mul(b.add(b.div(j0, p.key_step), step), p.key_bytes()), "i8")
                 members = [b.add(g, k) for k in range(p.group_step)]
                 queries = [b.at(self.queries, b.mul(m, p.query_bytes()), "i8") for m in members]
                 rows = [b.add(b.mul(m, keys), b.mul(step, p.key_step)) for m in members]
                 p.scores(at, queries, [b.at(self.scores, b.mul(r, lanes), "f32") for r in rows])
-            whole = None
-            if full is not None:
-                whole = b.binary("arith.andi", b.compare("sge", j0, full[0]), b.compare("sle", b.add(j0, n), full[1]), "all_live")
             with b.loop(0, groups, hint="g") as g:
                 self._group(scope, first, count, g, block, whole)
             with b.loop(0, padded_groups, p.group_step, hint="g") as g:
@@ -329,12 +356,15 @@ class _Kernel:
                 at = b.at(self.packed_values, b.mul(b.div(j0, p.key_step), p.value_bytes()), "i8")
                 p.accumulate(at, steps, [m.weights for m in members], [m.output for m in members])
 
-    def _full_range(self, scope: Scope) -> tuple[Value, Value] | None:
+    def _all_live(self, scope: Scope, first: Value, count: Value) -> Value | None:
+        """Whether the conditions that the variant for full blocks leaves out hold for all rows and keys of the
+        block."""
         if self.programs.full is None:
             return None
-        mask = self.spec.mask
-        assert mask is not None and mask.full_lo is not None and mask.full_hi is not None
-        return self.b.as_value(scope.integer(mask.full_lo), "i64"), self.b.as_value(scope.integer(mask.full_hi), "i64")
+        b = self.b
+        block = Scope(context=self.context, parent=scope, known={J0: first, J1: b.sub(b.add(first, count), 1)})
+        conditions = [b.compare("sge", block.value(g), 0) for g in self.programs.margins]
+        return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "all_live"), conditions)
 
     def _lane_scope(self, scope: Scope, first: Value, count: Value, g: Value) -> Scope:
         b = self.b
@@ -379,8 +409,6 @@ class _Kernel:
         softmax.fill_beyond(float("-inf"))
         softmax.rescale(highest, self.products.e_padded, exact=self.spec.row_scale is not None)
 
-    # -- the end of an item ---------------------------------------------------------------------------------------------------
-
     def _finish(self, scope: Scope, first: Value, count: Value, g: Value) -> None:
         """Scale, transpose and write one group."""
         b, memory, lanes = self.b, self._group_memory(g), self.lanes
@@ -388,7 +416,9 @@ class _Kernel:
         factor = None if self.spec.normalizer is Normalizer.NONE else self._row_factor(rows, memory)
         padded = self.products.e_padded
         with b.loop(0, padded, lanes, hint="e") as e:
-            cells = [b.load(b.at(memory.output, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)]
+            cells = [
+                b.load(b.at(memory.output, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)
+            ]
             if factor is not None:
                 cells = [b.mul(cell, factor) for cell in cells]
             for r, line in enumerate(transpose(b, cells)):
@@ -401,7 +431,9 @@ class _Kernel:
         remaining = b.least(b.sub(count, b.mul(g, lanes)), lanes)
         with b.loop(0, remaining, hint="r") as r:
             position = b.mul(b.add(b.add(first, b.mul(g, lanes)), r), self.params[("out_stride", "i")])
-            self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), b.at(target, position, memory_type), memory_type)
+            self._write_row(
+                b.at(self.finished, b.mul(r, padded), "f32"), b.at(target, position, memory_type), memory_type
+            )
 
     def _write_row(self, source: Value, target: Value, memory: str) -> None:
         """d_v elements: vectors where the output is contiguous along them."""
@@ -418,20 +450,28 @@ class _Kernel:
 
     def _row_factor(self, rows: Scope, memory: Group) -> Value:
         """What each lane's output is multiplied by; sinks and the spec's own row scale included."""
-        b, spec, math = self.b, self.spec, self.context.math
-        m = b.mul(b.load(memory.maximum, self.vector, "m"), self.programs.scale)
+        b, spec, exp2 = self.b, self.spec, self.context.math.exp2
+        unused = self.b.constant(0, "i64")
+        softmax = GroupSoftmax(
+            self.context, memory, KeyBlock(first=unused, count=unused, padded=unused), self.programs.scale
+        )
+        raw = b.load(memory.maximum, self.vector, "m")
+        m = b.mul(raw, self.programs.scale)
         total = b.load(memory.total, self.vector, "l")
         shift: Value | None = None
+        if spec.sinks or spec.row_scale is not None:
+            shift = b.div(1.0, softmax.excess(raw))
+            total = b.mul(total, shift)
         if spec.sinks:
             highest = m
             sinks = [rows.vector(sink) for sink in spec.sinks]
             for sink in sinks:
                 highest = b.select(b.compare("ogt", sink, highest), sink, highest, "m_all")
             base = b.select(b.compare("oeq", highest, float("-inf")), 0.0, highest)
-            shift = math.exp2(b.mul(b.sub(m, base), LOG2E), 5)
-            total = b.mul(total, shift)
+            down = exp2(b.mul(b.sub(m, base), LOG2E), 5)
+            shift, total = b.mul(shift, down), b.mul(total, down)
             for sink in sinks:
-                total = b.add(total, math.exp2(b.mul(b.sub(sink, base), LOG2E), 5), "l_all")
+                total = b.add(total, exp2(b.mul(b.sub(sink, base), LOG2E), 5), "l_all")
             m = highest
         if spec.row_scale is None:
             factor = b.div(1.0, total, "factor")
@@ -444,4 +484,3 @@ class _Kernel:
             dead = b.binary("arith.andi", b.compare("oeq", m, float("-inf")), b.compare("oeq", total, 0.0), "dead")
             factor = b.select(dead, 0.0, factor, "factor")  # a row of NaN has a NaN sum
         return factor
-

@@ -37,7 +37,8 @@ class _ThreadMemory(threading.local):
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
         self.params = ctypes.create_string_buffer(8 * 256)
-        # The engine's entry points take an array of pointers to arguments; the one argument is the address of the slots.
+        # The engine's entry points take an array of pointers to arguments; the one argument is the address of the
+        # slots.
         self._argument = ctypes.c_void_p(ctypes.addressof(self.params))
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
         self.packed = ctypes.addressof(self._arguments)
@@ -55,7 +56,7 @@ _memory = _ThreadMemory()
 
 def integer_function(expr: Expr, names: Sequence[str]) -> Callable[[Sequence[int]], int]:
     """A size expression as a Python function of the run-time sizes, compiled once."""
-    return eval(f"lambda s: {_python(expr, list(names))}")  # noqa: S307 - the text is written here from integers only
+    return eval(f"lambda s: {_python(expr, list(names))}")
 
 
 def _python(expr: Expr, names: list[str]) -> str:
@@ -82,8 +83,9 @@ class Variant:
 class Kernel:
     """A spec's kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
 
-    Another length compiles nothing. Another d or d_v (where the spec has them as run-time sizes) compiles another variant at its first
-    call, and so do inputs too large for the split into bfloat16 planes, which are computed again with multiply-adds.
+    Another length compiles nothing. Another d or d_v (where the spec has them as run-time sizes) compiles another
+    variant at its first call, and so do inputs too large for the split into bfloat16 planes, which are computed again
+    with multiply-adds.
     """
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
@@ -125,7 +127,9 @@ class Kernel:
         if n_k == 0 or d == 0:
             return self._degenerate(operands, sizes)
         if max(n_q, n_k, *sizes) >= SIZE_LIMIT:
-            raise UnsupportedSizeError(f"a size of {max(n_q, n_k, *sizes)} was met; CPU kernels take sizes below {SIZE_LIMIT}")
+            raise UnsupportedSizeError(
+                f"a size of {max(n_q, n_k, *sizes)} was met; CPU kernels take sizes below {SIZE_LIMIT}"
+            )
         count = 1
         for extent in batch:
             count *= extent
@@ -141,8 +145,15 @@ class Kernel:
 
         return run(self.spec, operands, sizes)
 
-    def _run(  # noqa: PLR0913
-        self, variant: Variant, operands: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor, count: int, n_q: int, n_k: int
+    def _run(
+        self,
+        variant: Variant,
+        operands: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        out: torch.Tensor,
+        count: int,
+        n_q: int,
+        n_k: int,
     ) -> None:
         text = variant.text
         blocks = -(-n_q // text.rows)
@@ -153,13 +164,16 @@ class Kernel:
         memory = _memory
         values = self._slot_values(text, operands, sizes, out)
         values |= {
-            ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread, ("key_steps",): steps,
-            ("items",): items, ("blocks",): blocks, ("ptr", "flag"): ctypes.addressof(memory.flag),
+            ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
+            ("key_steps",): steps, ("items",): items, ("blocks",): blocks, ("ptr", "flag"):
+            ctypes.addressof(memory.flag),
         }  # fmt: skip
         struct.pack_into(f"{len(text.slots)}q", memory.params, 0, *(values[key] for key in text.slots))
         _parallel()(variant.code.address, memory.packed, threads, 0)
 
-    def _slot_values(self, text: KernelText, operands: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor) -> dict[tuple, int]:
+    def _slot_values(
+        self, text: KernelText, operands: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor
+    ) -> dict[tuple, int]:
         values: dict[tuple, int] = {("ptr", "out"): out.data_ptr()}
         for number, operand in enumerate(operands):
             values[("ptr", number)] = operand.data_ptr()

@@ -1,18 +1,20 @@
 """The two matrix products of a tile, behind one interface: multiply-add vectors, or AMX tiles of bf16 planes.
 
-Everything is arranged so that vector lanes are queries. Queries come in groups of L (the vector width); a block has several groups.
+Everything is arranged so that vector lanes are queries. Queries come in groups of L (the vector width); a block has
+several groups.
 
     scores      S^T [group][key][L]      = K Q^T
     weights     P^T, packed as the strategy wants it
     output      O^T [group][e][L]       += V^T P^T
 
-Both products have the same shape: a left operand whose elements (or 16 x 32 tiles) are used for many lanes, and a right operand with
-lanes innermost. The strategies differ in how operands are packed and in the register tile.
+Both products have the same shape: a left operand whose elements (or 16 x 32 tiles) are used for many lanes, and a right
+operand with lanes innermost. The strategies differ in how operands are packed and in the register tile.
 
 - `MultiplyAdd`: float32. Left operands K [key][d] and V [key][e]: one scalar at a time is broadcast.
-- `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum of three bf16
-  values (planes), a float16 of two; the products of planes that matter are accumulated in float32: 6 of 9 for float32 (what is left
-  out is below 2**-24 of the product), 3 of 4 for float16, one for bfloat16.
+- `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
+of three bf16
+  values (planes), a float16 of two; the products of planes that matter are accumulated in float32: 6 of 9 for float32
+  (what is left out is below 2**-24 of the product), 3 of 4 for float16, one for bfloat16.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class MultiplyAdd:
         self.tile_rows, self.group_step = tile_rows, tile_groups
         self.key_step = tile_rows
         self.d_padded = round_up(d, lanes)
-        self.e_padded = round_up(round_up(e, lanes), tile_rows)
+        self.e_padded = round_up(e, lanes)
         self.vector = vector_of("f32", lanes)
 
     def query_bytes(self) -> int:
@@ -87,7 +89,9 @@ class MultiplyAdd:
             for r, column in enumerate(columns):
                 b.store(column, b.at(target, b.mul(b.add(c, r), lanes), "f32"))
 
-    def _copy(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value, width: int, padded: int) -> None:
+    def _copy(
+        self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value, width: int, padded: int
+    ) -> None:
         b = self.b
         rows = reader.rows(first, self.key_step, limit, width, padded, staging)
         for r in range(self.key_step):
@@ -105,7 +109,10 @@ class MultiplyAdd:
         b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
         zero = b.constant(0.0, self.vector)
         with b.carry(0, self.d, 1, [zero] * (len(rows) * len(groups)), hint="c") as (loop, c, sums):
-            right = [b.load(b.at(queries[g], b.mul(c, self.lanes), "f32"), self.vector, "q", align=64) for g in groups]
+            right = [
+                b.load(b.at(queries[g], b.mul(c, self.lanes), "f32"), self.vector, "q", align=4 * self.lanes)
+                for g in groups
+            ]
             new = []
             for r in rows:
                 left = b.broadcast(b.load(b.at(keys, b.add(c, r * self.d_padded), "f32"), "f32", "k"), self.lanes)
@@ -113,13 +120,13 @@ class MultiplyAdd:
             loop.yields(*new)
         for r in rows:
             for g in groups:
-                b.store(loop.results[r * len(groups) + g], b.at(target[g], r * self.lanes, "f32"), align=64)
+                b.store(loop.results[r * len(groups) + g], b.at(target[g], r * self.lanes, "f32"), align=4 * self.lanes)
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group."""
         address = self.b.at(target, self.b.mul(key, self.lanes), "f32")
-        self.b.store(first, address, align=64)
-        self.b.store(second, self.b.at(address, self.lanes, "f32"), align=64)
+        self.b.store(first, address, align=4 * self.lanes)
+        self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
     def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
         """O^T += V^T P^T over `steps` key steps, for `group_step` groups."""
@@ -127,10 +134,13 @@ class MultiplyAdd:
         keys = b.mul(steps, self.key_step)
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e:
             cells = [b.at(output[g], b.mul(b.add(e, r), lanes), "f32") for r in rows for g in groups]
-            start = [b.load(cell, self.vector, "o", align=64) for cell in cells]
+            start = [b.load(cell, self.vector, "o", align=4 * self.lanes) for cell in cells]
             column = b.at(values, e, "f32")
             with b.carry(0, keys, 1, start, hint="j") as (loop, j, sums):
-                right = [b.load(b.at(weights[g], b.mul(j, lanes), "f32"), self.vector, "p", align=64) for g in groups]
+                right = [
+                    b.load(b.at(weights[g], b.mul(j, lanes), "f32"), self.vector, "p", align=4 * self.lanes)
+                    for g in groups
+                ]
                 base = b.at(column, b.mul(j, self.e_padded), "f32")
                 new = []
                 for r in rows:
@@ -138,4 +148,4 @@ class MultiplyAdd:
                     new += [b.fma(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
                 loop.yields(*new)
             for cell, result in zip(cells, loop.results, strict=True):
-                b.store(result, cell, align=64)
+                b.store(result, cell, align=4 * self.lanes)

@@ -1,7 +1,8 @@
-"""What the score program of a spec becomes in the kernel: variants for masked and for full blocks, and a scale that costs nothing.
+"""What the score program of a spec becomes in the kernel: variants for masked and for full blocks, and a scale that
+costs nothing.
 
-A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by log2(e) anyway:
-`where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
+A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by
+log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
 """
 
 from __future__ import annotations
@@ -9,36 +10,57 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fusion.ir import ops
-from fusion.ir.expr import SCORE, TRUE, Expr, Kind, const, contains, substitute
+from fusion.ir import integers, ops
+from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, coord, substitute, walk
 from fusion.ir.spec import AttentionSpec, Normalizer
 
+I0, I1, J0, J1 = (coord(name) for name in ("i0", "i1", "j0", "j1"))
 _LARGEST = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """masked: the whole program. full: the program where every key is live, or None where it is the same. Both in units of `scale`:
-    the score is scale * program."""
+    """masked: the whole program. full: the program for blocks where the integer conditions of the mask hold everywhere,
+    or None. margins: INT expressions in b.., i0, i1, j0, j1 (first and last row and key), none negative where that is
+    so. Programs are in units of `scale`: the score is scale * program."""
 
     masked: Expr
     full: Expr | None
+    margins: tuple[Expr, ...]
     scale: float
 
 
 def programs_of(spec: AttentionSpec) -> Programs:
     """The variants of a spec's program."""
     score, full = spec.score, None
-    if spec.mask is not None and spec.mask.full_lo is not None and spec.mask.full_hi is not None:
-        live = {part: TRUE for part in ops.conjuncts(spec.mask.live)}
-        full = substitute(score, live | {spec.mask.live: TRUE})
-        full = None if full is score else full
-    if spec.normalizer is Normalizer.NONE:
-        return Programs(masked=score, full=full, scale=1.0)
-    scale = _factor(score)
+    margins: tuple[Expr, ...] = ()
+    if spec.mask is not None:
+        decided = {part: margin for part in ops.conjuncts(spec.mask.live) if (margin := _margin(part)) is not None}
+        full = substitute(score, dict.fromkeys(decided, TRUE))
+        full, margins = (None, ()) if full is score else (full, tuple(decided.values()))
+    scale = None if spec.normalizer is Normalizer.NONE else _factor(score)
     if scale is None or (full is not None and _factor(full) != scale):
-        return Programs(masked=score, full=full, scale=1.0)
-    return Programs(masked=_divide(score, scale), full=None if full is None else _divide(full, scale), scale=scale)
+        return Programs(masked=score, full=full, margins=margins, scale=1.0)
+    parts = [None if part is None else _divide(part, scale) for part in (score, full)]
+    assert parts[0] is not None
+    return Programs(masked=parts[0], full=parts[1], margins=margins, scale=scale)
+
+
+def _margin(predicate: Expr) -> Expr | None:
+    """The least value over a block of right - left (less one for `<`) of a comparison linear in row and key; None for
+    others."""
+    if predicate.op not in ("ile", "ilt") or any(part.op in ("load", "to_int") for part in walk(predicate)):
+        return None
+    left, right = predicate.args
+    rest = integers.sub(right, left)
+    least = integers.integer(-1 if predicate.op == "ilt" else 0)
+    for position, first, last in ((I, I0, I1), (J, J0, J1)):
+        parts = integers.linear(rest, position)
+        if parts is None or not parts[0].is_const:
+            return None
+        coefficient, rest = int(parts[0].attr), parts[1]  # type: ignore[arg-type]
+        least = integers.add(least, integers.mul(coefficient, first if coefficient > 0 else last))
+    return integers.add(least, rest)
 
 
 def _factor(expr: Expr) -> float | None:

@@ -1,9 +1,9 @@
 """Reading blocks of rows of an operand, whatever its strides.
 
-Q, K and V reach the kernel as `operand[index expressions in (b.., row, column)]`. Where every index is linear in row and column, a row is
-a strided run; where the column stride is 1 as well (the usual case, known only at run time), the packing loops read the tensor in
-place. Everything else - other strides, index maps with divisions, rows beyond the end, widths that are no multiple of a vector - goes
-through a small staging area that a scalar loop fills, padded with zeros.
+Q, K and V reach the kernel as `operand[index expressions in (b.., row, column)]`. Where every index is linear in row
+and column, a row is a strided run; where the column stride is 1 as well (the usual case, known only at run time), the
+packing loops read the tensor in place. Everything else - other strides, index maps with divisions, rows beyond the end,
+widths that are no multiple of a vector - goes through a small staging area that a scalar loop fills, padded with zeros.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class RowReader:
         self.base, self.row_stride, self.column_stride = self._strides()
 
     def _strides(self) -> tuple[Value | int | None, Value | int | None, Value | int | None]:
-        """(offset of element (0, 0), row stride, column stride), or Nones where the map is not linear with scalar strides."""
+        """(offset of element (0, 0), row stride, column stride), or Nones where the map is not linear with scalar
+        strides."""
         b, scope, params = self.context.b, self.scope, self.context.params
         base: Value | int = 0
         rows: Value | int = 0
@@ -64,7 +65,8 @@ class RowReader:
         return not coordinates(expr).isdisjoint({str(self.access.row.attr), str(self.access.column.attr)})
 
     def identity(self) -> list[Value | int]:
-        """Integers that are equal for two work items that read the same rows: the offset, or the batch coordinates themselves."""
+        """Integers that are equal for two work items that read the same rows: the offset, or the batch coordinates
+        themselves."""
         if self.base is not None:
             return [self.base]
         names = sorted({n for index in self.access.index for n in coordinates(index) if n.startswith("b")})
@@ -92,7 +94,9 @@ class RowReader:
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
         return Rows(pointer=pointer, stride=stride, memory=self.memory)
 
-    def _stage(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value, start: Value | None) -> None:
+    def _stage(
+        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value, start: Value | None
+    ) -> None:
         """Copy element by element; zeros beyond the rows' limit and in the padding."""
         b = self.context.b
         zero = b.constant(0, self.memory) if self.memory.startswith("i") else b.constant(0.0, self.memory)

@@ -1,8 +1,9 @@
-"""Values of expressions inside a kernel: scalars where they are the same for all lanes, vectors along the lane coordinate otherwise.
+"""Values of expressions inside a kernel: scalars where they are the same for all lanes, vectors along the lane
+coordinate otherwise.
 
-Scopes follow the loops: the function (sizes), one work item (batch coordinates), one group of rows (the lane coordinate), one key.
-A value is written in the scope that asks for it first; `prepare` lets an outer scope write what inner ones will need, so that
-nothing is computed in a loop which does not depend on it.
+Scopes follow the loops: the function (sizes), one work item (batch coordinates), one group of rows (the lane
+coordinate), one key. A value is written in the scope that asks for it first; `prepare` lets an outer scope write what
+inner ones will need, so that nothing is computed in a loop which does not depend on it.
 
 FLOAT is f32. BOOL is i1. INT is i64 as a scalar; as a vector i32 where its magnitude is provably small, else i64.
 """
@@ -32,8 +33,8 @@ MEMORY_TYPE = {
 class Params:
     """The kernel's run-time arguments: 64-bit slots behind one pointer, read once at the function's start.
 
-    `slots` lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size", name), and whatever
-    else the kernel asks for; the launcher fills them in the same order.
+    `slots` lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size",
+    name), and whatever else the kernel asks for; the launcher fills them in the same order.
     """
 
     def __init__(self, b: Builder, pointer: Value):
@@ -95,7 +96,8 @@ def magnitude(expr: Expr) -> float:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """Bindings of coordinates and other leaves, and the values made so far; unknown leaves are looked up in the parent."""
+    """Bindings of coordinates and other leaves, and the values made so far; unknown leaves are looked up in the
+    parent."""
 
     context: Context
     parent: Scope | None = None
@@ -110,8 +112,6 @@ class Scope:
     @property
     def b(self) -> Builder:
         return self.context.b
-
-    # -- public ---------------------------------------------------------------------------------------------------------------
 
     def prepare(self, *exprs: Expr | None, bound: frozenset[str]) -> None:
         """Write here whatever below the expressions depends on nothing but the coordinates `bound`."""
@@ -163,8 +163,6 @@ class Scope:
             return False
         names = coordinates(expr)
         return str(self.lanes.coord.attr) in names
-
-    # -- making values --------------------------------------------------------------------------------------------------------
 
     def _make(self, expr: Expr) -> Value:
         if expr.op == "const":
@@ -235,8 +233,6 @@ class Scope:
             return b.binary("arith.xori", args[0], b.constant(-1 if shape_of(args[0].type)[0] else 1, args[0].type))
         raise NotImplementedError(op)
 
-    # -- integers -------------------------------------------------------------------------------------------------------------
-
     def affine(self, expr: Expr) -> tuple[Value | int, int] | None:
         """(value in lane 0, constant step per lane) of an INT expression, or None where it is not of that form."""
         if not self.varies(expr):
@@ -270,7 +266,8 @@ class Scope:
         return self._integer_operation(expr.op, values)
 
     def _lane_integer(self, expr: Expr, scalar: str) -> Value:
-        """As a vector of this element type. Narrowing is only asked for where the result is small; wrapping is then harmless."""
+        """As a vector of this element type. Narrowing is only asked for where the result is small; wrapping is then
+        harmless."""
         b, lanes = self.b, self.context.lanes
         value = self.value(expr)
         if not shape_of(value.type)[0]:
@@ -291,7 +288,9 @@ class Scope:
         if op == "mod":
             quotient = b.binary("arith.floordivsi", *values)
             return b.sub(values[0], b.mul(quotient, values[1]), "mod")
-        return b.binary({"floordiv": "arith.floordivsi", "imin": "arith.minsi", "imax": "arith.maxsi"}[op], *values, hint=op)
+        return b.binary(
+            {"floordiv": "arith.floordivsi", "imin": "arith.minsi", "imax": "arith.maxsi"}[op], *values, hint=op
+        )
 
     def _scalar_integer(self, expr: Expr) -> Value:
         b = self.b
@@ -309,7 +308,8 @@ class Scope:
         return self._integer_operation(expr.op, values)
 
     def _compare_integers(self, expr: Expr) -> Value:
-        """Comparison. Of affine values: step * lane against a scalar bound, clamped to 32 bits; exact for any 64-bit bound."""
+        """Comparison. Of affine values: step * lane against a scalar bound, clamped to 32 bits; exact for any 64-bit
+        bound."""
         b, lanes = self.b, self.context.lanes
         predicate = {"ilt": "slt", "ile": "sle", "ieq": "eq", "ine": "ne"}[expr.op]
         left, right = expr.args
@@ -321,12 +321,14 @@ class Scope:
             limit = b.op(f"arith.trunci {limit} : i64 to i32", "i32", "limit")
             steps = [(step_a - step_c) * lane for lane in range(lanes)]
             if max(map(abs, steps)) < 1 << 30:
-                return b.compare(predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes))
+                return b.compare(
+                    predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes)
+                )
         if all(forms) and forms:
-            return b.broadcast(b.compare(predicate, b.as_value(forms[0][0], "i64"), b.as_value(forms[1][0], "i64")), lanes)  # type: ignore[index]
+            return b.broadcast(
+                b.compare(predicate, b.as_value(forms[0][0], "i64"), b.as_value(forms[1][0], "i64")), lanes
+            )  # type: ignore[index]
         return b.compare(predicate, *self._same_shape([self.value(left), self.value(right)]))
-
-    # -- loads ----------------------------------------------------------------------------------------------------------------
 
     def _load(self, expr: Expr) -> Value:
         number = int(expr.attr)  # type: ignore[arg-type]
@@ -337,7 +339,12 @@ class Scope:
             offset: Value | int = 0
             for index, stride in zip(expr.args, strides, strict=True):
                 offset = self.b.add(offset, self.b.mul(self.integer(index), stride))
-            return widen(self.b, self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}"), expr.kind)
+            return widen(
+                self.b,
+                self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}"),
+                expr.kind,
+                self._unsigned(number),
+            )
         return self._gather(expr, pointer, strides, memory)
 
     def _gather(self, expr: Expr, pointer: Value, strides: list[Value], memory: str) -> Value:
@@ -355,20 +362,30 @@ class Scope:
         assert total is not None
         base = b.at(pointer, scalar, memory)
         pointers = f"vector<{lanes}x!llvm.ptr>"
-        addresses = b.op(f"llvm.getelementptr {base}[{total}] : (!llvm.ptr, {total.type}) -> {pointers}, {memory}", pointers, "at")
+        addresses = b.op(
+            f"llvm.getelementptr {base}[{total}] : (!llvm.ptr, {total.type}) -> {pointers}, {memory}", pointers, "at"
+        )
         type_ = vector_of(memory, lanes)
         zero = b.constant(0, type_)
         text = f"llvm.intr.masked.gather {addresses}, {self.lanes.valid}, {zero} {{alignment = {SIZE[memory]} : i32}}"
-        return widen(b, b.op(f"{text} : ({pointers}, {self.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered"), expr.kind)
+        return widen(
+            b,
+            b.op(f"{text} : ({pointers}, {self.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered"),
+            expr.kind,
+            self._unsigned(int(expr.attr)),
+        )  # type: ignore[arg-type]
+
+    def _unsigned(self, operand: int) -> bool:
+        return self.context.operands[operand].dtype == "uint8"
 
 
-def widen(b: Builder, value: Value, kind: Kind) -> Value:
+def widen(b: Builder, value: Value, kind: Kind, unsigned: bool = False) -> Value:
     """From the type in memory to the type in the kernel."""
     lanes, scalar = shape_of(value.type)
     if kind is Kind.BOOL:
         return b.compare("ne", value, b.constant(0, value.type))
     if kind is Kind.INT:
-        return value if scalar == "i64" else b.convert("arith.extsi", value, "i64")
+        return value if scalar == "i64" else b.convert("arith.extui" if unsigned else "arith.extsi", value, "i64")
     if scalar == "f64":
         return b.convert("arith.truncf", value, "f32")
     return value if scalar == "f32" else b.convert("arith.extf", value, "f32")

@@ -1,19 +1,22 @@
 """The part between the two products, for one group of queries (one vector of lanes) and one block of keys.
 
-Pass one applies the score program to the rows of S^T and takes each lane's maximum. Pass two replaces x by exp2(x * c - m * c), with
-c = scale * log2(e), adds up the sum, and hands the weights to the second product.
+Pass one applies the score program to the rows of S^T and takes each lane's maximum. Pass two replaces x by exp2(x * c -
+m * c), with c = scale * log2(e), adds up the sum, and hands the weights to the second product.
 
-The maximum that is subtracted is allowed to be stale: as long as no lane's new maximum is more than 2**8 above it, weights stay below
-2**8 and nothing is rescaled. That is exact in floating point (only the common exponent differs) and saves nearly all rescaling.
+The maximum that is subtracted is allowed to be stale: as long as no lane's new maximum is more than 2**8 above it,
+weights stay below 2**8 and nothing is rescaled. That is exact in floating point (only the common exponent differs) and
+saves nearly all rescaling.
 
-Special values. A maximum of -inf (no key yet) is replaced by 0, so that exp(-inf) gives weight 0 and a row that ends so has sum 0. Where
-the maximum is so large that its product with c might overflow (finfo.min of fully masked rows), c is replaced by the scale alone for
-that lane: differences there are either 0 or far beyond what exp can tell apart from 0. NaN goes through the exponential, +inf becomes
-NaN by inf - inf, as in eager mode.
+Special values. A maximum of -inf (no key yet) is replaced by 0, so that exp(-inf) gives weight 0 and a row that ends so
+has sum 0. Where the maximum is so large (finfo.min of fully masked rows) that the rounding of m * c would count, c is
+replaced for that lane by a power of two below it, whose products are exact: differences there are either exactly 0 or
+far beyond what exp can tell apart from 0. NaN goes through the exponential, +inf becomes NaN by inf - inf, as in eager
+mode.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,14 +26,14 @@ from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir.expr import SCORE, Expr, J
 
 RESCALE_ABOVE = 8.0  # in powers of two
-HUGE = 1e38
+HUGE = 2.0**30  # of m * c: above it neighbouring floats are 64 or more apart, 2**-64 in weights
 UNROLL = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Memory of one group of queries: scores [key][L], factors of the weight program [key][L] or None, packed weights, output [e][L],
-    and vectors of the running maximum (in units of the programs' scale) and sum."""
+    """Memory of one group of queries: scores [key][L], factors of the weight program [key][L] or None, packed weights,
+    output [e][L], and vectors of the running maximum (in units of the programs' scale) and sum."""
 
     scores: Value
     factors: Value | None
@@ -50,7 +53,8 @@ class KeyBlock:
 
 
 class GroupSoftmax:
-    """Writes the passes. `staged` binds dense loads: (load expression, memory of [key][L] values in the kernel's type)."""
+    """Writes the passes. `staged` binds dense loads: (load expression, memory of [key][L] values in the kernel's
+    type)."""
 
     def __init__(self, context: Context, group: Group, block: KeyBlock, scale: float):
         self.context, self.group, self.block, self.scale = context, group, block, scale
@@ -61,10 +65,11 @@ class GroupSoftmax:
     def _row(self, base: Value, key: Value | int) -> Value:
         return self.b.at(base, self.b.mul(key, self.lanes), "f32")
 
-    # -- pass one -------------------------------------------------------------------------------------------------------------
-
-    def apply(self, scope: Scope, program: Expr, weight: Expr | None, staged: list[tuple[Expr, Callable[[Value], Value]]]) -> Value:
-        """Apply the program to all rows, in place; returns each lane's maximum over the block. `weight`: stored as factors."""
+    def apply(
+        self, scope: Scope, program: Expr, weight: Expr | None, staged: list[tuple[Expr, Callable[[Value], Value]]]
+    ) -> Value:
+        """Apply the program to all rows, in place; returns each lane's maximum over the block. `weight`: stored as
+        factors."""
         b = self.b
         start = b.constant(float("-inf"), self.vector)
         main = b.mul(b.div(self.block.count, UNROLL), UNROLL)
@@ -78,7 +83,12 @@ class GroupSoftmax:
         return rest.results[0]
 
     def _apply_row(
-        self, scope: Scope, key: Value, program: Expr, weight: Expr | None, staged: list[tuple[Expr, Callable[[Value], Value]]]
+        self,
+        scope: Scope,
+        key: Value,
+        program: Expr,
+        weight: Expr | None,
+        staged: list[tuple[Expr, Callable[[Value], Value]]],
     ) -> Value:
         b = self.b
         address = self._row(self.group.scores, key)
@@ -117,10 +127,9 @@ class GroupSoftmax:
             if self.group.factors is not None:
                 b.store(b.constant(0.0, self.vector), self._row(self.group.factors, j), align=4 * self.lanes)
 
-    # -- pass two -------------------------------------------------------------------------------------------------------------
-
     def rescale(self, highest: Value, columns: int, exact: bool) -> None:
-        """Take over the block's maximum where it is too far above the one in use (exact: above it at all): rescale sum and output
+        """Take over the block's maximum where it is too far above the one in use (exact: above it at all): rescale sum
+        and output
         [columns][L]."""
         b, group = self.b, self.group
         old = b.load(group.maximum, self.vector, "m_old")
@@ -140,11 +149,7 @@ class GroupSoftmax:
     def exponentials(self, store: Callable[[Value, Value, Value], None]) -> None:
         """Weights of all rows (padded ones too) and their sum; `store(key, first, second)` takes two rows at a time."""
         b, group = self.b, self.group
-        m = b.load(group.maximum, self.vector, "m")
-        huge = b.compare("ogt", b.unary("math.absf", m), HUGE, "huge")
-        c = b.select(huge, self.scale, b.constant(self.scale * LOG2E, self.vector), "c")
-        shift = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.mul(m, c), "shift")
-        shift = b.unary("arith.negf", shift, "shift")
+        c, shift = self.exponent(b.load(group.maximum, self.vector, "m"))
         zero = b.constant(0.0, self.vector)
         with b.carry(0, self.block.padded, 2, [zero, zero], hint="j") as (loop, j, sums):
             pair = [self._weight(b.add(j, u), c, shift) for u in (0, 1)]
@@ -152,6 +157,23 @@ class GroupSoftmax:
             store(j, *(self._times_factor(b.add(j, u), p) for u, p in enumerate(pair)))
         total = b.add(loop.results[0], loop.results[1])
         b.store(b.add(b.load(group.total, self.vector, "l"), total), group.total)
+
+    def exponent(self, m: Value) -> tuple[Value, Value]:
+        """(c, shift) such that the weight of x is exp2(x * c + shift), for the maximum m."""
+        b = self.b
+        factor = self.scale * LOG2E
+        huge = b.compare("ogt", b.unary("math.absf", m), HUGE / factor, "huge")
+        c = b.select(huge, min(1.0, 2.0 ** math.floor(math.log2(factor))), b.constant(factor, self.vector), "c")
+        shift = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.mul(m, c), "shift")
+        return c, b.unary("arith.negf", shift, "shift")
+
+    def excess(self, m: Value) -> Value:
+        """By what factor all weights of a lane are too large because m * c was rounded. It cancels in a quotient of
+        sums."""
+        b = self.b
+        c, shift = self.exponent(m)
+        rest = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.fma(m, c, shift))
+        return self.context.math.exp2(rest, 5)
 
     def _weight(self, key: Value, c: Value, shift: Value) -> Value:
         x = self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)

@@ -23,8 +23,9 @@ def supports(spec: AttentionSpec, machine: Machine) -> str | None:
         if operand.dtype not in MEMORY_TYPE:
             return f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(MEMORY_TYPE)}"
     for number in (0, 1, 2):
-        if spec.operands[number].dtype not in PLANES:
-            return f"operand {spec.operands[number].name} has dtype {spec.operands[number].dtype}; products take {', '.join(PLANES)}"
+        operand = spec.operands[number]
+        if operand.dtype not in PLANES:
+            return f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PLANES)}"
     if spec.out_dtype not in PLANES:
         return f"the output has dtype {spec.out_dtype}; kernels write {', '.join(PLANES)}"
     return None

@@ -12,9 +12,9 @@ from fusion.machine import Machine
 class Target:
     """The instruction set of a kernel.
 
-    lanes: float32 elements in a vector. avx512: `vreduceps` and `vscalefps` exist, and 512-bit byte and word shuffles.
-    amx: bf16 tile products (`tdpbf16ps`). tile_rows: keys (or value columns) in the register tile of the multiply-add product;
-    tile_groups: lane vectors (groups of queries) in it.
+    lanes: float32 elements in a vector, a multiple of tile_rows. avx512: `vreduceps` and `vscalefps` exist, and 512-bit
+    word shuffles. amx: bf16 tile products (`tdpbf16ps`). tile_rows: keys (or value columns) in the register tile of the
+    multiply-add product; tile_groups: lane vectors (groups of queries) in it.
     """
 
     lanes: int
@@ -31,12 +31,13 @@ _AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 
 
 def target_of(machine: Machine) -> Target:
-    """The best target for a machine. AMX counts only where this process may use it (the kernel must grant the tile state)."""
+    """The best target for a machine. AMX counts only where this process may use it (the kernel must grant the tile
+    state)."""
     if _AVX512 <= machine.isa:
         amx = {"amx_tile", "amx_bf16"} <= machine.isa and "avx512_bf16" in machine.isa and amx_enabled()
         return Target(lanes=16, avx512=True, amx=amx, tile_rows=8, tile_groups=3)
     if "avx2" in machine.isa:
-        return Target(lanes=8, tile_rows=6, tile_groups=2)
+        return Target(lanes=8, tile_rows=4, tile_groups=3)
     return Target(lanes=max(4, machine.vector_bytes // 4 if machine.vector_bytes <= 64 else 4))
 
 

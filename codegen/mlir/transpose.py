@@ -8,7 +8,8 @@ from fusion.codegen.mlir.builder import Builder, Value, shape_of
 
 
 def transpose(b: Builder, rows: Sequence[Value]) -> list[Value]:
-    """The columns of a square block given as L vectors of L elements (L a power of two), by log2(L) rounds of L two-operand shuffles.
+    """The columns of a square block given as L vectors of L elements (L a power of two), by log2(L) rounds of L
+    two-operand shuffles.
 
     In the round of distance h, rows r and r + h exchange the off-diagonal halves of every 2h x 2h block.
     """

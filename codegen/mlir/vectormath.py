@@ -1,4 +1,5 @@
-"""Elementary functions on float32 scalars and vectors, written as polynomials so that they cost a few instructions a vector.
+"""Elementary functions on float32 scalars and vectors, written as polynomials so that they cost a few instructions a
+vector.
 
 Accuracies are relative, over the whole range, unless said otherwise. Infinities and NaN come out as in libm.
 """
@@ -15,20 +16,22 @@ from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+#: Rare functions that are left to libm
+LIBM = {"log1p": "log1pf", "expm1": "expm1f", "erf": "erff", "atan": "atanf"}
 _LOG2E_HIGH = 1.44269502162933349609375  # log2(e) rounded to float32
 _LOG2E_LOW = LOG2E - _LOG2E_HIGH
 
 
 @functools.cache
-def minimax(name: str, low: float, high: float, degree: int) -> tuple[float, ...]:
-    """Coefficients c0..c_degree of a polynomial near the best in relative error on [low, high]: interpolation at Chebyshev
-    nodes of one of the functions below."""
-    nodes = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
-    x = (low + high) / 2 + (high - low) / 2 * nodes
-    f = {"exp2": np.exp2, "log2(1+x)/x": lambda t: np.log2(1 + t) / t}[name](x)
-    matrix = np.vander(x, degree + 1, increasing=True)
-    # Relative weights: the residual is divided by f.
-    return tuple(np.linalg.solve(matrix / f[:, None], np.ones_like(x)).tolist())
+def exp2_polynomial(degree: int) -> tuple[float, ...]:
+    """Coefficients c0..c_degree of 2**x on [0, 1], near the best in relative error, with c0 = 1: 2**0 is exact."""
+    # p(x) = 1 + x r(x). The error vanishes at 0 and where r meets (2**x - 1) / x; with these the roots of a Chebyshev
+    # polynomial of degree + 1, stretched so that its smallest root is 0 and its interval ends at 1, the error is nearly
+    # even.
+    roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
+    nodes = (roots[:-1] - roots[-1]) / (1 - roots[-1])
+    r = np.linalg.solve(np.vander(nodes, degree, increasing=True), np.expm1(nodes * LN2) / nodes)
+    return (1.0, *r.tolist())
 
 
 def horner(b: Builder, x: Value, coefficients: tuple[float, ...], hint: str = "poly") -> Value:
@@ -42,7 +45,8 @@ def horner(b: Builder, x: Value, coefficients: tuple[float, ...], hint: str = "p
 class VectorMath:
     """Writes functions for one builder.
 
-    avx512: use `vreduceps` and `vscalefps`. degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4.
+    avx512: use `vreduceps` and `vscalefps`. degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3
+    gives 1e-4.
     """
 
     def __init__(self, b: Builder, avx512: bool, degree: int = 5):
@@ -51,7 +55,7 @@ class VectorMath:
     def exp2(self, x: Value, degree: int | None = None) -> Value:
         """2**x; 0 for x below -126 (no denormal results, except with AVX-512, where they are right)."""
         b, degree = self.b, degree or self.degree
-        coefficients = minimax("exp2", 0.0, 1.0, degree)
+        coefficients = exp2_polynomial(degree)
         if self.avx512 and shape_of(x.type)[0] == 16:
             mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
             down = b.constant(0x09, "i32")  # round toward minus infinity, no exceptions
@@ -83,7 +87,7 @@ class VectorMath:
         moderate = b.compare("olt", b.unary("math.absf", x), 200.0)
         low = b.select(moderate, b.mul(low, LN2), 0.0)
         e = self.exp2(high, max(self.degree, 5))
-        return b.fma(e, low, e, "exp")
+        return b.select(moderate, b.fma(e, low, e), e, "exp")  # infinity times 0 would be NaN
 
     def tanh(self, x: Value) -> Value:
         """tanh, 2e-7: 1 - 2 / (1 + e**(2x)) away from zero, an odd polynomial for |x| < 0.35."""
@@ -105,6 +109,18 @@ class VectorMath:
         b = self.b
         return b.div(1.0, b.add(self.exp(b.unary("arith.negf", x)), 1.0), "sigmoid")
 
+    def by_lane(self, function: str, x: Value) -> Value:
+        """A libm function (declared in the kernel's header), lane by lane."""
+        b, lanes = self.b, shape_of(x.type)[0]
+        if not lanes:
+            return b.op(f"llvm.call @{function}({x}) : (f32) -> f32", "f32", function)
+        result = x
+        for lane in range(lanes):
+            element = b.op(f"vector.extract {x}[{lane}] : f32 from {x.type}", "f32", "lane")
+            element = b.op(f"llvm.call @{function}({element}) : (f32) -> f32", "f32", function)
+            result = b.op(f"vector.insert {element}, {result}[{lane}] : f32 into {x.type}", x.type, function)
+        return result
+
     def unary(self, name: str) -> Callable[[Value], Value]:
         """The function of a float primitive of the score language, by its name."""
         b = self.b
@@ -113,9 +129,10 @@ class VectorMath:
             return own[name]
         dialect = {
             "neg": "arith.negf", "abs": "math.absf", "floor": "math.floor", "ceil": "math.ceil", "trunc": "math.trunc",
-            "round": "math.roundeven", "sqrt": "math.sqrt", "log": "math.log", "log1p": "math.log1p", "expm1": "math.expm1",
-            "sin": "math.sin", "cos": "math.cos", "erf": "math.erf", "atan": "math.atan",
+            "round": "math.roundeven", "sqrt": "math.sqrt", "log": "math.log", "sin": "math.sin", "cos": "math.cos",
         }  # fmt: skip
+        if name in LIBM:
+            return lambda x: self.by_lane(LIBM[name], x)
         if name == "rsqrt":
             return lambda x: b.div(1.0, b.unary("math.sqrt", x), "rsqrt")
         return lambda x: b.unary(dialect[name], x, name)

@@ -1,0 +1,123 @@
+"""CPU kernels against the reference interpreter in float64: every score program, dtype, layout and target, odd
+sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.ir import Normalizer
+from tests.codegen.mlir.cases import PROGRAMS, TARGETS, Case, assert_as_exact_as_eager, case, draw
+
+SHAPES = (
+    {"B": 2, "H": 2, "Nq": 100, "Nk": 100},
+    {"B": 1, "H": 3, "Nq": 33, "Nk": 300},
+    {"B": 3, "H": 1, "Nq": 130, "Nk": 7},
+    {"B": 1, "H": 1, "Nq": 1, "Nk": 1},
+)
+
+
+def kernel(c: Case, target: str = "best") -> Kernel:
+    return Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
+
+
+def check(c: Case, run: Kernel, layout: str = "packed", shapes: tuple[dict[str, int], ...] = SHAPES) -> None:
+    for shape in shapes:
+        operands, sizes = draw(c, shape, layout)
+        assert_as_exact_as_eager(run(operands, sizes), c.spec, operands, sizes)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_in_float32(name: str) -> None:
+    c = case(name)
+    check(c, kernel(c))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "left_padded", "bias", "alibi", "soft_cap", "bucket_table", "documents"]
+)
+def test_low_precision(name: str, dtype: str) -> None:
+    c = case(name, dtype)
+    check(c, kernel(c))
+
+
+@pytest.mark.parametrize("target", ["multiply-add", "avx2", "generic"])
+@pytest.mark.parametrize("name", ["causal", "left_padded_inf", "bool_mask", "alibi", "bucket_table", "soft_cap"])
+def test_other_targets(name: str, target: str) -> None:
+    c = case(name, "bfloat16" if name == "alibi" else "float32", 40, 24)
+    check(c, kernel(c, target))
+
+
+@pytest.mark.parametrize("layout", ["heads_inside", "columns", "gaps"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strides_and_grouped_heads(layout: str, dtype: str) -> None:
+    c = case("causal", dtype, 48, 20, group=2, order=("b0", "i", "b1", "e"))
+    check(c, kernel(c), layout)
+
+
+@pytest.mark.parametrize("target", ["best", "multiply-add"])
+@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (3, 5), (17, 31), (80, 96), (256, 8)])
+def test_odd_widths(d: int, d_v: int, target: str) -> None:
+    c = case("bias", "float32", d, d_v, order=("b0", "b1", "e", "i"))
+    check(c, kernel(c, target))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "clamp"])
+def test_no_normaliser(name: str) -> None:
+    c = case(name, normalizer=Normalizer.NONE, weight=name == "clamp")
+    check(c, kernel(c))
+
+
+@pytest.mark.parametrize("name", ["left_padded_inf", "bool_mask", "plain"])
+def test_safe_softmax(name: str) -> None:
+    c = case(name, normalizer=Normalizer.SAFE_SOFTMAX)
+    check(c, kernel(c))
+
+
+@pytest.mark.parametrize("target", ["best", "multiply-add"])
+@pytest.mark.parametrize("kind", ["weight", "sinks", "off_by_one"])
+@pytest.mark.parametrize("name", ["plain", "left_padded"])
+def test_around_the_softmax(name: str, kind: str, target: str) -> None:
+    c = case(name, **{kind: True})
+    check(c, kernel(c, target))
+
+
+def test_output_dtype_differs() -> None:
+    c = case("causal", "bfloat16", out_dtype="float32")
+    check(c, kernel(c))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 5), (2, 0, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0)])
+def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+    c = case("causal")
+    sizes = dict(zip("B H Nq Nk".split(), shape, strict=True))
+    operands, values = draw(c, sizes)
+    out = kernel(c)(operands, values)
+    assert out.shape == (*shape[:3], 64)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_layout_of_the_result() -> None:
+    c = case("plain", order=("b0", "i", "b1", "e"))
+    operands, sizes = draw(c, SHAPES[0])
+    out = kernel(c)(operands, sizes)
+    assert out.stride() == torch.empty(2, 100, 2, 64).transpose(1, 2).stride()
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    c = case("causal")
+    run = kernel(c)
+    operands, sizes = draw(c, {"B": 2, "H": 3, "Nq": 200, "Nk": 200})
+    outs, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            outs.append(run(operands, sizes))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*outs)
