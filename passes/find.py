@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion.ir import integers
 from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute
 from fusion.passes import nodes
 from fusion.passes.contractions import factors, is_contraction
@@ -266,22 +265,10 @@ def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr]):
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent)
     weight = pullback.value(weights, at)
     cores = attentions(weight)
-    value = pullback.locate(other, other_at)
-    _check_value(value)
+    value, _ = pullback.locate(other, other_at, J, E, bounds[E])
     if all(core.normalizer.value == "none" for core in cores):
         _check_not_feed_forward(pullback, value)
     return cores, value, pullback, parts.extent
-
-
-def _check_value(value: Access) -> None:
-    for entry in value.index:
-        for atom in (J, E):
-            parts = integers.linear(entry, atom)
-            if parts is None or not parts[0].is_const:
-                raise Unsupported("V is indexed in a way that is not linear in the key and the column")
-            entry = parts[1]
-        if coordinates(entry) & {"i", "j", "e"}:
-            raise Unsupported("V depends on the query")
 
 
 def _check_not_feed_forward(pullback: PullBack, value: Access) -> None:

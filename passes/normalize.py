@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch._dynamo.utils import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -32,9 +32,11 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
             return _Retrace(module).run(*args)
 
     traced = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    _refuse_fake_constants(traced)
     _carry_placeholders(module, traced)
     make_functional(traced.graph)
     drop_inactive_dropout(traced.graph)
+    mark_mutations(traced.graph)
     _mark_gradients(module, traced)
     traced.graph.eliminate_dead_code()
     traced.graph.lint()
@@ -64,6 +66,15 @@ def _fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> list[Any
         plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, torch._subclasses.FakeTensor)
         fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
     return fakes
+
+
+def _refuse_fake_constants(traced: GraphModule) -> None:
+    """A tensor that the trace met but did not follow has no values: such a trace cannot run."""
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor):
+            raise nodes.Unsupported(
+                f"the trace lost sight of a tensor used by {next(iter(node.users), node).format_node()}"
+            )
 
 
 def _carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
@@ -156,6 +167,10 @@ def _same_type(node: Node, target: Node) -> bool:
     return promoted == dtype and nodes.value(target).shape == nodes.value(node).shape
 
 
+MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)
+"""Operations that return their input where they can and copy it where they must."""
+
+
 def _is_view(node: Node) -> bool:
     target = node.target
     if node.op != "call_function":
@@ -163,19 +178,14 @@ def _is_view(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True  # getitem and the like: assume it aliases
     returns_alias = any(r.alias_info is not None for r in target._schema.returns)
-    return returns_alias or nodes.packet(node) in (aten.reshape, aten.contiguous, aten.to, aten.flatten)
+    return returns_alias or nodes.packet(node) in MAYBE_ALIAS
 
 
-def _aliases(node: Node) -> set[Node] | None:
-    """Every node that may share memory with this one; None if that memory comes from outside the graph."""
+def _family(node: Node) -> set[Node]:
+    """Every node that may share memory with this one."""
     root = node
-    while _is_view(root):
-        parents = root.all_input_nodes
-        if not parents:
-            return None
-        root = parents[0]
-    if root.op != "call_function":
-        return None
+    while _is_view(root) and root.all_input_nodes:
+        root = root.all_input_nodes[0]
     family, stack = {root}, [root]
     while stack:
         for user in stack.pop().users:
@@ -183,6 +193,34 @@ def _aliases(node: Node) -> set[Node] | None:
                 family.add(user)
                 stack.append(user)
     return family
+
+
+def _aliases(node: Node) -> set[Node] | None:
+    """Every node that may share memory with this one; None if that memory comes from outside the graph."""
+    family = _family(node)
+    return None if any(member.op != "call_function" for member in family) else family
+
+
+def mark_mutations(graph: torch.fx.Graph) -> None:
+    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left.
+
+    The analysis must not take such a tensor for what made it, nor move a read of it across a change.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema = node.target._schema
+        if not schema.is_mutable:
+            continue
+        written = [
+            node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            for k, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for target in torch.utils._pytree.tree_leaves(written):
+            if isinstance(target, Node):
+                for member in _family(target) | {node}:
+                    member.meta.setdefault("mutations", []).append(node)
 
 
 def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, int]) -> bool:

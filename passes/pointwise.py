@@ -290,6 +290,12 @@ def _extremum(on_float: str, on_integer: str) -> Builder:
     return builder
 
 
+def _binary_extremum(on_float: str, on_integer: str) -> Builder:
+    """max.other and min.other; their other overloads are reductions."""
+    combine = _extremum(on_float, on_integer)
+    return lambda call: combine(call) if len(call.args) == 2 and isinstance(call.args[1], Expr) else None
+
+
 def _clamp(call: Call) -> Expr | None:
     kind = kind_of(call.dtype)
     if kind not in (Kind.FLOAT, Kind.INT):
@@ -473,6 +479,7 @@ BUILDERS.update(
         aten.__xor__: _logical(_exclusive_or, False),
         aten.where: _where, aten.masked_fill: _masked_fill,
         aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
+        aten.max: _binary_extremum("maximum", "imax"), aten.min: _binary_extremum("minimum", "imin"),
         aten.clamp: _clamp, aten.clip: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
         aten.relu: _float_function(_relu), aten.leaky_relu: _float_function(_leaky_relu),
         aten.silu: _float_function(_silu), aten.softplus: _float_function(_softplus),

@@ -26,8 +26,9 @@ from fusion.ir import integers
 from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
 from fusion.ir.ops import apply, where
 from fusion.passes import nodes, pointwise
-from fusion.passes.contractions import factors, is_contraction, strip_scale
+from fusion.passes.contractions import Factors, factors, is_contraction, strip_scale
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
+from fusion.passes.normalize import MAYBE_ALIAS
 from fusion.passes.views import Index, broadcast_index, source
 
 aten = torch.ops.aten
@@ -80,16 +81,22 @@ class PullBack:
         return self._memo[key]
 
     def _value(self, here: Node, index: Index) -> Expr:
-        if (moved := source(here, index, self.bounds)) is not None:
+        if (moved := self._step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        result = self._computed(here, index)
+        result = None if here.meta.get("mutations") else self._computed(here, index)
         if result is None:
             return self.load(here, index)
         if not _depends_on_product(result) and self._too_heavy(result):
             return self.load(here, index)
         self.interior[here] = None
         return result
+
+    def _step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
+        """One step through a view. A possible copy of memory that is changed in place is not looked through."""
+        if here.meta.get("mutations") and packet(here) in MAYBE_ALIAS:
+            return None
+        return source(here, index, bounds)
 
     def load(self, here: Node, index: Index) -> Expr:
         """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""
@@ -100,11 +107,28 @@ class PullBack:
             self.loaded.append(here)
         return load(self.loaded.index(here), index, kind)
 
-    def locate(self, here: Node, index: Index) -> Access:
-        """The tensor that `here[index]` is read from, looking through views and copies."""
-        while (moved := source(here, index, self.bounds)) is not None:
+    def locate(self, here: Node, index: Index, row: Expr, column: Expr, extent: Expr) -> tuple[Access, float]:
+        """The tensor that an operand of a product is read from, looking through views, copies and constant scales.
+
+        Goes no further than the index stays linear in `row` and `column` (< extent): a window partition, say, is read
+        from the tensor that it makes. Returns the scale that was passed over.
+        """
+        bounds = self.bounds | {column: extent}
+        found, scale, found_scale = None, 1.0, 1.0
+        while True:
+            if _linear_in(index, row, column):
+                found, found_scale = Access(node=here, index=index), scale
+            stripped, factor = (here, 1.0) if here.meta.get("mutations") else strip_scale(here)
+            if stripped is not here and column is C:
+                here, scale = stripped, scale * factor
+                continue
+            if (moved := self._step(here, index, bounds)) is None:
+                break
+            self.interior[here] = None
             here, index = moved
-        return Access(node=here, index=index)
+        if found is None:
+            raise Unsupported("an operand of the product is indexed in a way that is not linear in its row and column")
+        return found, found_scale
 
     def argument(self, value: Any, index: Index, extents: Sequence[Expr]) -> Any:
         """An argument of a pointwise call at `index` of its result of shape `extents`."""
@@ -182,22 +206,11 @@ class PullBack:
             parts = factors(here, index, C)
         except Unsupported:
             return None
-        bounds = self.bounds | {C: parts.extent}
-        accesses, scale = [], 1.0
-        for origin, at in ((parts.left, parts.left_index), (parts.right, parts.right_index)):
-            while True:
-                stripped, factor = strip_scale(origin)
-                scale *= factor
-                moved = source(stripped, at, bounds)
-                if moved is None:
-                    break
-                origin, at = moved
-            accesses.append(Access(node=stripped, index=at))
-        query, key = accesses
-        if _linear_in(query.index, J, C) and _linear_in(key.index, I, C):
-            query, key = key, query
-        if not (_linear_in(query.index, I, C) and _linear_in(key.index, J, C)):
+        found = self._query_and_key(parts)
+        if found is None:
             return None
+        (query, query_scale), (key, key_scale) = found
+        scale = query_scale * key_scale
         if not (self._varies(query.index, I) and self._varies(key.index, J)):
             return None
         if nodes.dtype(query.node) != nodes.dtype(here) or nodes.dtype(key.node) != nodes.dtype(here):
@@ -209,6 +222,17 @@ class PullBack:
         result = node("dot", (), Kind.FLOAT, self.products.index(product))
         result = apply("fmul", result, const(scale)) if scale != 1.0 else result
         return self._baddbmm(here, index, result) if packet(here) is aten.baddbmm else result
+
+    def _query_and_key(self, parts: Factors) -> tuple[tuple[Access, float], tuple[Access, float]] | None:
+        """The factor that depends on the row, then that which depends on the key; None if they mix."""
+        sides = ((parts.left, parts.left_index), (parts.right, parts.right_index))
+        for (left, left_index), (right, right_index) in (sides, sides[::-1]):
+            try:
+                query = self.locate(left, left_index, I, C, parts.extent)
+                return query, self.locate(right, right_index, J, C, parts.extent)
+            except Unsupported:
+                continue
+        return None
 
     def _varies(self, index: Index, atom: Expr) -> bool:
         """Whether an operand depends on its row; a dimension of size 1 may have lost its coordinate."""

@@ -177,6 +177,7 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
 
 def _core(coefficient: Expr, core: Expr) -> Core:
     scale, columns = (core.args[0], core.args[1:]) if core.op == "scaled_softmax" else (None, core.args)
+    columns = columns if scale is not None else _without_shift(columns)
     score, *sinks = columns
     if not _has(score, "dot"):
         raise Unsupported("the softmax is not of a pointwise function of a product of queries and keys")
@@ -185,6 +186,29 @@ def _core(coefficient: Expr, core: Expr) -> Core:
     if not all(_free_of_keys(sink) for sink in sinks):
         raise Unsupported("a further column of the softmax depends on the scores")
     return Core(score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale)
+
+
+def _without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """softmax(x - r) = softmax(x) for any r that is the same for all keys, also scaled: softmax(c * (x - r))."""
+    while True:
+        stripped = [_strip_shift(column) for column in columns]
+        shifts = {shift for _, shift in stripped}
+        if len(shifts) != 1 or None in shifts:
+            return columns
+        columns = tuple(column for column, _ in stripped)
+
+
+def _strip_shift(value: Expr) -> tuple[Expr, Expr | None]:
+    """(x, what was subtracted or added and by what it was scaled), None where there is no reduction to take off."""
+    if value.op in ("fsub", "fadd") and _free_of_keys(value.args[1]) and _has(value.args[1], "reduce"):
+        return value.args[0], node("shift", (value.args[1],), Kind.FLOAT, value.op)
+    if value.op in ("fmul", "div"):
+        for inner, factor in (value.args, value.args[::-1]) if value.op == "fmul" else (value.args,):
+            if _free_of_keys(factor) and not _has(factor, "reduce"):
+                x, shift = _strip_shift(inner)
+                if shift is not None:
+                    return apply(value.op, x, factor), node("shift", (shift, factor), Kind.FLOAT, value.op)
+    return value, None
 
 
 def _pointwise_core(weight: Expr) -> Core:

@@ -25,8 +25,8 @@ def rewrite(
 ) -> dict[int, list[Specified]]:
     """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
 
-    supports: (spec, device) -> why no kernel can be made for it, or None. emitter: handed to the op. Mutates the graph of `module`, which is the
-    compiler's own copy.
+    supports: (spec, device) -> why no kernel can be made for it, or None. emitter: handed to the op.
+    Mutates the graph of `module`, which is the compiler's own copy.
     """
     specified: dict[int, list[Specified]] = {}
     symbols = _Symbols(module.graph)
@@ -34,6 +34,7 @@ def rewrite(
         if site.reason is not None:
             continue
         try:
+            _refuse_reordered_reads(site)
             specified[number] = [_specify(site, a, supports, symbols) for a in site.attentions]
         except Unsupported as problem:
             site.reason = str(problem)
@@ -56,6 +57,16 @@ def _specify(site: Site, attention: Attention, supports: Supports, symbols: _Sym
     if reason is not None:
         raise Unsupported(reason)
     return found
+
+
+def _refuse_reordered_reads(site: Site) -> None:
+    """The op reads everything where the region ended: nothing that it reads may change in place before that."""
+    for node in site.interior() | {site.anchor}:
+        for parent in node.all_input_nodes:
+            for mutation in parent.meta.get("mutations", ()):
+                if node < mutation < site.root:
+                    where = nodes.source_line(mutation) or mutation.name
+                    raise Unsupported(f"a tensor that the attention reads is changed in place before it ends ({where})")
 
 
 def _impure(node: Node) -> bool:

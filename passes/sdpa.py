@@ -12,11 +12,10 @@ from fusion.ir.expr import C, E, Expr, I, J, Kind, const, node
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.passes import nodes, pointwise
-from fusion.passes.contractions import strip_scale
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.pullback import Access, Product, PullBack
 from fusion.passes.recognize import Core
-from fusion.passes.views import Index, broadcast_index, source
+from fusion.passes.views import Index, broadcast_index
 
 aten = torch.ops.aten
 
@@ -37,18 +36,12 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tupl
     pullback = PullBack(bounds | {J: keys}, keys)
     heads = shape(query)[-3] if len(shape(query)) > 2 else None
 
-    def access(tensor: Node, row: Expr, column: Expr) -> tuple[Access, float]:
+    def access(tensor: Node, row: Expr, column: Expr, extent: Expr) -> tuple[Access, float]:
         batch = _batch_index(tensor, index[:-2], shape(anchor)[:-2], args["enable_gqa"], heads, bounds)
-        at, scale = (*batch, row, column), 1.0
-        limits = pullback.bounds | {C: d}
-        while True:
-            tensor, factor = strip_scale(tensor) if column is C else (tensor, 1.0)
-            scale *= factor
-            if (moved := source(tensor, at, limits)) is None:
-                return Access(node=tensor, index=at), scale
-            tensor, at = moved
+        return pullback.locate(tensor, (*batch, row, column), row, column, extent)
 
-    (q, q_scale), (k, k_scale), (v, _) = access(query, I, C), access(key, J, C), access(value, J, E)
+    (q, q_scale), (k, k_scale) = access(query, I, C, d), access(key, J, C, d)
+    v, _ = access(value, J, E, bounds[E])
     pullback.products.append(Product(node=anchor, index=index, query=q, key=k, extent=d))
     score = node("dot", (), Kind.FLOAT, 0)
     scale = _scale(args["scale"], d) * q_scale * k_scale
