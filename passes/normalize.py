@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.passes import nodes
 from fusion.passes.encoder import DECOMPOSITIONS
+from fusion.passes.vmap import VmapAsBroadcast
 
 aten = torch.ops.aten
 
@@ -45,9 +46,15 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
 
 
 class _Retrace(torch.fx.Interpreter):
-    """Runs Dynamo's graph; fused modules of torch (encoder fast path) run as the operations they stand for."""
+    """Runs Dynamo's graph; vmap and torch's fused encoder modules run as the operations they stand for."""
+
+    def __init__(self, module: GraphModule):
+        super().__init__(module)
+        self.vmap = VmapAsBroadcast(module)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.vmap.handles(target):
+            return self.vmap.call(target, args)
         decomposition = DECOMPOSITIONS.get(target)
         if decomposition is not None:
             result = decomposition(*args, **kwargs)
