@@ -1,0 +1,63 @@
+"""GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
+
+    supports(spec)   why there is no kernel for it, or None
+    compile(spec)    the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
+
+`forward` writes the kernel, `expressions` and `matrices` the values and addresses in it, `programs` decides about the score program,
+`mathematics` has functions that Triton lacks, `module` writes and loads files, `tiles` chooses tile sizes, `launch` makes the call,
+`interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is made.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from fusion.codegen.triton.forward import DTYPES
+from fusion.codegen.triton.launch import Kernel
+from fusion.ir.expr import contains, loads, C, E
+from fusion.ir.spec import AttentionSpec
+
+__all__ = ["Kernel", "compile", "supports", "unavailable"]
+
+_LOADED = {*DTYPES, "bool", "uint8", "int8", "int16", "int32", "int64"}
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"triton cannot be imported ({error}); install triton to have GPU kernels"
+    return None
+
+
+def supports(spec: AttentionSpec) -> str | None:
+    """Why this spec has no GPU kernel, or None."""
+    if (reason := unavailable()) is not None:
+        return reason
+    for operand in spec.operands:
+        if operand.dtype not in _LOADED:
+            return f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(sorted(_LOADED))}"
+    for operand in spec.operands[:3]:
+        if operand.dtype not in DTYPES:
+            return f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(DTYPES)}"
+    for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype)):
+        if dtype not in DTYPES:
+            return f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}"
+    for index in (*spec.q, *spec.k, *spec.v):
+        if any(contains(part, C) or contains(part, E) for part in loads(index)):
+            return f"a column of Q, K or V is itself read from a tensor: {index}"
+    return None
+
+
+def compile(spec: AttentionSpec) -> Kernel:
+    """The kernel of a spec; one is made per spec in a process. Raises ValueError where `supports` has a reason."""
+    if (reason := supports(spec)) is not None:
+        raise ValueError(f"no GPU kernel for {spec}: {reason}")
+    if spec not in _kernels:
+        _kernels[spec] = Kernel(spec)
+    return _kernels[spec]
+
+
+_kernels: dict[AttentionSpec, Kernel] = {}

@@ -1,0 +1,276 @@
+"""Expressions of the score language as Triton text, placed where they are computed least often.
+
+A value depends on some coordinates and is written at the level that binds the last of them:
+
+    BLOCK  batch coordinates, first and last row of the block: scalars
+    ROW    the query row i, of shape [ROWS, 1]
+    TILE   the key j, of shape [1, KEYS]; with i [ROWS, KEYS]
+
+FLOAT is float32. INT is 32 bits wide where its magnitude is provably small, else 64; offsets into memory are always 64 bits wide.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, Kind, coordinates, walk
+from fusion.ir.spec import AttentionSpec
+
+#: Coordinates and sizes are taken to be below this when deciding which integers fit 32 bits; the launcher checks.
+SIZE_LIMIT = 1 << 25
+
+
+class Level(enum.IntEnum):
+    """Where a value is computed: once per block, per row, per tile of keys."""
+
+    BLOCK = 0
+    ROW = 1
+    TILE = 2
+
+
+def level_of(expr: Expr) -> Level:
+    """The outermost level at which everything that the value depends on is bound."""
+    names = coordinates(expr)
+    return Level.TILE if "j" in names else Level.ROW if "i" in names else Level.BLOCK
+
+
+_FUNCTIONS = {
+    "abs": "tl.abs", "floor": "tl.floor", "ceil": "tl.ceil", "sqrt": "tl.sqrt_rn", "rsqrt": "tl.rsqrt", "exp": "tl.exp", "log": "tl.log",
+    "sin": "tl.sin", "cos": "tl.cos", "erf": "tl.erf", "iabs": "tl.abs", "imin": "tl.minimum", "imax": "tl.maximum",
+    "where": "tl.where", "iwhere": "tl.where",
+}  # fmt: skip
+_HELPERS = {
+    "tanh": "tanh", "sigmoid": "sigmoid", "expm1": "expm1", "log1p": "log1p", "atan": "atan", "trunc": "trunc",
+    "round": "round_half_even", "pow": "power",
+}  # fmt: skip
+_INFIX = {
+    "fadd": (" + ", 5), "add": (" + ", 5), "fsub": (" - ", 5), "fmul": (" * ", 6), "mul": (" * ", 6), "div": (" / ", 6),
+    "and": (" & ", 3), "or": (" | ", 1), "feq": (" == ", 0), "ieq": (" == ", 0), "fne": (" != ", 0), "ine": (" != ", 0),
+    "flt": (" < ", 0), "ilt": (" < ", 0), "fle": (" <= ", 0), "ile": (" <= ", 0),
+}  # fmt: skip
+_ATOM = 9
+
+#: Names that the kernels' templates use for themselves.
+RESERVED = frozenset(
+    "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok first start stop whole full_start full_stop rows "
+    "blocks program heads group place members head block section i0 i1 row_max row_sum factor highest base shrink dead out".split()
+)
+
+
+def magnitude(expr: Expr) -> float:
+    """A bound on the absolute value of an INT expression for sizes below SIZE_LIMIT; infinite where nothing is known."""
+    if expr.op == "const":
+        return abs(float(expr.attr))  # type: ignore[arg-type]
+    if expr.op in ("coord", "size"):
+        return float(SIZE_LIMIT)
+    if expr.op == "load":
+        return math.inf
+    if expr.op == "bool_to_int":
+        return 1.0
+    parts = [magnitude(arg) for arg in expr.args if arg.kind is Kind.INT]
+    if expr.op == "add":
+        return sum(parts)
+    if expr.op == "mul":
+        return math.prod(parts)
+    if expr.op == "mod":
+        return parts[1]
+    if expr.op == "floordiv":
+        return parts[0]
+    return max(parts, default=math.inf)
+
+
+def number(value: float | int | bool | str | None) -> str:
+    """A constant as text. Floats below float32's normal range are typed: Triton would make them float64."""
+    if isinstance(value, bool) or isinstance(value, int):
+        return str(value)
+    assert isinstance(value, float)
+    if math.isnan(value) or math.isinf(value):
+        return f'float("{value}")'
+    if abs(value) > 3.4028234663852886e38:
+        return f'float("{math.copysign(math.inf, value)}")'
+    return repr(value) if value == 0 or abs(value) >= 1.1754943508222875e-38 else f"tl.cast({value!r}, tl.float32)"
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes statements of values, level by level, and notes which parameters, helpers and names they use.
+
+    lines: statements per level. known: the names (or texts) of values that exist. helpers: functions of `mathematics` in use.
+    mask: name of the predicate that says which keys of the tile exist.
+    """
+
+    spec: AttentionSpec
+    known: dict[Expr, str] = field(default_factory=dict)
+    lines: dict[Level, list[str]] = field(default_factory=lambda: {level: [] for level in Level})
+    helpers: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=lambda: set(RESERVED))
+    uses: dict[Expr, int] = field(default_factory=dict)
+    mask: str = "j_ok"
+
+    def operand(self, index: int) -> str:
+        """The name of an operand's parameters: as the spec has it, numbered where two operands have the same."""
+        name = self.spec.operands[index].name
+        twins = [n for n, operand in enumerate(self.spec.operands) if operand.name == name]
+        return name if len(twins) == 1 else f"{name}{twins.index(index)}"
+
+    def count(self, *roots: Expr | None) -> None:
+        """Count the users of every value below the roots: what has several gets a name."""
+        for part in walk(*(root for root in roots if root is not None)):
+            for arg in part.args:
+                self.uses[arg] = self.uses.get(arg, 0) + 1
+
+    def fresh(self, hint: str) -> str:
+        """A name not in use yet."""
+        name, n = hint, 1
+        while name in self.names:
+            n += 1
+            name = f"{hint}_{n}"
+        self.names.add(name)
+        return name
+
+    def bind(self, expr: Expr, hint: str, level: Level | None = None) -> str:
+        """The value under a name of its own, at its level."""
+        text, precedence = self._text(expr, level_of(expr) if level is None else level)
+        if precedence == _ATOM and text.isidentifier():
+            return text
+        return self._assign(expr, text, hint, level_of(expr) if level is None else level)
+
+    def value(self, expr: Expr) -> str:
+        """The value as an expression of the level it belongs to."""
+        return self._text(expr, level_of(expr))[0]
+
+    def forget(self, level: Level) -> None:
+        """Begin a level again: its lines go, and the names bound in them."""
+        bound = {line.split(" = ")[0] for line in self.lines[level]}
+        self.lines[level] = []
+        self.known = {expr: name for expr, name in self.known.items() if name not in bound}
+
+    # -- texts ----------------------------------------------------------------------------------------------------------------
+
+    def _assign(self, expr: Expr, text: str, hint: str, level: Level) -> str:
+        name = self.fresh(hint)
+        self.lines[level].append(f"{name} = {text}")
+        self.known[expr] = name
+        return name
+
+    def _text(self, expr: Expr, level: Level) -> tuple[str, int]:
+        """(text, precedence) for use at a level; values of outer levels and shared ones are given names on the way."""
+        if expr in self.known:
+            return self.known[expr], _ATOM
+        if expr.op == "const":
+            text = number(expr.attr)  # type: ignore[arg-type]
+            return text, 7 if text.startswith("-") else _ATOM
+        if expr.op == "size":
+            return str(expr.attr), _ATOM
+        if expr.is_leaf and expr.op != "load":
+            raise KeyError(f"{expr} is not bound here")
+        own = level_of(expr)
+        text, precedence = self._load(expr, own) if expr.op == "load" else self._operation(expr, own)
+        if expr.op == "load":
+            return self._assign(expr, text, self.operand(int(expr.attr)), own), _ATOM  # type: ignore[arg-type]
+        if own < level or self.uses.get(expr, 0) > 1:
+            return self._assign(expr, text, _HINTS[expr.kind], own), _ATOM
+        return text, precedence
+
+    def _operation(self, expr: Expr, level: Level) -> tuple[str, int]:
+        op = expr.op
+        args = [self._text(arg, level) for arg in expr.args]
+        if op in ("add", "mul") and magnitude(expr) >= 2**31:
+            args = [(f"tl.cast({text}, tl.int64)", _ATOM) if magnitude(arg) < 2**31 and not arg.is_const else (text, own)
+                    for (text, own), arg in zip(args, expr.args, strict=True)]  # fmt: skip
+        texts = [text for text, _ in args]
+        if op in _INFIX:
+            return self._infix(op, args)
+        if op in _FUNCTIONS:
+            return f"{_FUNCTIONS[op]}({', '.join(texts)})", _ATOM
+        if op in ("minimum", "maximum"):
+            return f"tl.{op}({', '.join(texts)}, propagate_nan=tl.PropagateNan.ALL)", _ATOM
+        if op == "pow" and (simple := _simple_power(expr.args[1], *args[0])) is not None:
+            return simple
+        if op in _HELPERS:
+            return f"{self._helper(_HELPERS[op])}({', '.join(texts)})", _ATOM
+        if op in ("floordiv", "mod"):
+            return self._division(expr, args)
+        if op in ("neg", "not"):
+            return f"{'-' if op == 'neg' else '~'}({texts[0]})", 7
+        if op in ("to_float", "bool_to_float"):
+            return f"tl.cast({texts[0]}, tl.float32)", _ATOM
+        if op in ("to_int", "bool_to_int"):
+            return f"tl.cast({texts[0]}, {'tl.int64' if op == 'to_int' else 'tl.int32'})", _ATOM
+        raise NotImplementedError(op)
+
+    def _infix(self, op: str, args: list[tuple[str, int]]) -> tuple[str, int]:
+        sign, level = _INFIX[op]
+        comparison = level == 0
+        shown = [
+            f"({text})" if own < level or comparison and own < 4 or (own == level and position and op in ("fsub", "div", "fadd", "fmul")) else text
+            for position, (text, own) in enumerate(args)
+        ]
+        return sign.join(shown).replace(" + -", " - ") if op == "add" else sign.join(shown), level
+
+    def _division(self, expr: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
+        if integers.is_nonnegative(expr.args[0]):
+            left, right = (f"({text})" if own < _ATOM else text for text, own in args)
+            return f"{left} {'//' if expr.op == 'floordiv' else '%'} {right}", 6
+        name = self._helper("floor_div" if expr.op == "floordiv" else "floor_mod")
+        return f"{name}({args[0][0]}, {args[1][0]})", _ATOM
+
+    def _helper(self, name: str) -> str:
+        self.helpers.add(name)
+        return name
+
+    # -- loads ----------------------------------------------------------------------------------------------------------------
+
+    def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
+        index = int(expr.attr)  # type: ignore[arg-type]
+        name = self.operand(index)
+        parts = {own: self.offset(index, expr.args, own) for own in Level}
+        at = f"{name}_ptr"
+        if parts[Level.BLOCK]:
+            at = f"{at} + {parts[Level.BLOCK]}"
+        for outer, inner in ((Level.BLOCK, Level.ROW), (Level.ROW, Level.TILE)):
+            if level <= outer:
+                break
+            if not at.isidentifier():  # what outer levels contribute is added up there
+                at_name = self.fresh(f"{name}_{'block' if outer is Level.BLOCK else 'row'}")
+                self.lines[outer].append(f"{at_name} = {at}")
+                at = at_name
+            if parts[inner]:
+                at = f"{at} + {parts[inner]}"
+        mask = f", mask={self.mask}, other=0" if level is Level.TILE else ""
+        loaded = f"tl.load({at}{mask})"
+        if expr.kind is Kind.FLOAT:
+            return f"{loaded}.to(tl.float32)", _ATOM
+        return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, tl.int64)", _ATOM)
+
+    def offset(self, operand: int, index: tuple[Expr, ...], level: Level) -> str:
+        """The elements by which the part of an index that belongs to one level moves the pointer; empty for none."""
+        name = self.operand(operand)
+        parts = []
+        for dim, expr in enumerate(index):
+            own = integers.from_terms({m: c for m, c in integers.terms(expr).items() if _monomial_level(m) is level})
+            if own.op == "const" and not own.attr:
+                continue
+            parts.append(f"tl.cast({self._text(own, level)[0]}, tl.int64) * {name}_stride_{dim}")
+        return " + ".join(parts)
+
+
+_HINTS = {Kind.FLOAT: "t", Kind.INT: "n", Kind.BOOL: "is"}
+
+
+def _monomial_level(monomial: tuple[Expr, ...]) -> Level:
+    return max((level_of(atom) for atom in monomial), default=Level.BLOCK)
+
+
+def _simple_power(exponent: Expr, base: str, precedence: int) -> tuple[str, int] | None:
+    """Squares and cubes of a name, roots: exact where the general power is not."""
+    if exponent.op != "const":
+        return None
+    if exponent.attr == 0.5:
+        return f"tl.sqrt_rn({base})", _ATOM
+    if exponent.attr in (2.0, 3.0) and precedence == _ATOM and base.isidentifier():
+        return " * ".join([base] * int(exponent.attr)), 6  # type: ignore[arg-type]
+    return None

@@ -1,0 +1,353 @@
+"""The forward kernel of the `flash` schedule: one program per block of query rows, a loop over tiles of keys.
+
+    for each stage of the key range        where every key is live without the mask, the rest with it
+        S = Q K^T;  x = score program of S;  running maximum m and sum l;  O = O * alpha + P V
+    where a row met no live key although keys were skipped: once more over all keys
+    divide by the sum, write
+
+All sizes and strides are run-time arguments; d and d_v are constants of the module, padded to powers of two with masks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fusion.codegen.triton import source
+from fusion.codegen.triton.expressions import Level, Writer, number
+from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
+from fusion.codegen.triton.programs import LARGEST, Programs, programs_of
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, Expr, I, J, const, coord, coordinates
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+LOG2E = 1.4426950408889634
+DTYPES = {"float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16"}
+
+
+def padded(extent: int) -> int:
+    """The power of two that holds a head dimension; products take at least 16."""
+    return max(16, 1 << (extent - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelText:
+    """Functions of a module: their text, the helpers that they use, the kernel's name and run-time parameters in order."""
+
+    name: str
+    text: str
+    helpers: frozenset[str]
+    parameters: tuple[str, ...]
+
+
+class Forward:
+    """Writes the kernel of one spec. d, d_v: columns of Q and K, of V. statistics: also write each row's log-sum-exp."""
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False):
+        self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
+        self.programs: Programs = programs_of(spec)
+        self.softmax = spec.normalizer is not Normalizer.NONE
+        batch = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
+        self.known = {**batch, coord("i0"): "i0", coord("i1"): "i1", I: "i", C: "c", E: "e"}
+        self.writer = Writer(spec=spec, known={**self.known, J: "j", SCORE: "s"})
+        w = self.writer
+        self.keys = Writer(spec=spec, known={**self.known, J: "key"}, names=w.names, helpers=w.helpers, mask="key_ok")
+        self.keys.lines[Level.BLOCK] = w.lines[Level.BLOCK]
+        self.keys.lines[Level.ROW] = w.lines[Level.ROW]
+        mask = spec.mask
+        self.skips = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
+        w.count(self.programs.masked, self.programs.full, spec.weight, *spec.sinks, spec.row_scale)
+
+    def text(self) -> KernelText:
+        """The two functions: `visit_keys`, one stage of the loop over keys, and the kernel itself."""
+        visit, visit_body = self._visit()
+        body = self._kernel(visit)
+        names = source.free_names(body)
+        parameters, constexprs = signature(names, self.spec)
+        kernel = source.definition("attention_forward", [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)],
+                                   self._doc(), body)  # fmt: skip
+        return KernelText(name="attention_forward", text=f"{visit_body}\n\n{kernel}", helpers=frozenset(self.writer.helpers),
+                          parameters=parameters)  # fmt: skip
+
+    def _doc(self) -> str:
+        return "One block of ROWS query rows of one head."
+
+    # -- the loop over keys ---------------------------------------------------------------------------------------------------
+
+    def _visit(self) -> tuple[list[str], str]:
+        """(parameters of `visit_keys`, its text)."""
+        k = matrix(self.keys, 1, self.spec.k, J, C)
+        v = matrix(self.keys, 2, self.spec.v, J, E)
+        self.k_block, self.v_block = k.block, v.block
+        score = "s = tl.dot(q, tl.trans(k), input_precision=PRECISION)"
+        loop = source.block(
+            *self._load("k", k, "c", self.d, 1),
+            score,
+            self._programs_text(),
+            self._statistics(),
+            *self._load("v", v, "e", self.d_v, 2),
+            self._product(),
+        )
+        columns = ["key = (first + tl.arange(0, KEYS))[:, None]", "key_ok = key < stop",
+                   "j = (first + tl.arange(0, KEYS))[None, :]", "j_ok = j < stop"]  # fmt: skip
+        columns += self.keys.lines[Level.TILE]
+        loop = source.block(*source.without_dead(columns, loop), loop)
+        before = source.block(self._tile("k", k), self._tile("v", v))
+        state = "acc, m, l" if self.softmax else "acc"
+        body = source.block(
+            before, "for first in tl.range(start, stop, KEYS):", source.indented(loop), f"return {state}"
+        )
+        first = [*(("acc", "m", "l") if self.softmax else ("acc",)), "q", "start", "stop"]
+        rest = [name for name in source.free_names(body) if name not in self._globals() | {*first}]
+        constants = [name for name in rest if name.isupper() and name not in self.spec.sizes]
+        runtime = [name for name in rest if name not in constants]
+        self.visit_parameters = [*first, *runtime, *constants]
+        doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
+        text = source.definition("visit_keys", [*first, *runtime, *(f"{c}: tl.constexpr" for c in constants)], doc, body)
+        return self.visit_parameters, text
+
+    def _globals(self) -> set[str]:
+        return {"tl", "triton", "float", *self.writer.helpers}
+
+    def _tile(self, name: str, part: Matrix) -> str:
+        within = sum_of(part.rows if part.advance else "", part.columns)
+        return f"{name}_tile = {name}_block + {within}" if within else f"{name}_tile = {name}_block"
+
+    def _load(self, name: str, part: Matrix, column: str, extent: int, operand: int) -> list[str]:
+        """Statements that read a tile of K or V, with masks only where the tile may be cut off or is padded."""
+        moved = f"tl.cast(first, tl.int64) * {_factor(part.advance)}" if part.advance else ""
+        at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
+        inside = f"{column} < {extent}" if padded(extent) != extent else ""
+        bounded = f"key_ok & ({inside})" if inside else "key_ok"
+        whole = f"tl.load({name}_at, mask={inside}, other=0.0)" if inside else f"tl.load({name}_at)"
+        cast = self._cast(operand)
+        lines = [f"{name}_at = {at}", "if BOUNDED:", f"    {name} = tl.load({name}_at, mask={bounded}, other=0.0){cast}",
+                 "else:", f"    {name} = {whole}{cast}"]  # fmt: skip
+        if not part.rows and not part.both and not part.columns:  # one element for all
+            lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {padded(extent)}])")
+        return lines
+
+    def _cast(self, operand: int) -> str:
+        """The conversion of an operand to the dtype of the products."""
+        return "" if self.spec.operands[operand].dtype == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
+
+    def _programs_text(self) -> str:
+        """x, the score program of a tile, and w, the weight program, in the variants that there are."""
+        masked = self._program(self.programs.masked)
+        if self.programs.full is None:
+            text = masked
+        else:
+            full = self._program(self.programs.full)
+            text = source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
+        beyond = 'float("-inf")' if self.softmax else "0.0"
+        return source.block(text, "if BOUNDED:", f"    x = tl.where(j_ok, x, {beyond})")
+
+    def _program(self, program: Expr) -> str:
+        self.writer.forget(Level.TILE)
+        value = self.writer.value(program)
+        lines = [f"x = {value}"]
+        if not {"i", "j"} <= coordinates(program):  # scores that do not depend on both: one value for many keys
+            lines = [f"x = s * 0.0 + {value}" if coordinates(program) else f"x = tl.full([ROWS, KEYS], {value}, tl.float32)"]
+        if self.spec.weight is not const(1.0):
+            lines.append(f"w = {self.writer.value(self.spec.weight)}")
+        text = source.block(*self.writer.lines[Level.TILE], *lines)
+        self.writer.forget(Level.TILE)
+        return text
+
+    def _statistics(self) -> str:
+        """The running maximum and sum, and the weights p."""
+        if not self.softmax:
+            return "p = x" if self.spec.weight is const(1.0) else "p = x * w"
+        scale = self.programs.scale
+        unit, lines = number(scale * LOG2E), ["m_new = tl.maximum(m, tl.max(x, 1))"]
+        if self.programs.guarded:
+            lines.append(f"unit = tl.where(tl.abs(m_new) > 1e38, {number(scale)}, {unit})")
+            lines.append('shift = tl.where(m_new == float("-inf"), 0.0, m_new * unit)')
+            lines += ["alpha = tl.exp2(m * unit - shift)", "p = tl.exp2(x * unit[:, None] - shift[:, None])"]
+        else:
+            lines.append(f"shift = m_new * {unit}")
+            lines += [f"alpha = tl.exp2(m * {unit} - shift)", f"p = tl.exp2(x * {unit} - shift[:, None])"]
+        lines += ["l = l * alpha + tl.sum(p, 1)", "acc = acc * alpha[:, None]", "m = m_new"]
+        if self.spec.weight is not const(1.0):
+            lines.append("p = p * w")
+        return source.block(*lines)
+
+    def _product(self) -> str:
+        return f"acc = tl.dot(p.to({DTYPES[self.spec.dtype]}), v, acc, input_precision=PRECISION)"
+
+    # -- the kernel -----------------------------------------------------------------------------------------------------------
+
+    def _kernel(self, visit: list[str]) -> str:
+        q = matrix(self.writer, 0, self.spec.q, I, C)
+        load_q = self._load_queries(q)
+        range_text = self._key_range()
+        stages = self._stages(visit)
+        finish = self._finish()
+        pointers = [f"{name}_block = {sum_of(f'{operand}_ptr', part)}" for name, operand, part in
+                    zip("kv", (self.keys.operand(1), self.keys.operand(2)), (self.k_block, self.v_block), strict=True)]  # fmt: skip
+        later = source.block(load_q, *pointers, range_text, stages, finish)
+        level_lines = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
+        places = ["rows = i0 + tl.arange(0, ROWS)", "i = tl.minimum(rows, i1)[:, None]",
+                  f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]  # fmt: skip
+        kept = source.without_dead([*places, *level_lines], later)
+        return source.block(self._position(), *kept, later)
+
+    def _position(self) -> str:
+        """From the program's number to block and batch coordinates.
+
+        Heads are taken in groups of `section`, whose keys fit the L2 cache together; within a group all heads' longest blocks go first.
+        """
+        n_q = self.writer.value(self.spec.n_q)
+        extents = [self.writer.value(extent) for extent in self.spec.batch]
+        lines = [f"blocks = ({n_q} + ROWS - 1) // ROWS", "program = tl.program_id(0)"]
+        if extents:
+            lines += [
+                f"heads = {' * '.join(extents)}",
+                "group = program // (section * blocks)",
+                "place = program % (section * blocks)",
+                "members = tl.minimum(section, heads - group * section)",
+                "head = group * section + place % members",
+                "block = blocks - 1 - place // members",
+            ]
+        else:
+            lines.append("block = blocks - 1 - program")
+        for axis in reversed(range(len(extents))):
+            if axis:
+                lines += [f"b{axis} = head % {extents[axis]}", f"head = head // {extents[axis]}"]
+            else:
+                lines.append("b0 = head")
+        lines += ["i0 = block * ROWS", f"i1 = tl.minimum(i0 + ROWS, {n_q}) - 1"]
+        return source.block(*lines)
+
+    def _load_queries(self, part: Matrix) -> str:
+        inside = f", mask=c < {self.d}, other=0.0" if padded(self.d) != self.d else ""
+        at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
+        wide = "" if part.rows or part.both else f"\nq = tl.broadcast_to(q, [ROWS, {padded(self.d)}])"
+        return f"q = tl.load({at}{inside}){self._cast(0)}{wide}"
+
+    def _key_range(self) -> str:
+        """start and stop of the keys to visit; full_start and full_stop of those that need no mask, all in whole tiles."""
+        mask, n_k = self.spec.mask, self.writer.value(self.spec.n_k)
+        lines = ["start = 0", f"stop = {n_k}"]
+        if mask is not None and mask.key_lo is not None:
+            lines[0] = f"start = tl.minimum(tl.maximum({self.writer.value(mask.key_lo)}, 0), {n_k}) // KEYS * KEYS"
+        if mask is not None and mask.key_hi is not None:
+            lines[1] = f"stop = tl.maximum(tl.minimum({self.writer.value(mask.key_hi)}, {n_k}), 0)"
+        if self.programs.full is None:
+            return source.block(*lines, "whole = tl.maximum(start, stop // KEYS * KEYS)")
+        assert mask is not None
+        low = "start" if mask.full_lo is None else f"tl.maximum({self.writer.value(mask.full_lo)}, start)"
+        high = "stop" if mask.full_hi is None else f"tl.minimum({self.writer.value(mask.full_hi)}, stop)"
+        return source.block(
+            *lines,
+            f"full_start = tl.minimum(({low} + KEYS - 1) // KEYS * KEYS, tl.maximum(stop, start))",
+            f"full_stop = tl.maximum({high} // KEYS * KEYS, full_start)",
+        )
+
+    def _initial(self) -> list[str]:
+        lines = [f"acc = tl.full([ROWS, {padded(self.d_v)}], 0.0, tl.float32)"]
+        if self.softmax:
+            lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
+        return lines
+
+    def _call(self, visit: list[str], start: str, stop: str, masked: bool, bounded: bool, indent: int = 4) -> str:
+        given = {"start": start, "stop": stop, "MASKED": str(masked), "BOUNDED": str(bounded)}
+        state = "acc, m, l" if self.softmax else "acc"
+        return source.call(state, "visit_keys", [given.get(name, name) for name in visit], indent)
+
+    def _stages(self, visit: list[str]) -> str:
+        """The calls of `visit_keys`."""
+        lines = self._initial()
+        if self.programs.full is None:
+            lines += [self._call(visit, "start", "whole", True, False), self._call(visit, "whole", "stop", True, True)]
+        else:
+            assert self.spec.mask is not None
+            if self.spec.mask.full_lo is not None:
+                lines.append(self._call(visit, "start", "tl.minimum(full_start, stop)", True, True))
+            lines += [self._call(visit, "full_start", "full_stop", False, False),
+                      self._call(visit, "full_stop", "stop", True, True)]  # fmt: skip
+        return source.block(*lines, self._again(visit))
+
+    def _again(self, visit: list[str]) -> str:
+        """Rows that met no live key behave as in eager mode: their block is done again over all keys."""
+        if not (self.skips and self.softmax):
+            return ""
+        assert self.spec.mask is not None
+        n_k = self.writer.value(self.spec.n_k)
+        limit = number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2)) if math.isfinite(self.spec.mask.fill) else 'float("-inf")'
+        return source.block(
+            f"dead = (m > {limit}) == 0",
+            f"if (tl.max(dead.to(tl.int32), 0) != 0) & ((start > 0) | (stop < {n_k})):",
+            source.indented(source.block(*self._initial(), self._call(visit, "0", n_k, True, True, 8))),
+        )
+
+    # -- the end --------------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> str:
+        lines = self._row_factor() if self.softmax else []
+        axes = [f"b{axis}" for axis in range(len(self.spec.batch))]
+        head = [f"tl.cast({axis}, tl.int64) * out_stride_{axis}" for axis in axes]
+        at = sum_of("out_ptr", *head, "tl.cast(rows[:, None], tl.int64) * out_stride_i", "tl.cast(e, tl.int64) * out_stride_e")
+        inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
+        result = "acc * factor" if self.softmax else "acc"
+        lines += [f"out_at = {at}",
+                  f"tl.store(out_at, ({result}).to({DTYPES[self.spec.out_dtype]}), mask=(rows <= i1)[:, None]{inside})"]  # fmt: skip
+        return source.block(*lines)
+
+    def _row_factor(self) -> list[str]:
+        """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
+        spec, w = self.spec, self.writer
+        lines = [f"row_max = m[:, None]{'' if self.programs.scale == 1.0 else f' * {number(self.programs.scale)}'}", "row_sum = l[:, None]"]
+        rescaled = ""
+        if spec.sinks:
+            sinks = [w.bind(sink, "sink") for sink in spec.sinks]
+            lines.append(f"highest = {_nested('tl.maximum', ['row_max', *sinks])}")
+            lines.append('base = tl.where(highest == float("-inf"), 0.0, highest)')
+            lines.append(f"shrink = tl.exp2((row_max - base) * {LOG2E})")
+            terms = [f"tl.exp2(({sink} - base) * {LOG2E})" for sink in sinks]
+            lines += [f"row_sum = row_sum * shrink + {' + '.join(terms)}", "row_max = highest"]
+            rescaled = " * shrink"
+        if self.statistics:
+            lines += self._write_statistics()
+        if spec.row_scale is None:
+            lines.append(f"factor = 1.0 / row_sum{rescaled}")
+        else:
+            w.known |= {ROW_MAX: "row_max", ROW_SUM: "row_sum"}
+            before = len(w.lines[Level.ROW])
+            value = w.value(spec.row_scale)
+            lines += w.lines[Level.ROW][before:]
+            del w.lines[Level.ROW][before:]
+            lines.append(f"factor = {value}{rescaled}")
+        if spec.normalizer is Normalizer.SAFE_SOFTMAX:
+            lines.append('factor = tl.where((row_max == float("-inf")) & (row_sum == 0.0), 0.0, factor)')
+        return lines
+
+    def _write_statistics(self) -> list[str]:
+        """Each row's log-sum-exp, float32, packed as [b0, b1, ..., i]."""
+        extents = [self.writer.value(extent) for extent in self.spec.batch]
+        place = "0"
+        for axis, extent in enumerate(extents):
+            place = f"b{axis}" if axis == 0 else f"({place}) * {extent} + b{axis}"
+        n_q = self.writer.value(self.spec.n_q)
+        return [f"lse_at = lse_ptr + tl.cast({place}, tl.int64) * {n_q} + rows[:, None]",
+                "tl.store(lse_at, row_max + tl.log(row_sum), mask=(rows <= i1)[:, None])"]  # fmt: skip
+
+
+def _factor(text: str) -> str:
+    return text if text.isidentifier() else f"({text})"
+
+
+def _nested(function: str, values: list[str]) -> str:
+    text = values[0]
+    for value in values[1:]:
+        text = f"{function}({text}, {value})"
+    return text
+
+
+def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(run-time parameters: pointers, sizes, strides, others; constants) among the free names of a kernel."""
+    pointers = sorted(n for n in names if n.endswith("_ptr"))
+    sizes = [n for n in spec.sizes if n in names]
+    strides = sorted(n for n in names if "_stride_" in n)
+    others = [n for n in ("section",) if n in names]
+    constants = [n for n in ("ROWS", "KEYS", "PRECISION") if n in names]
+    return (*pointers, *sizes, *strides, *others), tuple(constants)

@@ -1,0 +1,72 @@
+"""Reading a matrix (rows along one coordinate, columns along another) from a tensor of any strides through an index map.
+
+An offset is a sum of monomials; each is computed where it changes least often: with the block, down the rows, along the columns.
+Along the keys it moves by a multiple of a stride per tile, so that the pointers of a tile are made once and only advanced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.codegen.triton.expressions import Level, Writer
+from fusion.ir import integers
+from fusion.ir.expr import Expr, J, coordinates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """Texts of the parts of an operand's offset, in elements; empty where there is none.
+
+    block: the same for the whole block. advance: factor of the tile's first key, where rows are keys at regular distances.
+    rows: changes down the rows only; columns: along the columns only; both: in both.
+    """
+
+    operand: str
+    block: str
+    advance: str
+    rows: str
+    columns: str
+    both: str
+
+
+def matrix(writer: Writer, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr) -> Matrix:
+    """The offset of an operand's element at `index`, by parts. `writer` knows the coordinates as columns and rows of a tile."""
+    name = writer.operand(operand)
+    parts: dict[str, list[str]] = {key: [] for key in ("block", "advance", "rows", "columns", "both")}
+    for dim, expr in enumerate(index):
+        stride = f"{name}_stride_{dim}"
+        split = _split(expr, str(row.attr), str(column.attr))
+        steps = integers.linear(split["rows"], row) if row is J else None
+        if steps is not None and not coordinates(steps[0]) & {"i", "j"} and not coordinates(steps[1]) & {"i", "j"}:
+            factor = "" if steps[0] is integers.integer(1) else f" * {_brackets(writer.value(steps[0]))}"
+            if steps[0] is not integers.integer(0):
+                parts["advance"].append(f"{stride}{factor}")
+                parts["rows"].append(f"tl.cast(tl.arange(0, KEYS)[:, None], tl.int64) * {stride}{factor}")
+            split["rows"] = integers.integer(0)
+        for key, part in split.items():
+            if part is not integers.integer(0):
+                parts[key].append(f"tl.cast({writer.value(part)}, tl.int64) * {stride}")
+    return Matrix(operand=name, **{key: " + ".join(texts) for key, texts in parts.items()})
+
+
+def _brackets(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+
+def _split(expr: Expr, row: str, column: str) -> dict[str, Expr]:
+    groups: dict[str, dict] = {key: {} for key in ("block", "rows", "columns", "both")}
+    for monomial, coefficient in integers.terms(expr).items():
+        names = {name for atom in monomial for name in coordinates(atom)}
+        key = {(False, False): "block", (True, False): "rows", (False, True): "columns", (True, True): "both"}
+        groups[key[row in names, column in names]][monomial] = coefficient
+    return {key: integers.from_terms(terms) for key, terms in groups.items()}
+
+
+def sum_of(*parts: str) -> str:
+    """The parts that are not empty, added up."""
+    return " + ".join(part for part in parts if part)
+
+
+def tile_level(writer: Writer) -> list[str]:
+    """The statements that the writer left for a tile of keys."""
+    return writer.lines[Level.TILE]

@@ -1,0 +1,97 @@
+"""What a spec's score program becomes in a kernel: a scale that costs nothing, the variant for full blocks, and what must be guarded.
+
+A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by log2(e) anyway:
+`where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fusion.ir import ops
+from fusion.ir.expr import SCORE, TRUE, Expr, Kind, const, contains, substitute, walk
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+LARGEST = 3.4028234663852886e38
+_MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
+_TAME = {"fadd", "fmul", "fsub", "neg", "tanh", "sigmoid", "sin", "cos", "erf", "minimum", "maximum", "abs", "where", "to_float"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """masked: the whole program. full: the program where every key is live, or None where it is the same; both in units of `scale`.
+
+    guarded: scores can be -inf or so large that their product with log2(e) overflows, for whole rows.
+    """
+
+    masked: Expr
+    full: Expr | None
+    scale: float
+    guarded: bool
+
+
+def programs_of(spec: AttentionSpec) -> Programs:
+    """The variants of a spec's program."""
+    score, full = spec.score, None
+    mask = spec.mask
+    if mask is not None and (mask.full_lo is not None or mask.full_hi is not None):
+        live = {part: TRUE for part in ops.conjuncts(mask.live)}
+        full = substitute(score, live | {mask.live: TRUE})
+        full = None if full is score else full
+    if spec.normalizer is Normalizer.NONE:
+        return Programs(masked=score, full=full, scale=1.0, guarded=False)
+    guarded = not _tame(score)
+    scale = factor_of(score)
+    if scale is None or (full is not None and factor_of(full) != scale):
+        return Programs(masked=score, full=full, scale=1.0, guarded=guarded)
+    return Programs(masked=divided(score, scale), full=None if full is None else divided(full, scale), scale=scale, guarded=guarded)
+
+
+def _tame(expr: Expr) -> bool:
+    """Whether ordinary inputs give ordinary scores: nothing but small constants and smooth operations."""
+    for part in walk(expr):
+        if part.op == "const" and part.kind is Kind.FLOAT and abs(float(part.attr)) > 1e30:  # type: ignore[arg-type]
+            return False
+        if part.kind is Kind.FLOAT and part.op not in _TAME | {"const", "score"} and not _divides_by_constant(part):
+            return False
+    return True
+
+
+def _divides_by_constant(expr: Expr) -> bool:
+    return expr.op == "div" and expr.args[1].op == "const" and expr.args[1].attr != 0
+
+
+def factor_of(expr: Expr) -> float | None:
+    """The positive constant c such that the program is c times a simpler one, or None."""
+    if expr is SCORE:
+        return 1.0
+    if expr.op == "fmul":
+        for factor, rest in (expr.args, expr.args[::-1]):
+            if factor.op == "const" and _LEAST < float(factor.attr) < _MOST and (inner := factor_of(rest)) is not None:  # type: ignore[arg-type]
+                return float(factor.attr) * inner  # type: ignore[arg-type]
+        return None
+    if expr.op == "div" and expr.args[1].op == "const" and _LEAST < float(expr.args[1].attr) < _MOST:  # type: ignore[arg-type]
+        inner = factor_of(expr.args[0])
+        return None if inner is None else inner / float(expr.args[1].attr)  # type: ignore[arg-type]
+    if expr.op == "where" and not contains(expr.args[0], SCORE):
+        _, then, otherwise = expr.args
+        if otherwise.op == "const":
+            return factor_of(then)
+        return factor_of(otherwise) if then.op == "const" else None
+    return None
+
+
+def divided(expr: Expr, scale: float) -> Expr:
+    """The program in units of the factor that `factor_of` found."""
+    if expr is SCORE:
+        return expr
+    if expr.op == "const":
+        value = float(expr.attr) / scale  # type: ignore[arg-type]
+        if math.isfinite(float(expr.attr)):  # type: ignore[arg-type]
+            value = max(-LARGEST, min(LARGEST, value))  # a finite fill stays finite
+        return const(value, Kind.FLOAT)
+    if expr.op == "where":
+        return ops.where(expr.args[0], divided(expr.args[1], scale), divided(expr.args[2], scale))
+    rest = [arg for arg in expr.args if arg.op != "const"]
+    return divided(rest[0], scale)

@@ -1,0 +1,112 @@
+"""Putting the text of a kernel together: parameters found from what the text uses, and laid out for reading."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from fusion.errors import FusionError
+
+WIDTH = 120
+
+
+class KernelTextError(FusionError, RuntimeError):
+    """A generated module is not valid Python: a defect of this package. The message has the numbered text around the place."""
+
+
+def free_names(body: str) -> list[str]:
+    """Names that a function body reads before it has bound them anywhere, in the order of their first use."""
+    tree = parse(body)
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return [name for name in _reads(tree) if name not in bound]
+
+
+def _reads(tree: ast.AST) -> list[str]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    found.sort(key=lambda node: (node.lineno, node.col_offset))
+    return list(dict.fromkeys(node.id for node in found))
+
+
+def without_dead(lines: Sequence[str], used_later: str) -> list[str]:
+    """The statements `name = text` whose names are used by later ones or in `used_later`."""
+    kept: list[str] = []
+    used = set(_reads(parse(used_later)))
+    for line in reversed(lines):
+        name = line.split(" = ")[0]
+        if name.isidentifier() and name not in used:
+            continue
+        kept.append(line)
+        used |= set(_reads(parse(line)))
+    return kept[::-1]
+
+
+def parse(text: str) -> ast.Module:
+    """The text's syntax tree. Raises KernelTextError with the numbered lines around the fault."""
+    try:
+        return ast.parse(textwrap.dedent(text))
+    except SyntaxError as error:
+        lines = text.splitlines()
+        centre = error.lineno or 1
+        low, high = max(0, centre - 6), min(len(lines), centre + 5)
+        shown = "\n".join(f"{n + 1:5d}  {lines[n]}" for n in range(low, high))
+        raise KernelTextError(f"generated text is not Python: {error.msg}, line {centre}:\n{shown}") from error
+
+
+def call(target: str, function: str, arguments: Iterable[str], indent: int = 4) -> str:
+    """`target = function(arguments)`, broken into lines of at most WIDTH characters."""
+    return _listing(f"{target} = {function}(", arguments, ")", indent)
+
+
+def definition(name: str, parameters: Iterable[str], doc: str, body: str) -> str:
+    """A function under triton.jit."""
+    head = _listing(f"def {name}(", parameters, "):", 0)
+    inner = textwrap.indent(f'"""{doc}"""\n{body.rstrip()}\n', "    ", lambda line: bool(line.strip()))
+    return f"@triton.jit\n{head}\n{inner}"
+
+
+def _listing(head: str, items: Iterable[str], tail: str, indent: int) -> str:
+    items = list(items)
+    line = f"{head}{', '.join(items)}{tail}"
+    if len(line) + indent <= WIDTH:
+        return line
+    inner = _filled([f"{item}, " for item in items], WIDTH - indent - 5)
+    return f"{head}\n{textwrap.indent(inner, '    ')}\n{tail}"
+
+
+def _filled(pieces: Iterable[str], width: int) -> str:
+    """Pieces one after the other, on lines no longer than `width` where that can be had."""
+    lines = [""]
+    for piece in pieces:
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def wrapped(text: str) -> str:
+    """Assignments and calls that are longer than WIDTH, broken after commas and before signs, in brackets."""
+    return "\n".join(_wrapped_line(line) for line in text.splitlines())
+
+
+def _wrapped_line(line: str) -> str:
+    if len(line) <= WIDTH:
+        return line
+    indent = len(line) - len(line.lstrip())
+    target, sign, value = line.strip().partition(" = ")
+    if not (sign and target.isidentifier()):
+        target, value = "", line.strip()
+    inner = _filled(re.split(r"(?<=, )|(?= [+&|] )", value), WIDTH - indent - 5)
+    inner = "\n".join(part.strip() for part in inner.splitlines())
+    opening = f"{target} = (" if target else "("
+    return textwrap.indent(f"{opening}\n{textwrap.indent(inner, '    ')}\n)", " " * indent)
+
+
+def block(*statements: str) -> str:
+    """Statements under each other; empty ones are left out."""
+    return "\n".join(statement for statement in statements if statement)
+
+
+def indented(text: str, by: int = 4) -> str:
+    return textwrap.indent(text, " " * by, lambda line: bool(line.strip()))
