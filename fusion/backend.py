@@ -20,7 +20,8 @@ from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import rewrite
 from fusion.passes.specify import Specified
-from fusion.report import Report, SiteReport, publish
+from fusion.plan import Plan, plan
+from fusion.report import NO_ATTENTION, Report, SiteReport, publish
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,13 @@ def fusion(
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
     if not may_hold_attention(module):
-        return module, Report(notes=["this graph holds no attention"])
+        return module, Report(notes=[NO_ATTENTION])
     started = time.perf_counter()
     try:
         graph = normalize(module, example_inputs)
         sites = find_sites(graph.graph)
         specified = rewrite(graph, sites, _supports(options), options.emitter)
-        report = _report(sites, specified)
+        report = _report(sites, specified, nodes.size_hints(graph.graph), options)
     except Exception as problem:
         if options.strict:
             raise
@@ -65,22 +66,34 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
 
 
 def _supports(options: Options) -> Callable[[AttentionSpec, torch.device], str | None]:
-    return (lambda spec, device: None) if options.emitter == "reference" else runtime.unsupported
+    return (lambda spec, device: None) if options.emitter == "reference" else runtime.prepare
 
 
-def _report(sites: Sequence[Site], specified: Mapping[int, Sequence[Specified]]) -> Report:
+def _report(
+    sites: Sequence[Site], specified: Mapping[int, Sequence[Specified]], hints: Mapping[str, int], options: Options
+) -> Report:
     report = Report()
     for number, site in enumerate(sites):
+        parts = specified.get(number, ())
         report.sites.append(
             SiteReport(
                 fused=number in specified,
                 reason=site.reason,
                 location=nodes.source_line(site.anchor),
                 module=nodes.module_path(site.anchor),
-                specs=tuple(part.spec for part in specified.get(number, ())),
+                specs=tuple(part.spec for part in parts),
+                plans=tuple(_plan(part, hints) for part in parts),
+                sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) for part in parts),
             )
         )
     return report
+
+
+def _plan(part: Specified, hints: Mapping[str, int]) -> Plan:
+    sizes = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
+    return plan(
+        part.spec, None if part.device == "cpu" else part.device, sizes=dict(zip(part.spec.sizes, sizes, strict=True))
+    )
 
 
 def _count(report: Report) -> None:

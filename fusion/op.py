@@ -3,7 +3,8 @@
     attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor
 
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
-build the kernel again. `emitter` is that of the options. Operands may have any strides (the op is tagged so that Inductor copies nothing).
+build the kernel again. `emitter` is that of the options. Operands may have any strides (the op is tagged so that
+Inductor copies nothing).
 """
 
 from __future__ import annotations

@@ -178,8 +178,9 @@ def plan(
     col_multiple: int | None = None,
     features: int | None = None,
 ) -> Plan:
-    """The plan for `problem` (or for anything with a `problem(sizes)` method) on `machine` (a name, a Machine, or
-    None: this CPU).
+    """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
+
+    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`.
 
     schedule: take this one; otherwise the best of `allow` (by default what there are kernels for). row_multiple,
     col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default two vectors and 8).
@@ -188,15 +189,20 @@ def plan(
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
     """
     if not isinstance(problem, Problem):
-        if not callable(getattr(problem, "problem", None)):
-            raise ProblemError(
-                f"plan() was given {type(problem).__name__}; give a Problem or an object with a problem(sizes) method"
-            )
-        problem = problem.problem(sizes)
+        problem = _from_spec(problem, sizes)
     target = find_machine(machine)
     multiples = (row_multiple or 2 * target.lanes(), col_multiple or 8)
     names = _names(schedule, allow, direction, target, features)
     return _plan(problem, target, names, multiples, features or 1)
+
+
+def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
+    from fusion.cost.from_spec import problem_of
+    from fusion.ir import AttentionSpec
+
+    if not isinstance(given, AttentionSpec):
+        raise ProblemError(f"plan() was given a {type(given).__name__}; give a Problem or an AttentionSpec")
+    return problem_of(given, sizes)
 
 
 def _names(

@@ -11,6 +11,8 @@ from torch.fx import GraphModule
 from fusion.ir import AttentionSpec
 from fusion.plan import Plan
 
+NO_ATTENTION = "this graph holds no attention"
+
 
 @dataclass(slots=True, kw_only=True)
 class SiteReport:
@@ -45,8 +47,13 @@ class SiteReport:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The report of one compiled graph, or of all graphs of a model."""
+    """The report of one compiled graph, or of all `graphs` of a model.
 
+    notes: what concerns a whole graph. graph_before, graph_after: Dynamo's graph and the one handed to the inner
+    compiler, where an attention was found.
+    """
+
+    graphs: int = 1
     sites: list[SiteReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     graph_before: GraphModule | None = None

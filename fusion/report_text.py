@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusion.ir import AttentionSpec
 from fusion.report import Report, SiteReport
 
 
@@ -32,7 +33,21 @@ def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]
     for position, spec in enumerate(site.specs):
         lines.append(f"    program  {spec.formula()}")
         if spec.mask is not None:
-            lines.append(f"    mask     {spec.mask.live}")
+            lines.append(f"    mask     live where {spec.describe(spec.mask.live)}{_range(spec)}")
         if position < len(site.plans):
-            lines += [f"    plan     {line}" for line in site.plans[position].explain().splitlines()]
+            lines += _indented("plan", site.plans[position].explain().partition("\nothers")[0])
+        if position < len(site.sources) and (source := site.sources[position]):
+            lines.append(f"    kernel   {len(source.splitlines())} lines: report.sites[{number}].sources[{position}]")
     return lines
+
+
+def _range(spec: AttentionSpec) -> str:
+    assert spec.mask is not None
+    low, high = spec.mask.key_lo, spec.mask.key_hi
+    if low is None and high is None:
+        return ""
+    return f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"
+
+
+def _indented(title: str, text: str) -> list[str]:
+    return [f"    {title if k == 0 else '':8} {line}" for k, line in enumerate(text.splitlines())]

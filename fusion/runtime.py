@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusion.codegen import reference
+from fusion.codegen import mlir, reference, triton
 from fusion.ir import AttentionSpec
 from fusion.machine import machine
 
@@ -31,22 +31,55 @@ def executor(spec: str, device: str, emitter: str = "auto") -> Executor:
     return found
 
 
+class Guarded:
+    """A kernel that is left for the reference interpreter at its first failure: users see numbers, and a warning."""
+
+    def __init__(self, spec: AttentionSpec, kernel: Executor):
+        self.spec, self.kernel = spec, kernel
+        self.broken = False
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        if not self.broken:
+            try:
+                return self.kernel(operands, sizes)
+            except Exception:
+                self.broken = True
+                log.exception("a kernel failed; running %s in the reference interpreter from now on", self.spec)
+        return reference.run(self.spec, operands, sizes)
+
+
+def kernel_source(spec: AttentionSpec, device: str, emitter: str) -> str | None:
+    """The source of the kernel that runs a spec, or None where the reference interpreter does."""
+    found = executor(spec.to_json(), device, emitter)
+    return getattr(found.kernel, "source", None) if isinstance(found, Guarded) else None
+
+
+def prepare(spec: AttentionSpec, device: torch.device) -> str | None:
+    """Build the kernel of a spec now; why there is none, or None."""
+    reason = unsupported(spec, device)
+    if reason is not None:
+        return reason
+    try:
+        found = executor(spec.to_json(), device.type)
+    except Exception as problem:
+        log.warning("no kernel for %s", spec, exc_info=True)
+        return f"its kernel could not be built ({type(problem).__name__}: {problem})"
+    return None if isinstance(found, Guarded) else "its kernel could not be built"
+
+
 def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
     """Why there is no kernel for this spec on this device, or None if there is one."""
     if device.type == "cpu":
-        from fusion.codegen import mlir
-
         return mlir.supports(spec, machine())
-    return f"there is no emitter for device {device.type!r} yet"
+    if device.type == "cuda":
+        return triton.supports(spec)
+    return f"there is no emitter for device {device.type!r}"
 
 
 def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
-    reason = None
     if emitter != "reference":
         reason = unsupported(spec, torch.device(device))
         if reason is None:
-            from fusion.codegen import mlir
-
-            return mlir.compile(spec, machine=machine())
+            return Guarded(spec, triton.compile(spec) if device == "cuda" else mlir.compile(spec, machine=machine()))
         log.warning("running %s in the reference interpreter: %s", spec, reason)
     return lambda operands, sizes: reference.run(spec, operands, sizes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from fusion.ir import integers
-from fusion.ir.expr import TRUE, Expr, I, J, contains, coord, coordinates, loads, substitute
+from fusion.ir.expr import FALSE, TRUE, Expr, I, J, contains, coord, coordinates, loads, rebuild, substitute
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.spec import MaskFacts, Normalizer
 
@@ -18,6 +18,22 @@ HARD = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""
 
 I0, I1 = coord("i0"), coord("i1")
+
+
+def decided(expr: Expr, bounds: integers.Bounds) -> Expr:
+    """`expr` with every integer comparison that the bounds of the coordinates decide replaced by its outcome."""
+
+    def leaf(part: Expr) -> Expr | None:
+        if part.op not in ("ile", "ilt"):
+            return None
+        margin = integers.sub(part.args[1], part.args[0])
+        if part.op == "ilt":
+            margin = integers.sub(margin, 1)
+        if integers.never_negative(margin, bounds):
+            return TRUE
+        return FALSE if integers.never_negative(integers.sub(integers.neg(margin), 1), bounds) else None
+
+    return rebuild(expr, leaf)
 
 
 def understand(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, size
-from fusion.ir.ops import apply
+from fusion.ir.ops import apply, evaluate
 
 
 class Unsupported(Exception):
@@ -124,3 +125,20 @@ def module_path(node: Node) -> str | None:
     path, _ = list(stack.values())[-1]
     path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
     return re.sub(r"^L\.self\.?|^self\.?|_modules\.|\.__dict__", "", path) or None
+
+
+def size_hints(graph: Graph) -> dict[str, int]:
+    """The example value of every symbolic size of a graph."""
+    hints: dict[str, int] = {}
+    for node in graph.nodes:
+        held = value(node) if node.op == "placeholder" else None
+        extents = held.shape if isinstance(held, torch.Tensor) else [held]
+        for extent in extents:
+            if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol and extent.node.has_hint():
+                hints[str(extent.node.expr)] = int(extent.node.hint)
+    return hints
+
+
+def evaluate_size(expr: Expr, hints: Mapping[str, int]) -> int:
+    """The example value of a size expression."""
+    return int(evaluate(expr, lambda leaf: torch.tensor(hints[str(leaf.attr)])))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output
-from fusion.ir.expr import SCORE, Expr, Kind, load, rebuild, size, walk
+from fusion.ir.expr import SCORE, Expr, J, Kind, load, rebuild, size, walk
 from fusion.ir.spec import MaskFacts
 from fusion.passes import nodes
 from fusion.passes.find import Attention, Site
-from fusion.passes.masks import understand
+from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
 from fusion.passes.pullback import Product
 
@@ -21,9 +21,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specified:
-    """A spec, the graph nodes of its operands, and what each of its sizes is in the graph's own terms."""
+    """A spec, the graph nodes of its operands, its sizes in the graph's own terms, and the device it runs on."""
 
     spec: AttentionSpec
+    device: str
     operands: tuple[Node, ...]
     sizes: tuple[Expr, ...]
 
@@ -35,7 +36,8 @@ def specify(site: Site, attention: Attention) -> Specified:
     _require_float(main.query.node, main.key.node, attention.value.node)
     operands = [main.query.node, main.key.node, attention.value.node]
     resolve = _Resolver(products, main, attention.pullback.loaded, operands)
-    score, weight = resolve(core.score), resolve(core.weight)
+    bounds = site.bounds | {J: attention.keys}
+    score, weight = decided(resolve(core.score), bounds), decided(resolve(core.weight), bounds)
     sinks = tuple(resolve(sink) for sink in core.sinks)
     row_scale = None if core.row_scale is None else resolve(core.row_scale)
     mask = understand(score, site.bounds, attention.keys, core.normalizer)
@@ -64,7 +66,8 @@ def specify(site: Site, attention: Attention) -> Specified:
         sizes=(),
     )
     names, values = rename.table(spec)
-    return Specified(spec=_with_sizes(spec, names), operands=tuple(operands), sizes=values)
+    device = nodes.value(site.root).device.type
+    return Specified(spec=replace(spec, sizes=names), device=device, operands=tuple(operands), sizes=values)
 
 
 def _coords(site: Site) -> list[Expr]:
@@ -73,12 +76,6 @@ def _coords(site: Site) -> list[Expr]:
 
 def _extent(site: Site, name: str) -> Expr:
     return next(extent for c, extent in site.bounds.items() if c.attr == name)
-
-
-def _with_sizes(spec: AttentionSpec, names: tuple[str, ...]) -> AttentionSpec:
-    from dataclasses import replace
-
-    return replace(spec, sizes=names)
 
 
 def _main_product(score: Expr, products: list[Product]) -> int:

@@ -1,8 +1,8 @@
 """`vmap` in Dynamo's graphs, retraced as broadcasting.
 
-Models build masks by nested `vmap` over (batch, head, query, key) of a function of four integers. Every value inside is
-logically a scalar, so the batch dimensions can be ordinary broadcast dimensions: level l of K nested levels is dimension
-l - 1 of K. Other uses of vmap are refused, which leaves the graph to the inner compiler as it was.
+Models build masks by nested `vmap` over (batch, head, query, key) of a function of four integers. Every value inside
+is logically a scalar, so the batch dimensions can be ordinary broadcast dimensions: level l of K nested levels is
+dimension l - 1 of K. Other uses of vmap are refused, which leaves the graph to the inner compiler as it was.
 """
 
 from __future__ import annotations

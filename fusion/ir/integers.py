@@ -176,31 +176,48 @@ def mod(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> 
     return node("mod", (rest, divisor), Kind.INT)
 
 
-def upper_bound(expr: Expr, bounds: Bounds) -> Expr | None:
-    """A size expression that is >= expr for all coordinates within bounds, or None; assumes expr's terms are >= 0."""
-    total: dict[Monomial, int] = {}
+def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
+    """A size expression that is >= expr (or <=, with largest=False) for all coordinates within bounds, or None.
+
+    Every atom is taken to be >= 0, which coordinates, sizes, remainders and quotients of such are.
+    """
+    total = integer(0)
     for monomial, coefficient in terms(expr).items():
-        if coefficient < 0:
-            return None
-        bound = integer(coefficient)
+        value: Expr | None = integer(coefficient)
+        upwards = (coefficient > 0) == largest
         for atom in monomial:
-            if atom.op == "coord":
-                if atom not in bounds:
-                    return None
-                bound = mul(bound, sub(bounds[atom], 1))
-            elif atom.op == "size":
-                bound = mul(bound, atom)
-            elif atom.op == "mod":
-                bound = mul(bound, sub(atom.args[1], 1))
-            elif atom.op == "floordiv" and (top := upper_bound(atom.args[0], bounds)) is not None:
-                # x <= m*q - 1 gives x // m <= q - 1 where the division is exact, else x // m <= top // m.
-                quotient, rest = _split(add(top, 1), atom.args[1])
-                bound = mul(bound, sub(quotient, 1) if rest is integer(0) else floordiv(top, atom.args[1]))
-            else:
-                return None
-        for m, c in terms(bound).items():
-            total[m] = total.get(m, 0) + c
-    return from_terms(total)
+            limit = atom if atom.op == "size" else _atom_bound(atom, bounds) if upwards else _zero_bound(atom, bounds)
+            value = None if limit is None or value is None else mul(value, limit)
+        if value is None:
+            return None
+        total = add(total, value)
+    return total
+
+
+def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
+    """The largest value of a coordinate, remainder or quotient."""
+    if atom.op == "coord":
+        return sub(bounds[atom], 1) if atom in bounds else None
+    if atom.op == "mod":
+        return sub(atom.args[1], 1)
+    if atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds):
+        top = extreme(atom.args[0], bounds, True)
+        if top is None:
+            return None
+        # x <= m*q - 1 gives x // m <= q - 1 where the division is exact, else x // m <= top // m.
+        quotient, rest = _split(add(top, 1), atom.args[1])
+        return sub(quotient, 1) if rest is integer(0) else floordiv(top, atom.args[1])
+    return None
+
+
+def _zero_bound(atom: Expr, bounds: Bounds) -> Expr | None:
+    return integer(0) if is_nonnegative(atom, bounds) else None
+
+
+def never_negative(expr: Expr, bounds: Bounds) -> bool:
+    """Whether expr >= 0 is provable for all coordinates within bounds (sizes that bound one are at least 1)."""
+    low = extreme(expr, bounds, False)
+    return low is not None and all(c >= 0 and _all_sizes(m) for m, c in terms(low).items())
 
 
 def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
@@ -218,10 +235,10 @@ def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
 
 
 def is_below(expr: Expr, limit: Expr, bounds: Bounds) -> bool:
-    """Whether 0 <= expr < limit is provable from the bounds. Sizes that bound a coordinate are at least 1 there."""
+    """Whether 0 <= expr < limit is provable from the bounds."""
     if not is_nonnegative(expr, bounds):
         return False
-    top = upper_bound(expr, bounds)
+    top = extreme(expr, bounds, True)
     if top is None:
         return False
     margin = sub(sub(limit, 1), top)

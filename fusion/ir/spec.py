@@ -151,6 +151,12 @@ class AttentionSpec:
             text += f", rows scaled by {to_text(self.row_scale, names)}"
         return text
 
+    def describe(self, expr: Expr) -> str:
+        """An expression of this spec with its operands' names."""
+        from fusion.ir.printing import to_text
+
+        return to_text(expr, {number: operand.name for number, operand in enumerate(self.operands)})
+
     def expressions(self) -> tuple[Expr, ...]:
         """Every expression of the spec."""
         mask = self.mask

@@ -1,0 +1,71 @@
+"""The problem that the planner sees in an `AttentionSpec` at given sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fusion.cost.problem import Problem
+from fusion.errors import ProblemError
+from fusion.ir import AttentionSpec
+from fusion.ir.expr import Expr, Kind, walk
+from fusion.ir.ops import PRIMITIVES, evaluate
+
+_SAMPLES = 256
+
+
+def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
+    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order.
+
+    The share of live scores is that of the spec's closed-form key ranges; masks that load data count as dense, because
+    what they hold is known only at run time. Raises ProblemError where sizes are missing.
+    """
+    values = dict(zip(spec.sizes, sizes or (), strict=False)) if not isinstance(sizes, Mapping) else dict(sizes)
+    missing = [name for name in spec.sizes if name not in values]
+    if missing:
+        raise ProblemError(f"the spec has the sizes {list(spec.sizes)}; values for {missing} are missing: give sizes=")
+    n_q, n_k, d, d_v = (_integer(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
+    batch = [_integer(extent, values) for extent in spec.batch]
+    heads = batch[-1] if batch else 1
+    return Problem(
+        batch=math.prod(batch[:-1]),
+        heads=heads,
+        heads_kv=max(1, heads // _group(spec)) if heads % _group(spec) == 0 else heads,
+        n_q=n_q,
+        n_k=n_k,
+        d=d,
+        d_v=d_v,
+        dtype=spec.dtype,
+        density=_density(spec, values, n_q, n_k),
+        score_flops=sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(spec.score, spec.weight)),
+    )
+
+
+def _integer(expr: Expr, sizes: Mapping[str, int]) -> int:
+    return int(evaluate(expr, lambda leaf: torch.tensor(sizes[str(leaf.attr)])))
+
+
+def _group(spec: AttentionSpec) -> int:
+    """Query heads that read the same keys: the divisor of the last batch coordinate in K's index."""
+    last = f"b{len(spec.batch) - 1}"
+    for part in walk(*spec.k):
+        if part.op == "floordiv" and part.args[0].attr == last and part.args[1].op == "const":
+            return int(part.args[1].attr)  # type: ignore[arg-type]
+    return 1
+
+
+def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) -> float:
+    """The mean share of keys between key_lo and key_hi over (a sample of) single rows of the first batch."""
+    mask = spec.mask
+    if mask is None or (mask.key_lo is None and mask.key_hi is None) or not n_q or not n_k:
+        return 1.0
+    rows = torch.arange(0, n_q, max(1, n_q // _SAMPLES))
+
+    def leaf(part: Expr) -> torch.Tensor:
+        return rows if part.op == "coord" and part.attr in ("i0", "i1") else torch.tensor(sizes.get(str(part.attr), 0))
+
+    low = torch.zeros_like(rows) if mask.key_lo is None else evaluate(mask.key_lo, leaf).clamp(0)
+    high = torch.full_like(rows, n_k) if mask.key_hi is None else evaluate(mask.key_hi, leaf).clamp(max=n_k)
+    return float((high - low).clamp(0).sum() / (len(rows) * n_k))
