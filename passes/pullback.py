@@ -68,6 +68,7 @@ class PullBack:
         self.products: list[Product] = []
         self.loaded: list[Node] = []
         self.interior: dict[Node, None] = {}
+        self.detached_maximum = False
         self._memo: dict[tuple[Node, Index], Expr] = {}
 
     # --- walking ------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ class PullBack:
         if (moved := source(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        result = self._computed(here, index)
+        result = self._maximum_without_gradient(here, index) if here.meta.get("stop_gradient") else self._computed(here, index)
         if result is None:
             return self.load(here, index)
         if not _depends_on_product(result) and self._too_heavy(result):
@@ -150,6 +151,17 @@ class PullBack:
         if kwargs.get("out") is not None:
             return None
         return pointwise.build(packet(here), pointwise.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
+
+    def _maximum_without_gradient(self, here: Node, index: Index) -> Expr | None:
+        """What a gradient does not flow through is loaded, but for `x.amax(-1).detach()`: a softmax does not depend on its shift."""
+        origin = here.all_input_nodes[0]
+        if packet(here) not in (aten.detach, aten.alias) or not nodes.is_tensor(origin):
+            return None
+        result = self.value(origin, index)
+        if result.op != "reduce" or result.attr != "max":
+            return None
+        self.detached_maximum = True
+        return result
 
     def _cast(self, here: Node, index: Index) -> Expr | None:
         origin = arguments(here)["self"]
