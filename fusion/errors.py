@@ -48,3 +48,7 @@ class StrictError(FusionError, RuntimeError):
 
 class MissingPackageError(FusionError, ImportError):
     """Something optional was asked for whose package is not installed."""
+
+
+class DoubleBackwardError(FusionError, NotImplementedError):
+    """A second derivative of a fused attention was asked for."""

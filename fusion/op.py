@@ -1,6 +1,13 @@
-"""`torch.ops.fusion.attention`: one attention, whole in its arguments.
+"""`torch.ops.fusion.attention` and its gradient: one attention, whole in its arguments.
 
     attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor
+    attention_forward(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> (Tensor out, Tensor statistics)
+    attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec,
+                       str emitter, bool[] needs) -> Tensor[]
+
+`attention_forward` stands where gradients are needed: besides the output it returns two numbers per query row (see
+`runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per operand that
+`needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its backward.
 
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
 build the kernel again. `emitter` is that of the options. Operands may have any strides (the op is tagged so that
@@ -10,39 +17,117 @@ Inductor copies nothing).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import runtime
+from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec
-from fusion.ir.expr import Expr
 
 _library = torch.library.Library("fusion", "DEF")
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+_library.define("attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor", tags=_TAGS)
 _library.define(
-    "attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor",
-    tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag),
+    "attention_forward(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> (Tensor, Tensor)", tags=_TAGS
+)
+_library.define(
+    "attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, "
+    "str emitter, bool[] needs) -> Tensor[]",
+    tags=_TAGS,
 )
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
     parsed = AttentionSpec.from_json(spec)
-    extents = output_extents(parsed, sizes)
+    extents = runtime.output_extents(parsed, sizes)
     packed = operands[0].new_empty([extents[d] for d in parsed.output.order], dtype=getattr(torch, parsed.out_dtype))
     return packed.permute([parsed.output.order.index(d) for d in parsed.output.dims])
 
 
-def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
-    """The extent of each coordinate of the output."""
-    known = dict(zip(spec.sizes, sizes, strict=True))
+def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> tuple[Tensor, Tensor]:
+    out = _fake(operands, sizes, spec, emitter)
+    parsed = AttentionSpec.from_json(spec)
+    shape = runtime.statistics_shape(parsed, runtime.output_extents(parsed, sizes))
+    return out, operands[0].new_empty(shape, dtype=runtime.statistics_dtype(operands))
 
-    def value(expr: Expr) -> int | torch.SymInt:
-        return int(expr.attr) if expr.op == "const" else known[str(expr.attr)]  # type: ignore[arg-type]
 
-    batch = {f"b{axis}": value(extent) for axis, extent in enumerate(spec.batch)}
-    return batch | {"i": value(spec.n_q), "e": value(spec.d_v)}
+def _fake_backward(
+    grad: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
+    emitter: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    described = AttentionSpec.from_json(spec).operands
+    return [
+        runtime.empty_gradient(tensor, operand)
+        for tensor, operand, needed in zip(operands, described, needs, strict=True)
+        if needed
+    ]
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    operands, ctx.sizes, ctx.spec, ctx.emitter = inputs
+    out, statistics = output
+    ctx.save_for_backward(out, statistics, *operands)
+    ctx.mark_non_differentiable(statistics)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple:
+    out, statistics, *operands = ctx.saved_tensors
+    return _gradients(ctx, grad, out, statistics, operands)
+
+
+def _save_operands(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    operands, ctx.sizes, ctx.spec, ctx.emitter = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _recompute_and_differentiate(ctx: Any, grad: Tensor) -> tuple:
+    operands = list(ctx.saved_tensors)
+    with torch.no_grad():
+        out, statistics = torch.ops.fusion.attention_forward(operands, ctx.sizes, ctx.spec, ctx.emitter)
+    return _gradients(ctx, grad, out, statistics, operands)
+
+
+def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands: list[Tensor]) -> tuple:
+    """One gradient or None per operand, and nothing for the other arguments (an empty list counts as a structure)."""
+    needs = [bool(n) and o.is_floating_point() for n, o in zip(ctx.needs_input_grad[0], operands, strict=True)]
+    found = iter(
+        torch.ops.fusion.attention_backward(grad, out, statistics, operands, ctx.sizes, ctx.spec, ctx.emitter, needs)
+    )
+    none = None if len(ctx.sizes) else []
+    return [next(found) if needed else None for needed in needs], none, None, None
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise DoubleBackwardError(
+        "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, torch.func.hessian); "
+        "it has a first derivative only. Compile this model with another backend, or keep the attention out of the second derivative."
+    )
+
+
+def _save_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
+    """The backward of the backward only raises."""
 
 
 torch.library.register_fake("fusion::attention", _fake, lib=_library)
-_library.impl("attention", runtime.attention, "CPU")
-_library.impl("attention", runtime.attention, "CUDA")
+torch.library.register_fake("fusion::attention_forward", _fake_forward, lib=_library)
+torch.library.register_fake("fusion::attention_backward", _fake_backward, lib=_library)
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention", runtime.attention, _key)
+    _library.impl("attention_forward", runtime.attention_forward, _key)
+    _library.impl("attention_backward", runtime.attention_backward, _key)
+torch.library.register_autograd(
+    "fusion::attention", _recompute_and_differentiate, setup_context=_save_operands, lib=_library
+)
+torch.library.register_autograd("fusion::attention_forward", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("fusion::attention_backward", _refuse, setup_context=_save_nothing, lib=_library)

@@ -4,22 +4,109 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fusion.codegen import mlir, reference, triton
-from fusion.ir import AttentionSpec
+from fusion.ir import AttentionSpec, Normalizer, Operand
+from fusion.ir.expr import Expr
 from fusion.machine import machine
 
 log = logging.getLogger(__name__)
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
+
+
+class Differentiable(Protocol):
+    """What trains with one spec.
+
+    forward(operands, sizes) -> (output, statistics); backward(grad, out, statistics, operands, sizes, needs) -> the gradients of
+    the operands that `needs` marks, of any dtype and strides.
+    """
+
+    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor]: ...
+
+
 _executors: dict[tuple[str, str, str], Executor] = {}
+_differentiables: dict[tuple[str, str, str], Differentiable] = {}
 
 
 def attention(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
     """`fusion::attention`: see `fusion.op`."""
     return executor(spec, operands[0].device.type, emitter)(operands, sizes)
+
+
+def attention_forward(
+    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str
+) -> tuple[Tensor, Tensor]:
+    """`fusion::attention_forward`: see `fusion.op`."""
+    return differentiable(spec, operands[0].device.type, emitter).forward(operands, sizes)
+
+
+def attention_backward(
+    grad: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
+    emitter: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """`fusion::attention_backward`: see `fusion.op`."""
+    found = differentiable(spec, operands[0].device.type, emitter).backward(
+        grad, out, statistics, operands, sizes, tuple(needs)
+    )
+    described = AttentionSpec.from_json(spec).operands
+    wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
+    return [_laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]
+
+
+def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
+    """The extent of each coordinate of the output."""
+    known = dict(zip(spec.sizes, sizes, strict=True))
+
+    def value(expr: Expr) -> int | torch.SymInt:
+        return int(expr.attr) if expr.op == "const" else known[str(expr.attr)]  # type: ignore[arg-type]
+
+    batch = {f"b{axis}": value(extent) for axis, extent in enumerate(spec.batch)}
+    return batch | {"i": value(spec.n_q), "e": value(spec.d_v)}
+
+
+def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
+    """[2, b.., i]: the maximum of each row's scores, and the sum of exp(score - maximum). [0] without a normaliser."""
+    if spec.normalizer is Normalizer.NONE:
+        return [0]
+    return [2, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+
+
+def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
+    """float64 where anything is computed in it, else float32."""
+    return torch.float64 if any(o.dtype is torch.float64 for o in operands) else torch.float32
+
+
+def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
+    """Memory for an operand's gradient: its shape and dtype, packed in the order that the spec states."""
+    order = operand.order or tuple(range(operand.rank))
+    packed = tensor.new_empty([tensor.shape[dim] for dim in order])
+    return packed.permute([order.index(dim) for dim in range(operand.rank)])
+
+
+def _laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
+    target = empty_gradient(tensor, operand)
+    same = gradient.dtype is target.dtype and gradient.stride() == target.stride()
+    return gradient if same else target.copy_(gradient)
 
 
 def executor(spec: str, device: str, emitter: str = "auto") -> Executor:
@@ -67,6 +154,15 @@ def prepare(spec: AttentionSpec, device: torch.device) -> str | None:
     return None if isinstance(found, Guarded) else "its kernel could not be built"
 
 
+def differentiable(spec: str, device: str, emitter: str = "auto") -> Differentiable:
+    """The two functions that train with a spec on a kind of device."""
+    key = (spec, device, emitter)
+    found = _differentiables.get(key)
+    if found is None:
+        found = _differentiables[key] = _build_differentiable(spec, device, emitter)
+    return found
+
+
 def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
     """Why there is no kernel for this spec on this device, or None if there is one."""
     if device.type == "cpu":
@@ -83,3 +179,30 @@ def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
             return Guarded(spec, triton.compile(spec) if device == "cuda" else mlir.compile(spec, machine=machine()))
         log.warning("running %s in the reference interpreter: %s", spec, reason)
     return lambda operands, sizes: reference.run(spec, operands, sizes)
+
+
+def _build_differentiable(spec: str, device: str, emitter: str) -> Differentiable:
+    return _WithReferenceGradient(spec, device, emitter)
+
+
+class _WithReferenceGradient:
+    """The forward of the emitter, and the gradient of the reference interpreter, which needs no statistics (they are zeros)."""
+
+    def __init__(self, spec: str, device: str, emitter: str):
+        self.spec = AttentionSpec.from_json(spec)
+        self.run = executor(spec, device, emitter)
+
+    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
+        return self.run(operands, sizes), operands[0].new_zeros(shape, dtype=statistics_dtype(operands))
+
+    def backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor]:
+        return reference.backward(self.spec, grad, operands, sizes, needs)

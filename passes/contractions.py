@@ -114,7 +114,7 @@ def strip_scale(node: Node) -> tuple[Node, float]:
         if packet(node) is aten.mul and not isinstance(tensor, Node):
             tensor, factor = factor, tensor
         plain = isinstance(tensor, Node) and nodes.is_tensor(tensor) and isinstance(factor, (int, float))
-        if not plain or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
+        if not plain or node.meta.get("stop_gradient") or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
             break
         if packet(node) is aten.div and factor == 0:
             break

@@ -123,6 +123,19 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
             held = nodes.value(node)
             integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
             node.meta["requires_grad"] = enabled and inputs and not detached and not integral
+    _mark_stops(traced)
+
+
+def _mark_stops(traced: GraphModule) -> None:
+    """meta["stop_gradient"] where a gradient ends on its way up (detach, no_grad), which the analysis must not look through."""
+    feeds: dict[Node, bool] = {}
+    for node in reversed(traced.graph.nodes):
+        feeds[node] = any(user.meta.get("requires_grad") or feeds[user] for user in node.users)
+        if node.op != "call_function" or node.meta.get("requires_grad") or not feeds[node]:
+            continue
+        held = nodes.value(node)
+        if isinstance(held, torch.Tensor) and held.is_floating_point():
+            node.meta["stop_gradient"] = any(parent.meta.get("requires_grad") for parent in node.all_input_nodes)
 
 
 # --- in-place operations ----------------------------------------------------------------------------------------

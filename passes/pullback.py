@@ -69,6 +69,7 @@ class PullBack:
         self.products: list[Product] = []
         self.loaded: list[Node] = []
         self.interior: dict[Node, None] = {}
+        self.detached_maximum = False
         self._memo: dict[tuple[Node, Index], Expr] = {}
 
     # --- walking ------------------------------------------------------------------------------------------------
@@ -84,7 +85,12 @@ class PullBack:
         if (moved := self._step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        result = None if here.meta.get("mutations") else self._computed(here, index)
+        if here.meta.get("mutations"):
+            result = None
+        elif here.meta.get("stop_gradient"):
+            result = self._maximum_without_gradient(here, index)
+        else:
+            result = self._computed(here, index)
         if result is None:
             return self.load(here, index)
         if not _depends_on_product(result) and self._too_heavy(result):
@@ -174,6 +180,17 @@ class PullBack:
         if kwargs.get("out") is not None:
             return None
         return pointwise.build(packet(here), pointwise.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
+
+    def _maximum_without_gradient(self, here: Node, index: Index) -> Expr | None:
+        """What a gradient does not flow through is loaded, but for `x.amax(-1).detach()`: a softmax does not depend on its shift."""
+        origin = here.all_input_nodes[0]
+        if packet(here) not in (aten.detach, aten.alias) or not nodes.is_tensor(origin):
+            return None
+        result = self.value(origin, index)
+        if result.op != "reduce" or result.attr != "max":
+            return None
+        self.detached_maximum = True
+        return result
 
     def _cast(self, here: Node, index: Index) -> Expr | None:
         origin = arguments(here)["self"]

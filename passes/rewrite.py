@@ -51,8 +51,6 @@ def _specify(site: Site, attention: Attention, supports: Supports, symbols: _Sym
     found = specify(site, attention)
     for extent in found.sizes:
         symbols.require(extent)
-    if any(operand.meta.get("requires_grad") for operand in found.operands) and site.root.meta.get("requires_grad"):
-        raise Unsupported("gradients are needed here, and there are no backward kernels yet (use torch.no_grad())")
     reason = supports(found.spec, nodes.value(site.root).device)
     if reason is not None:
         raise Unsupported(reason)
@@ -155,8 +153,12 @@ def _replace(graph: Graph, site: Site, parts: Sequence[Specified], symbols: _Sym
 
 def _call(graph: Graph, root: Node, part: Specified, symbols: _Symbols, emitter: str) -> Node:
     sizes = [symbols.value(extent) for extent in part.sizes]
-    target = torch.ops.fusion.attention.default
-    call = graph.call_function(target, (list(part.operands), sizes, part.spec.to_json(), emitter))
+    arguments = (list(part.operands), sizes, part.spec.to_json(), emitter)
+    call = (
+        _differentiable_call(graph, arguments)
+        if part.differentiable
+        else graph.call_function(torch.ops.fusion.attention.default, arguments)
+    )
     _copy_provenance(root, call)
     output = part.spec.output
     extents = dict(zip(output.dims, nodes.value(root).shape, strict=True))
@@ -164,6 +166,12 @@ def _call(graph: Graph, root: Node, part: Specified, symbols: _Symbols, emitter:
     packed = like.new_empty([extents[d] for d in output.order], dtype=getattr(torch, part.spec.out_dtype))
     call.meta["val"] = packed.permute([output.order.index(d) for d in output.dims])
     return call
+
+
+def _differentiable_call(graph: Graph, arguments: tuple[Any, ...]) -> Node:
+    """The output of `attention_forward`, whose second result only the gradient reads."""
+    both = graph.call_function(torch.ops.fusion.attention_forward.default, arguments)
+    return graph.call_function(operator.getitem, (both, 0))
 
 
 def _derived(graph: Graph, root: Node, target: Any, args: tuple[Any, ...]) -> Node:

@@ -21,17 +21,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specified:
-    """A spec, the graph nodes of its operands, its sizes in the graph's own terms, and the device it runs on."""
+    """A spec, the graph nodes of its operands, its sizes in the graph's own terms, where it runs, and whether gradients
+    are needed."""
 
     spec: AttentionSpec
     device: str
     operands: tuple[Node, ...]
     sizes: tuple[Expr, ...]
+    differentiable: bool
 
 
 def specify(site: Site, attention: Attention) -> Specified:
     """The spec of one attention of a site; raises `Unsupported` where it cannot be stated."""
     core, products = attention.core, attention.pullback.products
+    if core.row_scale is not None and attention.pullback.detached_maximum:
+        raise Unsupported("a normaliser that depends on the row's maximum, through which no gradient is to flow")
     main = products[_main_product(core.score, products)]
     _require_float(main.query.node, main.key.node, attention.value.node)
     operands = [main.query.node, main.key.node, attention.value.node]
@@ -43,6 +47,7 @@ def specify(site: Site, attention: Attention) -> Specified:
     mask = understand(score, site.bounds, attention.keys, core.normalizer)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if str(dim.attr).startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
+    differentiable = bool(site.root.meta.get("requires_grad")) and any(o.meta.get("requires_grad") for o in operands)
     out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
     spec = AttentionSpec(
         batch=tuple(size(f"B{k}") for k in range(len(batch))),
@@ -50,7 +55,7 @@ def specify(site: Site, attention: Attention) -> Specified:
         n_k=size("Nk"),
         d=_static(main.extent, "head dimension"),
         d_v=_static(attention.d_v, "width of V"),
-        operands=_describe(operands),
+        operands=_describe(operands, differentiable),
         q=tuple(map(rename, main.query.index)),
         k=tuple(map(rename, main.key.index)),
         v=tuple(map(rename, attention.value.index)),
@@ -67,7 +72,13 @@ def specify(site: Site, attention: Attention) -> Specified:
     )
     names, values = rename.table(spec)
     device = nodes.value(site.root).device.type
-    return Specified(spec=replace(spec, sizes=names), device=device, operands=tuple(operands), sizes=values)
+    return Specified(
+        spec=replace(spec, sizes=names),
+        device=device,
+        operands=tuple(operands),
+        sizes=values,
+        differentiable=differentiable,
+    )
 
 
 def _coords(site: Site) -> list[Expr]:
@@ -182,7 +193,7 @@ def _product_dtype(operands: list[Node]) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe(operands: list[Node]) -> tuple[Operand, ...]:
+def _describe(operands: list[Node], differentiable: bool) -> tuple[Operand, ...]:
     """Operands named by their role, equal for equal specs."""
     counts: dict[str, int] = {}
     described = []
@@ -194,7 +205,8 @@ def _describe(operands: list[Node]) -> tuple[Operand, ...]:
             role = "mask" if dtype == "bool" else "bias" if nodes.dtype(operand).is_floating_point else "index"
             counts[role] = counts.get(role, 0) + 1
             name = role if counts[role] == 1 else f"{role}{counts[role]}"
-        described.append(Operand(dtype=dtype, rank=len(nodes.shape(operand)), name=name))
+        order = _order(operand) if differentiable and operand.meta.get("requires_grad") else ()
+        described.append(Operand(dtype=dtype, rank=len(nodes.shape(operand)), name=name, order=order))
     return tuple(described)
 
 
@@ -206,9 +218,16 @@ def _memory_order(site: Site) -> tuple[str, ...]:
     users = site.root.users
     if users and all(u.op == "call_function" and nodes.packet(u) in _STRIDE_AGNOSTIC for u in users):
         return site.dims
-    strides = [_hint(stride) for stride in nodes.value(site.root).stride()]
-    order = sorted(range(len(strides)), key=lambda k: (-strides[k], k))
-    return tuple(site.dims[k] for k in order)
+    return tuple(site.dims[k] for k in _order(site.root))
+
+
+def _order(node: Node) -> tuple[int, ...]:
+    """The dimensions of a tensor from the slowest to the fastest in memory; broadcast ones where they stand."""
+    strides = [_hint(stride) for stride in nodes.value(node).stride()]
+    for k in reversed(range(len(strides))):
+        if strides[k] == 0 and k + 1 < len(strides):
+            strides[k] = strides[k + 1]
+    return tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
 
 
 def _hint(stride: int | torch.SymInt) -> int:

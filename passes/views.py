@@ -26,8 +26,9 @@ _RULES: dict[Any, Rule] = {}
 
 
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
-    """The input node and index of the element `node[index]`, or None if the node computes or cannot be resolved."""
-    if node.op != "call_function" or not nodes.is_tensor(node):
+    """The input node and index of the element `node[index]`, or None if the node computes, ends a gradient, or cannot
+    be resolved."""
+    if node.op != "call_function" or not nodes.is_tensor(node) or node.meta.get("stop_gradient"):
         return None
     if node.target is operator.getitem:
         return _from_getitem(node, index)

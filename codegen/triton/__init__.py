@@ -14,7 +14,7 @@ import functools
 
 from fusion.codegen.triton.forward import DTYPES
 from fusion.codegen.triton.launch import Kernel
-from fusion.ir.expr import contains, loads, C, E
+from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
 
 __all__ = ["Kernel", "compile", "supports", "unavailable"]

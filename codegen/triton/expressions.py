@@ -206,7 +206,12 @@ class Writer:
         sign, level = _INFIX[op]
         comparison = level == 0
         shown = [
-            f"({text})" if own < level or comparison and own < 4 or (own == level and position and op in ("fsub", "div", "fadd", "fmul")) else text
+            f"({text})"
+            if own < level
+            or comparison
+            and own < 4
+            or (own == level and position and op in ("fsub", "div", "fadd", "fmul"))
+            else text
             for position, (text, own) in enumerate(args)
         ]
         return sign.join(shown).replace(" + -", " - ") if op == "add" else sign.join(shown), level

@@ -102,7 +102,9 @@ class Forward:
         runtime = [name for name in rest if name not in constants]
         self.visit_parameters = [*first, *runtime, *constants]
         doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
-        text = source.definition("visit_keys", [*first, *runtime, *(f"{c}: tl.constexpr" for c in constants)], doc, body)
+        text = source.definition(
+            "visit_keys", [*first, *runtime, *(f"{c}: tl.constexpr" for c in constants)], doc, body
+        )
         return self.visit_parameters, text
 
     def _globals(self) -> set[str]:
@@ -146,7 +148,9 @@ class Forward:
         value = self.writer.value(program)
         lines = [f"x = {value}"]
         if not {"i", "j"} <= coordinates(program):  # scores that do not depend on both: one value for many keys
-            lines = [f"x = s * 0.0 + {value}" if coordinates(program) else f"x = tl.full([ROWS, KEYS], {value}, tl.float32)"]
+            lines = [
+                f"x = s * 0.0 + {value}" if coordinates(program) else f"x = tl.full([ROWS, KEYS], {value}, tl.float32)"
+            ]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.writer.value(self.spec.weight)}")
         text = source.block(*self.writer.lines[Level.TILE], *lines)
@@ -273,7 +277,11 @@ class Forward:
             return ""
         assert self.spec.mask is not None
         n_k = self.writer.value(self.spec.n_k)
-        limit = number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2)) if math.isfinite(self.spec.mask.fill) else 'float("-inf")'
+        limit = (
+            number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))
+            if math.isfinite(self.spec.mask.fill)
+            else 'float("-inf")'
+        )
         return source.block(
             f"dead = (m > {limit}) == 0",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ((start > 0) | (stop < {n_k})):",
@@ -286,7 +294,9 @@ class Forward:
         lines = self._row_factor() if self.softmax else []
         axes = [f"b{axis}" for axis in range(len(self.spec.batch))]
         head = [f"tl.cast({axis}, tl.int64) * out_stride_{axis}" for axis in axes]
-        at = sum_of("out_ptr", *head, "tl.cast(rows[:, None], tl.int64) * out_stride_i", "tl.cast(e, tl.int64) * out_stride_e")
+        at = sum_of(
+            "out_ptr", *head, "tl.cast(rows[:, None], tl.int64) * out_stride_i", "tl.cast(e, tl.int64) * out_stride_e"
+        )
         inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
         result = "acc * factor" if self.softmax else "acc"
         lines += [f"out_at = {at}",
@@ -296,7 +306,10 @@ class Forward:
     def _row_factor(self) -> list[str]:
         """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
         spec, w = self.spec, self.writer
-        lines = [f"row_max = m[:, None]{'' if self.programs.scale == 1.0 else f' * {number(self.programs.scale)}'}", "row_sum = l[:, None]"]
+        lines = [
+            f"row_max = m[:, None]{'' if self.programs.scale == 1.0 else f' * {number(self.programs.scale)}'}",
+            "row_sum = l[:, None]",
+        ]
         rescaled = ""
         if spec.sinks:
             sinks = [w.bind(sink, "sink") for sink in spec.sinks]

@@ -25,7 +25,7 @@ class UnsupportedSizeError(FusionError, ValueError):
 
 def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
     """Size expressions as one Python function of the run-time sizes, compiled once."""
-    return eval(f"lambda s: ({', '.join(_python(expr, list(names)) for expr in exprs)},)")  # noqa: S307 - integers only
+    return eval(f"lambda s: ({', '.join(_python(expr, list(names)) for expr in exprs)},)")
 
 
 def _python(expr: Expr, names: list[str]) -> str:
@@ -59,7 +59,7 @@ def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callabl
             return f"t[{operand[stem]}]" if stem in operand else f"r[{stem!r}]"
         return f"o[{name!r}]"
 
-    return eval(f"lambda t, s, r, o: ({', '.join(map(text, parameters))},)")  # noqa: S307 - names made by this package
+    return eval(f"lambda t, s, r, o: ({', '.join(map(text, parameters))},)")
 
 
 class Variant:
@@ -97,7 +97,9 @@ class Kernel:
     def source(self) -> str:
         """The module's text; of the first variant, where d is known only at a call; empty before it."""
         if not self._variants and self.spec.d.op == "const" and self.spec.d_v.op == "const":
-            return module.module_text(self.spec, [Forward(self.spec, *self._constant_dims()).text()], *self._constant_dims())
+            return module.module_text(
+                self.spec, [Forward(self.spec, *self._constant_dims()).text()], *self._constant_dims()
+            )
         return next((variant.source for variant in self._variants.values()), "")
 
     def _constant_dims(self) -> tuple[int, int]:
@@ -116,7 +118,9 @@ class Kernel:
         *batch, n_q, n_k, d, d_v = self._extents(sizes)
         device = operands[0].device
         extents = [*batch, n_q, d_v]
-        out = torch.empty([extents[axis] for axis in self._order], dtype=self._out_dtype, device=device).permute(self._dims)
+        out = torch.empty([extents[axis] for axis in self._order], dtype=self._out_dtype, device=device).permute(
+            self._dims
+        )
         if out.numel() == 0:
             return out
         if n_k == 0 or d == 0:  # nothing worth a kernel
@@ -124,11 +128,13 @@ class Kernel:
 
             return run(self.spec, operands, sizes)
         if max(extents) >= SIZE_LIMIT or n_k >= SIZE_LIMIT:
-            raise UnsupportedSizeError(f"a size of {max(*extents, n_k)} was met; GPU kernels take sizes below {SIZE_LIMIT}")
+            raise UnsupportedSizeError(
+                f"a size of {max(*extents, n_k)} was met; GPU kernels take sizes below {SIZE_LIMIT}"
+            )
         self._launch(operands, sizes, out, batch, (n_q, n_k, d, d_v))
         return out
 
-    def _launch(self, operands, sizes, out, batch, extents) -> None:  # noqa: PLR0913
+    def _launch(self, operands, sizes, out, batch, extents) -> None:
         n_q, n_k, d, d_v = extents
         interpreted = operands[0].device.type == "cpu"
         variant = self.variant(d, d_v, interpreted)

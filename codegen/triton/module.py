@@ -25,13 +25,13 @@ GLOSSARY = """
     m, l, acc      running maximum and sum of each row, output before division, float32
     i, j, b0 ...   query row, key, batch coordinates;  c, e  columns of Q and K, of V
 """
-_TAIL = '''
+_TAIL = """
 
 if __name__ == "__main__":
     from fusion.codegen.triton.check import check_module
 
     check_module(__file__, SPEC)
-'''
+"""
 
 
 def module_text(spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int) -> str:
@@ -56,7 +56,9 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
              f"over {batch} heads, {spec.n_q} queries, {spec.n_k} keys, d = {d}, d_v = {d_v}, {spec.dtype}."]  # fmt: skip
     if spec.mask is not None and (spec.mask.key_lo is not None or spec.mask.key_hi is not None):
         low, high = spec.mask.key_lo, spec.mask.key_hi
-        lines.append(f"Rows i0..i1 visit keys {'0' if low is None else low} <= j < {spec.n_k if high is None else high}.")
+        lines.append(
+            f"Rows i0..i1 visit keys {'0' if low is None else low} <= j < {spec.n_k if high is None else high}."
+        )
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 

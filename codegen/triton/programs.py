@@ -15,7 +15,22 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 LARGEST = 3.4028234663852886e38
 _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
-_TAME = {"fadd", "fmul", "fsub", "neg", "tanh", "sigmoid", "sin", "cos", "erf", "minimum", "maximum", "abs", "where", "to_float"}
+_TAME = {
+    "fadd",
+    "fmul",
+    "fsub",
+    "neg",
+    "tanh",
+    "sigmoid",
+    "sin",
+    "cos",
+    "erf",
+    "minimum",
+    "maximum",
+    "abs",
+    "where",
+    "to_float",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +51,7 @@ def programs_of(spec: AttentionSpec) -> Programs:
     score, full = spec.score, None
     mask = spec.mask
     if mask is not None and (mask.full_lo is not None or mask.full_hi is not None):
-        live = {part: TRUE for part in ops.conjuncts(mask.live)}
+        live = dict.fromkeys(ops.conjuncts(mask.live), TRUE)
         full = substitute(score, live | {mask.live: TRUE})
         full = None if full is score else full
     if spec.normalizer is Normalizer.NONE:
@@ -45,7 +60,9 @@ def programs_of(spec: AttentionSpec) -> Programs:
     scale = factor_of(score)
     if scale is None or (full is not None and factor_of(full) != scale):
         return Programs(masked=score, full=full, scale=1.0, guarded=guarded)
-    return Programs(masked=divided(score, scale), full=None if full is None else divided(full, scale), scale=scale, guarded=guarded)
+    return Programs(
+        masked=divided(score, scale), full=None if full is None else divided(full, scale), scale=scale, guarded=guarded
+    )
 
 
 def _tame(expr: Expr) -> bool:

@@ -39,11 +39,14 @@ class Operand:
     """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
 
     dtype: torch's name ("float32"). rank: number of dimensions. name: for people, e.g. "k" or "bias".
+    order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient is asked for
+        or the tensor is row-major.
     """
 
     dtype: str
     rank: int
     name: str
+    order: tuple[int, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -194,7 +197,7 @@ def _to_json(spec: AttentionSpec) -> str:
     document: dict[str, object] = {"nodes": nodes, "sizes": spec.sizes}
     document |= {name: ref(getattr(spec, name)) for name in _EXPRESSION_FIELDS}
     document |= {name: [ref(e) for e in getattr(spec, name)] for name in _EXPRESSION_TUPLES}
-    document["operands"] = [[o.dtype, o.rank, o.name] for o in spec.operands]
+    document["operands"] = [[o.dtype, o.rank, o.name, o.order] for o in spec.operands]
     document["normalizer"], document["dtype"], document["out_dtype"] = spec.normalizer.value, spec.dtype, spec.out_dtype
     document["output"] = [spec.output.dims, spec.output.order]
     if spec.mask is not None:
@@ -220,7 +223,7 @@ def _from_json(text: str) -> AttentionSpec:
     fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
     return AttentionSpec(
         sizes=tuple(document["sizes"]),
-        operands=tuple(Operand(dtype=t, rank=r, name=n) for t, r, n in document["operands"]),
+        operands=tuple(Operand(dtype=t, rank=r, name=n, order=tuple(o)) for t, r, n, o in document["operands"]),
         normalizer=Normalizer(document["normalizer"]),
         dtype=document["dtype"],
         out_dtype=document["out_dtype"],

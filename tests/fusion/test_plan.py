@@ -64,15 +64,6 @@ def test_small_problems_still_spread_over_the_cores(heads):
         assert rounds * CPU.cores <= 1.5 * blocks or blocks <= CPU.cores
 
 
-def test_a_spec_is_asked_for_its_problem():
-    class Spec:
-        def problem(self, sizes):
-            return problem(n_q=sizes["N"], n_k=sizes["N"])
-
-    assert plan(Spec(), sizes={"N": 512}).problem.n_q == 512
-    assert cpu_tile(Spec(), sizes={"N": 512}) == cpu_tile(problem(n_q=512, n_k=512))
-
-
 def test_two_level_takes_the_least_io():
     for capacity in (500, 3000, 20000):
         chosen = plan(problem(), Machine.two_level(capacity))

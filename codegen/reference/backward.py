@@ -1,0 +1,101 @@
+"""Gradients of any `AttentionSpec` in plain torch: autograd through the reference forward, a block of query rows at a time.
+
+Nothing here knows a derivative: the formulas of `fusion.ir.derivative`, and the kernels made of them, are tested against it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fusion.codegen.reference.forward import Execution
+from fusion.ir.spec import AttentionSpec
+
+#: score elements of a block of rows that are alive at once
+BLOCK_ELEMENTS = 1 << 22
+
+
+def backward(
+    spec: AttentionSpec,
+    grad: torch.Tensor,
+    operands: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    needs: Sequence[bool],
+    dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """The gradients of the operands that `needs` marks, in order, each of its operand's shape and in the computation's dtype.
+
+    grad: of the output, with dimensions `spec.output.dims`.
+    """
+    with torch.enable_grad(), _recording():
+        given = [o.detach().requires_grad_(needed) for o, needed in zip(operands, needs, strict=True)]
+        return _Backward(spec, given, sizes, dtype).gradients(grad, [t for t, n in zip(given, needs, strict=True) if n])
+
+
+def _recording() -> contextlib.AbstractContextManager:
+    """Let autograd record although this runs inside an operator, below the dispatcher's autograd keys."""
+    keys = torch._C.DispatchKey
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    for key in (
+        keys.AutogradCPU,
+        keys.AutogradCUDA,
+        keys.ADInplaceOrView,
+        keys.AutogradOther,
+        keys.AutogradFunctionality,
+    ):
+        hidden = hidden.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden)
+
+
+class _Backward:
+    def __init__(
+        self, spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype | None
+    ):
+        self.execution = Execution(spec, operands, sizes, dtype)
+
+    def gradients(self, grad: torch.Tensor, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        run = self.execution
+        upstream = self._as_rows(grad)
+        total = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in wanted]
+        if run.n_q and upstream.numel():
+            gathered = run.gathered()
+            # Q, K and V are cut off from their operands, so that each block's gradient is a plain sum into three tensors.
+            cut = [t.detach().requires_grad_(t.requires_grad) for t in gathered]
+            sums = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) if t.requires_grad else None for t in cut]
+            for first, count in self._blocks():
+                self._block(first, count, cut, upstream, wanted, sums, total)
+            kept = [(t, s) for t, s in zip(gathered, sums, strict=True) if s is not None]
+            if kept:
+                self._accumulate(*zip(*kept, strict=True), wanted, total)
+        return total
+
+    def _as_rows(self, grad: torch.Tensor) -> torch.Tensor:
+        """The output's gradient as [b.., i, e]."""
+        run, dims = self.execution, self.execution.spec.output.dims
+        names = [*(f"b{axis}" for axis in range(len(run.batch))), "i", "e"]
+        return grad.to(run.dtype).permute([dims.index(name) for name in names])
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        run = self.execution
+        count = max(1, BLOCK_ELEMENTS // max(1, math.prod(run.batch) * run.n_k))
+        return [(first, min(count, run.n_q - first)) for first in range(0, run.n_q, count)]
+
+    def _block(self, first, count, cut, upstream, wanted, sums, total) -> None:
+        out = self.execution.rows(first, count, *cut)
+        if not out.requires_grad:
+            return
+        places = [(t, s) for t, s in zip(cut, sums, strict=True) if s is not None]
+        targets = [*(t for t, _ in places), *wanted]
+        found = torch.autograd.grad(out, targets, upstream.narrow(-2, first, count), allow_unused=True)
+        for into, part in zip([*(s for _, s in places), *total], found, strict=True):
+            if part is not None:
+                into += part
+
+    def _accumulate(self, outputs, gradients, wanted, total) -> None:
+        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        for into, part in zip(total, found, strict=True):
+            if part is not None:
+                into += part

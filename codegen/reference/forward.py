@@ -1,0 +1,187 @@
+"""The attention of a spec in plain torch, for all query rows or for a block of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, Expr, I, J, coord
+from fusion.ir.ops import evaluate
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+
+def run(
+    spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The attention of `spec` on its operand tensors and the values of `spec.sizes`.
+
+    Returns a tensor with dimensions `spec.output.dims`, laid out in memory as `spec.output.order` says.
+    dtype: in which everything is computed; by default float32, or float64 where an operand is float64.
+    """
+    execution = Execution(spec, operands, sizes, dtype)
+    return execution.store(execution.rows(0, execution.n_q, *execution.gathered()))
+
+
+def statistics(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """[2, b.., i]: of each row the maximum of the score program (and the sinks), and the sum of exp(x - maximum).
+
+    A maximum of -inf counts as 0 in the sum, which is then 0. Without a normaliser there is nothing to know: [0].
+    """
+    execution = Execution(spec, operands, sizes)
+    if spec.normalizer is Normalizer.NONE:
+        return torch.empty(0, dtype=execution.dtype)
+    q, k, _ = execution.gathered()
+    columns = execution.columns(*execution.program(0, execution.n_q, q, k))
+    if columns.shape[-1] == 0:
+        return torch.zeros(2, *columns.shape[:-1], dtype=execution.dtype)
+    row_max = columns.amax(-1, keepdim=True)
+    row_sum = torch.exp(columns - torch.where(row_max == -torch.inf, 0.0, row_max)).sum(-1)
+    return torch.stack([row_max.squeeze(-1), row_sum])
+
+
+class Execution:
+    """One execution. Every value is a tensor that broadcasts over the axes [b0, b1, ..., rows, columns].
+
+    With gradients enabled autograd records it; the steps are chosen such that gradients are those of the same
+    operations in a model (softmax by `torch.softmax`, selections by `torch.where`).
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        operands: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ):
+        if dtype is None:
+            dtype = torch.float64 if any(o.dtype is torch.float64 for o in operands) else torch.float32
+        self.spec, self.operands, self.dtype = spec, operands, dtype
+        self.device = operands[0].device
+        self.sizes = dict(zip(spec.sizes, sizes, strict=True))
+        self.batch = tuple(self.integer(extent) for extent in spec.batch)
+        self.n_q, self.n_k, self.d, self.d_v = (self.integer(e) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
+        self.axes = {coord(f"b{axis}"): self.arange(0, extent, axis) for axis, extent in enumerate(self.batch)}
+
+    def integer(self, expr: Expr) -> int:
+        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[str(leaf.attr)])))
+
+    def arange(self, first: int, count: int, axis: int) -> torch.Tensor:
+        shape = [1] * (len(self.batch) + 2)
+        shape[axis] = count
+        return torch.arange(first, first + count, device=self.device).view(shape)
+
+    # --- expressions --------------------------------------------------------------------------------------------
+
+    def value(self, expr: Expr, extra: dict[Expr, torch.Tensor]) -> torch.Tensor:
+        known = self.axes | extra
+
+        def leaf(part: Expr):
+            if part.op == "size":
+                return torch.tensor(self.sizes[str(part.attr)], device=self.device)
+            if part.op == "load":
+                return self.loader(part, known)
+            return known[part]
+
+        return evaluate(expr, leaf, self.dtype).to(self.device)
+
+    def loader(self, part: Expr, known: dict[Expr, torch.Tensor]):
+        tensor = self.operands[int(part.attr)]  # type: ignore[arg-type]
+        if tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+        elif tensor.dtype is not torch.bool:
+            tensor = tensor.to(torch.int64)
+        if not part.args:
+            return tensor
+        view = self.slice(tensor, part.args, known)
+        return (lambda *index: tensor[index]) if view is None else (lambda *index: view)
+
+    def slice(self, tensor: torch.Tensor, index: tuple[Expr, ...], known: dict[Expr, torch.Tensor]):
+        """`tensor[index]` as a view over the axes, where every index is a coordinate of its own or constant, else None.
+
+        Gathers give the same; a view's gradient is cheaper by far.
+        """
+        coords = [e for e in index if e.op == "coord"]
+        if len(set(coords)) != len(coords) or any(e.op not in ("coord", "const") for e in index):
+            return None
+        axes = []
+        for dim in reversed(range(len(index))):
+            if index[dim].is_const:
+                tensor = tensor.select(dim, int(index[dim].attr))  # type: ignore[arg-type]
+                continue
+            positions = known[index[dim]]
+            if positions.numel() == 0:
+                return None
+            axes.insert(0, next((a for a, extent in enumerate(positions.shape) if extent > 1), None))
+            tensor = tensor.narrow(dim, int(positions.flatten()[0]), positions.numel())
+        named = [axis for axis in axes if axis is not None]
+        tensor = tensor.reshape([n for n, axis in zip(tensor.shape, axes, strict=True) if axis is not None])
+        tensor = tensor.permute(sorted(range(len(named)), key=named.__getitem__))
+        shape = [1] * (len(self.batch) + 2)
+        for axis, extent in zip(sorted(named), tensor.shape, strict=True):
+            shape[axis] = extent
+        return tensor.view(shape) if tensor.is_contiguous() else tensor.reshape(shape)
+
+    # --- the attention ------------------------------------------------------------------------------------------
+
+    def gathered(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q [b.., i, c], K [b.., j, c] and V [b.., j, e], indexed as the spec says."""
+        spec = self.spec
+        return (
+            self.gather(0, spec.q, I, self.n_q, C, self.d),
+            self.gather(1, spec.k, J, self.n_k, C, self.d),
+            self.gather(2, spec.v, J, self.n_k, E, self.d_v),
+        )
+
+    def gather(self, operand: int, index: tuple[Expr, ...], rows: Expr, n: int, columns: Expr, width: int):
+        axis = len(self.batch)
+        positions = {rows: self.arange(0, n, axis), columns: self.arange(0, width, axis + 1)}
+        shape = (*self.batch, n, width)
+        tensor = self.operands[operand].to(self.dtype)
+        view = self.slice(tensor, index, self.axes | positions)
+        if view is not None:
+            return view.expand(shape)
+        return tensor[tuple(self.value(e, positions).expand(shape) for e in index)]
+
+    def rows(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[b.., count, d_v]: the output of query rows first..first+count-1."""
+        x, positions = self.program(first, count, q, k)
+        weight = self.value(self.spec.weight, positions).to(self.dtype)
+        if self.spec.normalizer is Normalizer.NONE:
+            return (x * weight) @ v
+        return self.softmax(x, positions, weight, v)
+
+    def program(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor):
+        """The score program of these rows, [b.., count, n_k], and the positions that it was evaluated at."""
+        axis = len(self.batch)
+        score = q.narrow(-2, first, count) @ k.transpose(-1, -2)
+        positions = {I: self.arange(first, count, axis), J: self.arange(0, self.n_k, axis + 1), SCORE: score}
+        return self.value(self.spec.score, positions).to(self.dtype).expand(score.shape), positions
+
+    def columns(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> torch.Tensor:
+        """Scores and sinks side by side."""
+        sinks = [self.value(sink, positions).to(self.dtype).expand(*x.shape[:-1], 1) for sink in self.spec.sinks]
+        return torch.cat([x, *sinks], -1)
+
+    def softmax(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor], weight: torch.Tensor, v: torch.Tensor):
+        columns = self.columns(x, positions)
+        if columns.shape[-1] == 0:  # no keys: an empty sum
+            return x @ v
+        safe = self.spec.normalizer is Normalizer.SAFE_SOFTMAX
+        if self.spec.row_scale is None:
+            p = torch.ops.aten._safe_softmax(columns, -1) if safe else torch.softmax(columns, -1)
+            return (p[..., : self.n_k] * weight) @ v
+        row_max = columns.amax(-1, keepdim=True)
+        dead = row_max == -torch.inf
+        p = torch.exp(columns - (torch.where(dead, 0.0, row_max) if safe else row_max))
+        row_sum = p.sum(-1, keepdim=True)
+        scale = self.value(self.spec.row_scale, positions | {ROW_MAX: row_max, ROW_SUM: row_sum})
+        p = p[..., : self.n_k] * scale
+        return ((torch.where(dead, 0.0, p) if safe else p) * weight) @ v
+
+    def store(self, out: torch.Tensor) -> torch.Tensor:
+        """From [b.., i, e] to the dimensions and memory order that the spec asks for."""
+        names = [*(f"b{axis}" for axis in range(len(self.batch))), "i", "e"]
+        dims, order = self.spec.output.dims, self.spec.output.order
+        packed = out.to(getattr(torch, self.spec.out_dtype)).permute([names.index(n) for n in order]).contiguous()
+        return packed.permute([order.index(n) for n in dims])
