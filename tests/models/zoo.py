@@ -5,14 +5,29 @@ not do, and the kind of its inputs. What an entry exercises is measured by tests
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 
 from tests.models import inputs as kinds
 from tests.models.build import build, reference
-from tests.models.survey import architectures
+
+
+@functools.cache
+def architectures() -> dict[str, str]:
+    """model_type -> class name, over AutoModel and, for types without a base model, the heads."""
+    found: dict[str, str] = {}
+    for mapping in [modeling_auto.MODEL_MAPPING_NAMES] + [
+        getattr(modeling_auto, name)
+        for name in sorted(vars(modeling_auto))
+        if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")
+    ]:
+        for model_type, name in mapping.items():
+            found.setdefault(model_type, name if isinstance(name, str) else name[0])
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
