@@ -43,7 +43,8 @@ def shape(node: object) -> tuple[int, ...] | None:
 
 
 def _size(node: object) -> int:
-    return math.prod(shape(node) or (0,))
+    sizes = shape(node)
+    return 0 if sizes is None else math.prod(sizes)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
