@@ -114,7 +114,7 @@ def check(
 def _outcome(entry: Entry, witness: Witness, reports: list, comparisons: list[Comparison], seconds: float) -> Outcome:
     counted = counters["fusion"]
     left = tuple(
-        Unfused(reason=str(site.reason), location=str(site.location))
+        Unfused(reason=str(site.reason), location=str(site.location).rsplit("/models/", 1)[-1])
         for report in reports
         for site in report.sites
         if not site.fused

@@ -43,7 +43,8 @@ def shape(node: object) -> tuple[int, ...] | None:
 
 
 def _size(node: object) -> int:
-    return math.prod(shape(node) or (0,))
+    sizes = shape(node)
+    return 0 if sizes is None else math.prod(sizes)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -121,6 +122,10 @@ def _upstream(node: fx.Node, limit: int, *, stop: set[str] = frozenset()) -> Ite
                     queue.append(source)
 
 
+# Scores do not come through these.
+_ELSEWHERE = {"placeholder", "get_attr", "linear", "layer_norm", "rms_norm", "conv1d", "conv2d", "embedding", "softmax"}
+
+
 def _main_chain(softmax: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """(nodes with the scores' size between products and softmax, the products)."""
     size, chain, products, queue = _size(softmax), [], [], list(softmax.all_input_nodes)
@@ -130,7 +135,7 @@ def _main_chain(softmax: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         if op(node) in PRODUCTS:
             products.append(node)
             continue
-        if shape(node) is not None and _size(node) < size / 8 or op(node) in ("placeholder", "get_attr"):
+        if op(node) in _ELSEWHERE or (shape(node) is not None and _size(node) < size / 8):
             continue
         chain.append(node)
         for source in node.all_input_nodes:
@@ -232,8 +237,11 @@ def _operand_kinds(products: list[fx.Node]) -> Iterator[str]:
         for operand in _tensors(product)[-2:]:
             for node in [operand, *_upstream(operand, 12, stop={"linear", "conv2d", *PRODUCTS})]:
                 name = op(node)
-                if name in ("mul", "truediv", "imul", "div") and len(_tensors(node)) == 1:
-                    yield "scale_before_product"
+                if name in ("mul", "truediv", "imul", "div"):
+                    if any(_size(n) == 1 for n in _tensors(node)):
+                        yield "scale_tensor"
+                    elif len(_tensors(node)) == 1:
+                        yield "scale_before_product"
                 if name == "neg":
                     yield "rope"
                 if name in ("rsqrt", "layer_norm", "rms_norm", "normalize"):

@@ -6,7 +6,6 @@ sites fused, and why the rest were not. A model that fails is a row, not the end
 """
 
 import argparse
-import collections
 import contextlib
 import gc
 import json
@@ -14,14 +13,16 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
 import transformers
-from transformers.models.auto import modeling_auto
 
 from tests.models.build import Entropy, build
+from tests.models.harness import Outcome, check, table
 from tests.models.inputs import kinds_for, make
+from tests.models.zoo import Entry, architectures
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,19 +56,6 @@ def time_limit(seconds: int):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def architectures() -> dict[str, str]:
-    """model_type -> class name, over AutoModel and, for types without a base model, the heads."""
-    found: dict[str, str] = {}
-    for mapping in [modeling_auto.MODEL_MAPPING_NAMES] + [
-        getattr(modeling_auto, name)
-        for name in sorted(vars(modeling_auto))
-        if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")
-    ]:
-        for model_type, name in mapping.items():
-            found.setdefault(model_type, name if isinstance(name, str) else name[0])
-    return found
 
 
 def find_inputs(model, batch: int = 2):
@@ -116,35 +104,72 @@ def try_eager(model_type: str, class_name: str, limit: int) -> tuple[Row, torch.
     return row, None, None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the survey and print its table."""
+def try_backend(row: Row, arguments: argparse.Namespace) -> Outcome | None:
+    """Compile one architecture that ran, compare, and say what went wrong in `row`."""
+    entry = Entry(name=row.name, model_type=row.name, family="survey", kind=row.kind)
+    how = {"inner": arguments.inner, "backend": arguments.backend, "emitter": arguments.emitter}
+    try:
+        with time_limit(6 * arguments.limit):
+            return check(entry, dtype=getattr(torch, arguments.dtype), batch=arguments.batch, **how)
+    except Exception as error:
+        row.error = f"{type(error).__name__}: {str(error)[:300]}".replace("\n", " ")
+        row.where = _where(error)
+        return getattr(error, "outcome", None)
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--names", nargs="*", help="model types; all by default")
-    parser.add_argument("--limit", type=int, default=20, help="seconds per architecture")
-    parser.add_argument("--errors", action="store_true", help="list what failed")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th name, from the i-th")
+    parser.add_argument("--limit", type=int, default=20, help="seconds per architecture (six times that to compile)")
+    parser.add_argument("--errors", action="store_true", help="list what failed, in building or in comparison")
+    parser.add_argument("--backend", help="compile with this backend as well, and compare")
+    parser.add_argument("--inner", default="eager", help="option of the fusion backend")
+    parser.add_argument("--emitter", default="auto", help="option of the fusion backend")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--json", help="write the rows there")
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the survey and print its table."""
+    arguments = _arguments(argv)
     torch.set_num_threads(1)
     every = architectures()
-    names = arguments.names or sorted(every)
-    rows = []
+    part, parts = map(int, arguments.part.split("/"))
+    names = (arguments.names or sorted(every))[part::parts]
+    rows, outcomes, wrong = [], [], []
     for name in names:
-        row, _, _ = try_eager(name, every[name], arguments.limit)
+        row, model, inputs = try_eager(name, every[name], arguments.limit)
         rows.append(row)
+        del model, inputs
+        if arguments.backend and not row.error:
+            if (outcome := try_backend(row, arguments)) is not None:
+                outcomes.append(outcome)
+            if row.error:
+                wrong.append(row)
         gc.collect()
         if sys.stderr.isatty():
             print(f"\r{len(rows)}/{len(names)} {name:40}", end="", file=sys.stderr)
-    ran = [r for r in rows if not r.error]
-    print(f"{len(ran)} of {len(rows)} ran")
-    print(collections.Counter(r.kind for r in ran))
-    if arguments.errors:
-        for r in rows:
-            if r.error:
-                print(f"{r.name:28} {r.error}\n{'':30}{r.where}")
+    _print(rows, outcomes, wrong, arguments.errors)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump([asdict(r) for r in rows], file, indent=0)
-    return 0
+    return 1 if wrong else 0
+
+
+def _print(rows: list[Row], outcomes: list[Outcome], wrong: list[Row], errors: bool) -> None:
+    ran = [r for r in rows if not r.error or r in wrong]
+    print(f"{len(ran)} of {len(rows)} architectures run in eager mode;", dict(Counter(r.kind for r in ran)))
+    for row in rows:
+        if row in wrong or (errors and row.error):
+            print(f"{'WRONG ' if row in wrong else ''}{row.name}: {row.error}\n    {row.where}")
+    if outcomes:
+        print(table(outcomes))
+        reasons = Counter(left.reason for outcome in outcomes for left in outcome.unfused)
+        for reason, count in reasons.most_common():
+            print(f"{count:5} {reason}")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,29 @@ not do, and the kind of its inputs. What an entry exercises is measured by tests
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
 
 from tests.models import inputs as kinds
 from tests.models.build import build, reference
-from tests.models.survey import architectures
+
+
+@functools.cache
+def architectures() -> dict[str, str]:
+    """model_type -> class name, over AutoModel and, for types without a base model, the heads."""
+    found: dict[str, str] = {}
+    for mapping in [modeling_auto.MODEL_MAPPING_NAMES] + [
+        getattr(modeling_auto, name)
+        for name in sorted(vars(modeling_auto))
+        if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")
+    ]:
+        for model_type, name in mapping.items():
+            found.setdefault(model_type, name if isinstance(name, str) else name[0])
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,78 +92,85 @@ ZOO: list[Entry] = [
     *_family(
         "encoder",
         "text",
-        """bert albert camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra esm eurobert
-        funnel gte ibert jina_embeddings_v3 layoutlm:boxes longformer luke markuplm mobilebert modernbert mpnet
-        nomic_bert rembert roberta-prelayernorm roformer squeezebert tapas xlm xlnet""",
+        """albert bert canine convbert deberta deberta-v2 distilbert funnel layoutlm:boxes longformer mobilebert
+        modernbert mpnet nomic_bert roformer squeezebert tapas xlm xlnet""",
     ),
     *_family(
         "encoder",
         "text",
-        "bert-generation big_bird dpr ernie flaubert megatron-bert nystromformer roc_bert splinter xlm-roberta-xl xmod",
+        """bert-generation big_bird camembert data2vec-text dpr electra ernie esm eurobert flaubert gte ibert
+        jina_embeddings_v3 luke markuplm megatron-bert nystromformer rembert roberta-prelayernorm roc_bert splinter
+        xlm-roberta-xl xmod""",
         essential=False,
     ),
     *_family(
         "decoder",
         "text",
-        """afmoe apertus biogpt bloom codegen cohere2 ctrl deepseek_v3 diffllama doge exaone4 falcon gemma gemma2
-        gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite llama llama4_text minicpm3 mistral
-        modernbert-decoder mpt nemotron olmo2 olmo3 openai-gpt opt persimmon phi phi3 qwen2 qwen3 qwen3_next
-        smollm3 stablelm starcoder2 vaultgemma xglm""",
+        """afmoe bloom codegen cohere2 deepseek_v3 diffllama doge exaone4 falcon gemma gemma2 gemma3_text gpt2
+        gpt_bigcode gpt_neo gpt_neox gpt_oss gptj llama llama4_text minicpm3 mistral modernbert-decoder mpt
+        openai-gpt opt phi3 qwen2 qwen3 qwen3_next stablelm xglm""",
     ),
     *_family(
         "decoder",
         "text",
-        """arcee beam bitnet cohere cpmant cwm ernie4_5 gemma3n_text gemma4_text glm glm4 glm4_moe
-        gpt_neox_japanese granitemoe helium hunyuan_v1_dense imagegpt jais2 jetmoe lfm2 longcat_flash mellum
-        mimo_v2_flash minimax_m2 ministral mixtral nanochat olmo olmoe phimoe qwen2_moe qwen3_moe seed_oss trocr""",
+        """apertus arcee beam biogpt bitnet cohere cpmant ctrl cwm ernie4_5 gemma3n_text gemma4_text glm glm4 glm4_moe
+        gpt_neox_japanese granite granitemoe helium hunyuan_v1_dense imagegpt jais2 jetmoe lfm2 longcat_flash mellum
+        mimo_v2_flash minimax_m2 ministral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phimoe
+        qwen2_moe qwen3_moe seed_oss smollm3 starcoder2 trocr vaultgemma""",
         essential=False,
     ),
     *_family(
         "encoder-decoder",
         "text_to_text",
-        """bart bigbird_pegasus blenderbot fsmt led longt5 m2m_100 mvp pegasus_x prophetnet switch_transformers t5
-        t5gemma umt5""",
+        "bart bigbird_pegasus fsmt led longt5 pegasus_x prophetnet t5 t5gemma umt5",
     ),
-    *_family("encoder-decoder", "text_to_text", "marian mbart mt5 pegasus plbart t5gemma2", essential=False),
     *_family(
-        "vision",
-        "pixels",
-        """beit deit dinov2 dinov3_vit donut-swin dpt ijepa layoutlmv3 levit mobilevit pixtral pvt pvt_v2
-        sam_vision_model segformer siglip_vision_model swin swin2sr swinv2 timesformer:video videomae:video vit vit_msn
-        vitdet vivit:video vjepa2:video yolos detr conditional_detr qwen3_vl_vision:patches""",
+        "encoder-decoder",
+        "text_to_text",
+        "blenderbot m2m_100 marian mbart mt5 mvp pegasus plbart switch_transformers t5gemma2",
+        essential=False,
     ),
     *_family(
         "vision",
         "pixels",
-        """data2vec-vision deformable_detr dinov2_with_registers eomt glm4v_vision:patches idefics3_vision
-        internvl_vision maskformer mgp-str mlcd pixio radio rf_detr sam3_vit_model sapiens2 slanext""",
+        """beit conditional_detr detr dinov2 dinov3_vit donut-swin dpt layoutlmv3 levit pixtral pvt_v2
+        qwen3_vl_vision:patches sam_vision_model segformer siglip_vision_model swin swin2sr swinv2 timesformer:video
+        videomae:video vit vitdet vivit:video vjepa2:video""",
+    ),
+    *_family(
+        "vision",
+        "pixels",
+        """data2vec-vision deformable_detr deit dinov2_with_registers eomt glm4v_vision:patches idefics3_vision ijepa
+        internvl_vision maskformer mgp-str mlcd mobilevit pixio pvt radio rf_detr sam3_vit_model sapiens2 slanext
+        vit_msn yolos""",
         essential=False,
     ),
     *_family(
         "audio",
         "waveform",
-        """audio-spectrogram-transformer:spectrogram data2vec-audio hubert moonshine:waveform_to_text
-        parakeet_encoder:time_major qwen2_audio_encoder:mel_major sew-d speech_to_text:time_major_to_text
-        unispeech-sat wav2vec2 wav2vec2-bert:time_major wav2vec2-conformer wavlm whisper:mel_major_to_text""",
+        """audio-spectrogram-transformer:spectrogram moonshine:waveform_to_text parakeet_encoder:time_major sew-d
+        speech_to_text:time_major_to_text wav2vec2 wav2vec2-bert:time_major wav2vec2-conformer wavlm
+        whisper:mel_major_to_text""",
     ),
     *_family(
         "audio",
         "waveform",
-        "lasr_encoder:time_major seamless_m4t:time_major_to_text sew unispeech voxtral_encoder:mel_major",
+        """data2vec-audio hubert lasr_encoder:time_major qwen2_audio_encoder:mel_major
+        seamless_m4t:time_major_to_text sew unispeech unispeech-sat voxtral_encoder:mel_major""",
         essential=False,
     ),
     *_family(
         "multimodal",
         "image_in_text",
-        """altclip blip bridgetower:text_and_pixels clip clipseg flava:text_and_pixels git
-        groupvit idefics2:image_crops_in_text internvl lxmert:visual_features owlvit paligemma
-        qwen2_5_vl:patches_in_text siglip vilt:text_and_pixels visual_bert:visual_features xclip:text_and_video""",
+        """blip clip flava:text_and_pixels git groupvit idefics2:image_crops_in_text lxmert:visual_features owlvit
+        paligemma qwen2_5_vl:patches_in_text siglip vilt:text_and_pixels""",
     ),
     *_family(
         "multimodal",
         "image_in_text",
-        """aya_vision chinese_clip cohere2_vision got_ocr2 grounding-dino:text_and_pixels
-        idefics3:image_crops_in_text owlv2 qwen3_vl:patches_in_text""",
+        """altclip aya_vision bridgetower:text_and_pixels chinese_clip clipseg cohere2_vision got_ocr2
+        grounding-dino:text_and_pixels idefics3:image_crops_in_text internvl owlv2 qwen3_vl:patches_in_text
+        visual_bert:visual_features xclip:text_and_video""",
         essential=False,
     ),
     *_family("series", "series_channels", "patchtst"),
