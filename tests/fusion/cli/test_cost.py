@@ -1,6 +1,7 @@
 """`fusion cost` from the outside."""
 
 import json
+import re
 
 import pytest
 
@@ -94,8 +95,6 @@ def test_impossible_requests_end_with_a_message_and_code_2(capsys, arguments, me
     assert main(["cost", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fusion cost: ")
-    import re
-
     assert re.search(message, error)
 
 

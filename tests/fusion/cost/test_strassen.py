@@ -15,9 +15,8 @@ TILE = {"B_o": 2, "B_p": 1, "B_e": 2}
 
 def memory_for(n_q, n_k, d, capacity):
     rng = np.random.default_rng(0)
-    memory = TwoLevelMemory(
-        capacity, Q=rng.normal(size=(n_q, d)), K=rng.normal(size=(n_k, d)), V=rng.normal(size=(n_k, 3))
-    )
+    q, k, v = (rng.normal(size=shape) for shape in ((n_q, d), (n_k, d), (n_k, 3)))
+    memory = TwoLevelMemory(capacity, Q=q, K=k, V=v)
     memory.reserve("O", (n_q, 3))
     memory.reserve("L", (n_q,))
     return memory

@@ -1,0 +1,214 @@
+"""How well the cost model ranks tiles: predicted against measured time of the CPU kernel over a grid of shapes and tiles.
+
+For every shape each legal tile is compiled and timed, all tiles of a shape in turns within one process. Printed: the raw
+points, the rank correlation (Spearman) of prediction and measurement within each shape and over all points, and how far
+the planner's own tile is from the best measured one.
+
+    python benchmarks/model_fit.py --dtype float32 --seconds 50 --output fit.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from fusion.codegen.mlir.kernel import Tiling
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.target import Target, target_of
+from fusion.cost.cpu import predict
+from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
+from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
+from fusion.ir.integers import add
+from fusion.ir.ops import apply, where
+from fusion.machine import Machine
+from fusion.plan import Problem, cpu_tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One attention call."""
+
+    heads: int
+    n: int
+    d: int
+    causal: bool = False
+    batch: int = 1
+
+    def problem(self, dtype: str) -> Problem:
+        """As the planner sees it."""
+        return Problem(
+            n_q=self.n, n_k=self.n, d=self.d, d_v=self.d, batch=self.batch, heads=self.heads, heads_kv=self.heads,
+            dtype=dtype, causal=self.causal,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"B={self.batch} H={self.heads} N={self.n} d={self.d}{' causal' if self.causal else ''}"
+
+
+SHAPES = (
+    Shape(heads=12, n=128, d=64),
+    Shape(heads=2, n=200, d=64),
+    Shape(heads=12, n=384, d=32),
+    Shape(heads=12, n=512, d=64, causal=True),
+    Shape(heads=12, n=512, d=64),
+    Shape(heads=8, n=777, d=80),
+    Shape(heads=12, n=1024, d=64),
+    Shape(heads=12, n=1024, d=64, causal=True),
+    Shape(heads=8, n=1024, d=128),
+    Shape(heads=4, n=2048, d=64, causal=True),
+    Shape(heads=2, n=2048, d=128, causal=True),
+    Shape(heads=1, n=4096, d=64),
+)
+
+
+def specification(shape: Shape, dtype: str) -> AttentionSpec:
+    """Plain or causal softmax attention on contiguous [B, H, N, d] tensors, the lengths known at run time."""
+    b0, b1 = coord("b0"), coord("b1")
+    score, mask = apply("fmul", SCORE, const(1 / math.sqrt(shape.d))), None
+    if shape.causal:
+        live = apply("ile", J, I)
+        score = where(live, score, const(-math.inf))
+        mask = MaskFacts(
+            live=live, key_lo=const(0), key_hi=add(coord("i1"), 1), full_lo=const(0), full_hi=add(coord("i0"), 1),
+            fill=-math.inf,
+        )  # fmt: skip
+    return AttentionSpec(
+        sizes=("B", "H", "N"),
+        batch=(size("B"), size("H")),
+        n_q=size("N"),
+        n_k=size("N"),
+        d=const(shape.d),
+        d_v=const(shape.d),
+        operands=tuple(Operand(dtype=dtype, rank=4, name=name) for name in "qkv"),
+        q=(b0, b1, I, C),
+        k=(b0, b1, J, C),
+        v=(b0, b1, J, E),
+        score=score,
+        normalizer=Normalizer.SOFTMAX,
+        dtype=dtype,
+        out_dtype=dtype,
+        output=Output(dims=("b0", "b1", "i", "e"), order=("b0", "b1", "i", "e")),
+        mask=mask,
+    )
+
+
+def tiles(shape: Shape, base: Tiling, target: Target) -> Iterator[tuple[int, int]]:
+    """(B_r, B_c) that the kernel's register tile allows and the shape is not too small for."""
+    step, rows = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
+    for groups, keys in itertools.product((rows, 2 * rows, 3 * rows, 4 * rows), (32, 64, 128, 256, 512)):
+        keys = -(-keys // step) * step
+        if (groups == rows or (groups - rows) * target.lanes < shape.n) and (keys <= 64 or keys // 2 < shape.n):
+            yield groups * target.lanes, keys
+
+
+def kernel_for(shape: Shape, dtype: str, tile: tuple[int, int], base: Tiling, target: Target) -> Callable[..., torch.Tensor]:
+    """The compiled kernel with that tile. Exchange this function to fit the model to another kernel."""
+    tiling = Tiling(groups=tile[0] // target.lanes, keys=tile[1], planes=base.planes)
+    spec = specification(shape, dtype)
+    kernel = Kernel(spec, (tiling, *tilings_for(spec, target)[1:]), target)
+    return lambda *operands: kernel(operands, (shape.batch, shape.heads, shape.n))
+
+
+def measure(shape: Shape, dtype: str, base: Tiling, target: Target, seconds: float) -> dict[tuple[int, int], float]:
+    """Median seconds of each tile; the tiles take turns until `seconds` have passed, at least five rounds."""
+    size_ = (shape.batch, shape.heads, shape.n, shape.d)
+    operands = [torch.randn(size_).to(getattr(torch, dtype)) for _ in range(3)]
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=shape.causal)
+    expected = attend(*(x.double() for x in operands))
+    eps = torch.finfo(operands[0].dtype).eps
+    allowed = 2 * ((attend(*operands) - expected).abs().max() + eps * expected.abs().max()).item()
+    calls = {}
+    for tile in dict.fromkeys(tiles(shape, base, target)):
+        calls[tile] = kernel_for(shape, dtype, tile, base, target)
+        error = (calls[tile](*operands).double() - expected).abs().max().item()
+        if not error <= allowed:
+            raise SystemExit(f"{shape}, tile {tile}: error {error:.2e}, allowed {allowed:.2e}; a wrong kernel is not timed")
+    times: dict[tuple[int, int], list[float]] = {tile: [] for tile in calls}
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 5 or time.perf_counter() < end:
+        for tile, call in calls.items():
+            start = time.perf_counter()
+            call(*operands)
+            times[tile].append(time.perf_counter() - start)
+        rounds += 1
+    return {tile: statistics.quantiles(found[1:], n=4)[0] for tile, found in times.items()}
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Rank correlation; ties share their mean rank."""
+    ranks = [_ranks(values) for values in (first, second)]
+    return statistics.correlation(*ranks) if len(set(ranks[0])) > 1 and len(set(ranks[1])) > 1 else 1.0
+
+
+def _ranks(values: list[float]) -> list[float]:
+    order = sorted(values)
+    return [(order.index(value) + len(order) - 1 - order[::-1].index(value)) / 2 for value in values]
+
+
+def report(shape: Shape, dtype: str, found: dict, base: Tiling, target: Target, machine: Machine) -> dict:
+    """Prints and returns the shape's points and verdict."""
+    steps = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
+    predicted = predict(machine, shape.problem(dtype), list(found))
+    multiples = {"row_multiple": steps[1] * target.lanes, "col_multiple": steps[0]}
+    chosen = cpu_tile(shape.problem(dtype), machine, **multiples)
+    best = min(found, key=found.__getitem__)
+    rank = spearman(list(predicted.values()), list(found.values()))
+    print(f"{shape} {dtype}: Spearman {rank:.2f}; best {best}, chosen {chosen}", end="")
+    loss = found[chosen] / found[best] - 1 if chosen in found else float("nan")
+    print(f" ({loss:+.1%})")
+    for tile in sorted(found):
+        print(f"    {tile[0]:4d} x {tile[1]:4d}  measured {found[tile] * 1e3:8.3f} ms  predicted {predicted[tile] * 1e3:8.3f}")
+    points = [{"tile": tile, "measured": found[tile], "predicted": predicted[tile]} for tile in found]
+    return {"shape": str(shape), "dtype": dtype, "spearman": rank, "chosen": chosen, "best": best, "loss": loss, "points": points}
+
+
+def main() -> None:
+    """Measures, compares, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=50, help="measuring time, all shapes together")
+    parser.add_argument("--no-amx", action="store_true", help="multiply-add products also where AMX exists")
+    parser.add_argument("--shapes", type=int, nargs="+", help="numbers of the shapes to measure (default all)")
+    parser.add_argument("--output", type=Path, help="JSON file with the raw points")
+    arguments = parser.parse_args()
+    machine, torch_threads = Machine.detect(), torch.get_num_threads()
+    target = target_of(machine)
+    if arguments.no_amx:
+        target = Target(lanes=target.lanes, avx512=target.avx512, tile_rows=target.tile_rows, tile_groups=target.tile_groups)
+    print(f"{machine}; kernels for {target}; {torch_threads} threads")
+    shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
+    rows = []
+    for dtype, shape in itertools.product(arguments.dtype, shapes):
+        base = tilings_for(specification(shape, dtype), target)[0]
+        share = arguments.seconds / len(shapes) / len(arguments.dtype)
+        rows.append(report(shape, dtype, measure(shape, dtype, base, target, share), base, target, machine))
+    summary(rows)
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"machine": str(machine), "target": str(target), "rows": rows}, indent=1))
+
+
+def summary(rows: list[dict]) -> None:
+    """The verdict over all shapes."""
+    points = [point for row in rows for point in row["points"]]
+    pooled = spearman([point["predicted"] for point in points], [point["measured"] for point in points])
+    near = sum(row["loss"] <= 0.05 for row in rows)
+    print(f"{len(points)} points: Spearman {pooled:.3f} over all, {statistics.fmean(row['spearman'] for row in rows):.2f} mean within shapes")
+    print(f"chosen tile within 5 % of the best measured for {near} of {len(rows)} shapes")
+
+
+if __name__ == "__main__":
+    main()
