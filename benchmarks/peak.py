@@ -8,11 +8,12 @@ is shared it moves from minute to minute.
 import ctypes
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy
 import torch
+
+from fusion.codegen.mlir.compile import openmp_library, unavailable
 
 SAMPLE = 4e-3  # s; about how long one call of a loop takes
 PASSES = (
@@ -73,6 +74,7 @@ def _tile_loop(*, accumulators: int = 4, chain: int = 8) -> tuple[str, int]:
         "  %c0 = arith.constant 0 : index",
         "  %c1 = arith.constant 1 : index",
         *(f"  %at{i} = arith.constant {16 * i} : index" for i in range(max(accumulators, 2))),
+        f"  %sums = memref.alloca() {{alignment = 64}} : memref<{16 * accumulators}x16xf32>",
         "  scf.for %t = %c0 to %trips step %c1 {",
         f"    %a = x86.amx.tile_load %in[%at0, %c0] : memref<32x32xbf16> into {operand}",
         f"    %b = x86.amx.tile_load %in[%at1, %c0] : memref<32x32xbf16> into {operand}",
@@ -85,12 +87,16 @@ def _tile_loop(*, accumulators: int = 4, chain: int = 8) -> tuple[str, int]:
             )
     for i in range(accumulators):
         target = f"memref<{16 * accumulators}x16xf32>, {acc}"
-        lines.append(f"    x86.amx.tile_store %out[%at{i}, %c0], %acc{i}_{chain} : {target}")
+        lines.append(f"    x86.amx.tile_store %sums[%at{i}, %c0], %acc{i}_{chain} : {target}")
     return "\n".join([*lines, "  }", "  return", "}"]), accumulators * chain * 2 * 16 * 16 * 32
 
 
-def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[int], None]:
-    """`run(trips)` for the function named `loop`; the compiled code and its buffers live as long as `run`."""
+def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[int, int], None]:
+    """`run(trips, threads)` for the function named `loop`: threads of torch's OpenMP team run it, on the same operands.
+
+    Threads of our own would have to share the cores with that team, which keeps spinning for a while after every
+    kernel: the peak would come out at half of what it is.
+    """
     from torch_mlir import ir
     from torch_mlir.execution_engine import ExecutionEngine
     from torch_mlir.passmanager import PassManager
@@ -100,13 +106,14 @@ def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[in
         module = ir.Module.parse("module {\n" + function + "\n}")
         PassManager.parse(PASSES).run(module.operation)
         engine = ExecutionEngine(module, opt_level=3)
-        entry = engine.lookup("loop")
+    entry = ctypes.c_void_p(engine.raw_lookup("_mlir_ciface_loop"))
+    launch = ctypes.CDLL(openmp_library()).GOMP_parallel
 
-    def run(trips: int, engine: object = engine) -> None:  # the default keeps the engine alive
+    def run(trips: int, threads: int, engine: object = engine) -> None:  # the default keeps the engine alive
         pointers = [ctypes.pointer(ctypes.pointer(get_ranked_memref_descriptor(x))) for x in operands]
         arguments = [*pointers, ctypes.pointer(ctypes.c_int64(trips))]
         packed = (ctypes.c_void_p * len(arguments))(*(ctypes.cast(x, ctypes.c_void_p) for x in arguments))
-        entry(packed)
+        launch(entry, packed, threads, 0)
 
     return run
 
@@ -134,19 +141,11 @@ def _register_loop(
     name: str, loop: tuple[str, int], shapes: tuple[tuple[int, ...], ...], dtype: type, threads: int
 ) -> Loop:
     function, flop = loop
-    runs = [
-        _compile(function, (numpy.zeros(shapes[0], dtype), numpy.zeros(shapes[1], numpy.float32)))
-        for _ in range(threads)
-    ]
-    pool = ThreadPoolExecutor(threads)
-
-    def go(trips: int) -> None:
-        list(pool.map(lambda run: run(trips), runs))
-
+    go = _compile(function, (numpy.zeros(shapes[0], dtype), numpy.zeros(shapes[1], numpy.float32)))
     trips = 1 << 12
-    while min(_seconds(lambda: go(trips)) for _ in range(3)) < SAMPLE:  # noqa: B023  called at once
+    while min(_seconds(lambda: go(trips, 1)) for _ in range(3)) < SAMPLE:  # noqa: B023  called at once
         trips *= 2
-    return Loop(name=name, call=lambda: go(trips), flop=flop * trips * threads)
+    return Loop(name=name, call=lambda: go(trips, threads), flop=flop * trips * threads)
 
 
 def _matrix_product(name: str, dtype: torch.dtype, n: int = 1024) -> Loop:
@@ -158,13 +157,12 @@ def _matrix_product(name: str, dtype: torch.dtype, n: int = 1024) -> Loop:
 
 def loops(threads: int) -> list[Loop]:
     """What the processor has of `fma_f32`, `dot_bf16`, `tile_bf16`; without torch-mlir, matrix products instead."""
-    flags = cpu_flags()
-    try:
-        lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
-        loop = _vector_loop(lanes=lanes, accumulators=24 if lanes == 16 else 12, pairs=False)
-        found = [_register_loop("fma_f32", loop, ((2 * lanes,), (24 * lanes,)), numpy.float32, threads)]
-    except ImportError:
+    if unavailable() is not None:
         return [_matrix_product("matmul_f32", torch.float32), _matrix_product("matmul_bf16", torch.bfloat16)]
+    flags = cpu_flags()
+    lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
+    loop = _vector_loop(lanes=lanes, accumulators=24 if lanes == 16 else 12, pairs=False)
+    found = [_register_loop("fma_f32", loop, ((2 * lanes,), (24 * lanes,)), numpy.float32, threads)]
     if "avx512_bf16" in flags:
         loop = _vector_loop(lanes=16, accumulators=24, pairs=True)
         found.append(_register_loop("dot_bf16", loop, ((64,), (24 * 16,)), numpy.int16, threads))
