@@ -1,8 +1,9 @@
-"""How well the cost model ranks tiles: predicted against measured time of the CPU kernel over a grid of shapes and tiles.
+"""How well the cost model ranks tiles: predicted against measured time of the CPU kernel over a grid of shapes and
+tiles.
 
-For every shape each legal tile is compiled and timed, all tiles of a shape in turns within one process. Printed: the raw
-points, the rank correlation (Spearman) of prediction and measurement within each shape and over all points, and how far
-the planner's own tile is from the best measured one.
+For every shape each legal tile is compiled and timed, all tiles of a shape in turns within one process. Printed: the
+raw points, the rank correlation (Spearman) of prediction and measurement within each shape and over all points, and
+how far the planner's own tile is from the best measured one.
 
     python benchmarks/model_fit.py --dtype float32 --seconds 50 --output fit.json
 """
@@ -115,7 +116,9 @@ def tiles(shape: Shape, base: Tiling, target: Target) -> Iterator[tuple[int, int
             yield groups * target.lanes, keys
 
 
-def kernel_for(shape: Shape, dtype: str, tile: tuple[int, int], base: Tiling, target: Target) -> Callable[..., torch.Tensor]:
+def kernel_for(
+    shape: Shape, dtype: str, tile: tuple[int, int], base: Tiling, target: Target
+) -> Callable[..., torch.Tensor]:
     """The compiled kernel with that tile. Exchange this function to fit the model to another kernel."""
     tiling = Tiling(groups=tile[0] // target.lanes, keys=tile[1], planes=base.planes)
     spec = specification(shape, dtype)
@@ -136,7 +139,9 @@ def measure(shape: Shape, dtype: str, base: Tiling, target: Target, seconds: flo
         calls[tile] = kernel_for(shape, dtype, tile, base, target)
         error = (calls[tile](*operands).double() - expected).abs().max().item()
         if not error <= allowed:
-            raise SystemExit(f"{shape}, tile {tile}: error {error:.2e}, allowed {allowed:.2e}; a wrong kernel is not timed")
+            raise SystemExit(
+                f"{shape}, tile {tile}: error {error:.2e}, allowed {allowed:.2e}; a wrong kernel is not timed"
+            )
     times: dict[tuple[int, int], list[float]] = {tile: [] for tile in calls}
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < 5 or time.perf_counter() < end:
@@ -161,19 +166,29 @@ def _ranks(values: list[float]) -> list[float]:
 
 def report(shape: Shape, dtype: str, found: dict, base: Tiling, target: Target, machine: Machine) -> dict:
     """Prints and returns the shape's points and verdict."""
-    steps = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
-    predicted = predict(machine, shape.problem(dtype), list(found))
-    multiples = {"row_multiple": steps[1] * target.lanes, "col_multiple": steps[0]}
-    chosen = cpu_tile(shape.problem(dtype), machine, **multiples)
+    step, groups = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
+    rows = groups * target.lanes
+    problem = shape.problem(dtype)
+    predicted = predict(machine, problem, list(found), (rows, step))
+    chosen = cpu_tile(problem, machine, row_multiple=rows, col_multiple=step)
     best = min(found, key=found.__getitem__)
     rank = spearman(list(predicted.values()), list(found.values()))
     print(f"{shape} {dtype}: Spearman {rank:.2f}; best {best}, chosen {chosen}", end="")
     loss = found[chosen] / found[best] - 1 if chosen in found else float("nan")
     print(f" ({loss:+.1%})")
     for tile in sorted(found):
-        print(f"    {tile[0]:4d} x {tile[1]:4d}  measured {found[tile] * 1e3:8.3f} ms  predicted {predicted[tile] * 1e3:8.3f}")
+        pair = f"measured {found[tile] * 1e3:8.3f} ms  predicted {predicted[tile] * 1e3:8.3f} ms"
+        print(f"    {tile[0]:4d} x {tile[1]:4d}  {pair}")
     points = [{"tile": tile, "measured": found[tile], "predicted": predicted[tile]} for tile in found]
-    return {"shape": str(shape), "dtype": dtype, "spearman": rank, "chosen": chosen, "best": best, "loss": loss, "points": points}
+    return {
+        "shape": str(shape),
+        "dtype": dtype,
+        "spearman": rank,
+        "chosen": chosen,
+        "best": best,
+        "loss": loss,
+        "points": points,
+    }
 
 
 def main() -> None:
@@ -188,7 +203,9 @@ def main() -> None:
     machine, torch_threads = Machine.detect(), torch.get_num_threads()
     target = target_of(machine)
     if arguments.no_amx:
-        target = Target(lanes=target.lanes, avx512=target.avx512, tile_rows=target.tile_rows, tile_groups=target.tile_groups)
+        target = Target(
+            lanes=target.lanes, avx512=target.avx512, tile_rows=target.tile_rows, tile_groups=target.tile_groups
+        )
     print(f"{machine}; kernels for {target}; {torch_threads} threads")
     shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
     rows = []
@@ -198,15 +215,18 @@ def main() -> None:
         rows.append(report(shape, dtype, measure(shape, dtype, base, target, share), base, target, machine))
     summary(rows)
     if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": str(machine), "target": str(target), "rows": rows}, indent=1))
+        arguments.output.write_text(
+            json.dumps({"machine": str(machine), "target": str(target), "rows": rows}, indent=1)
+        )
 
 
 def summary(rows: list[dict]) -> None:
     """The verdict over all shapes."""
     points = [point for row in rows for point in row["points"]]
     pooled = spearman([point["predicted"] for point in points], [point["measured"] for point in points])
+    within = statistics.fmean(row["spearman"] for row in rows)
     near = sum(row["loss"] <= 0.05 for row in rows)
-    print(f"{len(points)} points: Spearman {pooled:.3f} over all, {statistics.fmean(row['spearman'] for row in rows):.2f} mean within shapes")
+    print(f"{len(points)} points: Spearman {pooled:.3f} over all, {within:.2f} on average within a shape")
     print(f"chosen tile within 5 % of the best measured for {near} of {len(rows)} shapes")
 
 

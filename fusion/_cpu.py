@@ -119,6 +119,7 @@ def detect() -> Machine:
         matrix_flops=tuple(_cpu_rates(peak, isa, cores, clock).items()),
         exp_rate=cores * lanes * clock / 7,  # a degree-5 polynomial: about 14 vector operations on two ports
         launch=5e-6,
+        clock=clock,
     )
 
 

@@ -87,7 +87,7 @@ class Machine:
     levels: from the fastest to the slowest, the last one holds everything. `fast` names the level whose capacity is
     the M of the theory. vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
     isa: instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon"). matrix_flops: (dtype, flop/s)
-    pairs, a multiply-add counted as two. exp_rate: exponentials/s. launch: s for starting one kernel. shared_memory,
+    pairs, a multiply-add counted as two. exp_rate: exponentials/s. launch: s for starting one kernel. clock: Hz, of CPUs. shared_memory,
     registers: bytes per core that one block may use (0 on CPUs).
     """
 
@@ -101,6 +101,7 @@ class Machine:
     matrix_flops: tuple[tuple[str, float], ...] = ()
     exp_rate: float = 1.0
     launch: float = 0.0
+    clock: float = 0.0
     shared_memory: int = 0
     registers: int = 0
 

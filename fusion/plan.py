@@ -33,7 +33,7 @@ class Candidate:
 
     io: elements moved for the whole problem. time: predicted s; with `ideal` set there is no kernel of it here, and it
     is the time with the busiest resource never idle. reason: why it cannot be used, if so; needed: what its smallest
-    tile needs then, elements.
+    tile needs then, elements. share: s, the live share that io is counted with.
     """
 
     schedule: str
@@ -43,6 +43,7 @@ class Candidate:
     footprint: float = 0.0
     reason: str = ""
     ideal: bool = False
+    share: float = 1.0
     needed: float = 0.0
     resources: tuple[tuple[str, float], ...] = ()
 
@@ -244,8 +245,7 @@ def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: 
             raise NoFittingTileError(weighed[0].reason, weighed[0].needed)
         raise NoFittingTileError(_none_fits(problem, target, weighed))
     best = min(usable, key=lambda item: (item.time, item.io))
-    tile, capacity = dict(best.tile), target.fast_elements(problem.dtype)
-    share = problem.live_share(tile.get("B_r", 1), tile.get("B_c", 1)) if best.schedule == "block_sparse" else 1.0
+    capacity = target.fast_elements(problem.dtype)
     return Plan(
         problem=problem,
         machine=target,
@@ -256,7 +256,7 @@ def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: 
         bound=lower_bound(problem, capacity, backward=best.schedule.startswith("backward")),
         capacity=capacity,
         footprint=best.footprint,
-        share=share,
+        share=best.share,
         features=features,
         resources=best.resources,
     )

@@ -9,11 +9,12 @@ import numpy as np
 
 from fusion.cost import bounds
 from fusion.cost.compiled import Counts, counts
+from fusion.cost.cpu import cpu_time
 from fusion.cost.optimum import snapped_tile
 from fusion.cost.problem import Problem
 from fusion.cost.schedules import schedule
 from fusion.cost.tiles import Tile, Tiles, cpu_tiles, gpu_tiles, grid, least_io, pick, sizes_of
-from fusion.cost.timing import Times, cpu_time, gpu_time, shares_of, streaming_time
+from fusion.cost.timing import Times, gpu_time, shares_of, streaming_time
 from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.plan import Candidate
@@ -53,7 +54,7 @@ def candidate(problem: Problem, machine: Machine, name: str, multiples: tuple[in
         return Candidate(schedule=name, reason=str(error), needed=error.needed)
     best = int(np.argmin(times.total))
     tile = pick(tiles, best)
-    share = problem.live_share(tile.get("B_r", 1), tile.get("B_c", 1)) if name == "block_sparse" else 1.0
+    share = _share(problem, machine, name, tile, multiples)
     result = _counts(name, problem, machine, tile, share, features)
     return Candidate(
         schedule=name,
@@ -63,7 +64,15 @@ def candidate(problem: Problem, machine: Machine, name: str, multiples: tuple[in
         footprint=float(result.footprint),
         resources=tuple(times.at(best).items()),
         ideal=times.ideal,
+        share=share,
     )
+
+
+def _share(problem: Problem, machine: Machine, name: str, tile: Tile, multiples: tuple[int, int]) -> float:
+    """s of the chosen tile. The CPU kernel ends a row block's keys on its register tile, others on whole key blocks."""
+    if name != "block_sparse":
+        return 1.0
+    return problem.live_share(tile.get("B_r", 1), multiples[1] if machine.kind == "cpu" else tile.get("B_c", 1))
 
 
 def _counts(name: str, problem: Problem, machine: Machine, tile: Tile | Tiles, share: float, features: int) -> Counts:
@@ -75,7 +84,7 @@ def _tiles_and_times(
 ) -> tuple[Tiles, Times]:
     if machine.kind == "cpu" and name in ("flash", "block_sparse"):
         tiles = cpu_tiles(problem, machine, *multiples)
-        return tiles, cpu_time(machine, problem, tiles, _shares(problem, tiles, name))
+        return tiles, cpu_time(machine, problem, tiles, multiples, skip=name == "block_sparse")
     if machine.kind == "gpu" and name in _FLASH:
         tiles = (
             _with_splits(gpu_tiles(problem, machine), problem, machine)

@@ -74,17 +74,23 @@ class Problem:
         """
         if not (self.causal or self.window):
             return self.density
+        start, end = self.key_ranges(rows)
+        n_k = max(1, self.n_k)
+        keys = _round_up(end, cols).clip(0, n_k) - start // cols * cols
+        return float(keys.clip(0, n_k).sum()) / (len(start) * n_k) * self.density
+
+    def key_ranges(self, rows: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """First key and end of the keys that each block of `rows` queries meets, by `causal` and `window` alone."""
         import numpy as np
 
         n_q, n_k = max(1, self.n_q), max(1, self.n_k)
         first = np.arange(0, n_q, rows)
         last = np.minimum(first + rows, n_q) - 1
-        end = _round_up(np.clip(last + self.diagonal + 1, 0, n_k), cols) if self.causal else np.full_like(first, n_k)
-        start = 0
+        end = np.clip(last + self.diagonal + 1, 0, n_k) if self.causal else np.full_like(first, n_k)
+        start = np.zeros_like(first)
         if self.window is not None:
-            start = np.maximum(first + self.diagonal - self.window + 1, 0) // cols * cols
-        keys = np.clip(np.minimum(end, n_k) - start, 0, n_k)
-        return float(keys.sum()) / (len(first) * n_k) * self.density
+            start = np.minimum(np.maximum(first + self.diagonal - self.window + 1, 0), end)
+        return start, end
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"

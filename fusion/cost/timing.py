@@ -13,7 +13,7 @@ import numpy as np
 
 from fusion.cost.compiled import Counts
 from fusion.cost.problem import Problem
-from fusion.cost.tiles import Tiles, footprint_bytes
+from fusion.cost.tiles import Tiles
 from fusion.machine import Machine
 
 
@@ -51,57 +51,6 @@ def shares_of(problem: Problem, tiles: Tiles) -> np.ndarray:
     for pair in set(pairs):
         cache[pair] = problem.live_share(*pair)
     return np.array([cache[pair] for pair in pairs])
-
-
-def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarray) -> Times:
-    """The query-stationary CPU kernel: scores transposed, lanes are queries, K and V read in place.
-
-    A register tile is 8 keys by two vectors of queries, so an efficiency lost at its start and end shrinks with the
-    summed length (d for the scores, B_c for the output). Scores pass through the nearest cache four times; where the
-    tile outgrows it they come from the next.
-    """
-    rows, cols = tiles["B_r"].astype(float), tiles["B_c"].astype(float)
-    d, d_v, size = max(1, problem.d), max(1, problem.d_v), problem.element_bytes
-    rate = machine.flops(problem.dtype) / machine.cores
-    per_core = {level.name: level.bandwidth / machine.cores for level in machine.levels}
-    keys = np.ceil(shares * max(1, problem.n_k))
-    key_tiles = np.ceil(keys / cols)
-    scores = rows * keys
-    products = 2 * scores * (d * (1 + 3 / d) + d_v * (1 + 5 / np.minimum(cols, keys))) / rate
-    exponentials = (scores * (1 + problem.score_flops / 14) + 1.5 * rows * key_tiles) / (
-        machine.exp_rate / machine.cores
-    )
-    nearest, second = machine.levels[0], machine.levels[min(1, len(machine.levels) - 1)]
-    lanes = 2 * machine.lanes()
-    slab = 4 * lanes * (d + np.minimum(cols, keys)) + size * np.minimum(cols, keys) * max(d, d_v)
-    from_second = 4 * (4 * scores * (rows * cols * 4 > nearest.capacity / 2) + 2 * rows * d_v * key_tiles)
-    from_second = from_second + (rows / lanes) * keys * (d + d_v) * size * (slab > nearest.capacity)
-    passes = from_second / per_core[second.name]
-    source = _home(machine, 2 * max(1, problem.n_k) * (d + d_v) / 2 * size)
-    stream = keys * (d + d_v) * size / (machine.level(source).bandwidth / machine.cores)
-    pack = 2 * rows * (d + d_v) / machine.exp_rate * machine.cores
-    overhead = 4e-7 + 6e-8 * key_tiles + pack
-    block = np.maximum(products + exponentials + passes, stream) + overhead
-    blocks = problem.problems * np.ceil(max(1, problem.n_q) / rows)
-    rounds = np.ceil(blocks / machine.cores)
-    resources = {
-        "products": products,
-        "exponentials": exponentials,
-        "score passes": passes,
-        f"K, V from {source}": stream,
-    }
-    resources = {name: value * rounds for name, value in resources.items()} | {
-        "overhead": overhead * rounds + machine.launch
-    }
-    return Times(total=rounds * block + machine.launch, resources=resources)
-
-
-def _home(machine: Machine, count: float) -> str:
-    """The nearest level beyond the first that holds `count` bytes with room to spare."""
-    for level in machine.levels[1:]:
-        if count <= level.capacity / 2:
-            return level.name
-    return machine.main.name
 
 
 def gpu_time(
@@ -156,4 +105,4 @@ def gpu_time(
     return Times(total=total, resources=resources | {"overhead": overhead})
 
 
-__all__ = ["Times", "cpu_time", "footprint_bytes", "gpu_time", "shares_of", "streaming_time"]
+__all__ = ["Times", "gpu_time", "shares_of", "streaming_time"]
