@@ -127,7 +127,7 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
 
 
 def _mark_stops(traced: GraphModule) -> None:
-    """meta["stop_gradient"] where a gradient ends on its way up (detach, no_grad), which the analysis must not look through."""
+    """meta["stop_gradient"] where a gradient ends on its way up (detach, no_grad): the analysis must stop there too."""
     feeds: dict[Node, bool] = {}
     for node in reversed(traced.graph.nodes):
         feeds[node] = any(user.meta.get("requires_grad") or feeds[user] for user in node.users)

@@ -182,7 +182,7 @@ class PullBack:
         return pointwise.build(packet(here), pointwise.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
 
     def _maximum_without_gradient(self, here: Node, index: Index) -> Expr | None:
-        """What a gradient does not flow through is loaded, but for `x.amax(-1).detach()`: a softmax does not depend on its shift."""
+        """What no gradient flows through is loaded, but for `x.amax(-1).detach()`: a softmax ignores its shift."""
         origin = here.all_input_nodes[0]
         if packet(here) not in (aten.detach, aten.alias) or not nodes.is_tensor(origin):
             return None
