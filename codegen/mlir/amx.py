@@ -35,13 +35,16 @@ LARGE_BITS = (127 + 120) << 23
 
 class Amx:
     """bf16 tiles, one to three planes. `worst`: address of a vector of i32 that collects the largest magnitudes packed,
-    as bits."""
+    as bits. exact_pairs: weights may be NaN where the row's sum is not."""
 
     key_step = 32
     group_step = 2
     lanes = 16
 
-    def __init__(self, b: Builder, d: int, e: int, planes: int, key_capacity: int, worst: Value | None):
+    def __init__(
+        self, b: Builder, d: int, e: int, planes: int, key_capacity: int, worst: Value | None, exact_pairs: bool = False
+    ):
+        self.exact_pairs = exact_pairs
         self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
@@ -184,9 +187,15 @@ class Amx:
         base = b.at(target, b.mul(key, 16), "bf16")
         for plane in range(self.planes):
             last = plane == self.planes - 1
-            if last:
+            if last and self.exact_pairs:
                 halves = [b.convert("arith.truncf", x, "bf16") for x in (first, second)]
                 pair = b.bitcast(b.shuffle(*halves, [i + 16 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair")
+            elif last:
+                # Half of the last place added, the rest cut off. A NaN may come out as a number here; the row's sum is
+                # NaN then, and so is the result.
+                low, high = (b.add(b.bitcast(x, PAIRS), 0x8000, "rounded") for x in (first, second))
+                low = b.binary("arith.shrui", low, 16)
+                pair = b.binary("arith.ori", low, b.binary("arith.andi", high, -0x10000), "pair")
             else:
                 # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly.
                 words = [b.bitcast(x, BF16) for x in (first, second)]

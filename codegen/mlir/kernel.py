@@ -16,27 +16,21 @@ long as the keys.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.amx import LARGE_BITS, Amx
-from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
+from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.products import MultiplyAdd, Products, round_up
-from fusion.codegen.mlir.programs import J0, J1, Programs, programs_of
-from fusion.codegen.mlir.rows import Access, RowReader
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Lanes, Params, Scope
+from fusion.codegen.mlir.products import MultiplyAdd, Products
+from fusion.codegen.mlir.programs import J0, J1
+from fusion.codegen.mlir.rows import RowReader
+from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.vectormath import LIBM, LOG2E, VectorMath
-from fusion.ir.expr import ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
+from fusion.ir.expr import Expr, I, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
-
-HEADER = """module {
-llvm.func @omp_get_thread_num() -> i32
-llvm.func @omp_get_num_threads() -> i32
-""" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,90 +43,36 @@ class Tiling:
     planes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelText:
-    """MLIR text and what the launcher must know: parameter slots in order, rows per item, the workspace of a thread in
-    bytes as fixed + steps * per_step with steps = ceil(n_k / key_step), and whether the kernel may raise the flag for
-    large values."""
-
-    source: str
-    slots: tuple[tuple, ...]
-    rows: int
-    key_step: int
-    fixed_bytes: int
-    step_bytes: int
-    may_flag: bool
-
-
-class Workspace:
-    """Static layout of a thread's scratch memory: `area(bytes)` gives the offset of a new part, on a cache line."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def area(self, size: int) -> int:
-        offset = self.size
-        self.size += round_up(size, 64)
-        return offset
-
-
 def emit(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
     """The kernel of a spec whose Q and K have d columns and V d_v."""
     return _Kernel(spec, tiling, target, d, d_v).text()
 
 
-class _Kernel:
+class _Kernel(KernelFunction):
     def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
-        self.spec, self.tiling, self.target, self.d_v = spec, tiling, target, d_v
-        self.b = b = Builder()
-        self.lanes = target.lanes
-        self.vector = vector_of("f32", self.lanes)
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
-        self.context = Context(
-            b=b,
-            params=Params(b, Value("%params", PTR)),
-            math=VectorMath(b, target.avx512, degree),
-            operands=spec.operands,
-            lanes=self.lanes,
-        )
-        self.params = self.context.params
-        self.programs: Programs = programs_of(spec)
-        self.weight: Expr | None = None if spec.weight is const(1.0) else spec.weight
+        super().__init__(spec, target, d, d_v, degree)
+        self.tiling = tiling
         self.dense = dense_loads(self.programs.masked, self.programs.full, self.weight)
         self.may_flag = tiling.planes > 1
-        self.layout = Workspace()
-        self.base = self._thread_base()
         worst = self._area(64, "worst") if self.may_flag else None
-        self.products: Products = (
-            Amx(b, d, d_v, tiling.planes, tiling.keys, worst)
-            if tiling.planes
-            else MultiplyAdd(b, self.lanes, d, d_v, target.tile_rows, target.tile_groups)
-        )
+        self.products: Products
+        if tiling.planes:
+            exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
+            self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, worst, exact_pairs)
+        else:
+            self.products = MultiplyAdd(self.b, self.lanes, d, d_v, target.tile_rows, target.tile_groups)
         self.worst = worst
         self._areas()
-
-    def _thread_base(self) -> Value:
-        b = self.b
-        with b.at_entry():
-            for name, function in (("thread", "omp_get_thread_num"), ("threads", "omp_get_num_threads")):
-                number = b.op(f"llvm.call @{function}() : () -> i32", "i32", name)
-                setattr(self, name, b.op(f"arith.extsi {number} : i32 to i64", "i64", name))
-            return b.at(
-                self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine"
-            )
-
-    def _area(self, size: int, hint: str) -> Value:
-        offset = self.layout.area(size)
-        with self.b.at_entry():
-            return self.b.at(self.base, offset, "i8", hint)
 
     def _areas(self) -> None:
         p, groups, keys, lanes = self.products, self.tiling.groups, self.tiling.keys, self.lanes
         row = 4 * lanes
         self.queries = self._area(groups * p.query_bytes(), "queries")
-        self.scores = self._area(groups * keys * row, "scores")
-        self.factors = self._area(groups * keys * row, "factors") if self.weight is not None else None
-        self.weights = self._area(groups * p.weight_bytes(keys), "weights")
+        # Scores and weights of one register tile's groups at a time: they stay in the first-level cache.
+        self.scores = self._area(p.group_step * keys * row, "scores")
+        self.factors = self._area(p.group_step * keys * row, "factors") if self.weight is not None else None
+        self.weights = self._area(p.group_step * p.weight_bytes(keys), "weights")
         self.output = self._area(groups * p.e_padded * row, "output")
         self.maxima = self._area(groups * row, "maxima")
         self.totals = self._area(groups * row, "totals")
@@ -147,50 +87,38 @@ class _Kernel:
             steps = self.params[("key_steps",)]
             self.packed_values = b.at(self.packed_keys, b.mul(steps, p.key_bytes()), "i8", "packed_values")
 
-    def _group_memory(self, g: Value) -> Group:
+    def _group_memory(self, g: Value, member: Value | int = 0) -> Group:
+        """Memory of group g, number `member` of those that are worked on together."""
         b, p, keys, lanes = self.b, self.products, self.tiling.keys, self.lanes
 
-        def part(base: Value, size: int, hint: str) -> Value:
-            return b.at(base, b.mul(g, size), "i8", hint)
+        def part(base: Value, number: Value | int, size: int, hint: str) -> Value:
+            return b.at(base, b.mul(number, size), "i8", hint)
 
         return Group(
-            scores=part(self.scores, keys * lanes * 4, "s_rows"),
-            factors=None if self.factors is None else part(self.factors, keys * lanes * 4, "w_rows"),
-            weights=part(self.weights, p.weight_bytes(keys), "p_rows"),
-            output=part(self.output, p.e_padded * lanes * 4, "o_rows"),
-            maximum=part(self.maxima, 4 * lanes, "m_at"),
-            total=part(self.totals, 4 * lanes, "l_at"),
+            scores=part(self.scores, member, keys * lanes * 4, "s_rows"),
+            factors=None if self.factors is None else part(self.factors, member, keys * lanes * 4, "w_rows"),
+            weights=part(self.weights, member, p.weight_bytes(keys), "p_rows"),
+            output=part(self.output, g, p.e_padded * lanes * 4, "o_rows"),
+            maximum=part(self.maxima, g, 4 * lanes, "m_at"),
+            total=part(self.totals, g, 4 * lanes, "l_at"),
         )
 
     def text(self) -> KernelText:
-        b, spec = self.b, self.spec
-        top = Scope(context=self.context)
-        self.n_q, self.n_k = (
-            b.as_value(self._entry_integer(top, spec.n_q), "i64"),
-            b.as_value(self._entry_integer(top, spec.n_k), "i64"),
-        )
+        b = self.b
+        top = self._top()
         if self.worst is not None:
             b.store(b.constant(0, vector_of("i32", 16)), self.worst)
         for slot in range(2 + 8):
             b.store(b.constant(-1, "i64"), b.at(self.state, slot, "i64"))
-        items = self.params[("items",)]
-        low = b.div(b.mul(items, self.thread), self.threads, "low")
-        high = b.div(b.mul(items, b.add(self.thread, 1)), self.threads, "high")
-        with b.loop(low, high, hint="item") as item:
+        with b.loop(*self._share(), hint="item") as item:
             self._item(top, item)
         if self.worst is not None:
             self._raise_flag()
-        source = f"{HEADER}func.func @attention(%params: {PTR}) {{\n{b.text()}\n  return\n}}\n}}\n"
-        slots = tuple(sorted(self.params.slots, key=self.params.slots.__getitem__))
         return KernelText(
-            source=source, slots=slots, rows=self.tiling.groups * self.lanes, key_step=self.products.key_step,
-            fixed_bytes=self.layout.size, step_bytes=self.products.key_bytes() + self.products.value_bytes(),
-            may_flag=self.may_flag,
+            source=self._function(), slots=self._slots(), rows=self.tiling.groups * self.lanes,
+            key_step=self.products.key_step, fixed_bytes=self.layout.size,
+            step_bytes=self.products.key_bytes() + self.products.value_bytes(), may_flag=self.may_flag,
         )  # fmt: skip
-
-    def _entry_integer(self, top: Scope, expr: Expr) -> Value | int:
-        with self.b.at_entry():
-            return top.integer(expr)
 
     def _raise_flag(self) -> None:
         b = self.b
@@ -200,53 +128,30 @@ class _Kernel:
             b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
 
     def _item(self, top: Scope, item: Value) -> None:
-        b, spec, rows = self.b, self.spec, self.tiling.groups * self.lanes
+        b, rows, mask = self.b, self.tiling.groups * self.lanes, self.spec.mask
         blocks = self.params[("blocks",)]
-        block, rest = b.rem(item, blocks, "block"), b.div(item, blocks)
-        known: dict[Expr, Value] = {}
-        for axis in reversed(range(len(spec.batch))):
-            extent = b.as_value(top.integer(spec.batch[axis]), "i64")
-            known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
-        scope = Scope(context=self.context, parent=top, known=known)
-        self.batch_names = frozenset(f"b{axis}" for axis in range(len(spec.batch)))
-        mask = spec.mask
-        scope.prepare(self.programs.masked, self.programs.full, self.weight, *spec.sinks, bound=self.batch_names)
+        block = b.rem(item, blocks, "block")
+        scope = self._batch_scope(top, b.div(item, blocks))
         first = b.mul(block, rows, "i0")
         count = b.least(b.sub(self.n_q, first), rows, "rows")
         groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
-        readers = [
-            RowReader(self.context, scope, Access(operand=n, index=index, row=row, column=column))
-            for n, index, row, column in ((0, spec.q, I, C), (1, spec.k, J, C), (2, spec.v, J, E))
-        ]
+        readers = self._readers(scope)
         self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
         self._note_identity(readers[1:])
         padded_groups = b.mul(
             b.div(b.add(groups, self.products.group_step - 1), self.products.group_step), self.products.group_step
         )
-        with b.loop(0, padded_groups, hint="g") as g:
+        with b.loop(0, groups, hint="g") as g:
             at = b.at(self.queries, b.mul(g, self.products.query_bytes()), "i8")
             self.products.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
         last = b.sub(b.add(first, count), 1)
         ranged = Scope(context=self.context, parent=scope, known={coord("i0"): first, coord("i1"): last})
-        low, high = self._key_range(ranged, mask.key_lo if mask else None, mask.key_hi if mask else None)
-        self._attend(ranged, readers, first, count, groups, padded_groups, low, high)
+        low, high = self._key_range(
+            ranged, mask.key_lo if mask else None, mask.key_hi if mask else None, self.products.key_step
+        )
+        self._attend(scope, readers, first, count, groups, padded_groups, low, high)
         with b.loop(0, groups, hint="g") as g:
             self._finish(scope, first, count, g)
-
-    def _key_range(self, scope: Scope, low: Expr | None, high: Expr | None) -> tuple[Value | int, Value]:
-        """The keys to visit, clamped; the start on a key step."""
-        b, step = self.b, self.products.key_step
-        start: Value | int = 0
-        end = self.n_k
-        if low is not None:
-            start = b.most(b.least(b.as_value(scope.integer(low), "i64"), self.n_k), 0)
-            start = b.mul(b.div(start, step), step, "key_lo")
-        if high is not None:
-            end = b.most(b.least(b.as_value(scope.integer(high), "i64"), self.n_k), 0, "key_hi")
-        return start, end
-
-    # -- packing K and V
-    # ------------------------------------------------------------------------------------------------------
 
     def _note_identity(self, readers: list[RowReader]) -> None:
         """Forget what is packed where this item reads other keys or values than the last one."""
@@ -288,21 +193,19 @@ class _Kernel:
     def _attend(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
         """All key blocks; a second time over all keys where the mask let keys be skipped and a row met none that is
         live."""
-        b = self.b
-        mask = self.spec.mask
-        skips = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
-        if mask is None or not skips or self.spec.normalizer is Normalizer.NONE:
+        b, mask = self.b, self.spec.mask
+        if mask is None or (mask.key_lo is None and mask.key_hi is None):
             self._visit(scope, readers, first, count, groups, padded_groups, low, high)
             return
-        yes, start = b.constant(1, "i1"), [b.as_value(low, "i64"), high]
-        with b.carry(0, 2, 1, [*start, yes], hint="attempt") as (loop, _, (lo, hi, needed)):
+        yes = b.constant(1, "i1")
+        if self.spec.normalizer is Normalizer.NONE:  # dead keys have no weight, whatever the others have
+            self._visit(scope, readers, first, count, groups, padded_groups, low, high, yes)
+            return
+        with b.carry(0, 2, 1, [b.as_value(low, "i64"), high, yes], hint="attempt") as (loop, attempt, (lo, hi, needed)):
+            skipping = b.compare("eq", attempt, 0, "skipping")
             with b.when(needed):
-                self._visit(scope, readers, first, count, groups, padded_groups, lo, hi)
-            everything = b.binary("arith.andi", b.compare("sle", lo, 0), b.compare("sge", hi, self.n_k))
-            partial = b.binary("arith.xori", everything, yes)
-            again = b.binary(
-                "arith.andi", b.binary("arith.andi", needed, partial), self._any_dead(count, groups, mask.fill), "again"
-            )
+                self._visit(scope, readers, first, count, groups, padded_groups, lo, hi, skipping)
+            again = b.binary("arith.andi", skipping, self._any_dead(count, groups, mask.fill), "again")
             loop.yields(b.constant(0, "i64"), self.n_k, again)
 
     def _any_dead(self, count: Value, groups: Value, fill: float) -> Value:
@@ -310,8 +213,7 @@ class _Kernel:
         no = b.constant(0, "i1")
         with b.carry(0, groups, 1, [no], hint="g") as (loop, g, (dead,)):
             m = b.load(b.at(self.maxima, b.mul(g, lanes), "f32"), self.vector, "m")
-            # In units of the scale the fill was clamped to the largest float32: the limit must stay above that.
-            alive = b.compare("ogt", m, max(fill / 2 / self.programs.scale, -3e38) if math.isfinite(fill) else fill)
+            alive = self._alive(m, fill)
             not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
             found = b.binary("arith.andi", not_alive, self._valid(b.sub(count, b.mul(g, lanes))))
             loop.yields(
@@ -321,14 +223,8 @@ class _Kernel:
             )
         return loop.results[0]
 
-    def _valid(self, remaining: Value) -> Value:
-        b, lanes = self.b, self.lanes
-        limit = b.op(f"arith.trunci {b.least(remaining, lanes)} : i64 to i32", "i32", "limit")
-        return b.compare(
-            "slt", b.dense(range(lanes), vector_of("i32", lanes), "lane"), b.broadcast(limit, lanes), "valid"
-        )
-
-    def _visit(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
+    def _visit(self, scope, readers, first, count, groups, padded_groups, low, high, skipping=None) -> None:
+        """Keys [low, high). Where `skipping` (i1) holds, each register tile visits only the keys that its rows need."""
         b, p, keys = self.b, self.products, self.tiling.keys
         lanes = self.lanes
         with b.loop(0, padded_groups, hint="g") as g:
@@ -338,23 +234,42 @@ class _Kernel:
             with b.loop(0, p.e_padded, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
         self._pack(readers, low, high)
-        with b.loop(low, high, keys, hint="j0") as j0:
+        with b.loop(low, high, keys, hint="j0") as j0, b.loop(0, padded_groups, p.group_step, hint="g") as g:
+            start, rows = b.add(first, b.mul(g, lanes)), b.sub(count, b.mul(g, lanes))
+            last = b.sub(b.add(start, b.least(rows, p.group_step * lanes)), 1)
+            tile = Scope(context=self.context, parent=scope, known={coord("i0"): start, coord("i1"): last})
             n = b.least(b.sub(high, j0), keys, "n_keys")
-            steps = b.div(b.add(n, p.key_step - 1), p.key_step, "steps")
-            block = KeyBlock(first=j0, count=n, padded=b.mul(steps, p.key_step))
-            whole = self._all_live(scope, j0, n)
-            with b.loop(0, steps, hint="step") as step, b.loop(0, padded_groups, p.group_step, hint="g") as g:
-                at = b.at(self.packed_keys, b.mul(b.add(b.div(j0, p.key_step), step), p.key_bytes()), "i8")
-                members = [b.add(g, k) for k in range(p.group_step)]
-                queries = [b.at(self.queries, b.mul(m, p.query_bytes()), "i8") for m in members]
-                rows = [b.add(b.mul(m, keys), b.mul(step, p.key_step)) for m in members]
-                p.scores(at, queries, [b.at(self.scores, b.mul(r, lanes), "f32") for r in rows])
-            with b.loop(0, groups, hint="g") as g:
-                self._group(scope, first, count, g, block, whole)
-            with b.loop(0, padded_groups, p.group_step, hint="g") as g:
-                members = [self._group_memory(b.add(g, k)) for k in range(p.group_step)]
-                at = b.at(self.packed_values, b.mul(b.div(j0, p.key_step), p.value_bytes()), "i8")
-                p.accumulate(at, steps, [m.weights for m in members], [m.output for m in members])
+            if skipping is not None:
+                n = self._tile_keys(tile, j0, n, skipping)
+            with b.when(b.compare("sgt", n, 0)):
+                self._tile(tile, first, count, groups, g, j0, n)
+
+    def _tile_keys(self, tile: Scope, j0: Value, n: Value, skipping: Value) -> Value:
+        """How many of the n keys from j0 on the rows of a tile need."""
+        b, mask = self.b, self.spec.mask
+        assert mask is not None
+        low, high = self._key_range(tile, mask.key_lo, mask.key_hi, self.products.key_step)
+        needed = b.least(n, b.sub(high, j0))
+        needed = b.select(b.compare("sle", b.add(j0, n), b.as_value(low, "i64")), 0, needed)
+        return b.select(skipping, needed, n, "n_keys")
+
+    def _tile(self, scope: Scope, first: Value, count: Value, groups: Value, g: Value, j0: Value, n: Value) -> None:
+        """n keys from j0 on and the groups of one register tile, from g on: both products and the softmax between."""
+        b, p, lanes = self.b, self.products, self.lanes
+        steps = b.div(b.add(n, p.key_step - 1), p.key_step, "steps")
+        block = KeyBlock(first=j0, count=n, padded=b.mul(steps, p.key_step))
+        whole = self._all_live(scope, j0, n)
+        queries = [b.at(self.queries, b.mul(b.add(g, k), p.query_bytes()), "i8") for k in range(p.group_step)]
+        first_step = b.div(j0, p.key_step)
+        with b.loop(0, steps, hint="step") as step:
+            at = b.at(self.packed_keys, b.mul(b.add(first_step, step), p.key_bytes()), "i8")
+            rows = [b.add(b.mul(step, p.key_step), k * self.tiling.keys) for k in range(p.group_step)]
+            p.scores(at, queries, [b.at(self.scores, b.mul(r, lanes), "f32") for r in rows])
+        with b.loop(0, b.least(p.group_step, b.sub(groups, g)), hint="member") as member:
+            self._group(scope, first, count, b.add(g, member), member, block, whole)
+        members = [self._group_memory(b.add(g, k), k) for k in range(p.group_step)]
+        at = b.at(self.packed_values, b.mul(first_step, p.value_bytes()), "i8")
+        p.accumulate(at, steps, [m.weights for m in members], [m.output for m in members])
 
     def _all_live(self, scope: Scope, first: Value, count: Value) -> Value | None:
         """Whether the conditions that the variant for full blocks leaves out hold for all rows and keys of the
@@ -372,11 +287,11 @@ class _Kernel:
         lanes = Lanes(coord=I, first=b.add(first, offset), count=self.lanes, valid=self._valid(b.sub(count, offset)))
         return Scope(context=self.context, parent=scope, lanes=lanes)
 
-    def _group(self, scope: Scope, first: Value, count: Value, g: Value, block: KeyBlock, whole: Value | None) -> None:
+    def _group(self, scope, first, count, g: Value, member: Value, block: KeyBlock, whole: Value | None) -> None:
         """Scores to weights for one group and one key block."""
-        b, memory = self.b, self._group_memory(g)
+        b, memory = self.b, self._group_memory(g, member)
         lanes = self._lane_scope(scope, first, count, g)
-        softmax = GroupSoftmax(self.context, memory, block, self.programs.scale)
+        softmax = GroupSoftmax(self.context, memory, block, self.exponent)
         if whole is None:
             self._scores_to_maximum(lanes, softmax, block, self.programs.masked)
         else:
@@ -413,7 +328,10 @@ class _Kernel:
         """Scale, transpose and write one group."""
         b, memory, lanes = self.b, self._group_memory(g), self.lanes
         rows = self._lane_scope(scope, first, count, g)
-        factor = None if self.spec.normalizer is Normalizer.NONE else self._row_factor(rows, memory)
+        factor = None
+        if self.spec.normalizer is not Normalizer.NONE:
+            m, total = (b.load(at, self.vector, name) for at, name in ((memory.maximum, "m"), (memory.total, "l")))
+            factor = self._row_factor(rows, m, total)
         padded = self.products.e_padded
         with b.loop(0, padded, lanes, hint="e") as e:
             cells = [
@@ -423,64 +341,7 @@ class _Kernel:
                 cells = [b.mul(cell, factor) for cell in cells]
             for r, line in enumerate(transpose(b, cells)):
                 b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
-        offset: Value | int = 0
-        for axis in range(len(self.spec.batch)):
-            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), self.params[("out_stride", f"b{axis}")]))
-        memory_type = MEMORY_TYPE[self.spec.out_dtype]
-        target = b.at(self.params[("ptr", "out")], offset, memory_type)
         remaining = b.least(b.sub(count, b.mul(g, lanes)), lanes)
         with b.loop(0, remaining, hint="r") as r:
-            position = b.mul(b.add(b.add(first, b.mul(g, lanes)), r), self.params[("out_stride", "i")])
-            self._write_row(
-                b.at(self.finished, b.mul(r, padded), "f32"), b.at(target, position, memory_type), memory_type
-            )
-
-    def _write_row(self, source: Value, target: Value, memory: str) -> None:
-        """d_v elements: vectors where the output is contiguous along them."""
-        b, lanes, stride = self.b, self.lanes, self.params[("out_stride", "e")]
-        unit = b.compare("eq", stride, 1)
-        whole = b.select(unit, b.constant(self.d_v // lanes * lanes, "i64"), b.constant(0, "i64"))
-        with b.loop(0, whole, lanes, hint="e") as e:
-            b.store(self._narrow(b.load(b.at(source, e, "f32"), self.vector), memory), b.at(target, e, memory))
-        with b.loop(whole, self.d_v, hint="e") as e:
-            b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.at(target, b.mul(e, stride), memory))
-
-    def _narrow(self, x: Value, memory: str) -> Value:
-        return x if memory == "f32" else self.b.convert("arith.extf" if memory == "f64" else "arith.truncf", x, memory)
-
-    def _row_factor(self, rows: Scope, memory: Group) -> Value:
-        """What each lane's output is multiplied by; sinks and the spec's own row scale included."""
-        b, spec, exp2 = self.b, self.spec, self.context.math.exp2
-        unused = self.b.constant(0, "i64")
-        softmax = GroupSoftmax(
-            self.context, memory, KeyBlock(first=unused, count=unused, padded=unused), self.programs.scale
-        )
-        raw = b.load(memory.maximum, self.vector, "m")
-        m = b.mul(raw, self.programs.scale)
-        total = b.load(memory.total, self.vector, "l")
-        shift: Value | None = None
-        if spec.sinks or spec.row_scale is not None:
-            shift = b.div(1.0, softmax.excess(raw))
-            total = b.mul(total, shift)
-        if spec.sinks:
-            highest = m
-            sinks = [rows.vector(sink) for sink in spec.sinks]
-            for sink in sinks:
-                highest = b.select(b.compare("ogt", sink, highest), sink, highest, "m_all")
-            base = b.select(b.compare("oeq", highest, float("-inf")), 0.0, highest)
-            down = exp2(b.mul(b.sub(m, base), LOG2E), 5)
-            shift, total = b.mul(shift, down), b.mul(total, down)
-            for sink in sinks:
-                total = b.add(total, exp2(b.mul(b.sub(sink, base), LOG2E), 5), "l_all")
-            m = highest
-        if spec.row_scale is None:
-            factor = b.div(1.0, total, "factor")
-        else:
-            rows.known |= {ROW_MAX: m, ROW_SUM: total}
-            factor = rows.vector(spec.row_scale)
-        if shift is not None:
-            factor = b.mul(factor, shift)
-        if spec.normalizer is Normalizer.SAFE_SOFTMAX:
-            dead = b.binary("arith.andi", b.compare("oeq", m, float("-inf")), b.compare("oeq", total, 0.0), "dead")
-            factor = b.select(dead, 0.0, factor, "factor")  # a row of NaN has a NaN sum
-        return factor
+            target = self._row_address(scope, b.add(b.add(first, b.mul(g, lanes)), r))
+            self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), target)

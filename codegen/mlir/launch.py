@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from fusion.codegen import reference
 from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_library
-from fusion.codegen.mlir.kernel import KernelText, Tiling, emit
+from fusion.codegen.mlir.kernel import Tiling, emit
+from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.scope import SIZE_LIMIT
+from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.errors import FusionError
 from fusion.ir import Expr
@@ -43,6 +48,7 @@ class _ThreadMemory(threading.local):
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
         self.packed = ctypes.addressof(self._arguments)
         self.flag = ctypes.c_int64(0)
+        self.flag_address = ctypes.addressof(self.flag)
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes, on a cache line."""
@@ -54,12 +60,8 @@ class _ThreadMemory(threading.local):
 _memory = _ThreadMemory()
 
 
-def integer_function(expr: Expr, names: Sequence[str]) -> Callable[[Sequence[int]], int]:
-    """A size expression as a Python function of the run-time sizes, compiled once."""
-    return eval(f"lambda s: {_python(expr, list(names))}")
-
-
-def _python(expr: Expr, names: list[str]) -> str:
+def _python(expr: Expr, names: Sequence[str]) -> str:
+    """A size expression as Python text over the sequence `s` of run-time sizes."""
     if expr.op == "const":
         return str(int(expr.attr))  # type: ignore[arg-type]
     if expr.op == "size":
@@ -67,17 +69,89 @@ def _python(expr: Expr, names: list[str]) -> str:
     args = [_python(arg, names) for arg in expr.args]
     if expr.op in ("imin", "imax"):
         return f"{expr.op[1:]}({', '.join(args)})"
-    sign = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}[expr.op]
-    return f"({sign.join(args)})"
+    return f"({OPERATORS[expr.op].join(args)})"
+
+
+OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
+
+
+def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Run-time sizes -> (batch sizes.., n_q, n_k, d, d_v), written out once per spec: a call has microseconds."""
+    texts = [_python(expr, spec.sizes) for expr in (*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v)]
+    return eval(f"lambda s: ({', '.join(texts)})")  # the text holds integers and indices only
+
+
+def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple[int, ...]]:
+    """(operands, sizes, output, workspace, bytes per thread, key steps, items, blocks, flag) -> parameter slots."""
+    computed = {
+        ("ptr", "workspace"): "workspace", ("workspace_bytes",): "per_thread", ("key_steps",): "steps",
+        ("items",): "items", ("blocks",): "blocks", ("ptr", "flag"): "flag", ("ptr", "out"): "out.data_ptr()",
+    }  # fmt: skip
+
+    def term(slot: tuple) -> str:
+        if slot in computed:
+            return computed[slot]
+        kind, which = slot[0], slot[1]
+        if kind == "ptr":
+            return f"o[{which}].data_ptr()"
+        if kind == "stride":
+            return f"t{which}[{slot[2]}]"
+        if kind == "size":
+            return f"s[{spec.sizes.index(which)}]"
+        return f"u[{spec.output.dims.index(which)}]"  # a stride of the output
+
+    strided = sorted({slot[1] for slot in text.slots if slot[0] == "stride"})
+    lines = [f"    t{number} = o[{number}].stride()" for number in strided]
+    body = "\n".join([*lines, "    u = out.stride()", f"    return ({', '.join(map(term, text.slots))},)"])
+    namespace: dict[str, Callable[..., tuple[int, ...]]] = {}
+    exec(f"def slots(o, s, out, workspace, per_thread, steps, items, blocks, flag):\n{body}", namespace)
+    return namespace["slots"]
 
 
 class Variant:
-    """One compiled kernel: for given d and d_v, and one strategy of products."""
+    """One compiled kernel: for given d and d_v, and one strategy of products, or (no tiling) for few queries."""
 
-    def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
-        self.text: KernelText = emit(spec, tiling, target, d, d_v)
+    def __init__(self, spec: AttentionSpec, tiling: Tiling | None, target: Target, d: int, d_v: int):
+        self.text: KernelText = (
+            emit_rows(spec, target, d, d_v) if tiling is None else emit(spec, tiling, target, d, d_v)
+        )
         self.code: MachineCode = compile_text(self.text.source, "attention")
         self.tiling = tiling
+        self.slots = slots_function(self.text, spec)
+        self.layout = struct.Struct(f"{len(self.text.slots)}q")
+        self.run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address)
+
+    def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor, shape: Shape) -> None:
+        """Write the attention to `out`."""
+        text, memory = self.text, _memory
+        blocks = -(-shape.n_q // text.rows)
+        items = shape.count * blocks
+        steps = -(-shape.n_k // text.key_step)
+        work = items * min(text.rows, shape.n_q + 15) * steps * text.key_step * shape.width
+        threads = min(torch.get_num_threads(), items, work // WORK_PER_THREAD[self.tiling is not None] + 1)
+        per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
+        workspace = memory.reserve(threads * per_thread)
+        values = self.slots(operands, sizes, out, workspace, per_thread, steps, items, blocks, memory.flag_address)
+        self.layout.pack_into(memory.params, 0, *values)
+        if threads == 1:
+            self.run_alone(memory.packed)
+        else:
+            _parallel()(self.code.address, memory.packed, threads, 0)
+
+
+class Shape(NamedTuple):
+    """Sizes of one call: number of batch elements, n_q, n_k, and d + d_v."""
+
+    count: int
+    n_q: int
+    n_k: int
+    width: int
+
+
+#: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
+WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
+FEW_QUERIES = 8
+ROWS = -1  # the number of the variant for few queries, among the tilings
 
 
 class Kernel:
@@ -90,16 +164,14 @@ class Kernel:
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         self.spec, self.tilings, self.target = spec, tuple(tilings), target
-        sizes = spec.sizes
-        self._extents = integer_functions((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), sizes)
+        self._extents = extents_function(spec)
         self._variants: dict[tuple[int, int, int], Variant] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
-        self._order = [names.index(name) for name in spec.output.order]
-        self._dims = [spec.output.order.index(name) for name in spec.output.dims]
-        self._out_dims = {name: position for position, name in enumerate(spec.output.dims)}
+        self._dims = [names.index(name) for name in spec.output.dims]
+        self._packed = spec.output.dims == spec.output.order
+        self._slowest_last = [spec.output.dims.index(name) for name in reversed(spec.output.order)]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
-        self._packers: dict[int, tuple[struct.Struct, Callable[..., tuple[int, ...]]]] = {}
         if spec.d.op == "const" and spec.d_v.op == "const":
             self.variant(int(spec.d.attr), int(spec.d_v.attr))  # type: ignore[arg-type]
 
@@ -114,77 +186,38 @@ class Kernel:
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    found = self._variants[key] = Variant(self.spec, self.tilings[choice], self.target, d, d_v)
+                    tiling = None if choice == ROWS else self.tilings[choice]
+                    found = self._variants[key] = Variant(self.spec, tiling, self.target, d, d_v)
         return found
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-        extents = [f(sizes) for f in self._extents]
-        *batch, n_q, n_k, d, d_v = extents
-        extent_of = [*batch, n_q, d_v]
-        out = torch.empty([extent_of[axis] for axis in self._order], dtype=self._out_dtype).permute(self._dims)
-        if out.numel() == 0:
+        *batch, n_q, n_k, d, d_v = self._extents(sizes)
+        count = math.prod(batch)
+        out = self._output([*batch, n_q, d_v])
+        if not (count and n_q and d_v):
             return out
-        if n_k == 0 or d == 0:
-            return self._degenerate(operands, sizes)
+        if n_k == 0 or d == 0:  # no keys, or vectors without elements: nothing worth a kernel
+            return reference.run(self.spec, operands, sizes)
         if max(n_q, n_k, *sizes) >= SIZE_LIMIT:
             raise UnsupportedSizeError(
                 f"a size of {max(n_q, n_k, *sizes)} was met; CPU kernels take sizes below {SIZE_LIMIT}"
             )
-        count = 1
-        for extent in batch:
-            count *= extent
-        self._run(self.variant(d, d_v), operands, sizes, out, count, n_q, n_k)
-        if self.variant(d, d_v).text.may_flag and _memory.flag.value:
+        shape = Shape(count, n_q, n_k, d + d_v)
+        choice = ROWS if n_q <= FEW_QUERIES else 0
+        variant = self._variants.get((d, d_v, choice)) or self.variant(d, d_v, choice)
+        variant(operands, sizes, out, shape)
+        if variant.text.may_flag and _memory.flag.value:
             _memory.flag.value = 0
-            self._run(self.variant(d, d_v, 1), operands, sizes, out, count, n_q, n_k)
+            self.variant(d, d_v, 1)(operands, sizes, out, shape)
         return out
 
-    def _degenerate(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-        """No keys, or vectors without elements: nothing worth a kernel."""
-        from fusion.codegen.reference import run
-
-        return run(self.spec, operands, sizes)
-
-    def _run(
-        self,
-        variant: Variant,
-        operands: Sequence[torch.Tensor],
-        sizes: Sequence[int],
-        out: torch.Tensor,
-        count: int,
-        n_q: int,
-        n_k: int,
-    ) -> None:
-        text = variant.text
-        blocks = -(-n_q // text.rows)
-        items = count * blocks
-        threads = min(torch.get_num_threads(), items)
-        steps = -(-n_k // text.key_step)
-        per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
-        memory = _memory
-        values = self._slot_values(text, operands, sizes, out)
-        values |= {
-            ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
-            ("key_steps",): steps, ("items",): items, ("blocks",): blocks, ("ptr", "flag"):
-            ctypes.addressof(memory.flag),
-        }  # fmt: skip
-        struct.pack_into(f"{len(text.slots)}q", memory.params, 0, *(values[key] for key in text.slots))
-        _parallel()(variant.code.address, memory.packed, threads, 0)
-
-    def _slot_values(
-        self, text: KernelText, operands: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor
-    ) -> dict[tuple, int]:
-        values: dict[tuple, int] = {("ptr", "out"): out.data_ptr()}
-        for number, operand in enumerate(operands):
-            values[("ptr", number)] = operand.data_ptr()
-            for dim, stride in enumerate(operand.stride()):
-                values[("stride", number, dim)] = stride
-        for name, value in zip(self.spec.sizes, sizes, strict=True):
-            values[("size", name)] = value
-        for name, position in self._out_dims.items():
-            values[("out_stride", name)] = out.stride(position)
-        return values
-
-
-def integer_functions(exprs: Sequence[Expr], names: Sequence[str]) -> list[Callable[[Sequence[int]], int]]:
-    return [integer_function(expr, names) for expr in exprs]
+    def _output(self, extents: list[int]) -> torch.Tensor:
+        """An uninitialised result in the layout of the spec; extents of the batch coordinates, i and e."""
+        shape = [extents[axis] for axis in self._dims]
+        if self._packed:
+            return torch.empty(shape, dtype=self._out_dtype)
+        strides, step = [0] * len(shape), 1
+        for position in self._slowest_last:
+            strides[position] = step
+            step *= max(shape[position], 1)
+        return torch.empty_strided(shape, strides, dtype=self._out_dtype)

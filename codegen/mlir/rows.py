@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import Builder, Value
+from fusion.codegen.mlir.builder import Builder, Value, vector_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.ir import integers
 from fusion.ir.expr import Expr, coordinates
@@ -97,17 +97,24 @@ class RowReader:
     def _stage(
         self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value, start: Value | None
     ) -> None:
-        """Copy element by element; zeros beyond the rows' limit and in the padding."""
+        """Copy what is there into zeros; by vectors where columns are contiguous."""
         b = self.context.b
-        zero = b.constant(0, self.memory) if self.memory.startswith("i") else b.constant(0.0, self.memory)
-        with b.loop(0, count, hint="r") as r:
-            position = b.add(first, r)
-            inside = b.compare("slt", position, b.as_value(limit, "i64"))
+        step = self.context.lanes  # padded widths are multiples of it
+        vector = vector_of(self.memory, step)
+        with b.loop(0, b.mul(padded, count), step, hint="c") as c:
+            b.store(b.constant(0.0, vector), b.at(staging, c, self.memory))
+        valid = b.least(b.as_value(b.sub(limit, first), "i64"), count)
+        with b.loop(0, valid, hint="r") as r:
             target = b.at(staging, b.mul(r, padded), self.memory)
-            with b.loop(0, padded, hint="c") as c:
-                b.store(zero, b.at(target, c, self.memory))
-            with b.when(inside), b.loop(0, width, hint="c") as c:
-                address = self._element(position, r, c, start)
+            whole: Value | int = 0
+            if start is not None:
+                unit = b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit")
+                whole = b.select(unit, b.constant(width // step * step, "i64"), b.constant(0, "i64"))
+                line = b.at(start, b.mul(r, self.row_stride), self.memory)
+                with b.loop(0, whole, step, hint="c") as c:
+                    b.store(b.load(b.at(line, c, self.memory), vector), b.at(target, c, self.memory))
+            with b.loop(whole, width, hint="c") as c:
+                address = self._element(b.add(first, r), r, c, start)
                 b.store(b.load(address, self.memory), b.at(target, c, self.memory))
 
     def _element(self, position: Value, r: Value, c: Value, start: Value | None) -> Value:

@@ -52,12 +52,38 @@ class KeyBlock:
     padded: Value
 
 
+class Exponent:
+    """How maxima enter the exponential. scale: of the programs."""
+
+    def __init__(self, context: Context, scale: float):
+        self.context, self.b, self.scale = context, context.b, scale
+        self.vector = vector_of("f32", context.lanes)
+
+    def coefficients(self, m: Value) -> tuple[Value, Value]:
+        """(c, shift) such that the weight of x is exp2(x * c + shift), for the maximum m."""
+        b = self.b
+        factor = self.scale * LOG2E
+        huge = b.compare("ogt", b.unary("math.absf", m), HUGE / factor, "huge")
+        c = b.select(huge, min(1.0, 2.0 ** math.floor(math.log2(factor))), b.constant(factor, self.vector), "c")
+        shift = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.mul(m, c), "shift")
+        return c, b.unary("arith.negf", shift, "shift")
+
+    def excess(self, m: Value) -> Value:
+        """By what factor all weights of a lane are too large because m * c was rounded. It cancels in a quotient of
+        sums."""
+        b = self.b
+        c, shift = self.coefficients(m)
+        rest = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.fma(m, c, shift))
+        return self.context.math.exp2(rest, 5)
+
+
 class GroupSoftmax:
     """Writes the passes. `staged` binds dense loads: (load expression, memory of [key][L] values in the kernel's
     type)."""
 
-    def __init__(self, context: Context, group: Group, block: KeyBlock, scale: float):
-        self.context, self.group, self.block, self.scale = context, group, block, scale
+    def __init__(self, context: Context, group: Group, block: KeyBlock, exponent: Exponent):
+        self.context, self.group, self.block, self.exponent = context, group, block, exponent
+        self.scale = exponent.scale
         self.b: Builder = context.b
         self.lanes = context.lanes
         self.vector = vector_of("f32", self.lanes)
@@ -149,7 +175,7 @@ class GroupSoftmax:
     def exponentials(self, store: Callable[[Value, Value, Value], None]) -> None:
         """Weights of all rows (padded ones too) and their sum; `store(key, first, second)` takes two rows at a time."""
         b, group = self.b, self.group
-        c, shift = self.exponent(b.load(group.maximum, self.vector, "m"))
+        c, shift = self.exponent.coefficients(b.load(group.maximum, self.vector, "m"))
         zero = b.constant(0.0, self.vector)
         with b.carry(0, self.block.padded, 2, [zero, zero], hint="j") as (loop, j, sums):
             pair = [self._weight(b.add(j, u), c, shift) for u in (0, 1)]
@@ -157,23 +183,6 @@ class GroupSoftmax:
             store(j, *(self._times_factor(b.add(j, u), p) for u, p in enumerate(pair)))
         total = b.add(loop.results[0], loop.results[1])
         b.store(b.add(b.load(group.total, self.vector, "l"), total), group.total)
-
-    def exponent(self, m: Value) -> tuple[Value, Value]:
-        """(c, shift) such that the weight of x is exp2(x * c + shift), for the maximum m."""
-        b = self.b
-        factor = self.scale * LOG2E
-        huge = b.compare("ogt", b.unary("math.absf", m), HUGE / factor, "huge")
-        c = b.select(huge, min(1.0, 2.0 ** math.floor(math.log2(factor))), b.constant(factor, self.vector), "c")
-        shift = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.mul(m, c), "shift")
-        return c, b.unary("arith.negf", shift, "shift")
-
-    def excess(self, m: Value) -> Value:
-        """By what factor all weights of a lane are too large because m * c was rounded. It cancels in a quotient of
-        sums."""
-        b = self.b
-        c, shift = self.exponent(m)
-        rest = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.fma(m, c, shift))
-        return self.context.math.exp2(rest, 5)
 
     def _weight(self, key: Value, c: Value, shift: Value) -> Value:
         x = self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)

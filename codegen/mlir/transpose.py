@@ -1,4 +1,4 @@
-"""Transposition of square blocks in registers."""
+"""Square blocks in registers: transposition, and sums of rows."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def transpose(b: Builder, rows: Sequence[Value]) -> list[Value]:
                 values[r], values[r + h] = b.shuffle(x, y, low, "tr"), b.shuffle(x, y, high, "tr")
         h //= 2
     return values
+
+
+def sum_rows(b: Builder, rows: Sequence[Value]) -> Value:
+    """The vector whose lane r is the sum of row r: the rounds of the transposition, adding what they exchange."""
+    values = list(rows)
+    lanes = shape_of(values[0].type)[0]
+    h = lanes // 2
+    while h:
+        low = [lane if not lane & h else lane - h + lanes for lane in range(lanes)]
+        high = [lane + h if not lane & h else lane + lanes for lane in range(lanes)]
+        values = [
+            b.add(b.shuffle(x, y, low, "low"), b.shuffle(x, y, high, "high"), "sum")
+            for x, y in zip(values[:h], values[h:], strict=True)
+        ]
+        h //= 2
+    return values[0]

@@ -1,0 +1,218 @@
+"""What every kernel function has in common: parameters, the thread's memory and share of the work, the batch
+coordinates of a work item, the range of keys, and writing rows of the result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
+from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.programs import Programs, programs_of
+from fusion.codegen.mlir.rows import Access, RowReader
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Params, Scope
+from fusion.codegen.mlir.softmax import Exponent
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.vectormath import LIBM, LOG2E, VectorMath
+from fusion.ir.expr import ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+HEADER = """module {
+llvm.func @omp_get_thread_num() -> i32
+llvm.func @omp_get_num_threads() -> i32
+""" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelText:
+    """MLIR text and what the launcher must know: parameter slots in order, rows per item, the workspace of a thread in
+    bytes as fixed + steps * per_step with steps = ceil(n_k / key_step), and whether the kernel may raise the flag for
+    large values."""
+
+    source: str
+    slots: tuple[tuple, ...]
+    rows: int
+    key_step: int
+    fixed_bytes: int
+    step_bytes: int
+    may_flag: bool
+
+
+class Workspace:
+    """Static layout of a thread's scratch memory: `area(bytes)` gives the offset of a new part, on a cache line."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def area(self, size: int) -> int:
+        offset = self.size
+        self.size += round_up(size, 64)
+        return offset
+
+
+class KernelFunction:
+    """Base of the kernels: see `kernel` and `row_kernel`. degree: of the exponential's polynomial."""
+
+    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int):
+        self.spec, self.target, self.d, self.d_v = spec, target, d, d_v
+        self.b = b = Builder()
+        self.lanes = target.lanes
+        self.vector = vector_of("f32", self.lanes)
+        self.context = Context(
+            b=b,
+            params=Params(b, Value("%params", PTR)),
+            math=VectorMath(b, target.avx512, degree),
+            operands=spec.operands,
+            lanes=self.lanes,
+        )
+        self.params = self.context.params
+        self.programs: Programs = programs_of(spec)
+        self.exponent = Exponent(self.context, self.programs.scale)
+        self.weight: Expr | None = None if spec.weight is const(1.0) else spec.weight
+        self.batch_names = frozenset(f"b{axis}" for axis in range(len(spec.batch)))
+        self.layout = Workspace()
+        self.base = self._thread_base()
+
+    def _thread_base(self) -> Value:
+        b = self.b
+        with b.at_entry():
+            for name, function in (("thread", "omp_get_thread_num"), ("threads", "omp_get_num_threads")):
+                number = b.op(f"llvm.call @{function}() : () -> i32", "i32", name)
+                setattr(self, name, b.op(f"arith.extsi {number} : i32 to i64", "i64", name))
+            return b.at(
+                self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine"
+            )
+
+    def _area(self, size: int, hint: str) -> Value:
+        offset = self.layout.area(size)
+        with self.b.at_entry():
+            return self.b.at(self.base, offset, "i8", hint)
+
+    def _entry_integer(self, top: Scope, expr: Expr) -> Value | int:
+        with self.b.at_entry():
+            return top.integer(expr)
+
+    def _function(self) -> str:
+        """The module's text."""
+        return f"{HEADER}func.func @attention(%params: {PTR}) {{\n{self.b.text()}\n  return\n}}\n}}\n"
+
+    def _slots(self) -> tuple[tuple, ...]:
+        return tuple(sorted(self.params.slots, key=self.params.slots.__getitem__))
+
+    def _top(self) -> Scope:
+        """The scope of the function, with the numbers of queries and keys."""
+        top = Scope(context=self.context)
+        sizes = [self._entry_integer(top, n) for n in (self.spec.n_q, self.spec.n_k)]
+        self.n_q, self.n_k = (self.b.as_value(n, "i64") for n in sizes)
+        return top
+
+    def _share(self) -> tuple[Value, Value]:
+        """First and last (exclusive) work item of this thread."""
+        b, items = self.b, self.params[("items",)]
+        low = b.div(b.mul(items, self.thread), self.threads, "low")
+        return low, b.div(b.mul(items, b.add(self.thread, 1)), self.threads, "high")
+
+    def _batch_scope(self, top: Scope, rest: Value) -> Scope:
+        """The scope of a work item: batch coordinates from its linear index, and what depends on nothing else."""
+        b, known = self.b, {}
+        for axis in reversed(range(len(self.spec.batch))):
+            extent = b.as_value(top.integer(self.spec.batch[axis]), "i64")
+            known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
+        scope = Scope(context=self.context, parent=top, known=known)
+        scope.prepare(self.programs.masked, self.programs.full, self.weight, *self.spec.sinks, bound=self.batch_names)
+        return scope
+
+    def _readers(self, scope: Scope) -> list[RowReader]:
+        """Of Q, K and V."""
+        spec = self.spec
+        return [
+            RowReader(self.context, scope, Access(operand=n, index=index, row=row, column=column))
+            for n, index, row, column in ((0, spec.q, I, C), (1, spec.k, J, C), (2, spec.v, J, E))
+        ]
+
+    def _key_range(self, scope: Scope, low: Expr | None, high: Expr | None, step: int) -> tuple[Value | int, Value]:
+        """The keys to visit, clamped; the start on a key step."""
+        b = self.b
+        start: Value | int = 0
+        end = self.n_k
+        if low is not None:
+            start = b.most(b.least(b.as_value(scope.integer(low), "i64"), self.n_k), 0)
+            start = b.mul(b.div(start, step), step, "key_lo")
+        if high is not None:
+            end = b.most(b.least(b.as_value(scope.integer(high), "i64"), self.n_k), 0, "key_hi")
+        return start, end
+
+    # -- packing K and V
+    # ------------------------------------------------------------------------------------------------------
+
+    def _valid(self, remaining: Value) -> Value:
+        b, lanes = self.b, self.lanes
+        limit = b.op(f"arith.trunci {b.least(remaining, lanes)} : i64 to i32", "i32", "limit")
+        return b.compare(
+            "slt", b.dense(range(lanes), vector_of("i32", lanes), "lane"), b.broadcast(limit, lanes), "valid"
+        )
+
+    def _alive(self, m: Value, fill: float) -> Value:
+        """Whether a maximum, in units of the programs' scale, is that of a live key."""
+        # In these units a finite fill was clamped to the largest float32: the limit must stay above that.
+        limit = max(fill / 2 / self.programs.scale, -3e38) if math.isfinite(fill) else fill
+        return self.b.compare("ogt", m, limit, "alive")
+
+    def _row_address(self, scope: Scope, row: Value) -> Value:
+        """Where a row of the result begins."""
+        b = self.b
+        offset = b.mul(row, self.params[("out_stride", "i")])
+        for axis in range(len(self.spec.batch)):
+            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), self.params[("out_stride", f"b{axis}")]))
+        return b.at(self.params[("ptr", "out")], offset, MEMORY_TYPE[self.spec.out_dtype])
+
+    def _write_row(self, source: Value, target: Value) -> None:
+        """d_v elements: vectors where the output is contiguous along them."""
+        memory = MEMORY_TYPE[self.spec.out_dtype]
+        b, lanes, stride = self.b, self.lanes, self.params[("out_stride", "e")]
+        unit = b.compare("eq", stride, 1)
+        whole = b.select(unit, b.constant(self.d_v // lanes * lanes, "i64"), b.constant(0, "i64"))
+        with b.loop(0, whole, lanes, hint="e") as e:
+            b.store(self._narrow(b.load(b.at(source, e, "f32"), self.vector), memory), b.at(target, e, memory))
+        with b.loop(whole, self.d_v, hint="e") as e:
+            b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.at(target, b.mul(e, stride), memory))
+
+    def _narrow(self, x: Value, memory: str) -> Value:
+        return x if memory == "f32" else self.b.convert("arith.extf" if memory == "f64" else "arith.truncf", x, memory)
+
+    def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
+        """What each lane's output is multiplied by; sinks and the spec's own row scale included.
+
+        raw: the running maximum in units of the programs' scale; total: the sum.
+        """
+        b, spec, exp2 = self.b, self.spec, self.context.math.exp2
+        m = b.mul(raw, self.programs.scale)
+        shift: Value | None = None
+        if spec.sinks or spec.row_scale is not None:
+            shift = b.div(1.0, self.exponent.excess(raw))
+            total = b.mul(total, shift)
+        if spec.sinks:
+            highest = m
+            sinks = [rows.vector(sink) for sink in spec.sinks]
+            for sink in sinks:
+                highest = b.select(b.compare("ogt", sink, highest), sink, highest, "m_all")
+            base = b.select(b.compare("oeq", highest, float("-inf")), 0.0, highest)
+            down = exp2(b.mul(b.sub(m, base), LOG2E), 5)
+            shift, total = b.mul(shift, down), b.mul(total, down)
+            for sink in sinks:
+                total = b.add(total, exp2(b.mul(b.sub(sink, base), LOG2E), 5), "l_all")
+            m = highest
+        nothing = b.compare("oeq", m, float("-inf"), "nothing")
+        if spec.normalizer is Normalizer.SOFTMAX:
+            total = b.select(nothing, math.nan, total)  # exp(-inf - -inf)
+        if spec.row_scale is None:
+            factor = b.div(1.0, total, "factor")
+        else:
+            rows.known |= {ROW_MAX: m, ROW_SUM: total}
+            factor = rows.vector(spec.row_scale)
+        if shift is not None:
+            factor = b.mul(factor, shift)
+        if spec.normalizer is Normalizer.SAFE_SOFTMAX:
+            dead = b.binary("arith.andi", nothing, b.compare("oeq", total, 0.0), "dead")
+            factor = b.select(dead, 0.0, factor, "factor")  # a row of NaN has a NaN sum
+        return factor
