@@ -1,0 +1,293 @@
+"""Gradients of fused attentions: against eager in float64, and through everything that autograd can do with them."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fusion  # noqa: F401  (registers the backend)
+from fusion import op  # noqa: F401
+from fusion.errors import DoubleBackwardError
+from fusion.ir import AttentionSpec, Normalizer, Operand, Output
+from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
+from fusion.ir.integers import integer
+from fusion.ir.ops import apply
+
+
+def scores(q, k):
+    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def plain(q, k, v):
+    return torch.softmax(scores(q, k), -1) @ v
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
+
+
+def biased(q, k, v, bias):
+    return torch.softmax(scores(q, k) + bias, -1) @ v
+
+
+def table(q, k, v, weights):
+    """A relative position bias read from a table [buckets, H]."""
+    n, m = q.shape[-2], k.shape[-2]
+    distance = (torch.arange(n)[:, None] - torch.arange(m)).clamp(-8, 8) + 8
+    return torch.softmax(scores(q, k) + weights[distance].permute(2, 0, 1), -1) @ v
+
+
+def slopes(q, k, v, slope):
+    """ALiBi with slopes that are trained."""
+    distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    return torch.softmax(scores(q, k) + slope[:, None, None] * distance, -1) @ v
+
+
+def capped(q, k, v, cap):
+    return torch.softmax(cap * torch.tanh(scores(q, k) / cap), -1) @ v
+
+
+def tempered(q, k, v, temperature):
+    return torch.softmax(scores(q, k) * temperature.exp()[:, None, None], -1) @ v
+
+
+def sunk(q, k, v, sink):
+    s = scores(q, k)
+    column = sink.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)
+    return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] @ v
+
+
+def weighted(q, k, v, factor):
+    """A trained mask multiplied into the weights."""
+    return (torch.softmax(scores(q, k), -1) * factor) @ v
+
+
+def gated(q, k, v, bias):
+    return torch.sigmoid(scores(q, k) + bias) @ v
+
+
+def doubled(q, k, v, bias):
+    """One captured tensor used twice."""
+    return torch.softmax(scores(q, k) * bias + bias, -1) @ v
+
+
+def detached(q, k, v, bias):
+    """A gradient that ends inside of the region."""
+    return torch.softmax(scores(q, k) + bias + 2 * bias.detach() * bias, -1) @ v
+
+
+def by_hand(q, k, v, bias):
+    s = scores(q, k) + bias
+    e = torch.exp(s - s.amax(-1, keepdim=True).detach())
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+B, H, N, M, D = 2, 4, 19, 23, 8
+CASES = [
+    (plain, None), (causal, None), (grouped, None), (biased, (1, H, N, M)), (biased, (B, 1, 1, M)), (table, (17, H)), (slopes, (H,)),
+    (capped, ()), (tempered, (H,)), (sunk, (H,)), (weighted, (H, N, M)), (gated, (H, 1, 1)), (doubled, (1, H, N, M)),
+    (detached, (H, N, M)), (by_hand, (H, N, M)),
+]  # fmt: skip
+NAMES = [f"{function.__name__}{'' if shape is None else list(shape)}" for function, shape in CASES]
+
+
+def inputs(shape, dtype=torch.float32, n=N, m=M):
+    """Q, K, V (Q as a layer makes it, [B, N, H, d] transposed) and what is captured."""
+    q = torch.randn(B, n, H, D, dtype=dtype).transpose(1, 2)
+    k, v = torch.randn(B, H, m, D, dtype=dtype), torch.randn(B, H, m, D + 4, dtype=dtype)
+    extra = [] if shape is None else [torch.rand(shape, dtype=dtype) + 0.5]
+    return [t.requires_grad_() for t in (q, k, v, *extra)]
+
+
+def compiled(function, inner="aot_eager", emitter="auto", **more):
+    options = {"inner": inner, "emitter": emitter, "strict": True}
+    return torch.compile(function, backend="fusion", options=options, fullgraph=True, **more)
+
+
+def gradients(function, tensors, upstream):
+    out = function(*tensors)
+    wanted = [t for t in tensors if t.requires_grad]
+    return [out, *torch.autograd.grad(out, wanted, upstream.to(out.dtype))]
+
+
+def check(function, tensors, emitter="auto", inner="aot_eager"):
+    """Output and gradients are as close to float64 as eager's are, within a factor of two."""
+    upstream = torch.randn_like(function(*tensors))
+    exact = gradients(function, [t.detach().double().requires_grad_(t.requires_grad) for t in tensors], upstream)
+    eager = gradients(function, tensors, upstream)
+    found = gradients(compiled(function, inner, emitter), tensors, upstream)
+    for number, (got, plain_, true) in enumerate(zip(found, eager, exact, strict=True)):
+        assert got.shape == plain_.shape and got.dtype == plain_.dtype
+        eps = torch.finfo(got.dtype).eps
+        allowed = 2 * ((plain_.double() - true).abs().max() + eps * true.abs().max())
+        error = (got.double() - true).abs().max()
+        assert error <= allowed, f"result {number}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize(("function", "shape"), CASES, ids=NAMES)
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+def test_gradients_are_as_exact_as_eagers(function, shape, emitter):
+    check(function, inputs(shape), emitter)
+
+
+@pytest.mark.parametrize(("function", "shape"), CASES, ids=NAMES)
+def test_bfloat16_gradients(function, shape):
+    tensors = [t.detach().bfloat16().requires_grad_() for t in inputs(shape)]
+    check(function, tensors)
+
+
+@pytest.mark.parametrize(("function", "shape"), CASES, ids=NAMES)
+def test_gradcheck_in_float64(function, shape):
+    tensors = inputs(shape, torch.float64, 5, 6)
+    if function in (biased, weighted, doubled, detached, by_hand) and shape[-2] > 1:
+        tensors[3] = torch.rand(*shape[:-2], 5, 6, dtype=torch.float64, requires_grad=True)
+    elif shape is not None and shape[-1] == M:
+        tensors[3] = torch.rand(*shape[:-1], 6, dtype=torch.float64, requires_grad=True)
+    if function is detached:  # numerical differences do not know of detach
+        pytest.skip("the function differentiated numerically is another one")
+    assert torch.autograd.gradcheck(compiled(function, "eager", "reference"), tensors, nondet_tol=1e-12)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (1, 2), (0, 3)])
+def test_gradients_of_some_inputs_only(needed):
+    tensors = [t.detach().requires_grad_(number in needed) for number, t in enumerate(inputs((1, H, N, M)))]
+    check(biased, tensors)
+
+
+def test_no_gradient_keeps_nothing():
+    tensors = [t.detach() for t in inputs(None)]
+    out = compiled(plain)(*tensors)
+    assert not out.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(plain)(*inputs(None)).shape, out.shape)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_every_inner_compiler(inner):
+    check(biased, inputs((1, H, N, M)), inner=inner)
+
+
+def test_further_calls_with_other_shapes():
+    function = compiled(plain, dynamic=True)
+    for n, m in ((19, 23), (40, 17), (7, 64)):
+        tensors = inputs(None, n=n, m=m)
+        upstream = torch.randn(B, H, n, D + 4)
+        found, expected = gradients(function, tensors, upstream), gradients(plain, tensors, upstream)
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_retained_graph_and_accumulation():
+    tensors = inputs(None)
+    out = compiled(plain)(*tensors)
+    out.sum().backward(retain_graph=True)
+    once = [t.grad.clone() for t in tensors]
+    out.sum().backward()
+    for tensor, first in zip(tensors, once, strict=True):
+        torch.testing.assert_close(tensor.grad, 2 * first)
+
+
+def test_activation_checkpointing():
+    tensors = inputs((1, H, N, M))
+    upstream = torch.randn(B, H, N, D + 4)
+
+    def wrapped(*args):
+        return checkpoint(biased, *args, use_reentrant=False)
+
+    expected = gradients(biased, tensors, upstream)
+    counters.clear()
+    for function in (compiled(biased), torch.compile(wrapped, backend="fusion", options={"inner": "aot_eager"})):
+        outer = functools.partial(checkpoint, function, use_reentrant=False)
+        for got, want in zip(gradients(outer, tensors, upstream), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_functional_gradient():
+    tensors = inputs(None)
+
+    def loss(q, k, v):
+        return plain(q, k, v).square().sum()
+
+    expected = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
+    counters.clear()
+    inside = torch.compile(torch.func.grad(loss, argnums=(0, 1, 2)), backend="fusion", options={"inner": "aot_eager"})
+    for got, want in zip(inside(*tensors), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivative_is_a_clear_error():
+    tensors = inputs(None)
+    out = compiled(plain, "eager")(*tensors)
+    first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="second derivative"):
+        torch.autograd.grad(first[0].sum(), tensors)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return x + self.out(causal(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_model_trains_as_in_eager(inner):
+    torch.manual_seed(1)
+    models = [torch.nn.Sequential(Block(), Block()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    options = {"inner": inner, "strict": True}
+    functions = [models[0], torch.compile(models[1], backend="fusion", options=options, fullgraph=True)]
+    losses = []
+    for model, function in zip(models, functions, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(2)
+        trace = []
+        for _ in range(4):
+            x = torch.randn(2, 24, 32)
+            loss = (function(x) - x.roll(1, 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.item())
+        losses.append(trace)
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=1e-6)
+
+
+def simple_spec(dims):
+    """softmax(0.3 s) without a mask, written out."""
+
+    def access(row, column):
+        return coord("b0"), coord("b1"), row, column
+
+    spec = AttentionSpec(
+        sizes=("B0", "B1", "Nq", "Nk"), batch=(size("B0"), size("B1")), n_q=size("Nq"), n_k=size("Nk"), d=integer(D), d_v=integer(D + 4),
+        operands=tuple(Operand(dtype="float32", rank=4, name=name) for name in "qkv"),
+        q=access(I, C), k=access(J, C), v=access(J, E), score=apply("fmul", SCORE, const(0.3)), normalizer=Normalizer.SOFTMAX,
+        dtype="float32", out_dtype="float32", output=Output(dims=("b0", "b1", "i", "e"), order=dims),
+    )  # fmt: skip
+    return spec.to_json()
+
+
+@pytest.mark.parametrize("dims", [("b0", "b1", "i", "e"), ("b0", "i", "b1", "e")])
+def test_operators_obey_their_contracts(dims):
+    spec = simple_spec(dims)
+    tensors = [t.detach().contiguous().requires_grad_() for t in inputs(None)]
+    sizes = [B, H, N, M]
+    for emitter in ("reference", "auto"):
+        torch.library.opcheck(torch.ops.fusion.attention.default, (tensors, sizes, spec, emitter))
+        torch.library.opcheck(torch.ops.fusion.attention_forward.default, (tensors, sizes, spec, emitter))
+    plain_ = [t.detach() for t in tensors]
+    out, statistics = torch.ops.fusion.attention_forward(plain_, sizes, spec, "auto")
+    arguments = (torch.randn_like(out), out, statistics, plain_, sizes, spec, "auto", [True, False, True])
+    torch.library.opcheck(torch.ops.fusion.attention_backward.default, arguments)
