@@ -319,6 +319,8 @@ class Forward:
             terms = [f"tl.exp2(({sink} - base) * {LOG2E})" for sink in sinks]
             lines += [f"row_sum = row_sum * shrink + {' + '.join(terms)}", "row_max = highest"]
             rescaled = " * shrink"
+        if spec.row_scale is not None and spec.normalizer is Normalizer.SOFTMAX:
+            lines.append('row_sum = tl.where(row_max == float("-inf"), float("nan"), row_sum)')
         if self.statistics:
             lines += self._write_statistics()
         if spec.row_scale is None:
