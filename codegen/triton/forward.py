@@ -148,9 +148,7 @@ class Forward:
         value = self.writer.value(program)
         lines = [f"x = {value}"]
         if not {"i", "j"} <= coordinates(program):  # scores that do not depend on both: one value for many keys
-            lines = [
-                f"x = s * 0.0 + {value}" if coordinates(program) else f"x = tl.full([ROWS, KEYS], {value}, tl.float32)"
-            ]
+            lines = [f"x = tl.broadcast_to({value}, [ROWS, KEYS])"]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.writer.value(self.spec.weight)}")
         text = source.block(*self.writer.lines[Level.TILE], *lines)

@@ -13,7 +13,11 @@ from fusion.ir import Normalizer
 from tests.codegen.mlir.cases import PROGRAMS, Case, assert_as_exact_as_eager, case, draw
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
-SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 40}, {"B": 1, "H": 2, "Nq": 17, "Nk": 75}, {"B": 1, "H": 1, "Nq": 1, "Nk": 1})
+SHAPES = (
+    {"B": 2, "H": 1, "Nq": 40, "Nk": 40},
+    {"B": 1, "H": 2, "Nq": 17, "Nk": 75},
+    {"B": 1, "H": 1, "Nq": 1, "Nk": 1},
+)
 
 
 def check(c: Case, layout: str = "packed", tile: Tile = SMALL, shapes: tuple[dict[str, int], ...] = SHAPES) -> None:
@@ -87,3 +91,17 @@ def test_the_maximum_moves_up_late() -> None:
 
 def test_no_keys_and_no_queries() -> None:
     check(case("causal", d=16), shapes=({"B": 1, "H": 1, "Nq": 3, "Nk": 0}, {"B": 1, "H": 1, "Nq": 0, "Nk": 3}))
+
+
+def test_a_module_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    from fusion.codegen.triton.check import check_module
+
+    check_module("generated.py", case("alibi", d=16).spec.to_json(), ["Nq=20", "Nk=40"])
+    assert "allowed" in capsys.readouterr().out
+
+
+def test_the_same_spec_gives_the_same_text() -> None:
+    spec = case("left_padded", d=16).spec
+    text = Kernel(spec).source
+    assert text == Kernel(spec.from_json(spec.to_json())).source
+    assert max(map(len, text.splitlines())) <= 120
