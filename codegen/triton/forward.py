@@ -148,9 +148,7 @@ class Forward:
         value = self.writer.value(program)
         lines = [f"x = {value}"]
         if not {"i", "j"} <= coordinates(program):  # scores that do not depend on both: one value for many keys
-            lines = [
-                f"x = s * 0.0 + {value}" if coordinates(program) else f"x = tl.full([ROWS, KEYS], {value}, tl.float32)"
-            ]
+            lines = [f"x = tl.broadcast_to({value}, [ROWS, KEYS])"]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.writer.value(self.spec.weight)}")
         text = source.block(*self.writer.lines[Level.TILE], *lines)
@@ -319,6 +317,8 @@ class Forward:
             terms = [f"tl.exp2(({sink} - base) * {LOG2E})" for sink in sinks]
             lines += [f"row_sum = row_sum * shrink + {' + '.join(terms)}", "row_max = highest"]
             rescaled = " * shrink"
+        if spec.row_scale is not None and spec.normalizer is Normalizer.SOFTMAX:
+            lines.append('row_sum = tl.where(row_max == float("-inf"), float("nan"), row_sum)')
         if self.statistics:
             lines += self._write_statistics()
         if spec.row_scale is None:

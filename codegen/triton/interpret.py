@@ -2,12 +2,16 @@
 
 Triton decides when a function is decorated whether it will be interpreted. Modules are therefore loaded with the switch on, and while
 a kernel runs, the reductions of Triton's own library (compiled functions in such a process) are replaced by interpreted ones.
+
+The interpreter keeps bfloat16 as bit patterns, multiplies those as if they were integers, and truncates where devices round to the
+nearest. While a kernel runs here, products and conversions of bfloat16 are done as devices do them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 _REDUCTIONS = ("max", "sum")
 
@@ -37,7 +41,48 @@ def running() -> Iterator[None]:
         if isinstance(function, JITFunction):
             setattr(tl, name, InterpretedFunction(function.fn))
     try:
-        yield
+        with _exact_bfloat16():
+            yield
     finally:
         for name, function in before.items():
             setattr(tl, name, function)
+
+
+@contextlib.contextmanager
+def _exact_bfloat16() -> Iterator[None]:
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, truncate = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
+
+    def create_dot(self, a, b, d, *rest):
+        return dot(self, widened(a), widened(b), d, *rest)
+
+    def widened(handle):
+        return TensorHandle(_from_bits(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+
+    def create_fp_trunc(self, source, target):
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            return TensorHandle(_to_bits(source.data), tl.bfloat16)
+        return truncate(self, source, target)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = create_dot, create_fp_trunc
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = dot, truncate
+
+
+def _from_bits(bits: Any) -> Any:
+    import numpy as np
+
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bits(values: Any) -> Any:
+    """The nearest bfloat16, ties to even; NaN stays NaN."""
+    import numpy as np
+
+    wide = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+    nearest = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)

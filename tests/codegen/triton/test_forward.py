@@ -1,0 +1,107 @@
+"""GPU kernels in Triton's interpreter against the reference in float64: every score program, dtype, layout, odd sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.tiles import Tile
+from fusion.ir import Normalizer
+from tests.codegen.mlir.cases import PROGRAMS, Case, assert_as_exact_as_eager, case, draw
+
+SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
+SHAPES = (
+    {"B": 2, "H": 1, "Nq": 40, "Nk": 40},
+    {"B": 1, "H": 2, "Nq": 17, "Nk": 75},
+    {"B": 1, "H": 1, "Nq": 1, "Nk": 1},
+)
+
+
+def check(c: Case, layout: str = "packed", tile: Tile = SMALL, shapes: tuple[dict[str, int], ...] = SHAPES) -> None:
+    run = Kernel(c.spec, tile)
+    for shape in shapes:
+        operands, sizes = draw(c, shape, layout)
+        assert_as_exact_as_eager(run(operands, sizes), c.spec, operands, sizes)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_in_float32(name: str) -> None:
+    check(case(name, d=16))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["plain", "left_padded", "alibi", "documents"])
+def test_low_precision(name: str, dtype: str) -> None:
+    check(case(name, dtype, 64))
+
+
+@pytest.mark.parametrize("layout", ["heads_inside", "columns", "gaps"])
+def test_strides_and_grouped_heads(layout: str) -> None:
+    check(case("causal", "bfloat16", 48, 20, group=2, order=("b0", "i", "b1", "e")), layout)
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (3, 5), (17, 31), (80, 96)])
+def test_odd_widths(d: int, d_v: int) -> None:
+    check(case("bias", "float32", d, d_v, order=("b0", "b1", "e", "i")))
+
+
+@pytest.mark.parametrize("tile", [Tile(rows=16, keys=64, warps=4, stages=1), Tile(rows=64, keys=16, warps=4, stages=1)])
+@pytest.mark.parametrize("name", ["causal_last_key", "window", "left_padded_inf"])
+def test_other_tiles(name: str, tile: Tile) -> None:
+    check(case(name, d=16), tile=tile)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "clamp", "causal"])
+def test_no_normaliser(name: str) -> None:
+    c = case("sigmoid" if name == "causal" else name, d=16, normalizer=Normalizer.NONE, weight=name == "clamp")
+    check(c)
+
+
+@pytest.mark.parametrize("name", ["left_padded_inf", "bool_mask", "plain"])
+def test_safe_softmax(name: str) -> None:
+    check(case(name, d=16, normalizer=Normalizer.SAFE_SOFTMAX))
+
+
+@pytest.mark.parametrize("name", ["plain", "left_padded_inf", "alibi"])
+def test_weights_sinks_and_row_scale(name: str) -> None:
+    check(case(name, d=16, weight=True))
+    check(case(name, d=16, sinks=True))
+    check(case(name, d=16, off_by_one=True))
+    check(case(name, d=16, sinks=True, off_by_one=True, weight=True))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38])
+def test_special_values_in_a_bias(value: float) -> None:
+    c = case("bias", d=16)
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 20, "Nk": 70})
+    operands[3][0, 1, 2] = value
+    operands[3][1, 10] = value
+    assert_as_exact_as_eager(Kernel(c.spec, SMALL)(operands, sizes), c.spec, operands, sizes)
+
+
+def test_the_maximum_moves_up_late() -> None:
+    c = case("bias", d=16)
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 20, "Nk": 200})
+    operands[3] = operands[3] + torch.linspace(-200, 200, 200) * torch.tensor([1.0, -1.0])[:, None, None]
+    assert_as_exact_as_eager(Kernel(c.spec, SMALL)(operands, sizes), c.spec, operands, sizes)
+
+
+def test_no_keys_and_no_queries() -> None:
+    check(case("causal", d=16), shapes=({"B": 1, "H": 1, "Nq": 3, "Nk": 0}, {"B": 1, "H": 1, "Nq": 0, "Nk": 3}))
+
+
+def test_a_module_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    from fusion.codegen.triton.check import check_module
+
+    check_module("generated.py", case("alibi", d=16).spec.to_json(), ["Nq=20", "Nk=40"])
+    assert "allowed" in capsys.readouterr().out
+
+
+def test_the_same_spec_gives_the_same_text() -> None:
+    spec = case("left_padded", d=16).spec
+    text = Kernel(spec).source
+    assert text == Kernel(spec.from_json(spec.to_json())).source
+    assert max(map(len, text.splitlines())) <= 120
