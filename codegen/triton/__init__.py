@@ -3,8 +3,10 @@
     supports(spec)   why there is no kernel for it, or None
     compile(spec)    the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
 
-`forward` writes the kernel, `expressions` and `matrices` the values and addresses in it, `programs` decides about the score program,
-`mathematics` has functions that Triton lacks, `module` writes and loads files, `tiles` chooses tile sizes, `launch` makes the call,
+`forward` writes the kernel, `expressions` and `matrices` the values and addresses in it, `programs` decides about the
+score program,
+`mathematics` has functions that Triton lacks, `module` writes and loads files, `tiles` chooses tile sizes, `launch`
+makes the call,
 `interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is made.
 """
 

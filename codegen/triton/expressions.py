@@ -6,7 +6,8 @@ A value depends on some coordinates and is written at the level that binds the l
     ROW    the query row i, of shape [ROWS, 1]
     TILE   the key j, of shape [1, KEYS]; with i [ROWS, KEYS]
 
-FLOAT is float32. INT is 32 bits wide where its magnitude is provably small, else 64; offsets into memory are always 64 bits wide.
+FLOAT is float32. INT is 32 bits wide where its magnitude is provably small, else 64; offsets into memory are always
+64 bits wide.
 """
 
 from __future__ import annotations
@@ -38,30 +39,66 @@ def level_of(expr: Expr) -> Level:
 
 
 _FUNCTIONS = {
-    "abs": "tl.abs", "floor": "tl.floor", "ceil": "tl.ceil", "sqrt": "tl.sqrt_rn", "rsqrt": "tl.rsqrt", "exp": "tl.exp", "log": "tl.log",
-    "sin": "tl.sin", "cos": "tl.cos", "erf": "tl.erf", "iabs": "tl.abs", "imin": "tl.minimum", "imax": "tl.maximum",
-    "where": "tl.where", "iwhere": "tl.where",
-}  # fmt: skip
+    "abs": "tl.abs",
+    "floor": "tl.floor",
+    "ceil": "tl.ceil",
+    "sqrt": "tl.sqrt_rn",
+    "rsqrt": "tl.rsqrt",
+    "exp": "tl.exp",
+    "log": "tl.log",
+    "sin": "tl.sin",
+    "cos": "tl.cos",
+    "erf": "tl.erf",
+    "iabs": "tl.abs",
+    "imin": "tl.minimum",
+    "imax": "tl.maximum",
+    "where": "tl.where",
+    "iwhere": "tl.where",
+}
 _HELPERS = {
-    "tanh": "tanh", "sigmoid": "sigmoid", "expm1": "expm1", "log1p": "log1p", "atan": "atan", "trunc": "trunc",
-    "round": "round_half_even", "pow": "power",
-}  # fmt: skip
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "expm1": "expm1",
+    "log1p": "log1p",
+    "atan": "atan",
+    "trunc": "trunc",
+    "round": "round_half_even",
+    "pow": "power",
+}
 _INFIX = {
-    "fadd": (" + ", 5), "add": (" + ", 5), "fsub": (" - ", 5), "fmul": (" * ", 6), "mul": (" * ", 6), "div": (" / ", 6),
-    "and": (" & ", 3), "or": (" | ", 1), "feq": (" == ", 0), "ieq": (" == ", 0), "fne": (" != ", 0), "ine": (" != ", 0),
-    "flt": (" < ", 0), "ilt": (" < ", 0), "fle": (" <= ", 0), "ile": (" <= ", 0),
-}  # fmt: skip
+    "fadd": (" + ", 5),
+    "add": (" + ", 5),
+    "fsub": (" - ", 5),
+    "fmul": (" * ", 6),
+    "mul": (" * ", 6),
+    "div": (" / ", 6),
+    "and": (" & ", 3),
+    "or": (" | ", 1),
+    "feq": (" == ", 0),
+    "ieq": (" == ", 0),
+    "fne": (" != ", 0),
+    "ine": (" != ", 0),
+    "flt": (" < ", 0),
+    "ilt": (" < ", 0),
+    "fle": (" <= ", 0),
+    "ile": (" <= ", 0),
+}
 _ATOM = 9
 
 #: Names that the kernels' templates use for themselves.
 RESERVED = frozenset(
-    "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok first start stop whole full_start full_stop rows "
-    "blocks program heads group place members head block section i0 i1 row_max row_sum factor highest base shrink dead out".split()
+    (
+        "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok row rows_ok first start stop whole "
+        "full_start full_stop rows blocks program heads group place members head block section i0 i1 row_max row_sum "
+        "factor highest base shrink dead out dx dw dp do dq dk dv y delta member share"
+    ).split()
+)
 )
 
 
 def magnitude(expr: Expr) -> float:
-    """A bound on the absolute value of an INT expression for sizes below SIZE_LIMIT; infinite where nothing is known."""
+    """A bound on the absolute value of an INT expression for sizes below SIZE_LIMIT; infinite where nothing is
+    known."""
     if expr.op == "const":
         return abs(float(expr.attr))  # type: ignore[arg-type]
     if expr.op in ("coord", "size"):
@@ -98,7 +135,8 @@ def number(value: float | int | bool | str | None) -> str:
 class Writer:
     """Writes statements of values, level by level, and notes which parameters, helpers and names they use.
 
-    lines: statements per level. known: the names (or texts) of values that exist. helpers: functions of `mathematics` in use.
+    lines: statements per level. known: the names (or texts) of values that exist. helpers: functions of `mathematics`
+    in use.
     mask: name of the predicate that says which keys of the tile exist.
     """
 
@@ -148,7 +186,7 @@ class Writer:
         self.lines[level] = []
         self.known = {expr: name for expr, name in self.known.items() if name not in bound}
 
-    # -- texts ----------------------------------------------------------------------------------------------------------------
+    # -- texts -------------------------------------------------------------------------------------------------------
 
     def _assign(self, expr: Expr, text: str, hint: str, level: Level) -> str:
         name = self.fresh(hint)
@@ -179,8 +217,10 @@ class Writer:
         op = expr.op
         args = [self._text(arg, level) for arg in expr.args]
         if op in ("add", "mul") and magnitude(expr) >= 2**31:
-            args = [(f"tl.cast({text}, tl.int64)", _ATOM) if magnitude(arg) < 2**31 and not arg.is_const else (text, own)
-                    for (text, own), arg in zip(args, expr.args, strict=True)]  # fmt: skip
+            args = [
+                (f"tl.cast({text}, tl.int64)", _ATOM) if magnitude(arg) < 2**31 and not arg.is_const else (text, own)
+                for (text, own), arg in zip(args, expr.args, strict=True)
+            ]
         texts = [text for text, _ in args]
         if op in _INFIX:
             return self._infix(op, args)
@@ -227,7 +267,7 @@ class Writer:
         self.helpers.add(name)
         return name
 
-    # -- loads ----------------------------------------------------------------------------------------------------------------
+    # -- loads -------------------------------------------------------------------------------------------------------
 
     def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
         index = int(expr.attr)  # type: ignore[arg-type]

@@ -31,7 +31,8 @@ def padded(extent: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
-    """Functions of a module: their text, the helpers that they use, the kernel's name and run-time parameters in order."""
+    """Functions of a module: their text, the helpers that they use, the kernel's name and run-time parameters in
+    order."""
 
     name: str
     text: str
@@ -40,7 +41,8 @@ class KernelText:
 
 
 class Forward:
-    """Writes the kernel of one spec. d, d_v: columns of Q and K, of V. statistics: also write each row's log-sum-exp."""
+    """Writes the kernel of one spec. d, d_v: columns of Q and K, of V. statistics: also write each row's
+    log-sum-exp."""
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
@@ -63,15 +65,20 @@ class Forward:
         body = self._kernel(visit)
         names = source.free_names(body)
         parameters, constexprs = signature(names, self.spec)
-        kernel = source.definition("attention_forward", [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)],
-                                   self._doc(), body)  # fmt: skip
-        return KernelText(name="attention_forward", text=f"{visit_body}\n\n{kernel}", helpers=frozenset(self.writer.helpers),
-                          parameters=parameters)  # fmt: skip
+        kernel = source.definition(
+            "attention_forward", [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)], self._doc(), body
+        )
+        return KernelText(
+            name="attention_forward",
+            text=f"{visit_body}\n\n{kernel}",
+            helpers=frozenset(self.writer.helpers),
+            parameters=parameters,
+        )
 
     def _doc(self) -> str:
         return "One block of ROWS query rows of one head."
 
-    # -- the loop over keys ---------------------------------------------------------------------------------------------------
+    # -- the loop over keys ------------------------------------------------------------------------------------------
 
     def _visit(self) -> tuple[list[str], str]:
         """(parameters of `visit_keys`, its text)."""
@@ -87,8 +94,12 @@ class Forward:
             *self._load("v", v, "e", self.d_v, 2),
             self._product(),
         )
-        columns = ["key = (first + tl.arange(0, KEYS))[:, None]", "key_ok = key < stop",
-                   "j = (first + tl.arange(0, KEYS))[None, :]", "j_ok = j < stop"]  # fmt: skip
+        columns = [
+            "key = (first + tl.arange(0, KEYS))[:, None]",
+            "key_ok = key < stop",
+            "j = (first + tl.arange(0, KEYS))[None, :]",
+            "j_ok = j < stop",
+        ]
         columns += self.keys.lines[Level.TILE]
         loop = source.block(*source.without_dead(columns, loop), loop)
         before = source.block(self._tile("k", k), self._tile("v", v))
@@ -122,8 +133,13 @@ class Forward:
         bounded = f"key_ok & ({inside})" if inside else "key_ok"
         whole = f"tl.load({name}_at, mask={inside}, other=0.0)" if inside else f"tl.load({name}_at)"
         cast = self._cast(operand)
-        lines = [f"{name}_at = {at}", "if BOUNDED:", f"    {name} = tl.load({name}_at, mask={bounded}, other=0.0){cast}",
-                 "else:", f"    {name} = {whole}{cast}"]  # fmt: skip
+        lines = [
+            f"{name}_at = {at}",
+            "if BOUNDED:",
+            f"    {name} = tl.load({name}_at, mask={bounded}, other=0.0){cast}",
+            "else:",
+            f"    {name} = {whole}{cast}",
+        ]
         if not part.rows and not part.both and not part.columns:  # one element for all
             lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {padded(extent)}])")
         return lines
@@ -176,7 +192,7 @@ class Forward:
     def _product(self) -> str:
         return f"acc = tl.dot(p.to({DTYPES[self.spec.dtype]}), v, acc, input_precision=PRECISION)"
 
-    # -- the kernel -----------------------------------------------------------------------------------------------------------
+    # -- the kernel --------------------------------------------------------------------------------------------------
 
     def _kernel(self, visit: list[str]) -> str:
         q = matrix(self.writer, 0, self.spec.q, I, C)
@@ -184,19 +200,28 @@ class Forward:
         range_text = self._key_range()
         stages = self._stages(visit)
         finish = self._finish()
-        pointers = [f"{name}_block = {sum_of(f'{operand}_ptr', part)}" for name, operand, part in
-                    zip("kv", (self.keys.operand(1), self.keys.operand(2)), (self.k_block, self.v_block), strict=True)]  # fmt: skip
+        pointers = [
+            f"{name}_block = {sum_of(f'{operand}_ptr', part)}"
+            for name, operand, part in zip(
+                "kv", (self.keys.operand(1), self.keys.operand(2)), (self.k_block, self.v_block), strict=True
+            )
+        ]
         later = source.block(load_q, *pointers, range_text, stages, finish)
         level_lines = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
-        places = ["rows = i0 + tl.arange(0, ROWS)", "i = tl.minimum(rows, i1)[:, None]",
-                  f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]  # fmt: skip
+        places = [
+            "rows = i0 + tl.arange(0, ROWS)",
+            "i = tl.minimum(rows, i1)[:, None]",
+            f"c = tl.arange(0, {padded(self.d)})[None, :]",
+            f"e = tl.arange(0, {padded(self.d_v)})[None, :]",
+        ]
         kept = source.without_dead([*places, *level_lines], later)
         return source.block(self._position(), *kept, later)
 
     def _position(self) -> str:
         """From the program's number to block and batch coordinates.
 
-        Heads are taken in groups of `section`, whose keys fit the L2 cache together; within a group all heads' longest blocks go first.
+        Heads are taken in groups of `section`, whose keys fit the L2 cache together; within a group all heads'
+        longest blocks go first.
         """
         n_q = self.writer.value(self.spec.n_q)
         extents = [self.writer.value(extent) for extent in self.spec.batch]
@@ -227,7 +252,8 @@ class Forward:
         return f"q = tl.load({at}{inside}){self._cast(0)}{wide}"
 
     def _key_range(self) -> str:
-        """start and stop of the keys to visit; full_start and full_stop of those that need no mask, all in whole tiles."""
+        """start and stop of the keys to visit; full_start and full_stop of those that need no mask, all in whole
+        tiles."""
         mask, n_k = self.spec.mask, self.writer.value(self.spec.n_k)
         lines = ["start = 0", f"stop = {n_k}"]
         if mask is not None and mask.key_lo is not None:
@@ -265,8 +291,10 @@ class Forward:
             assert self.spec.mask is not None
             if self.spec.mask.full_lo is not None:
                 lines.append(self._call(visit, "start", "tl.minimum(full_start, stop)", True, True))
-            lines += [self._call(visit, "full_start", "full_stop", False, False),
-                      self._call(visit, "full_stop", "stop", True, True)]  # fmt: skip
+            lines += [
+                self._call(visit, "full_start", "full_stop", False, False),
+                self._call(visit, "full_stop", "stop", True, True),
+            ]
         return source.block(*lines, self._again(visit))
 
     def _again(self, visit: list[str]) -> str:
@@ -286,7 +314,7 @@ class Forward:
             source.indented(source.block(*self._initial(), self._call(visit, "0", n_k, True, True, 8))),
         )
 
-    # -- the end --------------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> str:
         lines = self._row_factor() if self.softmax else []
@@ -297,8 +325,10 @@ class Forward:
         )
         inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
         result = "acc * factor" if self.softmax else "acc"
-        lines += [f"out_at = {at}",
-                  f"tl.store(out_at, ({result}).to({DTYPES[self.spec.out_dtype]}), mask=(rows <= i1)[:, None]{inside})"]  # fmt: skip
+        lines += [
+            f"out_at = {at}",
+            f"tl.store(out_at, ({result}).to({DTYPES[self.spec.out_dtype]}), mask=(rows <= i1)[:, None]{inside})",
+        ]
         return source.block(*lines)
 
     def _row_factor(self) -> list[str]:
@@ -341,8 +371,10 @@ class Forward:
         for axis, extent in enumerate(extents):
             place = f"b{axis}" if axis == 0 else f"({place}) * {extent} + b{axis}"
         n_q = self.writer.value(self.spec.n_q)
-        return [f"lse_at = lse_ptr + tl.cast({place}, tl.int64) * {n_q} + rows[:, None]",
-                "tl.store(lse_at, row_max + tl.log(row_sum), mask=(rows <= i1)[:, None])"]  # fmt: skip
+        return [
+            f"lse_at = lse_ptr + tl.cast({place}, tl.int64) * {n_q} + rows[:, None]",
+            "tl.store(lse_at, row_max + tl.log(row_sum), mask=(rows <= i1)[:, None])",
+        ]
 
 
 def _factor(text: str) -> str:

@@ -1,7 +1,10 @@
-"""Functions of the score language that Triton's own language lacks, as text that is put into the modules which use them.
+"""Functions of the score language that Triton's own language lacks, as text that is put into the modules which use
+them.
 
-They are written in `triton.language` alone, without a vendor's library, so that every target and the interpreter compute the
-same. Polynomials are minimax fits in relative error over the range given; coefficients beyond float32 are rounded by the compiler.
+They are written in `triton.language` alone, without a vendor's library, so that every target and the interpreter
+compute the
+same. Polynomials are minimax fits in relative error over the range given; coefficients beyond float32 are rounded by
+the compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Reading a matrix (rows along one coordinate, columns along another) from a tensor of any strides through an index map.
+"""Reading a matrix (rows along one coordinate, columns along another) from a tensor of any strides through an index
+map.
 
-An offset is a sum of monomials; each is computed where it changes least often: with the block, down the rows, along the columns.
-Along the keys it moves by a multiple of a stride per tile, so that the pointers of a tile are made once and only advanced.
+An offset is a sum of monomials; each is computed where it changes least often: with the block, down the rows, along
+the columns.
+Along the keys it moves by a multiple of a stride per tile, so that the pointers of a tile are made once and only
+advanced.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from fusion.ir.expr import Expr, J, coordinates
 class Matrix:
     """Texts of the parts of an operand's offset, in elements; empty where there is none.
 
-    block: the same for the whole block. advance: factor of the tile's first key, where rows are keys at regular distances.
+    block: the same for the whole block. advance: factor of the tile's first key, where rows are keys at regular
+    distances.
     rows: changes down the rows only; columns: along the columns only; both: in both.
     """
 
@@ -30,7 +34,8 @@ class Matrix:
 
 
 def matrix(writer: Writer, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr) -> Matrix:
-    """The offset of an operand's element at `index`, by parts. `writer` knows the coordinates as columns and rows of a tile."""
+    """The offset of an operand's element at `index`, by parts. `writer` knows the coordinates as columns and rows of
+    a tile."""
     name = writer.operand(operand)
     parts: dict[str, list[str]] = {key: [] for key in ("block", "advance", "rows", "columns", "both")}
     for dim, expr in enumerate(index):

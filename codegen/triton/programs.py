@@ -1,6 +1,8 @@
-"""What a spec's score program becomes in a kernel: a scale that costs nothing, the variant for full blocks, and what must be guarded.
+"""What a spec's score program becomes in a kernel: a scale that costs nothing, the variant for full blocks, and what
+must be guarded.
 
-A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by log2(e) anyway:
+A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by
+log2(e) anyway:
 `where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
 """
 
@@ -35,7 +37,8 @@ _TAME = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """masked: the whole program. full: the program where every key is live, or None where it is the same; both in units of `scale`.
+    """masked: the whole program. full: the program where every key is live, or None where it is the same; both in
+    units of `scale`.
 
     guarded: scores can be -inf or so large that their product with log2(e) overflows, for whole rows.
     """

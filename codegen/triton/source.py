@@ -13,7 +13,8 @@ WIDTH = 120
 
 
 class KernelTextError(FusionError, RuntimeError):
-    """A generated module is not valid Python: a defect of this package. The message has the numbered text around the place."""
+    """A generated module is not valid Python: a defect of this package. The message has the numbered text around the
+    place."""
 
 
 def free_names(body: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Tile sizes, warps and stages of a kernel on a GPU, from what ahead-of-time compilation shows to fit without spilling."""
+"""Tile sizes, warps and stages of a kernel on a GPU, from what ahead-of-time compilation shows to fit without
+spilling."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from fusion.ir.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles of keys in flight."""
+    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles of keys in
+    flight."""
 
     rows: int
     keys: int

@@ -1,4 +1,5 @@
-"""GPU kernels in Triton's interpreter against the reference in float64: every score program, dtype, layout, odd sizes."""
+"""GPU kernels in Triton's interpreter against the reference in float64: every score program, dtype, layout, odd
+sizes."""
 
 from __future__ import annotations
 
