@@ -35,7 +35,7 @@ from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import add
 from fusion.ir.ops import apply, where
-from fusion.machine import Machine
+from fusion.machine import Machine, with_cores
 from fusion.plan import Problem, cpu_tile
 
 
@@ -126,8 +126,16 @@ def kernel_for(
     return lambda *operands: kernel(operands, (shape.batch, shape.heads, shape.n))
 
 
-def measure(shape: Shape, dtype: str, base: Tiling, target: Target, seconds: float) -> dict[tuple[int, int], float]:
-    """Median seconds of each tile; the tiles take turns until `seconds` have passed, at least five rounds."""
+def register_tile(base: Tiling, target: Target) -> tuple[int, int]:
+    """(rows, keys) that B_r and B_c are multiples of."""
+    step, groups = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
+    return groups * target.lanes, step
+
+
+def measure(
+    shape: Shape, dtype: str, base: Tiling, target: Target, chosen: tuple[int, int], seconds: float
+) -> dict[tuple[int, int], float]:
+    """Least seconds of each tile, the planner's among them; they take turns for `seconds`, at least five rounds."""
     size_ = (shape.batch, shape.heads, shape.n, shape.d)
     operands = [torch.randn(size_).to(getattr(torch, dtype)) for _ in range(3)]
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=shape.causal)
@@ -135,7 +143,7 @@ def measure(shape: Shape, dtype: str, base: Tiling, target: Target, seconds: flo
     eps = torch.finfo(operands[0].dtype).eps
     allowed = 2 * ((attend(*operands) - expected).abs().max() + eps * expected.abs().max()).item()
     calls = {}
-    for tile in dict.fromkeys(tiles(shape, base, target)):
+    for tile in dict.fromkeys([chosen, *tiles(shape, base, target)]):
         calls[tile] = kernel_for(shape, dtype, tile, base, target)
         error = (calls[tile](*operands).double() - expected).abs().max().item()
         if not error <= allowed:
@@ -150,7 +158,7 @@ def measure(shape: Shape, dtype: str, base: Tiling, target: Target, seconds: flo
             call(*operands)
             times[tile].append(time.perf_counter() - start)
         rounds += 1
-    return {tile: statistics.quantiles(found[1:], n=4)[0] for tile, found in times.items()}
+    return {tile: min(found) for tile, found in times.items()}
 
 
 def spearman(first: list[float], second: list[float]) -> float:
@@ -164,17 +172,12 @@ def _ranks(values: list[float]) -> list[float]:
     return [(order.index(value) + len(order) - 1 - order[::-1].index(value)) / 2 for value in values]
 
 
-def report(shape: Shape, dtype: str, found: dict, base: Tiling, target: Target, machine: Machine) -> dict:
+def report(shape: Shape, dtype: str, found: dict, chosen: tuple[int, int], predicted: dict) -> dict:
     """Prints and returns the shape's points and verdict."""
-    step, groups = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
-    rows = groups * target.lanes
-    problem = shape.problem(dtype)
-    predicted = predict(machine, problem, list(found), (rows, step))
-    chosen = cpu_tile(problem, machine, row_multiple=rows, col_multiple=step)
     best = min(found, key=found.__getitem__)
     rank = spearman(list(predicted.values()), list(found.values()))
     print(f"{shape} {dtype}: Spearman {rank:.2f}; best {best}, chosen {chosen}", end="")
-    loss = found[chosen] / found[best] - 1 if chosen in found else float("nan")
+    loss = found[chosen] / found[best] - 1
     print(f" ({loss:+.1%})")
     for tile in sorted(found):
         pair = f"measured {found[tile] * 1e3:8.3f} ms  predicted {predicted[tile] * 1e3:8.3f} ms"
@@ -196,23 +199,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=50, help="measuring time, all shapes together")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the kernel (default %(default)s)")
     parser.add_argument("--no-amx", action="store_true", help="multiply-add products also where AMX exists")
     parser.add_argument("--shapes", type=int, nargs="+", help="numbers of the shapes to measure (default all)")
     parser.add_argument("--output", type=Path, help="JSON file with the raw points")
     arguments = parser.parse_args()
-    machine, torch_threads = Machine.detect(), torch.get_num_threads()
+    torch.set_num_threads(arguments.threads)
+    machine = with_cores(Machine.detect(), arguments.threads)
     target = target_of(machine)
     if arguments.no_amx:
         target = Target(
             lanes=target.lanes, avx512=target.avx512, tile_rows=target.tile_rows, tile_groups=target.tile_groups
         )
-    print(f"{machine}; kernels for {target}; {torch_threads} threads")
+    print(f"{machine}; kernels for {target}; {arguments.threads} threads")
     shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
     rows = []
     for dtype, shape in itertools.product(arguments.dtype, shapes):
         base = tilings_for(specification(shape, dtype), target)[0]
         share = arguments.seconds / len(shapes) / len(arguments.dtype)
-        rows.append(report(shape, dtype, measure(shape, dtype, base, target, share), base, target, machine))
+        rows_keys = register_tile(base, target)
+        chosen = cpu_tile(shape.problem(dtype), machine, row_multiple=rows_keys[0], col_multiple=rows_keys[1])
+        found = measure(shape, dtype, base, target, chosen, share)
+        rows.append(report(shape, dtype, found, chosen, predict(machine, shape.problem(dtype), list(found), rows_keys)))
     summary(rows)
     if arguments.output:
         arguments.output.write_text(

@@ -27,14 +27,14 @@ from fusion.machine import Machine
 _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {1: 1, 2: 3, 3: 6}
 
-TILE_EFFICIENCY = 0.75  # of the AMX rate, tile loads included
+TILE_EFFICIENCY = 0.78  # of the AMX rate, tile loads included
 FMA_EFFICIENCY = 0.85  # of the multiply-add rate, register tile's loads included
-CYCLES_PER_SCORES = 19.0  # for one vector of scores: maximum, exponential, sum, packing of the weight
+CYCLES_PER_SCORES = 18.0  # for one vector of scores: maximum, exponential, sum, packing of the weight
 CYCLES_PER_OUTPUT = 1.0  # for one vector of the output, loaded and stored once per key block
 CYCLES_PER_PACKED = 8.0  # for one vector of Q, K or V brought into the kernel's layout
 CYCLES_PER_OPERATION = 1.0  # for one vector through one more operation of the score program
 CYCLES_PER_ITEM = 500.0
-CYCLES_PER_BLOCK = 60.0  # a row group meets a key block: loop set-up, statistics
+CYCLES_PER_BLOCK = 150.0  # a row group meets a key block: loop set-up, statistics
 L2_BYTES_PER_CYCLE = 200.0  # what does not stay in L1; mostly hidden by prefetching
 L3_BYTES_PER_CYCLE = 35.0  # packed K and V that outgrow L2
 
