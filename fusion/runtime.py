@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fusion.codegen import mlir, reference, triton
+from fusion.codegen import reference
 from fusion.ir import AttentionSpec, Normalizer, Operand
 from fusion.ir.expr import Expr
 from fusion.machine import machine
@@ -166,17 +166,32 @@ def differentiable(spec: str, device: str, emitter: str = "auto") -> Differentia
 def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
     """Why there is no kernel for this spec on this device, or None if there is one."""
     if device.type == "cpu":
+        from fusion.codegen import mlir
+
         return mlir.supports(spec, machine())
     if device.type == "cuda":
+        from fusion.codegen import triton
+
         return triton.supports(spec)
     return f"there is no emitter for device {device.type!r}"
+
+
+def _compile(spec: AttentionSpec, device: str) -> Executor:
+    """The kernel of a device's emitter. Emitters are imported where they are used: each brings a compiler along."""
+    if device == "cuda":
+        from fusion.codegen import triton
+
+        return triton.compile(spec)
+    from fusion.codegen import mlir
+
+    return mlir.compile(spec, machine=machine())
 
 
 def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
     if emitter != "reference":
         reason = unsupported(spec, torch.device(device))
         if reason is None:
-            return Guarded(spec, triton.compile(spec) if device == "cuda" else mlir.compile(spec, machine=machine()))
+            return Guarded(spec, _compile(spec, device))
         log.warning("running %s in the reference interpreter: %s", spec, reason)
     return lambda operands, sizes: reference.run(spec, operands, sizes)
 

@@ -93,7 +93,6 @@ RESERVED = frozenset(
         "factor highest base shrink dead out dx dw dp do dq dk dv y delta member share"
     ).split()
 )
-)
 
 
 def magnitude(expr: Expr) -> float:

@@ -1,0 +1,163 @@
+"""The backend as users meet it: options, fall-backs, counters, reports."""
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import fusion
+from fusion import runtime
+from fusion.errors import OptionError
+from fusion.options import Options
+from fusion.passes import find
+
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
+def inputs():
+    return [torch.randn(2, 3, 17, 16) for _ in range(3)]
+
+
+def run(function=attend, given=None, **options):
+    given = given or inputs()
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        result = torch.compile(function, backend="fusion", options={"inner": "eager", **options})(*given)
+    torch.testing.assert_close(result, function(*given))
+    return reports
+
+
+def test_unknown_option_names_the_valid_ones():
+    with pytest.raises(OptionError, match=r"unknown option 'iner'.*Did you mean 'inner'\?.*emitter, strict"):
+        Options.parse({"iner": "eager"})
+    with pytest.raises(Exception, match="Valid options: inner, emitter, strict"):
+        torch.compile(attend, backend="fusion", options={"colour": "red"})(*inputs())
+
+
+@pytest.mark.parametrize("given", [{"inner": "gcc"}, {"emitter": 3}, {"strict": "yes"}])
+def test_an_option_of_the_wrong_kind_says_what_it_may_be(given):
+    with pytest.raises(OptionError, match="it must be"):
+        Options.parse(given)
+
+
+def test_options_are_left_alone():
+    given = {"inner": "eager"}
+    torch.compile(attend, backend="fusion", options=given)(*inputs())
+    assert given == {"inner": "eager"}
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_every_inner_compiler(inner):
+    (report,) = run(inner=inner)
+    assert report.fused == 1
+
+
+def test_the_reference_emitter_uses_no_kernel():
+    (report,) = run(emitter="reference")
+    assert report.sites[0].fused and report.sites[0].source is None
+
+
+def test_strict_raises_what_would_be_left_unfused():
+    def two_results(q, k, v):
+        w = torch.softmax(q @ k.mT, -1)
+        return w @ v, w
+
+    with pytest.raises(Exception, match="needed elsewhere"):
+        torch.compile(two_results, backend="fusion", options={"inner": "eager", "strict": True})(*inputs())
+
+
+def test_counters():
+    counters.clear()
+    run()
+    assert dict(counters["fusion"]) == {"sites": 1, "fused": 1, "unfused": 0}
+
+
+def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, caplog):
+    def broken(graph):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("fusion.backend.find_sites", broken)
+    (report,) = run()
+    assert report.notes == ["left to the inner compiler: RuntimeError: a defect"]
+
+
+def test_a_kernel_that_cannot_be_built_is_a_reason(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(runtime, "_executors", {})
+    monkeypatch.setattr("fusion.codegen.mlir.compile", broken)
+    (report,) = run()
+    assert not report.sites[0].fused
+    assert "could not be built (RuntimeError: no such instruction)" in report.sites[0].reason
+
+
+def test_a_kernel_that_fails_later_is_replaced_by_the_reference(caplog):
+    spec = run()[0].sites[0].spec
+    guarded = runtime.executor(spec.to_json(), "cpu")
+    kernel, guarded.kernel = guarded.kernel, lambda operands, sizes: 1 / 0
+    try:
+        with caplog.at_level(logging.ERROR, logger="fusion.runtime"):
+            given = inputs()
+            result = guarded(given, [2, 3, 17, 17])
+        torch.testing.assert_close(result, attend(*given))
+        assert "a kernel failed" in caplog.text
+    finally:
+        guarded.kernel, guarded.broken = kernel, False
+
+
+def test_without_torch_mlir_the_report_says_so(monkeypatch):
+    monkeypatch.setattr("fusion.codegen.mlir.strategy.unavailable", lambda: "torch-mlir is not installed")
+    monkeypatch.setattr(runtime, "_executors", {})
+    (report,) = run()
+    assert report.sites[0].reason == "torch-mlir is not installed"
+
+
+def test_graphs_without_attention_are_passed_through():
+    def mlp(x):
+        return torch.relu(torch.nn.functional.linear(x, x)) + 1
+
+    (report,) = run(mlp, [torch.randn(4, 4)])
+    assert report.notes == ["this graph holds no attention"]
+
+
+def test_explain_tells_where_what_and_how():
+    text = str(fusion.explain(attend, *inputs()))
+    assert "1 of 1 attention site fused" in text
+    assert "test_backend.py" in text and "return torch.softmax(q @ k.mT / 4, -1) @ v" in text
+    assert "softmax(s / 4)" in text
+    assert "bound" in text and "per head" in text and "kernel" in text
+
+
+def test_explain_gives_the_reason():
+    def two_results(q, k, v):
+        w = torch.softmax(q @ k.mT, -1)
+        return w @ v, w
+
+    report = fusion.explain(two_results, *inputs())
+    assert "reason" in str(report) and report.sites[0].reason.startswith("the attention weights are needed elsewhere")
+
+
+def test_explaining_does_not_change_how_a_compiled_function_runs():
+    compiled = torch.compile(attend, backend="fusion", options={"inner": "eager"})
+    given = inputs()
+    before = compiled(*given)
+    report = fusion.explain(compiled, *given)
+    assert report.fused == 1
+    torch.testing.assert_close(compiled(*given), before)
+
+
+def test_plain_networks_are_not_searched():
+    module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
+    assert find.may_hold_attention(module)  # call_module nodes hide what they do
+
+
+def test_a_second_length_compiles_no_second_kernel():
+    kernels = len(runtime._executors)
+    compiled = torch.compile(attend, backend="fusion", dynamic=False, options={"inner": "eager"})
+    for n in (5, 9, 33):
+        given = [torch.randn(1, 2, n, 24) for _ in range(3)]
+        torch.testing.assert_close(compiled(*given), attend(*given))
+    assert len(runtime._executors) == kernels + 1

@@ -1,0 +1,169 @@
+"""Masks are understood whichever way they are written; key ranges are those of a brute-force count."""
+
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import fusion
+from fusion.ir import integers
+from fusion.ir.expr import TRUE, I, J, const, coord
+from fusion.ir.ops import apply, evaluate
+from fusion.passes.masks import decided, understand
+from tests.numerics import assert_as_exact_as_eager
+
+N = 40
+
+
+def _positions(n=N, m=N):
+    return torch.arange(n)[:, None], torch.arange(m)[None, :]
+
+
+def _additive(keep):
+    return torch.zeros(keep.shape).masked_fill(~keep, -math.inf)
+
+
+CAUSAL = {
+    "tril of ones": lambda s: s.masked_fill(~torch.ones(N, N, dtype=torch.bool).tril(), -math.inf),
+    "triu above": lambda s: s.masked_fill(torch.ones(N, N).triu(1).bool(), -math.inf),
+    "triu of -inf added": lambda s: s + torch.full((N, N), -math.inf).triu(1),
+    "arange ge": lambda s: torch.where(_positions()[0] >= _positions()[1], s, -math.inf),
+    "arange gt masked": lambda s: s.masked_fill(_positions()[1] > _positions()[0], torch.finfo(s.dtype).min),
+    "difference": lambda s: s.masked_fill((_positions()[0] - _positions()[1]) < 0, -1e9),
+    "clamped difference": lambda s: s + torch.where(_positions()[0] - _positions()[1] >= 0, 0.0, -math.inf),
+    "one minus": lambda s: s + (1.0 - torch.ones(N, N).tril()) * torch.finfo(torch.float32).min,
+    "tril equals zero": lambda s: s.masked_fill(torch.tril(torch.ones(N, N)) == 0, -math.inf),
+    "four dimensional": lambda s: s + _additive(torch.ones(N, N).tril().bool())[None, None].expand(2, 1, N, N),
+    "logical not": lambda s: s.masked_fill(torch.logical_not(_positions()[1] <= _positions()[0]), -math.inf),
+    "offset of one": lambda s: torch.where(_positions()[1] < _positions()[0] + 1, s, torch.tensor(-math.inf)),
+    "multiplied": lambda s: s * torch.ones(N, N).tril() + (torch.ones(N, N).tril() - 1) * 1e9,
+    "in place": lambda s: s.clone().masked_fill_(torch.ones(N, N).tril() < 1, -math.inf),
+}
+WINDOW = {
+    "difference": lambda s: s.masked_fill((_positions()[0] - _positions()[1]).abs() >= 7, -math.inf),
+    "two comparisons": lambda s: torch.where(
+        (_positions()[1] > _positions()[0] - 7) & (_positions()[1] < _positions()[0] + 7), s, -math.inf
+    ),
+    "tril and triu": lambda s: s.masked_fill(~(torch.ones(N, N).tril(6) * torch.ones(N, N).triu(-6)).bool(), -math.inf),
+    "nested fills": lambda s: s.masked_fill(_positions()[1] - _positions()[0] > 6, -1e9).masked_fill(
+        _positions()[0] - _positions()[1] > 6, -1e9
+    ),
+    "additive": lambda s: s + _additive((_positions()[0] - _positions()[1]).abs() < 7),
+}
+OTHERS = {
+    "prefix": (
+        lambda s: s.masked_fill(~((_positions()[1] <= _positions()[0]) | (_positions()[1] < 9)), -math.inf),
+        lambda i, j: j <= i or j < 9,
+    ),
+    "chunked": (
+        lambda s: s.masked_fill(_positions()[0] // 8 != _positions()[1] // 8, -math.inf),
+        lambda i, j: i // 8 == j // 8,
+    ),
+    "causal and chunked": (
+        lambda s: s.masked_fill(~((_positions()[0] // 8 == _positions()[1] // 8)
+                                  & (_positions()[1] <= _positions()[0])), -math.inf),
+        lambda i, j: i // 8 == j // 8 and j <= i,
+    ),
+    "dilated": (
+        lambda s: s.masked_fill((_positions()[0] - _positions()[1]) % 3 != 0, -math.inf),
+        lambda i, j: (i - j) % 3 == 0,
+    ),
+}  # fmt: skip
+
+
+def _site(mask):
+    def attend(q, k, v):
+        return torch.softmax(mask(q @ k.mT), -1) @ v
+
+    inputs = [torch.randn(2, 3, N, 8) for _ in range(3)]
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        actual = torch.compile(attend, backend="fusion", options={"inner": "eager"})(*inputs)
+        eager, exact = attend(*inputs), attend(*(x.double() for x in inputs))
+    assert_as_exact_as_eager(actual, eager, exact, torch.float32)
+    (site,) = reports[0].sites
+    assert site.fused, site.reason
+    return site
+
+
+def _value(expr, **at):
+    return int(evaluate(expr, lambda leaf: torch.tensor(at[str(leaf.attr)])))
+
+
+def _check_range(mask, live, keys):
+    """The range of every block of rows holds all live keys, and for single rows of a band it is tight."""
+    for first in range(0, N, 5):
+        last = min(first + 4, N - 1)
+        low = 0 if mask.key_lo is None else _value(mask.key_lo, i0=first, i1=last)
+        high = keys if mask.key_hi is None else _value(mask.key_hi, i0=first, i1=last)
+        alive = [j for j in range(keys) for i in range(first, last + 1) if live(i, j)]
+        assert all(low <= j < high for j in alive)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_is_understood(name):
+    mask = _site(CAUSAL[name]).spec.mask
+    assert mask.live is apply("ile", J, I)
+    assert str(mask.key_hi) == "i1 + 1"
+
+
+@pytest.mark.parametrize("name", WINDOW)
+def test_window_is_understood(name):
+    mask = _site(WINDOW[name]).spec.mask
+    assert (_value(mask.key_lo, i0=20, i1=24), _value(mask.key_hi, i0=20, i1=24)) == (14, 31)
+    _check_range(mask, lambda i, j: abs(i - j) < 7, N)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_are_understood(name):
+    program, live = OTHERS[name]
+    mask = _site(program).spec.mask
+    _check_range(mask, live, N)
+    for i in range(0, N, 3):
+        for j in range(N):
+            got = evaluate(mask.live, lambda leaf, i=i, j=j: torch.tensor({"i": i, "j": j}[str(leaf.attr)]))
+            assert bool(got) == live(i, j)
+
+
+def test_padding_is_read_and_bounds_nothing():
+    padding = torch.ones(2, 1, 1, N, dtype=torch.bool)
+    padding[1, ..., 30:] = False
+
+    def attend(q, k, v, padding):
+        return torch.softmax((q @ k.mT).masked_fill(~padding, -math.inf), -1) @ v
+
+    inputs = [*(torch.randn(2, 3, N, 8) for _ in range(3)), padding]
+    report = fusion.explain(attend, *inputs)
+    assert report.sites[0].spec.mask.key_hi is None
+    assert str(report.sites[0].spec.describe(report.sites[0].spec.mask.live)) == "mask[b0, 0, 0, j]"
+
+
+_terms = st.tuples(st.integers(-2, 2), st.integers(-2, 2), st.integers(-25, 25), st.sampled_from(["ile", "ilt", "ieq"]))
+
+
+@hypothesis.given(st.lists(_terms, min_size=1, max_size=3), st.sampled_from([1, 2, 3, 7]), st.booleans())
+@hypothesis.settings(max_examples=150)
+def test_random_affine_predicates_bound_their_keys(terms, divisor, divide):
+    """a * i + b * j + c (maybe over a divisor) compared with 0: brute force agrees that nothing outside is live."""
+    live = TRUE
+    for a, b, c, op in terms:
+        row = integers.floordiv(I, divisor) if divide else I
+        column = integers.floordiv(integers.add(J, 2), divisor) if divide else J
+        value = integers.add(integers.mul(a, row), integers.mul(b, column), c)
+        live = apply("and", live, apply(op, value, const(0)))
+    bounds = {I: integers.integer(N), J: integers.integer(N)}
+    simple = decided(live, bounds)
+    score = apply("where", simple, apply("to_float", J), const(-math.inf))
+    mask = understand(score, bounds, integers.integer(N))
+    i, j = torch.meshgrid(torch.arange(N), torch.arange(N), indexing="ij")
+    where = evaluate(live, lambda leaf: {"i": i, "j": j}[str(leaf.attr)]).expand(N, N)
+    assert torch.equal(evaluate(simple, lambda leaf: {"i": i, "j": j}[str(leaf.attr)]).expand(N, N), where)
+    if mask is not None and mask.live.op != "const":
+        _check_range(mask, lambda i, j: bool(where[i, j]), N)
+
+
+def test_coordinates_of_blocks_are_the_only_ones_in_a_range():
+    mask = _site(WINDOW["difference"]).spec.mask
+    used = {leaf for e in (mask.key_lo, mask.key_hi) for leaf in (coord("i"), coord("j")) if leaf in (e, *e.args)}
+    assert not used
