@@ -7,9 +7,10 @@ scores of all rows, exponentiates them, and adds to the output. Lanes are querie
 
 What the tile decides: rows and keys that are padded, dead scores under a mask, how often the output is reloaded (each
 key block), how often packed K and V stream past (each row block), whether a tile's parts stay in L1, and how evenly
-the items fall on the cores. The constants below are seconds turned into clock cycles, fitted to single-thread runs of
-the kernel on an AVX-512 and AMX machine with benchmarks/model_fit.py; ratios of rates to cache sizes and lanes come
-from `Machine`.
+the items fall on the cores. The constants below are in cycles of the stated clock. They were fitted, for least loss of
+the chosen tile against the best measured one, to single-thread runs of the kernel (bfloat16, float32 in three planes,
+float32 multiply-adds; fastest of many rounds) on a machine with AVX-512 and AMX. Differences between tiles are a few
+per cent there, so single constants mean less than their sum; benchmarks/model_fit.py shows what they are worth.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {1: 1, 2: 3, 3: 6}
 
 TILE_EFFICIENCY = 0.78  # of the AMX rate, tile loads included
-FMA_EFFICIENCY = 0.85  # of the multiply-add rate, register tile's loads included
-CYCLES_PER_SCORES = 18.0  # for one vector of scores: maximum, exponential, sum, packing of the weight
-CYCLES_PER_OUTPUT = 1.0  # for one vector of the output, loaded and stored once per key block
+FMA_EFFICIENCY = 1.2  # of the multiply-add rate at the stated clock, which cores exceed
+CYCLES_PER_SCORES = {0: 6.0, 1: 3.6, 2: 5.0, 3: 6.3}  # a vector of scores: maximum, exponential, sum; by planes packed
+CYCLES_PER_OUTPUT = 0.35  # for one vector of the output, loaded and stored once per key block
 CYCLES_PER_PACKED = 8.0  # for one vector of Q, K or V brought into the kernel's layout
 CYCLES_PER_OPERATION = 1.0  # for one vector through one more operation of the score program
 CYCLES_PER_ITEM = 500.0
-CYCLES_PER_BLOCK = 150.0  # a row group meets a key block: loop set-up, statistics
-L2_BYTES_PER_CYCLE = 200.0  # what does not stay in L1; mostly hidden by prefetching
-L3_BYTES_PER_CYCLE = 35.0  # packed K and V that outgrow L2
+CYCLES_PER_BLOCK = 70.0  # a row group meets a key block: loop set-up, statistics
+L2_BYTES_PER_CYCLE = 80.0  # what does not stay in L1; mostly hidden by prefetching
+HIDDEN = 0.13  # how far matrix products hide cache traffic: by the power of products per byte
+SPILL_FROM, SPILL_OVER = 0.7, 0.64  # a cache begins to lose a tile at this share of its capacity, over this range
+L3_BYTES_PER_CYCLE = 20.0  # packed K and V that outgrow L2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +128,21 @@ def _item_cycles(
     groups = padded / kernel.row_step
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     rate *= TILE_EFFICIENCY if kernel.planes else FMA_EFFICIENCY
-    score_cycles = CYCLES_PER_SCORES + problem.score_flops * CYCLES_PER_OPERATION
+    score_cycles = CYCLES_PER_SCORES[kernel.planes] + problem.score_flops * CYCLES_PER_OPERATION
     query, value, score = padded * kernel.d * kernel.size, width * kernel.e * kernel.size, padded * width * 4
     stream = taken * (kernel.d + kernel.e) * kernel.size
+    output, weight = padded * kernel.e * 4, padded * width * kernel.size
     nearest, second = (level.capacity for level in machine.levels[:2])
-    again = (
-        (groups - 1) * taken * kernel.e * kernel.size * _spilled(value + width * kernel.row_step * kernel.size, nearest)
-    )
-    again += taken / kernel.key_step * query * _spilled(query, nearest)
-    again += 3 * vectors * lanes * taken * 4 * _spilled(score, nearest)
-    packed = n_k * (kernel.d + kernel.e) * kernel.size + query + score + padded * width * kernel.size
-    far = stream * _spilled(packed, second)
+    outgrown = _spilled(query + score + weight + value + output, nearest)
+    again = (groups - 1) * taken * kernel.e * kernel.size + taken / kernel.key_step * query
+    again = again + padded * taken * (3 * 4 + 2 * kernel.size) + 2 * output * blocks
+    near = stream + again * outgrown  # hidden behind arithmetic in so far as each byte has more of it to wait for
+    far = stream * _spilled(n_k * (kernel.d + kernel.e) * kernel.size + query + score + weight, second)
     return {
         "products": 2 * padded * taken * (kernel.d + kernel.e) * kernel.products / rate,
         "softmax": vectors * taken * score_cycles + groups * blocks * CYCLES_PER_BLOCK,
         "output": padded * kernel.e / lanes * blocks * CYCLES_PER_OUTPUT,
-        "cache": (stream + again) / L2_BYTES_PER_CYCLE + far / L3_BYTES_PER_CYCLE,
+        "cache": (near / L2_BYTES_PER_CYCLE + far / L3_BYTES_PER_CYCLE) / kernel.products**HIDDEN,
         "packing": padded * (kernel.d + kernel.e) / lanes * CYCLES_PER_PACKED + CYCLES_PER_ITEM,
     }
 
@@ -151,8 +153,8 @@ def _all_keys(n_q: int, n_k: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _spilled(size: np.ndarray, capacity: int) -> np.ndarray:
-    """Share of `size` bytes that a cache does not keep: none up to half its capacity, all from one and a half on."""
-    return np.clip(size / capacity - 0.5, 0, 1)
+    """Share of `size` bytes that a cache does not keep."""
+    return np.clip((size / capacity - SPILL_FROM) / SPILL_OVER, 0, 1)
 
 
 def _busiest(cost: np.ndarray, heads: int, threads: int) -> tuple[int, int]:
