@@ -11,7 +11,6 @@ how far the planner's own tile is from the best measured one.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -138,10 +137,14 @@ def measure(
     """Least seconds of each tile, the planner's among them; they take turns for `seconds`, at least five rounds."""
     size_ = (shape.batch, shape.heads, shape.n, shape.d)
     operands = [torch.randn(size_).to(getattr(torch, dtype)) for _ in range(3)]
-    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=shape.causal)
-    expected = attend(*(x.double() for x in operands))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+
+    q, k, v = operands
+    expected = attend(q.double(), k.double(), v.double())
     eps = torch.finfo(operands[0].dtype).eps
-    allowed = 2 * ((attend(*operands) - expected).abs().max() + eps * expected.abs().max()).item()
+    allowed = 2 * ((attend(q, k, v) - expected).abs().max() + eps * expected.abs().max()).item()
     calls = {}
     for tile in dict.fromkeys([chosen, *tiles(shape, base, target)]):
         calls[tile] = kernel_for(shape, dtype, tile, base, target)

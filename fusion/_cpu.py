@@ -48,7 +48,7 @@ def _linux_cpu() -> tuple[str, set[str], float]:
     except OSError:
         return platform.processor() or platform.machine(), set(), 0.0
     fields = dict(re.findall(r"^([^\t:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.M))
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    flags: set[str] = set((fields.get("flags") or fields.get("Features") or "").split())
     if "asimd" in flags:
         flags |= {"neon", "fma"}
     return fields.get("model name", platform.machine()), flags, float(fields.get("cpu MHz", 0)) * 1e6

@@ -87,8 +87,8 @@ class Machine:
     levels: from the fastest to the slowest, the last one holds everything. `fast` names the level whose capacity is
     the M of the theory. vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
     isa: instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon"). matrix_flops: (dtype, flop/s)
-    pairs, a multiply-add counted as two. exp_rate: exponentials/s. launch: s for starting one kernel. clock: Hz, of CPUs. shared_memory,
-    registers: bytes per core that one block may use (0 on CPUs).
+    pairs, a multiply-add counted as two. exp_rate: exponentials/s. launch: s for starting one kernel. clock: Hz, of
+    CPUs. shared_memory, registers: bytes per core that one block may use (0 on CPUs).
     """
 
     name: str
