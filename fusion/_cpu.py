@@ -48,9 +48,9 @@ def _linux_cpu() -> tuple[str, set[str], float]:
     except OSError:
         return platform.processor() or platform.machine(), set(), 0.0
     fields = dict(re.findall(r"^([^\t:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.M))
-    flags: set[str] = set((fields.get("flags") or fields.get("Features") or "").split())
+    flags = {str(flag) for flag in (fields.get("flags") or fields.get("Features") or "").split()}
     if "asimd" in flags:
-        flags |= {"neon", "fma"}
+        flags.update(("neon", "fma"))
     return fields.get("model name", platform.machine()), flags, float(fields.get("cpu MHz", 0)) * 1e6
 
 
@@ -61,7 +61,7 @@ def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
     flags = {flag.lower().replace(".", "_") for flag in fields.get("machdep.cpu.features", "").split()}
     flags |= {flag.lower() for flag in fields.get("machdep.cpu.leaf7_features", "").split()}
     if platform.machine() == "arm64":
-        flags |= {"neon", "fma"}
+        flags.update(("neon", "fma"))
         flags |= {"bf16"} if fields.get("hw.optional.arm.FEAT_BF16") == "1" else set()
     caches = {}
     for level, key in (

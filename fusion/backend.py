@@ -83,7 +83,7 @@ def _report(
                 module=nodes.module_path(site.anchor),
                 specs=tuple(part.spec for part in parts),
                 plans=tuple(_plan(part, hints) for part in parts),
-                sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) for part in parts),
+                sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) or "" for part in parts),
             )
         )
     return report

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import GraphModule
 
@@ -22,13 +22,13 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     if options.inner == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
-        return aot_eager(module, example_inputs)
+        return aot_eager(module, list(example_inputs))
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(mode) if mode else None
     with _without_fuse_attention():
-        return compile_fx(module, list(example_inputs), config_patches=patches)
+        return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
 
 
 _PATTERNS = "torch._inductor.fx_passes.fuse_attention"

@@ -42,7 +42,8 @@ class SiteReport:
 
     @property
     def source(self) -> str | None:
-        return self.sources[0] if self.sources else None
+        """The generated kernel; None where the reference interpreter runs."""
+        return self.sources[0] or None if self.sources else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class Kind(enum.Enum):
     BOOL = "bool"
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)  # no slots: nodes are referenced weakly, and slots leave room for that from 3.11 on
 class Expr:
     """One interned node. Make nodes with `node` or the helpers below, never with the constructor.
 

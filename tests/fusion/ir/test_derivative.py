@@ -31,7 +31,9 @@ def pull_back(expr, values, upstream):
     wanted = [x for x in loads if x.kind is Kind.FLOAT]
     ours = adjoints(expr, UPSTREAM, wanted)
     out = evaluate(expr, leaf, torch.float64)
-    theirs = torch.autograd.grad(out, [known[x] for x in wanted], upstream.expand_as(out), allow_unused=True, materialize_grads=True)
+    theirs = torch.autograd.grad(
+        out, [known[x] for x in wanted], upstream.expand_as(out), allow_unused=True, materialize_grads=True
+    )
     with torch.no_grad():
         return [(evaluate(ours[x], leaf, torch.float64).expand_as(t), t) for x, t in zip(wanted, theirs, strict=True)]
 
@@ -53,7 +55,9 @@ def test_derivatives_are_those_of_torch(name):
 def test_conventions_at_kinks(name):
     zero = torch.zeros(3, dtype=torch.float64)
     values = [zero, torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)][: len(PRIMITIVES[name].args)]
-    for ours, theirs in pull_back(apply(name, *leaves(PRIMITIVES[name].args)), values, torch.ones(3, dtype=torch.float64)):
+    for ours, theirs in pull_back(
+        apply(name, *leaves(PRIMITIVES[name].args)), values, torch.ones(3, dtype=torch.float64)
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -62,7 +66,7 @@ def test_a_selection_drops_what_is_not_a_number_on_the_other_side():
     values = [torch.tensor([True, False]), torch.tensor([1.0, 0.0], dtype=torch.float64)]
     expr = where(live, apply("log", x), const(0.0))
     # torch itself multiplies 0 by 1 / 0 here; the gradient at the selection is 0, and what follows is the same product.
-    (ours, theirs), = pull_back(expr, values, torch.ones(2, dtype=torch.float64))
+    ((ours, theirs),) = pull_back(expr, values, torch.ones(2, dtype=torch.float64))
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
