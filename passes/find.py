@@ -82,8 +82,8 @@ def may_hold_attention(module: GraphModule) -> bool:
 
 # --- candidates -------------------------------------------------------------------------------------------------
 
-_SOFTMAX_LIKE = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.exp, aten.log_softmax,
-                 aten._log_softmax}  # fmt: skip
+_SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
+_SOFTMAX_LIKE = _SOFTMAX | {aten.exp}
 _GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gelu, aten.elu, aten.square, aten.sin,
           aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
 
@@ -113,14 +113,18 @@ def shape_or_empty(node: Node) -> tuple:
     return tuple(held.shape) if isinstance(held, torch.Tensor) else ()
 
 
-def _from_product(node: Node, depth: int = 12) -> bool:
-    """Whether a product of two tensors is reached from here within a few operations."""
-    for parent in node.all_input_nodes:
-        if is_contraction(parent):
+def _from_product(node: Node) -> bool:
+    """Whether a product of two tensors is met on the way up from a node, before any linear layer."""
+    seen, stack = set(), [node]
+    while stack:
+        here = stack.pop()
+        if here in seen or here.op != "call_function":
+            continue
+        seen.add(here)
+        if is_contraction(here):
             return True
-        if depth and parent.op == "call_function" and packet(parent) not in (aten.linear, aten.addmm):
-            if _from_product(parent, depth - 1):
-                return True
+        if packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
+            stack.extend(here.all_input_nodes)
     return False
 
 
@@ -138,6 +142,8 @@ def _examine(anchor: Node) -> Site | None:
         except _NoAttention:
             return None
         except Unsupported as problem:
+            if not _worth_reporting(anchor):
+                return None
             refused = Site(anchor=anchor, root=anchor, reason=str(problem))
             if root is anchor:
                 return refused
@@ -152,6 +158,17 @@ def _specializing(anchor: Node, root: Node) -> Site:
             return site
         except nodes.Specialized:
             continue
+
+
+def _worth_reporting(anchor: Node) -> bool:
+    """Whether a refused product looks like attention to a person: normalised weights made from another product."""
+    if is_sdpa(anchor):
+        return True
+    return any(
+        (_reaches(parent, _SOFTMAX) or (_reaches(parent, {aten.exp}) and _reaches(parent, {aten.sum})))
+        and _from_product(parent)
+        for parent in anchor.all_input_nodes
+    )
 
 
 class _OtherRoot(Exception):
@@ -246,15 +263,23 @@ def _weights_are_left(left: Node, right: Node) -> bool:
     return _reaches_normalizer(left) or not _reaches_normalizer(right)
 
 
-def _reaches_normalizer(node: Node, depth: int = 24) -> bool:
-    if node.op != "call_function" or depth == 0:
-        return False
-    kind = packet(node)
-    if kind in _SOFTMAX_LIKE or (kind in _GATES and _from_product(node)):
-        return True
-    if is_contraction(node) or kind in (aten.linear, aten.addmm):
-        return False
-    return any(_reaches_normalizer(parent, depth - 1) for parent in node.all_input_nodes)
+def _reaches_normalizer(node: Node) -> bool:
+    return _reaches(node, _SOFTMAX_LIKE, lambda here: packet(here) in _GATES and _from_product(here))
+
+
+def _reaches(node: Node, kinds: set, accept: Callable[[Node], bool] | None = None) -> bool:
+    """Whether one of these operations is met on the way up from a node, before any product or linear layer."""
+    seen, stack = set(), [node]
+    while stack:
+        here = stack.pop()
+        if here in seen or here.op != "call_function":
+            continue
+        seen.add(here)
+        if packet(here) in kinds or (accept is not None and accept(here)):
+            return True
+        if not is_contraction(here) and packet(here) not in (aten.linear, aten.addmm, aten.layer_norm):
+            stack.extend(here.all_input_nodes)
+    return False
 
 
 def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr]):
