@@ -317,8 +317,21 @@ _MI300X = _gpu(
 NAMED = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200, "mi300x": _MI300X}
 
 
+def _named_gpu() -> Machine | None:
+    """The named machine that the current GPU is, by what its driver calls it; None where there is none or it is not
+    listed.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    called = torch.cuda.get_device_name().lower()
+    return next((found for name, found in NAMED.items() if name in called), None)
+
+
 def machine(name: str | Machine | None = None) -> Machine:
-    """The machine of that name ("cpu", or None, is the one this runs on); a `Machine` is returned as it is.
+    """The machine of that name ("cpu", or None, is the one this runs on; "cuda" its GPU); a `Machine` is returned as
+    it is.
 
     Raises UnknownMachineError, which lists the valid names.
     """
@@ -329,6 +342,8 @@ def machine(name: str | Machine | None = None) -> Machine:
         return Machine.detect()
     if key in NAMED:
         return NAMED[key]
+    if key.split(":")[0] == "cuda" and (found := _named_gpu()) is not None:
+        return found
     raise UnknownMachineError(
         f"machine {name!r} is not known; known: cpu (this computer), {', '.join(NAMED)}, or a fusion.machine.Machine"
     )

@@ -34,6 +34,18 @@ def test_unknown_machine_lists_the_known():
         machine("h200").level("L4")
 
 
+@pytest.mark.parametrize(("called", "name"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100")])
+def test_the_gpu_of_this_computer_by_its_name(monkeypatch, called, name):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: called)
+    assert machine("cuda") is machine("cuda:0") is NAMED[name]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce 256")
+    with pytest.raises(UnknownMachineError, match="'cuda' is not known"):
+        machine("cuda")
+
+
 def test_detected_cpu():
     found = Machine.detect()
     assert found is Machine.detect() is machine(None) is machine("cpu")
