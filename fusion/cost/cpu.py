@@ -30,16 +30,16 @@ _PLANE_PRODUCTS = {1: 1, 2: 3, 3: 6}
 
 TILE_EFFICIENCY = 0.78  # of the AMX rate, tile loads included
 FMA_EFFICIENCY = 1.2  # of the multiply-add rate at the stated clock, which cores exceed
-CYCLES_PER_SCORES = {0: 6.0, 1: 3.6, 2: 5.0, 3: 6.3}  # a vector of scores: maximum, exponential, sum; by planes packed
-CYCLES_PER_OUTPUT = 0.35  # for one vector of the output, loaded and stored once per key block
+CYCLES_PER_SCORES = {0: 5.0, 1: 5.0, 2: 6.5, 3: 8.0}  # a vector of scores: maximum, exponential, sum; by planes packed
+CYCLES_PER_OUTPUT = 0.6  # for one vector of the output, loaded and stored once per key block
 CYCLES_PER_PACKED = 8.0  # for one vector of Q, K or V brought into the kernel's layout
 CYCLES_PER_OPERATION = 1.0  # for one vector through one more operation of the score program
 CYCLES_PER_ITEM = 500.0
-CYCLES_PER_BLOCK = 70.0  # a row group meets a key block: loop set-up, statistics
-L2_BYTES_PER_CYCLE = 80.0  # what does not stay in L1; mostly hidden by prefetching
-HIDDEN = 0.13  # how far matrix products hide cache traffic: by the power of products per byte
-SPILL_FROM, SPILL_OVER = 0.7, 0.64  # a cache begins to lose a tile at this share of its capacity, over this range
-L3_BYTES_PER_CYCLE = 20.0  # packed K and V that outgrow L2
+CYCLES_PER_BLOCK = 54.0  # a row group meets a key block: loop set-up, statistics; for each plane (3 without)
+L2_BYTES_PER_CYCLE = 88.0  # what does not stay in L1; mostly hidden by prefetching
+HIDDEN = 0.3  # how far matrix products hide cache traffic: by the power of products per byte
+SPILL_FROM, SPILL_OVER = 0.7, 0.77  # a cache begins to lose a tile at this share of its capacity, over this range
+L3_BYTES_PER_CYCLE = 8.0  # packed K and V that outgrow L2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def _item_cycles(
     far = stream * _spilled(n_k * (kernel.d + kernel.e) * kernel.size + query + score + weight, second)
     return {
         "products": 2 * padded * taken * (kernel.d + kernel.e) * kernel.products / rate,
-        "softmax": vectors * taken * score_cycles + groups * blocks * CYCLES_PER_BLOCK,
+        "softmax": vectors * taken * score_cycles + groups * blocks * CYCLES_PER_BLOCK * (kernel.planes or 3),
         "output": padded * kernel.e / lanes * blocks * CYCLES_PER_OUTPUT,
         "cache": (near / L2_BYTES_PER_CYCLE + far / L3_BYTES_PER_CYCLE) / kernel.products**HIDDEN,
         "packing": padded * (kernel.d + kernel.e) / lanes * CYCLES_PER_PACKED + CYCLES_PER_ITEM,
