@@ -1,0 +1,103 @@
+"""Specs refuse what cannot be, print as mathematics, and survive being written and read."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from fusion.ir import AttentionSpec, Output
+from fusion.ir.expr import FALSE, SCORE, TRUE, I, J, Kind, const, coord, load
+from fusion.ir.ops import PRIMITIVES, apply, as_float, evaluate
+from fusion.passes.pointwise import swallows
+
+
+def _spec() -> AttentionSpec:
+    def attend(q, k, v, bias):
+        slopes = torch.linspace(0.1, 1, 4)[:, None, None]
+        s = 5 * torch.tanh(q @ k.mT / 5) + bias + slopes
+        i, j = torch.arange(9)[:, None], torch.arange(9)
+        return torch.softmax(s.masked_fill((j > i) | (i - j > 4), -math.inf), -1) @ v
+
+    inputs = [*(torch.randn(2, 4, 9, 8) for _ in range(3)), torch.randn(4, 9, 9)]
+    return fusion.explain(attend, *inputs).sites[0].spec
+
+
+def test_round_trip():
+    spec = _spec()
+    again = AttentionSpec.from_json(spec.to_json())
+    assert again == spec
+    assert again.to_json() == spec.to_json()
+    assert again.score is spec.score  # interned
+
+
+def test_printed_as_mathematics():
+    text = str(_spec())
+    assert text.startswith("attention[B0xB1, Nq x Nk, d=8/8, float32]: softmax(")
+    assert "tanh(s / 5) * 5" in text and "bias[b1, i, j]" in text and "-inf" in text
+
+
+def test_an_operand_that_depends_on_the_wrong_coordinate_is_refused():
+    from dataclasses import replace
+
+    spec = _spec()
+    with pytest.raises(ValueError, match="uses .*'i'"):
+        replace(spec, k=(*spec.k[:-1], I))
+    with pytest.raises(ValueError, match="sink must not depend on the key"):
+        replace(spec, sinks=(as_float(J),))
+
+
+def test_an_output_names_the_same_dimensions_twice():
+    with pytest.raises(ValueError, match="name different coordinates"):
+        Output(dims=("b0", "i", "e"), order=("b0", "e", "e"))
+
+
+@pytest.mark.parametrize("name", sorted(set(PRIMITIVES) - {"add", "mul", "floordiv", "mod"}))
+def test_constant_folding_is_torchs(name):
+    primitive = PRIMITIVES[name]
+    samples = {Kind.FLOAT: (0.3, 0.7, 0.2), Kind.INT: (7, 3, 2), Kind.BOOL: (True, False, True)}
+    values = [samples[kind][k] for k, kind in enumerate(primitive.args)]
+    folded = apply(name, *(const(v, kind) for v, kind in zip(values, primitive.args, strict=True)))
+    dtypes = {Kind.FLOAT: torch.float64, Kind.INT: torch.int64, Kind.BOOL: torch.bool}
+    tensors = [torch.tensor(v, dtype=dtypes[kind]) for v, kind in zip(values, primitive.args, strict=True)]
+    assert folded.is_const and folded.attr == pytest.approx(primitive.evaluate(*tensors).item())
+
+
+def test_wrong_kinds_are_refused():
+    with pytest.raises(TypeError, match="fadd takes"):
+        apply("fadd", SCORE, I)
+
+
+def test_selections_swallow_operations_with_constants():
+    causal = apply("ile", J, I)
+    inverted = apply("fmul", apply("fsub", const(1.0), as_float(causal)), const(-1e9))
+    assert str(inverted) == "0 if j ≤ i else -1e+09"
+    assert apply("feq", as_float(causal), const(1.0)) is causal
+    assert apply("not", apply("not", causal)) is causal
+
+
+def test_comparisons_that_are_decided():
+    assert apply("ile", const(0), I) is TRUE
+    assert apply("ilt", I, const(0)) is FALSE
+    assert apply("ieq", I, const(-1)) is FALSE
+    assert apply("ile", J, I).op == "ile"
+
+
+@pytest.mark.parametrize(
+    ("fill", "dtype", "expected"),
+    [(-math.inf, torch.float32, True), (-1e9, torch.float32, True), (-1e4, torch.float32, False),
+     (-1e4, torch.bfloat16, True), (-65504.0, torch.float16, True), (-100.0, torch.float16, False),
+     (3e38, torch.float32, False)],
+)  # fmt: skip
+def test_which_fills_swallow_a_score(fill, dtype, expected):
+    assert swallows(fill, dtype) is expected
+    if expected:
+        kept = torch.tensor(fill, dtype=dtype) + torch.linspace(-15, 15, 31).to(dtype)
+        assert (kept == fill).all()
+
+
+def test_loads_evaluate_at_their_index():
+    table = torch.arange(12.0).view(3, 4)
+    value = evaluate(load(3, (coord("b0"), J), Kind.FLOAT), lambda leaf: {
+        "load": lambda *index: table[index], "coord": torch.tensor(2)}[leaf.op])  # fmt: skip
+    assert value.item() == 10.0
