@@ -18,6 +18,16 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 #: Rare functions that are left to libm
 LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}
+#: Numerators and denominators of tanh(x) / x in x**2 on [0, 81], by iterated weighted least squares; all are positive,
+#: so that nothing cancels
+_TANH = (
+    (9.999999794e-01, 1.338101901e-01, 3.495580362e-03, 2.060895930e-05, 1.335450062e-08),
+    (1.0, 4.671433459e-01, 2.587695236e-02, 3.285622321e-04, 7.776490394e-07),
+)
+_TANH_SHORT = (
+    (9.999940924e-01, 1.205823952e-01, 2.066666138e-03, 3.023143407e-06),
+    (1.0, 4.538780065e-01, 2.006734051e-02, 1.203734232e-04),
+)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # ln 2 in two parts: the first is exact in few bits
 #: log(1 + f) = f - f**2 / 2 + f**3 * these, on [sqrt(1/2) - 1, sqrt(2) - 1]: single-precision coefficients of Cephes
 _LOG_TAIL = (
@@ -96,16 +106,25 @@ class VectorMath:
         return b.select(regular, b.fma(e, b.mul(low, LN2), e), e, "exp")
 
     def tanh(self, x: Value) -> Value:
-        """tanh, 2e-7: 1 - 2 / (1 + e**(2x)) away from zero, an odd polynomial for |x| < 0.35."""
+        """tanh: x P(x**2) / Q(x**2), 2e-8 and rounding; 7e-5 where the exponential is of low degree too."""
+        b, exact = self.b, self.degree >= 5
+        p, q = _TANH if exact else _TANH_SHORT
+        clamped = b.select(b.compare("ogt", x, 9.0), 9.0, x)  # from there on tanh is 1 in float32
+        clamped = b.select(b.compare("olt", clamped, -9.0), -9.0, clamped, "clamped")
+        square = b.mul(clamped, clamped, "square")
+        numerator = b.mul(horner(b, square, p), clamped)
+        return b.mul(numerator, self.reciprocal(horner(b, square, q), exact), "tanh")
+
+    def reciprocal(self, x: Value, exact: bool = True) -> Value:
+        """1 / x for x that is neither 0 nor infinite; to 6e-5 where `exact` is not asked for and that is cheaper."""
         b = self.b
-        a = b.unary("math.absf", x, "abs")
-        e = self.exp2(b.mul(a, -2 * LOG2E), 6 if self.degree >= 5 else self.degree)
-        away = b.div(b.sub(1.0, e), b.add(e, 1.0))
-        square = b.mul(x, x)
-        # Taylor series of tanh(x) / x; the next term is below 3e-8 at 0.35.
-        near = horner(b, square, (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925))
-        small = b.compare("olt", a, 0.35)
-        return b.select(small, b.mul(near, x), self.copysign(away, x), "tanh")
+        if not self.avx512 or shape_of(x.type)[0] != 16:
+            return b.div(1.0, x)
+        estimate = b.intrinsic("x86.avx512.rcp14.ps.512", x, x, b.constant(-1, "i16"), type_=x.type, hint="recip")
+        if not exact:
+            return estimate
+        error = b.fma(b.unary("arith.negf", x), estimate, 1.0)
+        return b.fma(error, estimate, estimate, "recip")  # one step of Newton's method
 
     def log(self, x: Value) -> Value:
         """Natural logarithm, 1e-7: exponent and mantissa in [sqrt(1/2), sqrt(2)), log(m) by a polynomial in m - 1."""
@@ -139,9 +158,6 @@ class VectorMath:
         # From 1e8 on 1 + x is x; at -1 the quotient has no meaning.
         usable = b.binary("arith.andi", small, b.compare("une", u, 0.0))
         return b.select(usable, corrected, self.log(u), "log1p")
-
-    def copysign(self, magnitude: Value, sign: Value) -> Value:
-        return self.b.op(f"math.copysign {magnitude}, {sign} : {sign.type}", sign.type, "signed")
 
     def sigmoid(self, x: Value) -> Value:
         """1 / (1 + e**-x)."""
