@@ -16,6 +16,8 @@ from fusion.codegen.mlir.transpose import transpose
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, coordinates, loads
 
+PREFETCH_KEYS = 128  # how far ahead, in keys
+
 
 def dense_loads(*programs: Expr | None) -> list[Expr]:
     """Loads at indices linear in both row and key, which depend on both. Integers are left out: they are gathered."""
@@ -80,7 +82,10 @@ class DenseLoad:
         with b.loop(0, transposed, lanes, hint="j") as j:
             start = b.at(corner, j, self.memory)
             type_ = vector_of(self.memory, lanes)
-            lines = [b.load(b.at(start, b.mul(self.row_stride, r), self.memory), type_, "line") for r in range(lanes)]
+            rows = [b.at(start, b.mul(self.row_stride, r), self.memory, "row") for r in range(lanes)]
+            for row in rows:  # many short runs of many rows are too much for the hardware to foresee
+                b.prefetch(b.at(row, PREFETCH_KEYS, self.memory))
+            lines = [b.load(row, type_, "line") for row in rows]
             for r, column in enumerate(transpose(b, [self._widen(x) for x in lines])):
                 b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
         with b.loop(transposed, count, hint="j") as j:

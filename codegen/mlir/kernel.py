@@ -28,6 +28,7 @@ from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.toeplitz import DistanceTable, distance_parts, without_parts
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -53,7 +54,9 @@ class _Kernel(KernelFunction):
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
         super().__init__(spec, target, d, d_v, degree)
         self.tiling = tiling
-        self.dense = dense_loads(self.programs.masked, self.programs.full, self.weight)
+        whole = (self.programs.masked, self.programs.full, self.weight)
+        self.by_distance = distance_parts(*whole)
+        self.dense = dense_loads(*(without_parts(program, self.by_distance) for program in whole))
         self.may_flag = tiling.planes > 1
         worst = self._area(64, "worst") if self.may_flag else None
         self.products: Products
@@ -78,6 +81,8 @@ class _Kernel(KernelFunction):
         self.totals = self._area(groups * row, "totals")
         self.staging = self._area(8 * p.staging_elements(), "staging")
         self.finished = self._area(lanes * p.e_padded * 4, "finished")
+        entries = keys + (p.group_step + 1) * lanes
+        self.tables = [DistanceTable(self.context, part, self._area(4 * entries, "table")) for part in self.by_distance]
         self.staged = [self._area(keys * row, "staged") for _ in self.dense]
         self.state = self._area(64 * 4, "state")
         b = self.b
@@ -110,7 +115,7 @@ class _Kernel(KernelFunction):
             b.store(b.constant(0, vector_of("i32", 16)), self.worst)
         for slot in range(2 + 8):
             b.store(b.constant(-1, "i64"), b.at(self.state, slot, "i64"))
-        with b.loop(*self._share(), hint="item") as item:
+        with self._items() as item:
             self._item(top, item)
         if self.worst is not None:
             self._raise_flag()
@@ -259,6 +264,9 @@ class _Kernel(KernelFunction):
         steps = b.div(b.add(n, p.key_step - 1), p.key_step, "steps")
         block = KeyBlock(first=j0, count=n, padded=b.mul(steps, p.key_step))
         whole = self._all_live(scope, j0, n)
+        start, last = scope.value(coord("i0")), scope.value(coord("i1"))
+        for table in self.tables:
+            table.fill(scope, start, last, j0, b.sub(b.add(j0, n), 1))
         queries = [b.at(self.queries, b.mul(b.add(g, k), p.query_bytes()), "i8") for k in range(p.group_step)]
         first_step = b.div(j0, p.key_step)
         with b.loop(0, steps, hint="step") as step:
@@ -310,12 +318,18 @@ class _Kernel(KernelFunction):
             softmax.exponentials(store)
 
     def _scores_to_maximum(self, lanes: Scope, softmax: GroupSoftmax, block: KeyBlock, program: Expr) -> None:
+        b = self.b
+        assert lanes.lanes is not None
         lanes.prepare(program, self.weight, bound=self.batch_names | {"i"})
-        wanted = dense_loads(program, self.weight)
+        wanted = dense_loads(*(without_parts(part, self.by_distance) for part in (program, self.weight)))
         staged = [
             (load.expr, load.stage(lanes, block.first, block.count, area))
             for load, area in zip(self.loads, self.staged, strict=True)
             if load.expr in wanted
+        ]
+        row = lanes.lanes.first
+        staged += [
+            (table.part, lambda key, table=table: table.read(row, b.add(block.first, key))) for table in self.tables
         ]
         highest = softmax.apply(lanes, program, self.weight, staged)
         if self.spec.normalizer is Normalizer.NONE:

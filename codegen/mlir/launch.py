@@ -49,6 +49,8 @@ class _ThreadMemory(threading.local):
         self.packed = ctypes.addressof(self._arguments)
         self.flag = ctypes.c_int64(0)
         self.flag_address = ctypes.addressof(self.flag)
+        self.counter = ctypes.c_int64(0)
+        self.counter_address = ctypes.addressof(self.counter)
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes, on a cache line."""
@@ -82,11 +84,19 @@ def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int
 
 
 def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple[int, ...]]:
-    """(operands, sizes, output, workspace, bytes per thread, key steps, items, blocks, flag) -> parameter slots."""
+    """(operands, sizes, output, workspace, bytes per thread, key steps, items, blocks, flag, chunks, counter) ->
+    parameter slots."""
     computed = {
-        ("ptr", "workspace"): "workspace", ("workspace_bytes",): "per_thread", ("key_steps",): "steps",
-        ("items",): "items", ("blocks",): "blocks", ("ptr", "flag"): "flag", ("ptr", "out"): "out.data_ptr()",
-    }  # fmt: skip
+        ("ptr", "workspace"): "workspace",
+        ("ptr", "flag"): "flag",
+        ("ptr", "counter"): "counter",
+        ("ptr", "out"): "out.data_ptr()",
+        ("workspace_bytes",): "per_thread",
+        ("key_steps",): "steps",
+        ("items",): "items",
+        ("blocks",): "blocks",
+        ("chunks",): "chunks",
+    }
 
     def term(slot: tuple) -> str:
         if slot in computed:
@@ -104,7 +114,9 @@ def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple
     lines = [f"    t{number} = o[{number}].stride()" for number in strided]
     body = "\n".join([*lines, "    u = out.stride()", f"    return ({', '.join(map(term, text.slots))},)"])
     namespace: dict[str, Callable[..., tuple[int, ...]]] = {}
-    exec(f"def slots(o, s, out, workspace, per_thread, steps, items, blocks, flag):\n{body}", namespace)
+    exec(
+        f"def slots(o, s, out, workspace, per_thread, steps, items, blocks, flag, chunks, counter):\n{body}", namespace
+    )
     return namespace["slots"]
 
 
@@ -131,7 +143,21 @@ class Variant:
         threads = min(torch.get_num_threads(), items, work // WORK_PER_THREAD[self.tiling is not None] + 1)
         per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
         workspace = memory.reserve(threads * per_thread)
-        values = self.slots(operands, sizes, out, workspace, per_thread, steps, items, blocks, memory.flag_address)
+        chunks = 1 if threads == 1 else min(items, CHUNKS_PER_THREAD * threads)
+        memory.counter.value = 0
+        values = self.slots(
+            operands,
+            sizes,
+            out,
+            workspace,
+            per_thread,
+            steps,
+            items,
+            blocks,
+            memory.flag_address,
+            chunks,
+            memory.counter_address,
+        )
         self.layout.pack_into(memory.params, 0, *values)
         if threads == 1:
             self.run_alone(memory.packed)
@@ -150,6 +176,7 @@ class Shape(NamedTuple):
 
 #: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
 WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
+CHUNKS_PER_THREAD = 4
 FEW_QUERIES = 8
 ROWS = -1  # the number of the variant for few queries, among the tilings
 

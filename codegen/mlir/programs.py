@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from fusion.ir import integers, ops
-from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, coord, substitute, walk
+from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, coord, rebuild, substitute, walk
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 I0, I1, J0, J1 = (coord(name) for name in ("i0", "i1", "j0", "j1"))
@@ -38,12 +38,37 @@ def programs_of(spec: AttentionSpec) -> Programs:
         decided = {part: margin for part in ops.conjuncts(spec.mask.live) if (margin := _margin(part)) is not None}
         full = substitute(score, dict.fromkeys(decided, TRUE))
         full, margins = (None, ()) if full is score else (full, tuple(decided.values()))
-    scale = None if spec.normalizer is Normalizer.NONE else _factor(score)
-    if scale is None or (full is not None and _factor(full) != scale):
+    score, full = simplified(score), None if full is None else simplified(full)
+    scale = 1.0 if spec.normalizer is Normalizer.NONE else _factor(score)
+    if scale == 1.0 or (full is not None and _factor(full) != scale):
         return Programs(masked=score, full=full, margins=margins, scale=1.0)
-    parts = [None if part is None else _divide(part, scale) for part in (score, full)]
-    assert parts[0] is not None
-    return Programs(masked=parts[0], full=parts[1], margins=margins, scale=scale)
+    full = None if full is None else _divide(full, scale)
+    return Programs(masked=_divide(score, scale), full=full, margins=margins, scale=scale)
+
+
+def simplified(expr: Expr) -> Expr:
+    """Divisions by constants as products, and products with several constants as one. Rounds differently from the
+    original in the last place."""
+
+    def visit(part: Expr) -> Expr | None:
+        if part.op == "div" and _is_factor(part.args[1]):
+            return simplified(ops.apply("fmul", part.args[0], const(1.0 / float(part.args[1].attr))))  # type: ignore[arg-type]
+        if part.op == "fmul":
+            left, right = (rebuild(arg, visit) for arg in part.args)
+            if left.op == "const":
+                left, right = right, left
+            if _is_factor(right) and left.op == "fmul" and _is_factor(left.args[1]):
+                product = float(right.attr) * float(left.args[1].attr)  # type: ignore[arg-type]
+                left, right = left.args[0], const(product)
+            return ops.apply("fmul", left, right)
+        return None
+
+    return rebuild(expr, visit)
+
+
+def _is_factor(expr: Expr) -> bool:
+    """A constant that neither over- nor underflows when folded."""
+    return expr.op == "const" and expr.kind is Kind.FLOAT and 1e-6 < abs(float(expr.attr)) < 1e6  # type: ignore[arg-type]
 
 
 def _margin(predicate: Expr) -> Expr | None:
@@ -63,31 +88,20 @@ def _margin(predicate: Expr) -> Expr | None:
     return integers.add(least, rest)
 
 
-def _factor(expr: Expr) -> float | None:
-    """The positive constant c such that the program is c times a simpler one, or None."""
-    if expr is SCORE:
-        return 1.0
-    if expr.op == "fmul":
-        left, right = expr.args
-        for factor, rest in ((left, right), (right, left)):
-            if factor.op == "const" and 1e-6 < float(factor.attr) < 1e6 and (inner := _factor(rest)) is not None:  # type: ignore[arg-type]
-                return float(factor.attr) * inner  # type: ignore[arg-type]
-        return None
-    if expr.op == "div" and expr.args[1].op == "const" and 1e-6 < float(expr.args[1].attr) < 1e6:  # type: ignore[arg-type]
-        inner = _factor(expr.args[0])
-        return None if inner is None else inner / float(expr.args[1].attr)  # type: ignore[arg-type]
+def _factor(expr: Expr) -> float:
+    """The positive constant c such that the (simplified) program is c times another, or 1."""
+    if expr.op == "fmul" and _is_factor(expr.args[1]) and float(expr.args[1].attr) > 0:  # type: ignore[arg-type]
+        return float(expr.args[1].attr)  # type: ignore[arg-type]
     if expr.op == "where" and not contains(expr.args[0], SCORE):
         then, otherwise = expr.args[1:]
         if otherwise.op == "const":
             return _factor(then)
-        return _factor(otherwise) if then.op == "const" else None
-    return None
+        return _factor(otherwise) if then.op == "const" else 1.0
+    return 1.0
 
 
 def _divide(expr: Expr, scale: float) -> Expr:
     """The program in units of the factor that `_factor` found."""
-    if expr is SCORE:
-        return expr
     if expr.op == "const":
         value = float(expr.attr) / scale  # type: ignore[arg-type]
         if math.isfinite(float(expr.attr)):  # type: ignore[arg-type]
@@ -95,5 +109,4 @@ def _divide(expr: Expr, scale: float) -> Expr:
         return const(value, Kind.FLOAT)
     if expr.op == "where":
         return ops.where(expr.args[0], _divide(expr.args[1], scale), _divide(expr.args[2], scale))
-    rest = [arg for arg in expr.args if arg.op != "const"]
-    return _divide(rest[0], scale)
+    return expr.args[0]

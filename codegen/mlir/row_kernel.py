@@ -39,7 +39,7 @@ class _RowKernel(KernelFunction):
 
     def text(self) -> KernelText:
         top = self._top()
-        with self.b.loop(*self._share(), hint="item") as item:
+        with self._items() as item:
             self._row(top, item)
         return KernelText(
             source=self._function(), slots=self._slots(), rows=1, key_step=self.lanes,

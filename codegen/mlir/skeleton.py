@@ -3,7 +3,9 @@ coordinates of a work item, the range of keys, and writing rows of the result.""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
@@ -19,7 +21,6 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32
-llvm.func @omp_get_num_threads() -> i32
 """ + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
 
@@ -76,11 +77,10 @@ class KernelFunction:
     def _thread_base(self) -> Value:
         b = self.b
         with b.at_entry():
-            for name, function in (("thread", "omp_get_thread_num"), ("threads", "omp_get_num_threads")):
-                number = b.op(f"llvm.call @{function}() : () -> i32", "i32", name)
-                setattr(self, name, b.op(f"arith.extsi {number} : i32 to i64", "i64", name))
+            number = b.op("llvm.call @omp_get_thread_num() : () -> i32", "i32", "thread")
+            thread = b.op(f"arith.extsi {number} : i32 to i64", "i64", "thread")
             return b.at(
-                self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine"
+                self.params[("ptr", "workspace")], b.mul(thread, self.params[("workspace_bytes",)]), "i8", "mine"
             )
 
     def _area(self, size: int, hint: str) -> Value:
@@ -106,11 +106,19 @@ class KernelFunction:
         self.n_q, self.n_k = (self.b.as_value(n, "i64") for n in sizes)
         return top
 
-    def _share(self) -> tuple[Value, Value]:
-        """First and last (exclusive) work item of this thread."""
-        b, items = self.b, self.params[("items",)]
-        low = b.div(b.mul(items, self.thread), self.threads, "low")
-        return low, b.div(b.mul(items, b.add(self.thread, 1)), self.threads, "high")
+    @contextlib.contextmanager
+    def _items(self) -> Iterator[Value]:
+        """The loop over this thread's work items. Threads take chunks of consecutive items from a common counter, so
+        that blocks of unequal work (causal masks) and busy cores even out."""
+        b, items, chunks = self.b, self.params[("items",)], self.params[("chunks",)]
+        counter = self.params[("ptr", "counter")]
+        with b.loop(0, chunks, hint="turn"):
+            one = b.constant(1, "i64")
+            mine = b.op(f"llvm.atomicrmw add {counter}, {one} monotonic : {PTR}, i64", "i64", "chunk")
+            with b.when(b.compare("slt", mine, chunks)):
+                low, high = (b.div(b.mul(items, b.add(mine, k)), chunks) for k in (0, 1))
+                with b.loop(low, high, hint="item") as item:
+                    yield item
 
     def _batch_scope(self, top: Scope, rest: Value) -> Scope:
         """The scope of a work item: batch coordinates from its linear index, and what depends on nothing else."""

@@ -17,7 +17,23 @@ from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 #: Rare functions that are left to libm
-LIBM = {"log1p": "log1pf", "expm1": "expm1f", "erf": "erff", "atan": "atanf"}
+LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}
+#: Numerators and denominators of tanh(x) / x in x**2 on [0, 81], by iterated weighted least squares; all are positive,
+#: so that nothing cancels
+_TANH = (
+    (9.999999794e-01, 1.338101901e-01, 3.495580362e-03, 2.060895930e-05, 1.335450062e-08),
+    (1.0, 4.671433459e-01, 2.587695236e-02, 3.285622321e-04, 7.776490394e-07),
+)
+_TANH_SHORT = (
+    (9.999940924e-01, 1.205823952e-01, 2.066666138e-03, 3.023143407e-06),
+    (1.0, 4.538780065e-01, 2.006734051e-02, 1.203734232e-04),
+)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # ln 2 in two parts: the first is exact in few bits
+#: log(1 + f) = f - f**2 / 2 + f**3 * these, on [sqrt(1/2) - 1, sqrt(2) - 1]: single-precision coefficients of Cephes
+_LOG_TAIL = (
+    3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1, -1.2420140846e-1,
+    1.1676998740e-1, -1.1514610310e-1, 7.0376836292e-2,
+)  # fmt: skip
 _LOG2E_HIGH = 1.44269502162933349609375  # log2(e) rounded to float32
 _LOG2E_LOW = LOG2E - _LOG2E_HIGH
 
@@ -84,25 +100,64 @@ class VectorMath:
         b = self.b
         high = b.mul(x, _LOG2E_HIGH)
         low = b.fma(x, _LOG2E_LOW, b.fma(x, _LOG2E_HIGH, b.unary("arith.negf", high)))
-        moderate = b.compare("olt", b.unary("math.absf", x), 200.0)
-        low = b.select(moderate, b.mul(low, LN2), 0.0)
-        e = self.exp2(high, max(self.degree, 5))
-        return b.select(moderate, b.fma(e, low, e), e, "exp")  # infinity times 0 would be NaN
+        e = self.exp2(high, 6 if self.degree >= 5 else 5)
+        # Where the result is infinite, or the argument is, the correction is not a number.
+        regular = b.binary("arith.andi", b.compare("olt", e, math.inf), b.compare("ogt", x, -200.0))
+        return b.select(regular, b.fma(e, b.mul(low, LN2), e), e, "exp")
 
     def tanh(self, x: Value) -> Value:
-        """tanh, 2e-7: 1 - 2 / (1 + e**(2x)) away from zero, an odd polynomial for |x| < 0.35."""
-        b = self.b
-        a = b.unary("math.absf", x, "abs")
-        e = self.exp2(b.mul(a, -2 * LOG2E))
-        away = b.div(b.sub(1.0, e), b.add(e, 1.0))
-        square = b.mul(x, x)
-        # Taylor series of tanh(x) / x; the next term is below 3e-8 at 0.35.
-        near = horner(b, square, (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925))
-        small = b.compare("olt", a, 0.35)
-        return b.select(small, b.mul(near, x), self.copysign(away, x), "tanh")
+        """tanh: x P(x**2) / Q(x**2), 2e-8 and rounding; 7e-5 where the exponential is of low degree too."""
+        b, exact = self.b, self.degree >= 5
+        p, q = _TANH if exact else _TANH_SHORT
+        clamped = b.select(b.compare("ogt", x, 9.0), 9.0, x)  # from there on tanh is 1 in float32
+        clamped = b.select(b.compare("olt", clamped, -9.0), -9.0, clamped, "clamped")
+        square = b.mul(clamped, clamped, "square")
+        numerator = b.mul(horner(b, square, p), clamped)
+        return b.mul(numerator, self.reciprocal(horner(b, square, q), exact), "tanh")
 
-    def copysign(self, magnitude: Value, sign: Value) -> Value:
-        return self.b.op(f"math.copysign {magnitude}, {sign} : {sign.type}", sign.type, "signed")
+    def reciprocal(self, x: Value, exact: bool = True) -> Value:
+        """1 / x for x that is neither 0 nor infinite; to 6e-5 where `exact` is not asked for and that is cheaper."""
+        b = self.b
+        if not self.avx512 or shape_of(x.type)[0] != 16:
+            return b.div(1.0, x)
+        estimate = b.intrinsic("x86.avx512.rcp14.ps.512", x, x, b.constant(-1, "i16"), type_=x.type, hint="recip")
+        if not exact:
+            return estimate
+        error = b.fma(b.unary("arith.negf", x), estimate, 1.0)
+        return b.fma(error, estimate, estimate, "recip")  # one step of Newton's method
+
+    def log(self, x: Value) -> Value:
+        """Natural logarithm, 1e-7: exponent and mantissa in [sqrt(1/2), sqrt(2)), log(m) by a polynomial in m - 1."""
+        b, lanes = self.b, shape_of(x.type)[0]
+        integer = vector_of("i32", lanes)
+        denormal = b.compare("olt", x, 1.17549435e-38)
+        scaled = b.select(denormal, b.mul(x, 2.0**23), x)
+        bits = b.bitcast(scaled, integer)
+        # Subtracting the bits of sqrt(1/2) makes the exponent field count from there.
+        offset = b.sub(bits, 0x3F3504F3)
+        exponent = b.binary("arith.shrsi", offset, 23)
+        mantissa = b.bitcast(b.add(b.binary("arith.andi", offset, 0x7FFFFF), 0x3F3504F3), x.type)
+        e = b.op(f"arith.sitofp {exponent} : {integer} to {x.type}", x.type, "e")
+        e = b.select(denormal, b.sub(e, 23.0), e)
+        f = b.sub(mantissa, 1.0, "f")
+        square = b.mul(f, f)
+        tail = b.mul(b.mul(horner(b, f, _LOG_TAIL), f), square)
+        low = b.fma(e, _LN2_LOW, b.fma(square, -0.5, tail))
+        value = b.fma(e, _LN2_HIGH, b.add(f, low))
+        value = b.select(b.compare("oeq", x, math.inf), math.inf, value)
+        value = b.select(b.compare("oeq", x, 0.0), -math.inf, value)
+        return b.select(b.compare("olt", x, 0.0), math.nan, b.select(b.compare("uno", x, x), x, value), "log")
+
+    def log1p(self, x: Value) -> Value:
+        """log(1 + x), also near 0: the rounding of 1 + x is made good to first order."""
+        b = self.b
+        u = b.add(x, 1.0)
+        lost = b.sub(x, b.sub(u, 1.0))
+        small = b.compare("olt", b.unary("math.absf", x), 1e8)
+        corrected = b.add(self.log(u), b.div(lost, u))
+        # From 1e8 on 1 + x is x; at -1 the quotient has no meaning.
+        usable = b.binary("arith.andi", small, b.compare("une", u, 0.0))
+        return b.select(usable, corrected, self.log(u), "log1p")
 
     def sigmoid(self, x: Value) -> Value:
         """1 / (1 + e**-x)."""
@@ -124,12 +179,12 @@ class VectorMath:
     def unary(self, name: str) -> Callable[[Value], Value]:
         """The function of a float primitive of the score language, by its name."""
         b = self.b
-        own = {"exp": self.exp, "tanh": self.tanh, "sigmoid": self.sigmoid}
+        own = {"exp": self.exp, "tanh": self.tanh, "sigmoid": self.sigmoid, "log": self.log, "log1p": self.log1p}
         if name in own:
             return own[name]
         dialect = {
             "neg": "arith.negf", "abs": "math.absf", "floor": "math.floor", "ceil": "math.ceil", "trunc": "math.trunc",
-            "round": "math.roundeven", "sqrt": "math.sqrt", "log": "math.log", "sin": "math.sin", "cos": "math.cos",
+            "round": "math.roundeven", "sqrt": "math.sqrt", "sin": "math.sin", "cos": "math.cos",
         }  # fmt: skip
         if name in LIBM:
             return lambda x: self.by_lane(LIBM[name], x)

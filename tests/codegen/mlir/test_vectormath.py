@@ -1,0 +1,73 @@
+"""The elementary functions against torch in float64: relative error, infinities and NaN."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
+from fusion.codegen.mlir.compile import compile_text
+from fusion.codegen.mlir.transpose import sum_rows, transpose
+from fusion.codegen.mlir.vectormath import VectorMath
+from tests.codegen.mlir.cases import HERE
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 88.7, 88.8, -87.0, -103.9, 1e-40, 3e38, -3e38, 1e9]
+LANES = [16, 8, 0]
+
+
+def apply(write: Callable[[Builder, Value], Value], x: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Run what `write` makes of each vector of x (scalars for 0 lanes)."""
+    b = Builder()
+    source, target, count = Value("%a", PTR), Value("%b", PTR), Value("%n", "i64")
+    with b.loop(0, count, max(lanes, 1)) as i:
+        b.store(write(b, b.load(b.at(source, i, "f32"), vector_of("f32", lanes))), b.at(target, i, "f32"))
+    header = f"func.func @f(%a: {PTR}, %b: {PTR}, %n: i64)"
+    code = compile_text(f"module {{\n{header} {{\n{b.text()}\n  return\n}}\n}}\n", "f")
+    y = torch.empty_like(x)
+    values = [ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(x.numel())]
+    packed = (ctypes.c_void_p * 3)(*map(ctypes.addressof, values))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)(ctypes.addressof(packed))
+    return y
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", ["exp", "exp2", "tanh", "sigmoid", "log", "log1p"])
+def test_accuracy(name: str, lanes: int) -> None:
+    parts = [torch.randn(4096) * 10.0**e for e in (-6, -3, -1, 0, 1, 1.5)]
+    x = torch.cat([*parts, torch.tensor(SPECIAL), torch.zeros(1)])
+    y = apply(lambda b, v: getattr(VectorMath(b, HERE.avx512 and lanes == 16), name)(v), x, lanes)
+    want, eager = getattr(torch, name)(x.double()), getattr(torch, name)(x)
+    assert torch.equal(y.isnan(), eager.isnan())
+    assert torch.equal(y.isinf(), eager.isinf())
+    normal = torch.isfinite(eager) & (want.abs() > torch.finfo(torch.float32).tiny)
+    error = ((y.double() - want) / want).abs()[normal].max()
+    assert error < 3e-7, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("degree", [3, 4])
+def test_cheaper_exponentials(degree: int) -> None:
+    x = torch.linspace(-100, 100, 16 * 1000)
+    y = apply(lambda b, v: VectorMath(b, HERE.avx512, degree).exp2(v), x, 16)
+    error = (y.double() / torch.exp2(x.double()) - 1).abs().max()
+    assert error < {3: 1.2e-4, 4: 4e-6}[degree]
+    assert apply(lambda b, v: VectorMath(b, HERE.avx512, degree).exp2(v), torch.zeros(16), 16).eq(1).all()
+
+
+@pytest.mark.parametrize("lanes", [16, 8, 4])
+def test_transpose_and_sum(lanes: int) -> None:
+    """Both networks on a square block, written with rows made by rotating one vector."""
+    x = torch.arange(float(lanes))
+
+    def rows(b: Builder, v: Value) -> list[Value]:
+        turned = [b.shuffle(v, v, [(r + c) % lanes for c in range(lanes)]) for r in range(lanes)]
+        return [b.mul(row, float(10 ** (r % 3))) for r, row in enumerate(turned)]
+
+    block = torch.stack([x.roll(-r) * 10.0 ** (r % 3) for r in range(lanes)])
+    assert torch.equal(apply(lambda b, v: transpose(b, rows(b, v))[1], x, lanes), block[:, 1])
+    assert torch.equal(apply(lambda b, v: sum_rows(b, rows(b, v)), x, lanes), block.sum(1))
