@@ -149,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
                 outcomes.append(outcome)
             if row.error:
                 wrong.append(row)
+                print(f"WRONG {name}: {row.error}\n    {row.where}", flush=True)
         gc.collect()
         if sys.stderr.isatty():
             print(f"\r{len(rows)}/{len(names)} {name:40}", end="", file=sys.stderr)
@@ -163,8 +164,8 @@ def _print(rows: list[Row], outcomes: list[Outcome], wrong: list[Row], errors: b
     ran = [r for r in rows if not r.error or r in wrong]
     print(f"{len(ran)} of {len(rows)} architectures run in eager mode;", dict(Counter(r.kind for r in ran)))
     for row in rows:
-        if row in wrong or (errors and row.error):
-            print(f"{'WRONG ' if row in wrong else ''}{row.name}: {row.error}\n    {row.where}")
+        if errors and row.error and row not in wrong:
+            print(f"{row.name}: {row.error}\n    {row.where}")
     if outcomes:
         print(table(outcomes))
         reasons = Counter(left.reason for outcome in outcomes for left in outcome.unfused)
