@@ -3,10 +3,11 @@ OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
     compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
+    compile_training(spec, machine)   the pair of `forward` (with row statistics) and `backward`; None where there is none
 
 How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` and `programs`
 (score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch`
-(the call). Nothing of torch-mlir is imported before a kernel is compiled.
+(the call); of the backward kernels in `backward_plan`, `backward`, `backward_loads` and `training`. Nothing of torch-mlir is imported before a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from fusion.codegen.mlir.compile import KernelCompilationError, unavailable
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
+from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.mlir.training import supports as trains
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
-__all__ = ["Kernel", "KernelCompilationError", "compile", "supports", "unavailable"]
+__all__ = ["Kernel", "KernelCompilationError", "TrainingKernel", "compile", "compile_training", "supports", "unavailable"]
 
 
 def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = None) -> Kernel:
@@ -35,6 +38,20 @@ def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = 
     if key not in _kernels:
         _kernels[key] = Kernel(spec, tilings_for(spec, target), target)
     return _kernels[key]
+
+
+def compile_training(spec: AttentionSpec, machine: Machine | None = None) -> TrainingKernel | None:
+    """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at their first call."""
+    machine = machine or Machine.detect()
+    if supports(spec, machine) is not None or trains(spec) is not None:
+        return None
+    target = target_of(machine)
+    key = (spec, target, "training")
+    if key not in _kernels:
+        _kernels[key] = TrainingKernel(spec, tilings_for(spec, target), target)
+    found = _kernels[key]
+    assert isinstance(found, TrainingKernel)
+    return found
 
 
 _kernels: dict[tuple, Kernel] = {}
