@@ -46,12 +46,10 @@ def compile_training(spec: AttentionSpec, machine: Machine | None = None) -> Tra
     if supports(spec, machine) is not None or trains(spec) is not None:
         return None
     target = target_of(machine)
-    key = (spec, target, "training")
-    if key not in _kernels:
-        _kernels[key] = TrainingKernel(spec, tilings_for(spec, target), target)
-    found = _kernels[key]
-    assert isinstance(found, TrainingKernel)
-    return found
+    if (spec, target) not in _training:
+        _training[spec, target] = TrainingKernel(spec, tilings_for(spec, target), target)
+    return _training[spec, target]
 
 
 _kernels: dict[tuple, Kernel] = {}
+_training: dict[tuple, TrainingKernel] = {}

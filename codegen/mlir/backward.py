@@ -16,47 +16,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from fusion.codegen.mlir.amx import LARGE_BITS, Amx
 from fusion.codegen.mlir.backward_loads import GradientSink, LaneLoad
 from fusion.codegen.mlir.backward_plan import BackwardPlan, Form, Role, normalized
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.kernel import HEADER, Tiling, Workspace
+from fusion.codegen.mlir.kernel import Tiling
 from fusion.codegen.mlir.products import MultiplyAdd, Products
 from fusion.codegen.mlir.programs import I0, I1, J0, J1
 from fusion.codegen.mlir.rows import Access, RowReader
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Lanes, Params, Scope
+from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import SCORE, C, E, Expr, I, J, const, coord
+from fusion.ir.expr import SCORE, C, E, Expr, I, J, coord
 from fusion.ir.spec import AttentionSpec, Operand
 
 GRAD = "grad"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardText:
-    """MLIR text and what the launcher must know; like `kernel.KernelText`."""
-
-    source: str
-    slots: tuple[tuple, ...]
-    lane_rows: int
-    key_step: int
-    fixed_bytes: int
-    step_bytes: int
-    may_flag: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """A tensor that a kernel writes: operand number and MLIR type in memory."""
-
-    operand: int
-    memory: str
 
 
 def emit_backward(  # noqa: PLR0913
@@ -69,36 +47,26 @@ def emit_backward(  # noqa: PLR0913
     target: Target,
     d: int,
     d_v: int,
-) -> BackwardText:
+) -> KernelText:
     """One kernel. results: the type in memory of the gradients of Q (role QUERIES) or K and V, by operand number, where needed."""
     return _Backward(spec, plan, role, needs, results, tiling, target, d, d_v).text()
 
 
-class _Backward:
+class _Backward(KernelFunction):
     def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v):  # noqa: PLR0913
-        self.spec, self.plan, self.role, self.results, self.tiling = spec, plan, role, results, tiling
-        self.lanes, self.vector, self.widths = target.lanes, vector_of("f32", target.lanes), (d, d_v)
+        super().__init__(spec, target, d, d_v, 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5))
+        self.plan, self.role, self.results, self.tiling, self.widths = plan, role, results, tiling, (d, d_v)
         self.collected = plan.of(role, needs)
-        self.b = b = Builder()
+        self.corrects = role is Role.QUERIES and plan.corrects(needs)
+        self.slots = plan.sums(role, needs)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name=GRAD)
-        degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
-        self.context = Context(
-            b=b,
-            params=Params(b, Value("%params", PTR)),
-            math=VectorMath(b, target.avx512, degree),
-            operands=(*spec.operands, grad),
-            lanes=self.lanes,
-        )
-        self.params = self.context.params
-        self.weight: Expr | None = None if spec.weight is const(1.0) else spec.weight
-        self.layout = Workspace()
-        self.base = self._thread_base()
+        self.context.operands = (*spec.operands, grad)
         self.worst = self._area(64, "worst") if tiling.planes > 1 else None
         self.inner_product = self._products(target, d)  # over d: scores; with dS: the gradient of the lane side
         self.outer_product = self._products(target, d_v)  # over d_v: dP; with P: the gradient of V
         self.wants_score = self.side[0] in results or bool(self.collected)
         self.wants_value = role is Role.KEYS and 2 in results
-        self.dense = dense_loads(plan.programs.masked, plan.programs.full, self.weight)
+        self.dense = dense_loads(self.programs.masked, self.programs.full, self.weight)
         self._areas()
 
     @property
@@ -109,24 +77,10 @@ class _Backward:
     def _products(self, target: Target, width: int) -> Products:
         t = self.tiling
         if t.planes:
-            return Amx(self.b, width, width, t.planes, t.keys, self.worst)
+            return Amx(self.b, width, width, t.planes, t.keys, self.worst, True)
         return MultiplyAdd(self.b, self.lanes, width, width, target.tile_rows, target.tile_groups)
 
     # --- memory -------------------------------------------------------------------------------------------------
-
-    def _thread_base(self) -> Value:
-        b = self.b
-        with b.at_entry():
-            for name, function in (("thread", "omp_get_thread_num"), ("threads", "omp_get_num_threads")):
-                number = b.op(f"llvm.call @{function}() : () -> i32", "i32", name)
-                setattr(self, name, b.op(f"arith.extsi {number} : i32 to i64", "i64", name))
-            mine = b.mul(self.thread, self.params[("workspace_bytes",)])
-            return b.at(self.params[("ptr", "workspace")], mine, "i8", "mine")
-
-    def _area(self, size: int, hint: str) -> Value:
-        offset = self.layout.area(size)
-        with self.b.at_entry():
-            return self.b.at(self.base, offset, "i8", hint)
 
     def _areas(self) -> None:
         p, q, groups, rows, row = self.inner_product, self.outer_product, self.tiling.groups, self.tiling.keys, 4 * self.lanes
@@ -141,7 +95,7 @@ class _Backward:
         self.staging = self._area(8 * max(p.staging_elements(), q.staging_elements()), "staging")
         self.finished = self._area(self.lanes * max(p.e_padded, q.e_padded) * 4, "finished")
         self.staged = [self._area(rows * row, "staged") for _ in self.dense]
-        self.sums = self._area(max(1, len(self.collected)) * groups * row, "sums")
+        self.sums = self._area(max(1, self.slots) * groups * row, "sums")
         self.state = self._area(64 * 8, "state")
         b, steps = self.b, self.params[("key_steps",)]
         fixed = self.layout.size
@@ -159,11 +113,9 @@ class _Backward:
 
     # --- the function -------------------------------------------------------------------------------------------
 
-    def text(self) -> BackwardText:
-        b, spec = self.b, self.spec
-        top = Scope(context=self.context)
-        with b.at_entry():
-            self.n_q, self.n_k = (b.as_value(top.integer(e), "i64") for e in (spec.n_q, spec.n_k))
+    def text(self) -> KernelText:
+        b = self.b
+        top = self._top()
         self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.role is Role.QUERIES else (self.n_k, self.n_q)
         if self.worst is not None:
             b.store(b.constant(0, vector_of("i32", 16)), self.worst)
@@ -172,10 +124,8 @@ class _Backward:
         self._loops(top)
         if self.worst is not None:
             self._raise_flag()
-        source = f"{HEADER}func.func @backward(%params: {PTR}) {{\n{b.text()}\n  return\n}}\n}}\n"
-        slots = tuple(sorted(self.params.slots, key=self.params.slots.__getitem__))
-        return BackwardText(
-            source=source, slots=slots, lane_rows=self.tiling.groups * self.lanes, key_step=self.inner_product.key_step,
+        return KernelText(
+            source=self._function(), slots=self._slots(), rows=self.tiling.groups * self.lanes, key_step=self.inner_product.key_step,
             fixed_bytes=self.layout.size, step_bytes=self.step_bytes, may_flag=self.worst is not None,
         )  # fmt: skip
 
@@ -189,11 +139,11 @@ class _Backward:
         high = b.select(by_block, outer, b.div(b.mul(outer, b.add(self.thread, 1)), self.threads), "outer_hi")
         start, step = b.select(by_block, self.thread, zero, "block_lo"), b.select(by_block, self.threads, one, "block_step")
         with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
-            scope = self._batch_scope(top, o, n)
+            scope = self._element_scope(top, o, n)
             with b.loop(start, blocks, step, hint="block") as block:
                 self._block(Scope(context=self.context, parent=scope), block)
 
-    def _batch_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
+    def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
         b, spec = self.b, self.spec
         known: dict[Expr, Value] = {}
         for axes, index in (([a for a in range(len(spec.batch)) if a not in self.plan.inner], outer), (self.plan.inner, inner)):
@@ -202,13 +152,12 @@ class _Backward:
                 extent = b.as_value(top.integer(spec.batch[axis]), "i64")
                 known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
         scope = Scope(context=self.context, parent=top, known=known)
-        self.batch_names = frozenset(f"b{axis}" for axis in range(len(spec.batch)))
         flat: Value | int = 0
         for axis in range(len(spec.batch)):
             extent = b.as_value(top.integer(spec.batch[axis]), "i64")
             flat = b.add(b.mul(flat, extent), known[coord(f"b{axis}")])
         self.flat_query, self.flat_key = b.mul(flat, self.n_q, "row_base"), b.mul(flat, self.n_k, "column_base")
-        programs = self.plan.programs
+        programs = self.programs
         scope.prepare(programs.masked, programs.full, self.weight, bound=self.batch_names)
         self.readers = [self._reader(scope, number) for number in self.side]
         if self.role is Role.QUERIES:
@@ -293,7 +242,7 @@ class _Backward:
         for area, product in ((self.out_a, p), (self.out_b, self.outer_product)):
             with b.loop(0, b.mul(padded, product.e_padded), hint="e") as e:
                 b.store(zero, b.at(area, b.mul(e, self.lanes), "f32"))
-        with b.loop(0, len(self.collected) * self.tiling.groups, hint="n") as n:
+        with b.loop(0, self.slots * self.tiling.groups, hint="n") as n:
             b.store(zero, b.at(self.sums, b.mul(n, self.lanes), "f32"))
         low, high = self._row_range(scope, first, count, groups)
         self._pack_rows(low, high)
@@ -352,16 +301,11 @@ class _Backward:
             c, shift, factor = (b.load(self._statistic(n, b.add(first, i)), self.vector, n) for n in ("unit", "shift", "factor"))
             alive = b.compare("olt", b.unary("math.absf", factor), float("inf"))
             if math.isfinite(mask.fill):
-                limit = max(mask.fill / 2 / self.plan.programs.scale, -3e38)
+                limit = max(mask.fill / 2 / self.programs.scale, -3e38)
                 alive = b.binary("arith.andi", alive, b.compare("olt", shift, b.mul(c, -limit)))
             found = b.binary("arith.andi", b.binary("arith.xori", alive, b.constant(-1, alive.type)), self._valid(b.sub(count, i)))
             loop.yields(b.binary("arith.ori", dead, b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")))
         return loop.results[0]
-
-    def _valid(self, remaining: Value) -> Value:
-        b, lanes = self.b, self.lanes
-        limit = b.op(f"arith.trunci {b.least(remaining, lanes)} : i64 to i32", "i32", "limit")
-        return b.compare("slt", b.dense(range(lanes), vector_of("i32", lanes), "lane"), b.broadcast(limit, lanes), "valid")
 
     # --- one tile -----------------------------------------------------------------------------------------------
 
@@ -399,19 +343,19 @@ class _Backward:
                     product.accumulate(at, steps, inputs, [self._part(output, m, 4 * product.e_padded * lanes) for m in members])
 
     def _all_live(self, scope, first, count, r0, n) -> Value | None:  # noqa: PLR0913
-        if self.plan.programs.full is None:
+        if self.programs.full is None:
             return None
         b = self.b
         ends = [(first, count), (r0, n)] if self.role is Role.QUERIES else [(r0, n), (first, count)]
         (i0, rows), (j0, columns) = ends
         known = {I0: i0, I1: b.sub(b.add(i0, rows), 1), J0: j0, J1: b.sub(b.add(j0, columns), 1)}
         tile = Scope(context=self.context, parent=scope, known=known)
-        conditions = [b.compare("sge", tile.value(g), 0) for g in self.plan.programs.margins]
+        conditions = [b.compare("sge", tile.value(g), 0) for g in self.programs.margins]
         return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "all_live"), conditions)
 
     def _group(self, scope, first, count, g, r0, n, steps, full: bool) -> None:  # noqa: PLR0913
         """P and dS of one group of lanes and one block of rows."""
-        b, lanes, programs = self.b, self.lanes, self.plan.programs
+        b, lanes, programs = self.b, self.lanes, self.programs
         program = programs.full if full else programs.masked
         offset = b.mul(g, lanes)
         held = Lanes(coord=self.role.lane, first=b.add(first, offset), count=lanes, valid=self._valid(b.sub(count, offset)))
@@ -428,13 +372,13 @@ class _Backward:
         statistics = self._lane_statistics(held.first) if self.role is Role.QUERIES else None
         tile = _Tile(self, scope, g, r0, program, full, staged, statistics)
         pairs = b.mul(b.div(n, 2), 2, "pairs")
-        start = [b.load(self._sum_at(k, g), self.vector, "sum") for k in range(len(self.sinks))] or [b.constant(0.0, self.vector)]
+        start = [b.load(self._sum_at(k, g), self.vector, "sum") for k in range(self.slots)] or [b.constant(0.0, self.vector)]
         with b.carry(0, pairs, 2, start, hint="r") as (loop, r, sums):
             loop.yields(*tile.pair(r, sums, both=True))
         results = loop.results
         with b.carry(pairs, n, 2, results, hint="r") as (rest, r, sums):
             rest.yields(*tile.pair(r, sums, both=False))
-        for k in range(len(self.sinks)):
+        for k in range(self.slots):
             b.store(rest.results[k], self._sum_at(k, g))
         tail = b.mul(b.div(b.add(n, 1), 2), 2)
         zero = b.constant(0.0, self.vector)
@@ -464,12 +408,12 @@ class _Backward:
         remaining = b.least(b.sub(count, offset), lanes)
         row, valid = b.add(first, offset), self._valid(b.sub(count, offset))
         if self.side[0] in self.results:
-            self._write(scope, self.side[0], self.inner_product, self.out_a, g, row, remaining, self.widths[0], self.plan.programs.scale)
+            self._write(scope, self.side[0], self.inner_product, self.out_a, g, row, remaining, self.widths[0], self.programs.scale)
         if self.wants_value:
             self._write(scope, 2, self.outer_product, self.out_b, g, row, remaining, self.widths[1], 1.0)
         base = self.flat_query if self.role is Role.QUERIES else self.flat_key
-        for k, entry in enumerate(self.collected):
-            if entry.form in (Form.ROWS, Form.COLUMNS):
+        for k in range(self.slots):
+            if k >= len(self.collected) or self.collected[k].form in (Form.ROWS, Form.COLUMNS):
                 at = b.at(self.params[("ptr", "sums", k)], b.add(base, row), "f32")
                 value = b.load(self._sum_at(k, g), self.vector, "sum")
                 types = f"{value.type}, {valid.type} into {PTR}"
@@ -553,18 +497,35 @@ class _Tile:
         else:
             weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
             upstream = b.mul(weight, b.sub(scaled, known["delta"]), "dx")
-        row.known[UPSTREAM] = upstream
-        if factor is not None:
-            row.known[WEIGHT_UPSTREAM] = b.mul(slope, weight, "dw")
-        collected = list(sums)
-        for k, (entry, sink) in enumerate(zip(kernel.collected, kernel.sinks, strict=True)):
-            term = row.vector(entry.full if self.full else entry.masked)
-            if entry.form in (Form.ROWS, Form.COLUMNS):
-                collected[k] = b.add(collected[k], term, "sum")
-            else:
-                sink.add(row, term)
-        slope = row.vector(plan.score[1 if self.full else 0]) if kernel.wants_score else upstream
+        through = None if factor is None else b.mul(slope, weight, "dw")
+        gradients = self._scope(row, upstream, through)
+        collected = self._collect(gradients, sums)
+        if kernel.corrects:
+            self._collect_shares(row, weight, upstream, through, collected)
+        slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_score else upstream
         return weight if factor is None else b.mul(weight, factor), slope, collected
+
+    def _scope(self, row: Scope, upstream: Value, through: Value | None) -> Scope:
+        known = {UPSTREAM: upstream} if through is None else {UPSTREAM: upstream, WEIGHT_UPSTREAM: through}
+        return Scope(context=self.kernel.context, parent=row, known=known)
+
+    def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
+        collected = list(sums)
+        for k, (entry, sink) in enumerate(zip(self.kernel.collected, self.kernel.sinks, strict=True)):
+            term = gradients.vector(entry.full if self.full else entry.masked)
+            if entry.form in (Form.ROWS, Form.COLUMNS):
+                collected[k] = self.b.add(collected[k], term, "sum")
+            else:
+                sink.add(gradients, term)
+        return collected
+
+    def _collect_shares(self, row: Scope, weight: Value, upstream: Value, through: Value | None, sums: list[Value]) -> None:
+        """The sum of dx, which is 0 but for the rounding of delta, and what each collected sum would be for dx = P."""
+        b, count = self.b, len(self.kernel.collected)
+        sums[count] = b.add(sums[count], upstream, "drift")
+        shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector))
+        for k, entry in enumerate(self.kernel.collected, start=count + 1):
+            sums[k] = b.add(sums[k], shares.vector(entry.full if self.full else entry.masked), "share")
 
     def _leaf(self, r: Value) -> Callable[[Expr], Value | None]:
         memo: dict[Expr, Value] = {}

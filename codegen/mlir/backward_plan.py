@@ -76,6 +76,16 @@ class BackwardPlan:
     score: tuple[Expr, Expr | None]
     loads: tuple[LoadGradient, ...]
     inner: tuple[int, ...]
+    normalized: bool
+
+    def corrects(self, needs: Sequence[bool]) -> bool:
+        """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average out."""
+        return self.normalized and any(needs[entry.operand] for entry in self.loads)
+
+    def sums(self, role: Role, needs: Sequence[bool]) -> int:
+        """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share in each."""
+        count = len(self.of(role, needs))
+        return 2 * count + 1 if role is Role.QUERIES and self.corrects(needs) else count
 
     def of(self, role: Role, needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
         """The loads whose gradients a kernel collects."""
@@ -106,7 +116,7 @@ def backward_plan(spec: AttentionSpec) -> BackwardPlan:
             gradients.append(LoadGradient(load=load, form=_form(load), masked=parts[0], full=full))
     gradients = _one_form_per_operand(gradients)
     score = found[0][SCORE], found[1][SCORE] if len(found) > 1 else None
-    return BackwardPlan(programs=programs, score=score, loads=tuple(gradients), inner=_inner(spec, gradients))
+    return BackwardPlan(programs=programs, score=score, loads=tuple(gradients), inner=_inner(spec, gradients), normalized=normalized(spec))
 
 
 def _gradients(program: Expr, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:

@@ -6,25 +6,33 @@ import ctypes
 import math
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from fusion.codegen import reference
 from fusion.codegen.mlir import launch
-from fusion.codegen.mlir.backward import BackwardText, emit_backward
-from fusion.codegen.mlir.backward_plan import BackwardPlan, Form, Role, backward_plan, column_dimension, normalized, unsupported
+from fusion.codegen.mlir.backward import emit_backward
+from fusion.codegen.mlir.backward_plan import (
+    BackwardPlan,
+    Form,
+    Role,
+    backward_plan,
+    column_dimension,
+    normalized,
+    unsupported,
+)
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.compile import MachineCode, compile_text
-from fusion.codegen.mlir.kernel import KernelText, Tiling, _Kernel
-from fusion.codegen.mlir.launch import Kernel, integer_functions
+from fusion.codegen.mlir.kernel import Tiling, _Kernel
 from fusion.codegen.mlir.scope import MEMORY_TYPE, SIZE_LIMIT, Scope
-from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock
+from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.reference import gradients as pulled
 from fusion.errors import LargeTableError
-from fusion.ir.expr import C, E, Expr, I, J, coord
+from fusion.ir.expr import C, E, Expr, I, J, coord, loads, walk
 from fusion.ir.spec import AttentionSpec
 
 #: elements of a table whose gradient every thread collects in a copy of its own
@@ -37,11 +45,10 @@ MAX_SCATTERED = 1 << 22
 class _ForwardWithStatistics(_Kernel):
     """The forward kernel; each row's `unit`, `shift` and `factor` (see `backward.STATISTICS`) are written with the output."""
 
-    def _row_factor(self, rows: Scope, memory: Group) -> Value:
-        factor = super()._row_factor(rows, memory)
-        b, none = self.b, self.b.constant(0, "i64")
-        softmax = GroupSoftmax(self.context, memory, KeyBlock(first=none, count=none, padded=none), self.programs.scale)
-        unit, shift = softmax.exponent(b.load(memory.maximum, self.vector, "m"))
+    def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
+        factor = super()._row_factor(rows, raw, total)
+        b = self.b
+        unit, shift = self.exponent.coefficients(raw)
         flat: Value | int = 0
         for axis, extent in enumerate(self.spec.batch):
             flat = b.add(b.mul(flat, b.as_value(rows.integer(extent), "i64")), rows.value(coord(f"b{axis}")))
@@ -56,48 +63,39 @@ class _ForwardWithStatistics(_Kernel):
         return factor
 
 
-class _Variant:
-    def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
-        self.text: KernelText = _ForwardWithStatistics(spec, tiling, target, d, d_v).text()
-        self.code: MachineCode = compile_text(self.text.source, "attention")
-        self.tiling = tiling
-
-
-class _Current(threading.local):
-    statistics: Tensor | None = None
-
-
-class TrainingKernel(Kernel):
+class TrainingKernel:
     """`forward(operands, sizes) -> (output, statistics)` and `backward(...) -> gradients` of one spec."""
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
-        self._current = _Current()
-        super().__init__(spec, tilings, target)
+        self.spec, self.tilings, self.target = spec, tuple(tilings), target
+        self.extents = launch.extents_function(spec)
         self.plan: BackwardPlan = backward_plan(spec)
-        self._backwards: dict[tuple, tuple[BackwardText, MachineCode]] = {}
-
-    def variant(self, d: int, d_v: int, choice: int = 0):
-        key = (d, d_v, choice)
-        if key not in self._variants:
-            self._variants[key] = _Variant(self.spec, self.tilings[choice], self.target, d, d_v)  # type: ignore[assignment]
-        return self._variants[key]
-
-    def _slot_values(self, text, operands, sizes, out):
-        values = super()._slot_values(text, operands, sizes, out)
-        if (statistics := self._current.statistics) is not None:
-            values |= {("ptr", "statistics"): statistics.data_ptr(), ("statistics_rows",): statistics[0].numel()}
-        return values
+        self._compiled: dict[tuple, tuple[KernelText, MachineCode]] = {}
+        self._lock = threading.Lock()
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        *batch, n_q, _, _, _ = (f(sizes) for f in self._extents)
-        if not normalized(self.spec):
-            return self(operands, sizes), torch.empty(0)
-        statistics = torch.empty(3, *batch, n_q)
-        self._current.statistics = statistics
-        try:
-            return self(operands, sizes), statistics
-        finally:
-            self._current.statistics = None
+        """The output, and what the backward needs of each row: [3, b.., i], see `backward.STATISTICS`."""
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
+        statistics = torch.empty(3, *batch, n_q) if normalized(self.spec) else torch.empty(0)
+        if 0 in (*batch, n_q, n_k, d, d_v):
+            return reference.run(self.spec, operands, sizes), statistics
+        self._check(n_q, n_k, sizes)
+        extent_of = dict(zip([*(f"b{axis}" for axis in range(len(batch))), "i", "e"], [*batch, n_q, d_v], strict=True))
+        order, dims = self.spec.output.order, self.spec.output.dims
+        packed = torch.empty([extent_of[name] for name in order], dtype=getattr(torch, self.spec.out_dtype))
+        out = packed.permute([order.index(name) for name in dims])
+        values = operand_slots(self.spec, operands, sizes) | {("ptr", "out"): out.data_ptr()}
+        values |= {("out_stride", name): out.stride(position) for position, name in enumerate(dims)}
+        if statistics.numel():
+            values |= {("ptr", "statistics"): statistics.data_ptr(), ("statistics_rows",): statistics[0].numel()}
+        for choice in range(len(self.tilings)):
+            text, code = self._forward_kernel(d, d_v, choice)
+            blocks = -(-n_q // text.rows)
+            items = math.prod(batch) * blocks
+            own = values | {("items",): items, ("blocks",): blocks}
+            if run_kernel(text, code, own, min(torch.get_num_threads(), items), n_k):
+                return out, statistics
+        raise AssertionError("multiply-add kernels raise no flag")
 
     def backward(  # noqa: PLR0913
         self,
@@ -109,23 +107,38 @@ class TrainingKernel(Kernel):
         needs: tuple[bool, ...],
     ) -> list[Tensor]:
         """The gradients of the operands that `needs` marks."""
-        *batch, n_q, n_k, d, d_v = (f(sizes) for f in self._extents)
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
         if 0 in (*batch, n_q, n_k, d, d_v):
-            return pulled.backward(self.spec, grad, operands, sizes, needs)
-        if max(n_q, n_k, *sizes) >= SIZE_LIMIT:
-            raise launch.UnsupportedSizeError(f"a size of {max(n_q, n_k, *sizes)} was met; CPU kernels take sizes below {SIZE_LIMIT}")
+            return reference.backward(self.spec, grad, operands, sizes, needs)
+        self._check(n_q, n_k, sizes)
         return _Call(self, grad, out, statistics, operands, sizes, needs).gradients()
 
-    def compiled(self, role: Role, needs: tuple[bool, ...], d: int, d_v: int, choice: int) -> tuple[BackwardText, MachineCode]:
+    def _check(self, n_q: int, n_k: int, sizes: Sequence[int]) -> None:
+        if (largest := max(n_q, n_k, *sizes)) >= SIZE_LIMIT:
+            raise launch.UnsupportedSizeError(f"a size of {largest} was met; CPU kernels take sizes below {SIZE_LIMIT}")
+
+    def _forward_kernel(self, d: int, d_v: int, choice: int) -> tuple[KernelText, MachineCode]:
+        return self._build(
+            ("forward", d, d_v, choice),
+            lambda: _ForwardWithStatistics(self.spec, self.tilings[choice], self.target, d, d_v).text(),
+        )
+
+    def _build(self, key: tuple, write: Callable[[], KernelText]) -> tuple[KernelText, MachineCode]:
+        with self._lock:
+            if key not in self._compiled:
+                text = write()
+                self._compiled[key] = text, compile_text(text.source, "attention")
+            return self._compiled[key]
+
+    def compiled(self, role: Role, needs: tuple[bool, ...], d: int, d_v: int, choice: int) -> tuple[KernelText, MachineCode]:
         """One backward kernel, compiled at first use."""
-        key = (role, needs, d, d_v, choice)
-        if key not in self._backwards:
-            own = (0,) if role is Role.QUERIES else (1, 2)
-            results = {n: self.result_memory(n) for n in own if needs[n]}
-            tiling = backward_tiling(self.tilings[choice])
-            text = emit_backward(self.spec, self.plan, role, needs, results, tiling, self.target, d, d_v)
-            self._backwards[key] = text, compile_text(text.source, "backward")
-        return self._backwards[key]
+        own = (0,) if role is Role.QUERIES else (1, 2)
+        results = {n: self.result_memory(n) for n in own if needs[n]}
+        tiling = backward_tiling(self.tilings[choice])
+        return self._build(
+            (role, needs, d, d_v, choice),
+            lambda: emit_backward(self.spec, self.plan, role, needs, results, tiling, self.target, d, d_v),
+        )
 
     def access(self, number: int) -> tuple[tuple[Expr, ...], Expr, Expr]:
         spec = self.spec
@@ -146,13 +159,41 @@ def backward_tiling(tiling: Tiling) -> Tiling:
     return replace(tiling, keys=min(tiling.keys, 128))
 
 
+def operand_slots(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Sequence[int]) -> dict[tuple, int]:
+    """Parameters that say where the tensors lie, and the sizes."""
+    values: dict[tuple, int] = {}
+    for number, tensor in enumerate(tensors):
+        values[("ptr", number)] = tensor.data_ptr()
+        values |= {("stride", number, dim): stride for dim, stride in enumerate(tensor.stride())}
+    return values | {("size", name): value for name, value in zip(spec.sizes, sizes, strict=True)}
+
+
+def run_kernel(text: KernelText, code: MachineCode, values: dict[tuple, int], threads: int, rows: int) -> bool:
+    """Run a kernel that packs `rows` rows per thread; False where it met values that its products cannot take."""
+    steps = -(-rows // text.key_step)
+    per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
+    memory = launch._memory
+    values = values | {
+        ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
+        ("key_steps",): steps, ("ptr", "flag"): ctypes.addressof(memory.flag),
+    }  # fmt: skip
+    if len(text.slots) > len(memory.params) // 8:
+        memory_slots = len(memory.params) // 8
+        raise launch.UnsupportedSizeError(f"a kernel with {len(text.slots)} parameters; there is room for {memory_slots}")
+    struct.pack_into(f"{len(text.slots)}q", memory.params, 0, *(values[key] for key in text.slots))
+    launch._parallel()(code.address, memory.packed, threads, 0)
+    flagged = text.may_flag and memory.flag.value != 0
+    memory.flag.value = 0
+    return not flagged
+
+
 class _Call:
     """One call of the backward kernels."""
 
     def __init__(self, kernel: TrainingKernel, grad, out, statistics, operands, sizes, needs):  # noqa: PLR0913
         self.kernel, self.spec, self.plan = kernel, kernel.spec, kernel.plan
         self.grad, self.operands, self.sizes, self.needs = grad, operands, sizes, needs
-        *self.batch, self.n_q, self.n_k, self.d, self.d_v = (f(sizes) for f in kernel._extents)
+        *self.batch, self.n_q, self.n_k, self.d, self.d_v = kernel.extents(sizes)
         self.rows = self._row_values(out, statistics)
 
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
@@ -188,7 +229,16 @@ class _Call:
             collected = self.plan.of(role, self.needs)
             if (collected or any(self.needs[n] for n in own)) and not self._run(role, choice, collected):
                 return None
+            if role is Role.QUERIES and self.plan.corrects(self.needs) and (collected or self.needs[0]):
+                self._correct(collected)
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
+
+    def _correct(self, collected) -> None:
+        """Where sums of dx are not 0, delta is off by that much (in exact arithmetic): put it right, and the sums made with it."""
+        drift, *shares = self.extra
+        self.rows[3, : drift.numel()] += drift.flatten()
+        for entry, share in zip(collected, shares, strict=True):
+            self.sums[entry.load] -= drift * share
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -230,30 +280,15 @@ class _Call:
         text, code = self.kernel.compiled(role, self.needs, self.d, self.d_v, choice)
         lanes, rows = (self.n_q, self.n_k) if role is Role.QUERIES else (self.n_k, self.n_q)
         inner = math.prod(self.batch[axis] for axis in self.plan.inner)
-        outer, blocks = math.prod(self.batch) // inner, -(-lanes // text.lane_rows)
+        outer, blocks = math.prod(self.batch) // inner, -(-lanes // text.rows)
         threads = min(self.threads, outer * blocks)
         split = outer % threads != 0 and outer < 4 * threads
-        steps = -(-rows // text.key_step)
-        per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
-        memory = launch._memory
         values = self._slots(role, collected, lanes)
-        values |= {
-            ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread, ("key_steps",): steps,
-            ("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split),
-            ("ptr", "flag"): ctypes.addressof(memory.flag),
-        }  # fmt: skip
-        struct.pack_into(f"{len(text.slots)}q", memory.params, 0, *(values[key] for key in text.slots))
-        launch._parallel()(code.address, memory.packed, threads, 0)
-        flagged = text.may_flag and memory.flag.value != 0
-        memory.flag.value = 0
-        return not flagged
+        values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
+        return run_kernel(text, code, values, threads, rows)
 
     def _slots(self, role: Role, collected, lanes: int) -> dict[tuple, int]:
-        values: dict[tuple, int] = {}
-        for number, tensor in enumerate((*self.operands, self.grad)):
-            values[("ptr", number)] = tensor.data_ptr()
-            values |= {("stride", number, dim): stride for dim, stride in enumerate(tensor.stride())}
-        values |= {("size", name): value for name, value in zip(self.spec.sizes, self.sizes, strict=True)}
+        values = operand_slots(self.spec, (*self.operands, self.grad), self.sizes)
         if normalized(self.spec):
             values |= {("ptr", name): self.rows[n].data_ptr() for n, name in enumerate(("unit", "shift", "factor", "delta"))}
         for number, (_, view) in self.results.items():
@@ -267,6 +302,8 @@ class _Call:
             if entry.form in (Form.ROWS, Form.COLUMNS):
                 self.sums[entry.load] = torch.empty(*self.batch, lanes)
                 values[("ptr", "sums", k)] = self.sums[entry.load].data_ptr()
+        self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(role, self.needs) - len(collected))]
+        values |= {("ptr", "sums", len(collected) + k): extra.data_ptr() for k, extra in enumerate(self.extra)}
         return values
 
     # --- from what the kernels wrote to gradients of operands ---------------------------------------------------
@@ -283,7 +320,7 @@ class _Call:
             parts.append(self.sinks[number].sum(0) if self.sinks[number].shape[0] > 1 else self.sinks[number][0])
         for load, sums in self.sums.items():
             if int(load.attr) == number:  # type: ignore[arg-type]
-                axis = -1 if "j" not in {str(e.attr) for e in _coords(load)} else -2
+                axis = -1 if "j" not in {str(e.attr) for e in walk(load) if e.op == "coord"} else -2
                 parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, load, sums.unsqueeze(axis), number))
         for sink in self.spec.sinks:
             if (part := self._through_sink(sink, number)) is not None:
@@ -297,7 +334,7 @@ class _Call:
 
     def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""
-        if all(int(load.attr) != number for load in _loads(sink)):  # type: ignore[arg-type]
+        if all(int(load.attr) != number for load in loads(sink)):  # type: ignore[arg-type]
             return None
         count = math.prod(self.batch) * self.n_q
         unit, shift, factor, delta = (row[:count].view(*self.batch, self.n_q, 1) for row in self.rows)
@@ -305,18 +342,6 @@ class _Call:
         scale = self.plan.programs.scale
         weight = torch.exp2(value / scale * unit + shift) * factor
         return pulled.of_expression(self.spec, self.operands, self.sizes, sink, -weight * delta, number)
-
-
-def _coords(expr: Expr) -> list[Expr]:
-    from fusion.ir.expr import walk
-
-    return [part for part in walk(expr) if part.op == "coord"]
-
-
-def _loads(expr: Expr) -> list[Expr]:
-    from fusion.ir.expr import loads
-
-    return loads(expr)
 
 
 def supports(spec: AttentionSpec) -> str | None:
