@@ -52,3 +52,7 @@ class MissingPackageError(FusionError, ImportError):
 
 class DoubleBackwardError(FusionError, NotImplementedError):
     """A second derivative of a fused attention was asked for."""
+
+
+class LargeTableError(FusionError, ValueError):
+    """The gradient of a tensor that is read at computed indices, too large for every thread to keep a copy."""

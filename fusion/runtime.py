@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion.codegen import reference
+from fusion.errors import LargeTableError
 from fusion.ir import AttentionSpec, Normalizer, Operand
 from fusion.ir.expr import Expr
 from fusion.machine import machine
@@ -85,10 +86,10 @@ def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int |
 
 
 def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
-    """[2, b.., i]: the maximum of each row's scores, and the sum of exp(score - maximum). [0] without a normaliser."""
+    """[3, b.., i]: what the emitter's backward needs to know of each row. [0] without a normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
-    return [2, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+    return [3, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
 
 
 def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
@@ -197,7 +198,53 @@ def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
 
 
 def _build_differentiable(spec: str, device: str, emitter: str) -> Differentiable:
-    return _WithReferenceGradient(spec, device, emitter)
+    kernel = None
+    if emitter != "reference" and device == "cpu":
+        from fusion.codegen import mlir
+
+        kernel = mlir.compile_training(AttentionSpec.from_json(spec), machine())
+    return _WithReferenceGradient(spec, device, emitter) if kernel is None else _GuardedTraining(spec, kernel)
+
+
+class _GuardedTraining:
+    """Kernels for training that are left for the reference interpreter at their first failure.
+
+    Its gradient needs no statistics, so that it can follow any forward.
+    """
+
+    def __init__(self, spec: str, kernel: Differentiable):
+        self.spec, self.kernel, self.broken = AttentionSpec.from_json(spec), kernel, False
+
+    def _give_up(self) -> None:
+        self.broken = True
+        log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
+
+    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        if not self.broken:
+            try:
+                return self.kernel.forward(operands, sizes)
+            except Exception:
+                self._give_up()
+        shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
+        return reference.run(self.spec, operands, sizes), torch.zeros(shape)
+
+    def backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor]:
+        if not self.broken:
+            try:
+                return self.kernel.backward(grad, out, statistics, operands, sizes, needs)
+            except LargeTableError:
+                log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
+            except Exception:
+                self._give_up()
+        return reference.backward(self.spec, grad, operands, sizes, needs)
 
 
 class _WithReferenceGradient:

@@ -3,10 +3,11 @@ OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
     compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
+    compile_training(spec, machine)   the pair of `forward` (with row statistics) and `backward`; None where there is none
 
 How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` and `programs`
 (score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch`
-(the call). Nothing of torch-mlir is imported before a kernel is compiled.
+(the call); of the backward kernels in `backward_plan`, `backward`, `backward_loads` and `training`. Nothing of torch-mlir is imported before a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from fusion.codegen.mlir.compile import KernelCompilationError, unavailable
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
+from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.mlir.training import supports as trains
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
-__all__ = ["Kernel", "KernelCompilationError", "compile", "supports", "unavailable"]
+__all__ = ["Kernel", "KernelCompilationError", "TrainingKernel", "compile", "compile_training", "supports", "unavailable"]
 
 
 def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = None) -> Kernel:
@@ -37,4 +40,16 @@ def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = 
     return _kernels[key]
 
 
+def compile_training(spec: AttentionSpec, machine: Machine | None = None) -> TrainingKernel | None:
+    """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at their first call."""
+    machine = machine or Machine.detect()
+    if supports(spec, machine) is not None or trains(spec) is not None:
+        return None
+    target = target_of(machine)
+    if (spec, target) not in _training:
+        _training[spec, target] = TrainingKernel(spec, tilings_for(spec, target), target)
+    return _training[spec, target]
+
+
 _kernels: dict[tuple, Kernel] = {}
+_training: dict[tuple, TrainingKernel] = {}

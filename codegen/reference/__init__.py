@@ -1,7 +1,6 @@
 """The reference interpreter: executes any `AttentionSpec` in plain torch, one obvious step after the other.
 
     run(spec, operands, sizes)                          the attention
-    statistics(spec, operands, sizes)                   what the backward kernels need to know of each row
     backward(spec, grad, operands, sizes, needs)        gradients, by torch's own autograd through the same steps
 
 It is what every emitter is tested against, and what runs where no emitter can. It materialises the score matrix; its
@@ -11,6 +10,6 @@ backward does so for a block of query rows at a time, so that memory stays linea
 from __future__ import annotations
 
 from fusion.codegen.reference.backward import backward
-from fusion.codegen.reference.forward import run, statistics
+from fusion.codegen.reference.forward import run
 
-__all__ = ["backward", "run", "statistics"]
+__all__ = ["backward", "run"]

@@ -30,12 +30,12 @@ def backward(
 
     grad: of the output, with dimensions `spec.output.dims`.
     """
-    with torch.enable_grad(), _recording():
+    with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(needed) for o, needed in zip(operands, needs, strict=True)]
         return _Backward(spec, given, sizes, dtype).gradients(grad, [t for t, n in zip(given, needs, strict=True) if n])
 
 
-def _recording() -> contextlib.AbstractContextManager:
+def recording() -> contextlib.AbstractContextManager:
     """Let autograd record although this runs inside an operator, below the dispatcher's autograd keys."""
     keys = torch._C.DispatchKey
     hidden = torch._C._dispatch_tls_local_exclude_set()

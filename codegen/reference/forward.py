@@ -23,23 +23,6 @@ def run(
     return execution.store(execution.rows(0, execution.n_q, *execution.gathered()))
 
 
-def statistics(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """[2, b.., i]: of each row the maximum of the score program (and the sinks), and the sum of exp(x - maximum).
-
-    A maximum of -inf counts as 0 in the sum, which is then 0. Without a normaliser there is nothing to know: [0].
-    """
-    execution = Execution(spec, operands, sizes)
-    if spec.normalizer is Normalizer.NONE:
-        return torch.empty(0, dtype=execution.dtype)
-    q, k, _ = execution.gathered()
-    columns = execution.columns(*execution.program(0, execution.n_q, q, k))
-    if columns.shape[-1] == 0:
-        return torch.zeros(2, *columns.shape[:-1], dtype=execution.dtype)
-    row_max = columns.amax(-1, keepdim=True)
-    row_sum = torch.exp(columns - torch.where(row_max == -torch.inf, 0.0, row_max)).sum(-1)
-    return torch.stack([row_max.squeeze(-1), row_sum])
-
-
 class Execution:
     """One execution. Every value is a tensor that broadcasts over the axes [b0, b1, ..., rows, columns].
 

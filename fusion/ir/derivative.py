@@ -15,7 +15,10 @@ from fusion.ir.expr import ZERO, Expr, Kind, const, node, walk
 from fusion.ir.ops import PRIMITIVES, apply, where
 
 UPSTREAM = node("upstream", (), Kind.FLOAT)
-"""The leaf that stands for the gradient arriving at a program's value."""
+"""The leaf that stands for the gradient arriving at a score program's value."""
+
+WEIGHT_UPSTREAM = node("upstream", (), Kind.FLOAT, "weight")
+"""Likewise for the weight program."""
 
 Pullback = Callable[[Expr, Expr, tuple[Expr, ...]], tuple[Expr | None, ...]]
 """(gradient g of the result, the result, the arguments) -> the gradient of each argument; None where there is none."""

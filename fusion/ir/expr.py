@@ -126,7 +126,7 @@ def coordinates(expr: Expr) -> frozenset[str]:
     for part in walk(expr):
         if part.op == "coord":
             names.add(str(part.attr))
-        elif part.op == "score":
+        elif part.op in ("score", "upstream"):  # "upstream": a gradient, see fusion.ir.derivative
             names.update("ij")
         elif part.op in ("row_max", "row_sum"):
             names.add("i")

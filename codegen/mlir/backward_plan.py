@@ -1,0 +1,183 @@
+"""What the two backward kernels of a spec compute: which gradients, in which kernel, in what form.
+
+Both kernels recompute scores S and weights P tile by tile from Q, K and the statistics of the forward, and dP = dO V^T.
+
+    role QUERIES  lanes are queries, loops run over keys      dQ += dS K;  sums over keys of gradients of loads free of j
+    role KEYS     lanes are keys, loops run over queries      dK += dS^T Q, dV += P^T dO;  everything else
+
+With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of every
+load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fusion.codegen.mlir.programs import Programs, programs_of
+from fusion.ir import integers
+from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
+from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, loads
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+
+class Role(enum.Enum):
+    """Which rows the vector lanes of a kernel are."""
+
+    QUERIES = "queries"
+    KEYS = "keys"
+
+    @property
+    def lane(self) -> Expr:
+        return I if self is Role.QUERIES else J
+
+    @property
+    def row(self) -> Expr:
+        return J if self is Role.QUERIES else I
+
+
+class Form(enum.Enum):
+    """How the gradient of a load is collected."""
+
+    ROWS = "rows"
+    """The load does not depend on the key: a sum over keys per query row, [b.., i]."""
+    COLUMNS = "columns"
+    """It depends on the key but not on the query: a sum over queries, [b.., j]."""
+    DENSE = "dense"
+    """Every (i, j) has an element of its own: added in place, one vector along j at a time."""
+    SCATTERED = "scattered"
+    """Anything else (tables of relative positions): every thread adds to a copy of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadGradient:
+    """The gradient of one load: `masked` and `full` are what an element (i, j) contributes in the two variants of the programs."""
+
+    load: Expr
+    form: Form
+    masked: Expr
+    full: Expr | None
+
+    @property
+    def operand(self) -> int:
+        return int(self.load.attr)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPlan:
+    """Everything that the kernels of a spec share.
+
+    score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant. inner: batch coordinates
+    over which dense gradients are summed: one thread visits them one after the other.
+    """
+
+    programs: Programs
+    score: tuple[Expr, Expr | None]
+    loads: tuple[LoadGradient, ...]
+    inner: tuple[int, ...]
+    normalized: bool
+
+    def corrects(self, needs: Sequence[bool]) -> bool:
+        """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average out."""
+        return self.normalized and any(needs[entry.operand] for entry in self.loads)
+
+    def sums(self, role: Role, needs: Sequence[bool]) -> int:
+        """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share in each."""
+        count = len(self.of(role, needs))
+        return 2 * count + 1 if role is Role.QUERIES and self.corrects(needs) else count
+
+    def of(self, role: Role, needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
+        """The loads whose gradients a kernel collects."""
+        rows = (Form.ROWS,) if role is Role.QUERIES else (Form.COLUMNS, Form.DENSE, Form.SCATTERED)
+        return tuple(entry for entry in self.loads if entry.form in rows and needs[entry.operand])
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why there are no backward kernels for this spec, or None."""
+    if spec.row_scale is not None:
+        return "rows are scaled by something else than the sum"
+    if any(operand.dtype == "float64" for operand in spec.operands):
+        return "an operand is float64"
+    return None
+
+
+def backward_plan(spec: AttentionSpec) -> BackwardPlan:
+    """The plan of a spec; the gradients of all float loads are in it, whether needed or not."""
+    programs = programs_of(spec)
+    variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
+    wanted = {load: None for load in loads(spec.score, spec.weight) if load.kind is Kind.FLOAT}
+    found = [_gradients(variant, spec, list(wanted)) for variant in variants]
+    gradients = []
+    for load in wanted:
+        parts = [gradient[load] for gradient in found]
+        if any(part is not ZERO for part in parts):
+            full = parts[1] if len(parts) > 1 else None
+            gradients.append(LoadGradient(load=load, form=_form(load), masked=parts[0], full=full))
+    gradients = _one_form_per_operand(gradients)
+    score = found[0][SCORE], found[1][SCORE] if len(found) > 1 else None
+    return BackwardPlan(programs=programs, score=score, loads=tuple(gradients), inner=_inner(spec, gradients), normalized=normalized(spec))
+
+
+def _gradients(program: Expr, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
+    """Gradients through the score program and, for loads, through the weight program."""
+    from fusion.ir.ops import apply
+
+    found = adjoints(program, UPSTREAM, [SCORE, *wanted])
+    through_weight = adjoints(spec.weight, WEIGHT_UPSTREAM, wanted)
+    for load, term in through_weight.items():
+        if term is not ZERO:
+            found[load] = term if found[load] is ZERO else apply("fadd", found[load], term)
+    return found
+
+
+def _form(load: Expr) -> Form:
+    names = coordinates(load)
+    if "j" not in names:
+        return Form.ROWS
+    if "i" not in names:
+        return Form.COLUMNS
+    return Form.DENSE if column_dimension(load) is not None else Form.SCATTERED
+
+
+def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
+    """An operand that is read in several ways has one buffer: per thread, unless all reads are dense along one dimension."""
+    mixed = set()
+    for entry in gradients:
+        for other in gradients:
+            same = other.operand == entry.operand and {other.form, entry.form} <= {Form.DENSE, Form.SCATTERED}
+            if same and (other.form is not entry.form or column_dimension(other.load) != column_dimension(entry.load)):
+                mixed.add(entry.operand)
+    return [replace(e, form=Form.SCATTERED) if e.operand in mixed and e.form is Form.DENSE else e for e in gradients]
+
+
+def column_dimension(load: Expr) -> int | None:
+    """The dimension that is the key plus something free of i and j, where another is linear in i alone, so that no two (i, j)
+    meet in an element; else None."""
+    column, rows = None, 0
+    for dim, index in enumerate(load.args):
+        names = coordinates(index) & {"i", "j"}
+        if not names:
+            continue
+        parts = integers.linear(index, J if "j" in names else I)
+        if len(names) > 1 or parts is None or not parts[0].is_const:
+            return None
+        if "j" in names:
+            if column is not None or parts[0] is not const(1):
+                return None
+            column = dim
+        else:
+            rows += 1
+    return column if rows == 1 else None
+
+
+def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int, ...]:
+    """Batch coordinates that do not tell the elements of every dense gradient apart."""
+    bare = [
+        {str(index.attr) for index in entry.load.args if index.op == "coord"} for entry in gradients if entry.form is Form.DENSE
+    ]
+    return tuple(axis for axis in range(len(spec.batch)) if not all(f"b{axis}" in names for names in bare))
+
+
+def normalized(spec: AttentionSpec) -> bool:
+    return spec.normalizer is not Normalizer.NONE
