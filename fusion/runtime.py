@@ -197,6 +197,14 @@ def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
 
 
 def _build_differentiable(spec: str, device: str, emitter: str) -> Differentiable:
+    if (
+        device == "cuda"
+        and emitter != "reference"
+        and unsupported(AttentionSpec.from_json(spec), torch.device(device)) is None
+    ):
+        from fusion.codegen import triton
+
+        return triton.Differentiable(AttentionSpec.from_json(spec))
     return _WithReferenceGradient(spec, device, emitter)
 
 

@@ -39,16 +39,34 @@ class Role:
         self.gradients: Gradients = gradients_of(spec, needs)
         self.softmax = spec.normalizer is not Normalizer.NONE
         known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
-        known |= {I: "i", J: "j", C: "c", E: "e", SCORE: "s", UPSTREAM: "dx", UPSTREAM_WEIGHT: "dw", UPSTREAM_ROW: "dsink"}
+        known |= {
+            I: "i",
+            J: "j",
+            C: "c",
+            E: "e",
+            SCORE: "s",
+            UPSTREAM: "dx",
+            UPSTREAM_WEIGHT: "dw",
+            UPSTREAM_ROW: "dsink",
+        }
         self.writer = Writer(spec=spec, known=known, outer=self.outer, inner=self.inner)
         w = self.writer
         # Columns of a tile whose rows are the inner coordinate, for reading matrices.
         inside = {I: "row"} if self.inner == "i" else {J: "key"}
-        self.inside = Writer(spec=spec, known=known | inside, names=w.names, helpers=w.helpers, mask="key_ok",
-                             outer=self.outer, inner=self.inner)
+        self.inside = Writer(
+            spec=spec,
+            known=known | inside,
+            names=w.names,
+            helpers=w.helpers,
+            mask="key_ok",
+            outer=self.outer,
+            inner=self.inner,
+        )
         self.inside.lines[Level.BLOCK], self.inside.lines[Level.ROW] = w.lines[Level.BLOCK], w.lines[Level.ROW]
         # Key ranges of a block of rows are computed in places of their own.
-        self.ranges = Writer(spec=spec, known=known | {coord("i0"): "i0", coord("i1"): "i1"}, names=w.names, helpers=w.helpers)
+        self.ranges = Writer(
+            spec=spec, known=known | {coord("i0"): "i0", coord("i1"): "i1"}, names=w.names, helpers=w.helpers
+        )
         w.count(spec.score, spec.weight, self.gradients.score, *(item.gradient for item in self.gradients.captured))
         self.n_q, self.n_k = w.value(spec.n_q), w.value(spec.n_k)
         self.dtype = DTYPES[spec.dtype]
@@ -64,7 +82,7 @@ class Role:
     def body(self) -> str:
         raise NotImplementedError
 
-    # -- pieces ----------------------------------------------------------------------------------------------------------
+    # -- pieces ------------------------------------------------------------------------------------------------------
 
     def decode(self, number_: str, extents: list[str], names: list[str]) -> list[str]:
         """Statements that take a program's number apart, the last name fastest."""
@@ -79,19 +97,27 @@ class Role:
         at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
         limits = [text for text in (mask, f"({column} < {extent})" if padded(extent) != extent else "") if text]
         inside = f", mask={' & '.join(limits)}, other=0.0" if limits else ""
-        cast = "" if operand is not None and self.spec.operands[operand].dtype == self.spec.dtype else f".to({self.dtype})"
+        cast = (
+            "" if operand is not None and self.spec.operands[operand].dtype == self.spec.dtype else f".to({self.dtype})"
+        )
         return [f"{name} = tl.load({at}{inside}){cast}"]
 
-    def store(self, name: str, value: str, part: Matrix, operand: int, column: str, extent: int, mask: str) -> list[str]:
+    def store(
+        self, name: str, value: str, part: Matrix, operand: int, column: str, extent: int, mask: str
+    ) -> list[str]:
         at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
         limits = [text for text in (mask, f"({column} < {extent})" if padded(extent) != extent else "") if text]
-        return [f"{name}_at = {at}",
-                f"tl.store({name}_at, {value}.to({DTYPES[self.spec.operands[operand].dtype]}), mask={' & '.join(limits)})"]
+        return [
+            f"{name}_at = {at}",
+            f"tl.store({name}_at, {value}.to({DTYPES[self.spec.operands[operand].dtype]}), mask={' & '.join(limits)})",
+        ]
 
     def output_gradient(self, rows: str) -> str:
         """Pointers to the gradient of the output, [rows, d_v]."""
         axes = [f"tl.cast(b{axis}, tl.int64) * dout_stride_b{axis}" for axis in range(len(self.spec.batch))]
-        return sum_of("dout_ptr", *axes, f"tl.cast({rows}, tl.int64) * dout_stride_i", "tl.cast(e, tl.int64) * dout_stride_e")
+        return sum_of(
+            "dout_ptr", *axes, f"tl.cast({rows}, tl.int64) * dout_stride_i", "tl.cast(e, tl.int64) * dout_stride_e"
+        )
 
     def statistics(self, rows: str) -> list[str]:
         """row_max, share (1 / row_sum) and delta of rows, shaped as `rows`."""
@@ -106,12 +132,15 @@ class Role:
             "share = 1.0 / row_sum",
         ]
         if self.spec.normalizer is Normalizer.SAFE_SOFTMAX:
-            lines += ['share = tl.where(row_max == float("-inf"), 0.0, share)',
-                      'row_max = tl.where(row_max == float("-inf"), 0.0, row_max)']
+            lines += [
+                'share = tl.where(row_max == float("-inf"), 0.0, share)',
+                'row_max = tl.where(row_max == float("-inf"), 0.0, row_max)',
+            ]
         return lines
 
     def tile(self, score: str, upstream: str, shape: str) -> list[str]:
-        """Statements from s to p (weights), ds, and the gradients of captured loads. score, upstream: products of the tile."""
+        """Statements from s to p (weights), ds, and the gradients of captured loads. score, upstream: products of the
+        tile."""
         spec, w = self.spec, self.writer
         w.forget(Level.TILE)
         lines = [f"s = {score}"]
@@ -147,7 +176,11 @@ class Role:
         """key_start and key_stop of the rows i0..i1."""
         mask = self.spec.mask
         low = "0" if mask is None or mask.key_lo is None else self.ranges.value(mask.key_lo)
-        high = self.n_k if mask is None or mask.key_hi is None else f"tl.minimum({self.ranges.value(mask.key_hi)}, {self.n_k})"
+        high = (
+            self.n_k
+            if mask is None or mask.key_hi is None
+            else f"tl.minimum({self.ranges.value(mask.key_hi)}, {self.n_k})"
+        )
         taken = self.ranges.lines[Level.BLOCK]
         self.ranges.lines[Level.BLOCK] = []
         return [*taken, f"key_start = tl.maximum({low}, 0)", f"key_stop = tl.maximum({high}, 0)"]
@@ -182,7 +215,7 @@ class Queries(Role):
         q = matrix(w, 0, spec.q, I, C)
         dq = matrix(w, 0, spec.q, I, C, name="dq")
         k, v = matrix(self.inside, 1, spec.k, J, C, moving=False), matrix(self.inside, 2, spec.v, J, E, moving=False)
-        product = ', input_precision=PRECISION)'
+        product = ", input_precision=PRECISION)"
         tile = self.tile(f"tl.dot(q, tl.trans(k){product}", f"tl.dot(do, tl.trans(v){product}", "[ROWS, KEYS]")
         accumulate, finish = self._sums(tile)
         if self.needs[0]:
@@ -190,18 +223,32 @@ class Queries(Role):
             finish += self.store("dq", "dq", dq, 0, "c", self.d, "rows_ok")
         reads = [*self.read("k", k, 1, "c", self.d, "key_ok"), *self.read("v", v, 2, "e", self.d_v, "key_ok")]
         loop_body = source.block(*reads, *tile)
-        columns = ["key = (first + tl.arange(0, KEYS))[:, None]", f"key_ok = key < {self.n_k}",
-                   "j = (first + tl.arange(0, KEYS))[None, :]", f"j_ok = j < {self.n_k}", *self.inside.lines[Level.TILE]]
+        columns = [
+            "key = (first + tl.arange(0, KEYS))[:, None]",
+            f"key_ok = key < {self.n_k}",
+            "j = (first + tl.arange(0, KEYS))[None, :]",
+            f"j_ok = j < {self.n_k}",
+            *self.inside.lines[Level.TILE],
+        ]
         loop = source.block(*source.without_dead(columns, loop_body), loop_body)
         finish += self._sinks()
         statistics = self.statistics("i")
         ranges = self.key_range()
-        before = source.block(*self.read("q", q, 0, "c", self.d, ""),
-                              f"do = tl.load({self.output_gradient('i')}{self._within()}).to({self.dtype})", *statistics)
+        before = source.block(
+            *self.read("q", q, 0, "c", self.d, ""),
+            f"do = tl.load({self.output_gradient('i')}{self._within()}).to({self.dtype})",
+            *statistics,
+        )
         later = source.block(
-            before, *ranges, *self._dead(), "key_start = key_start // KEYS * KEYS",
-            f"dq = tl.full([ROWS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[0] else "", *accumulate,
-            "for first in tl.range(key_start, key_stop, KEYS):", source.indented(loop), *finish,
+            before,
+            *ranges,
+            *self._dead(),
+            "key_start = key_start // KEYS * KEYS",
+            f"dq = tl.full([ROWS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[0] else "",
+            *accumulate,
+            "for first in tl.range(key_start, key_stop, KEYS):",
+            source.indented(loop),
+            *finish,
         )
         places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
         kept = source.without_dead([*places, *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
@@ -214,9 +261,14 @@ class Queries(Role):
         extents = [self.writer.value(extent) for extent in self.spec.batch]
         names = [f"b{axis}" for axis in range(len(extents))]
         return [
-            f"blocks = ({self.n_q} + ROWS - 1) // ROWS", "program = tl.program_id(0)", "block = blocks - 1 - program % blocks",
-            *(self.decode("(program // blocks)", extents, names)), "i0 = block * ROWS",
-            f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1", "rows = (i0 + tl.arange(0, ROWS))[:, None]", "rows_ok = rows <= i1",
+            f"blocks = ({self.n_q} + ROWS - 1) // ROWS",
+            "program = tl.program_id(0)",
+            "block = blocks - 1 - program % blocks",
+            *(self.decode("(program // blocks)", extents, names)),
+            "i0 = block * ROWS",
+            f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1",
+            "rows = (i0 + tl.arange(0, ROWS))[:, None]",
+            "rows_ok = rows <= i1",
             "i = tl.minimum(rows, i1)",
         ]
 
@@ -224,8 +276,7 @@ class Queries(Role):
         """A block with a row that met no live key visits all keys: eager's weights there are not zero."""
         if not (self.skips and self.softmax):
             return []
-        return [f"if {any_dead(self.spec)} != 0:",
-                "    key_start = 0", f"    key_stop = {self.n_k}"]
+        return [f"if {any_dead(self.spec)} != 0:", "    key_start = 0", f"    key_stop = {self.n_k}"]
 
     def _sums(self, tile: list[str]) -> tuple[list[str], list[str]]:
         """(before the loop, after it) for sums over keys; adds to the tile what is done for every score."""
@@ -276,7 +327,7 @@ class Keys(Role):
         dk = matrix(head, 1, spec.k, J, C, name="dk", moving=False)
         dv = matrix(head, 2, spec.v, J, E, name="dv", moving=False)
         q = matrix(self.inside, 0, spec.q, I, C)
-        product = ', input_precision=PRECISION)'
+        product = ", input_precision=PRECISION)"
         tile = self.tile(f"tl.dot(k, tl.trans(q){product}", f"tl.dot(v, tl.trans(do){product}", "[KEYS, ROWS]")
         before, after = self._sums(tile)
         finish: list[str] = []
@@ -286,21 +337,33 @@ class Keys(Role):
         if self.needs[1]:
             tile.append(f"dk = tl.dot(ds.to({self.dtype}), q, dk{product}")
             finish += self.store("dk", "dk", dk, 1, "c", self.d, "j_ok")
-        reads = [*self.read("q", q, 0, "c", self.d, ""),
-                 f"do = tl.load({self.output_gradient('row')}{Queries._within(self)}).to({self.dtype})"]  # type: ignore[arg-type]
+        reads = [
+            *self.read("q", q, 0, "c", self.d, ""),
+            f"do = tl.load({self.output_gradient('row')}{Queries._within(self)}).to({self.dtype})",
+        ]  # type: ignore[arg-type]
         inner = source.block(*reads, *self.statistics("i"), *tile)
-        rows = ["rows = (block * ROWS + tl.arange(0, ROWS))", f"rows_ok = (rows < {self.n_q})[None, :]",
-                f"row = tl.minimum(rows, {self.n_q} - 1)[:, None]", f"i = tl.minimum(rows, {self.n_q} - 1)[None, :]",
-                *self.inside.lines[Level.TILE]]
+        rows = [
+            "rows = (block * ROWS + tl.arange(0, ROWS))",
+            f"rows_ok = (rows < {self.n_q})[None, :]",
+            f"row = tl.minimum(rows, {self.n_q} - 1)[:, None]",
+            f"i = tl.minimum(rows, {self.n_q} - 1)[None, :]",
+            *self.inside.lines[Level.TILE],
+        ]
         loop = source.block(*source.without_dead(rows, inner), inner)
         member = source.block("for block in tl.range(block_start, block_stop):", source.indented(loop), *after)
         scan = source.block(*self._scan())
         levels = source.without_dead([*w.lines[Level.BLOCK], *w.lines[Level.ROW]], source.block(scan, *before, member))
         member = source.block(*levels, scan, *before, member)
-        reads = [*head.lines[Level.BLOCK], *head.lines[Level.ROW], *self.read("k", k, 1, "c", self.d, "j_ok"),
-                 *self.read("v", v, 2, "e", self.d_v, "j_ok")]
-        start = [f"dk = tl.full([KEYS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[1] else "",
-                 f"dv = tl.full([KEYS, {padded(self.d_v)}], 0.0, tl.float32)" if self.needs[2] else ""]
+        reads = [
+            *head.lines[Level.BLOCK],
+            *head.lines[Level.ROW],
+            *self.read("k", k, 1, "c", self.d, "j_ok"),
+            *self.read("v", v, 2, "e", self.d_v, "j_ok"),
+        ]
+        start = [
+            f"dk = tl.full([KEYS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[1] else "",
+            f"dv = tl.full([KEYS, {padded(self.d_v)}], 0.0, tl.float32)" if self.needs[2] else "",
+        ]
         body = source.block(*reads, *start, *self._members(member), *finish)
         places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
         return source.block(*self._position(), *source.without_dead(places, body), body)
@@ -311,9 +374,13 @@ class Keys(Role):
         names = [f"kv{axis}" for axis in range(len(groups))]
         first = [f"b{axis} = kv{axis} * {groups[axis]}" for axis in range(len(groups))]
         return [
-            f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS", "program = tl.program_id(0)",
-            "first = program % key_blocks * KEYS", *self.decode("(program // key_blocks)", extents, names), *first,
-            "j = (first + tl.arange(0, KEYS))[:, None]", f"j_ok = j < {self.n_k}",
+            f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS",
+            "program = tl.program_id(0)",
+            "first = program % key_blocks * KEYS",
+            *self.decode("(program // key_blocks)", extents, names),
+            *first,
+            "j = (first + tl.arange(0, KEYS))[:, None]",
+            f"j_ok = j < {self.n_k}",
         ]
 
     def _shared(self, axis: int) -> str:
@@ -321,7 +388,11 @@ class Keys(Role):
         extent, group = self.spec.batch[axis], self.gradients.groups[axis]
         if extent is group:
             return "1"
-        return self.writer.value(extent) if group is integers.integer(1) else f"{self.writer.value(extent)} // {self.writer.value(group)}"
+        return (
+            self.writer.value(extent)
+            if group is integers.integer(1)
+            else f"{self.writer.value(extent)} // {self.writer.value(group)}"
+        )
 
     def _members(self, member: str) -> list[str]:
         """The loop over the query heads that share the keys."""
@@ -340,15 +411,25 @@ class Keys(Role):
         if not self.skips:
             return ["block_start = 0", f"block_stop = {blocks}"]
         inner = source.block(
-            "i0 = block * ROWS", f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1", *self.key_range(),
+            "i0 = block * ROWS",
+            f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1",
+            *self.key_range(),
             "meets = (key_start < first + KEYS) & (key_stop > first)",
             "block_start = tl.where(meets, tl.minimum(block_start, block), block_start)",
             "block_stop = tl.where(meets, block + 1, block_stop)",
         )
-        lines = [f"block_start = {blocks}", "block_stop = 0", f"for block in tl.range({blocks}):", source.indented(inner)]
+        lines = [
+            f"block_start = {blocks}",
+            "block_stop = 0",
+            f"for block in tl.range({blocks}):",
+            source.indented(inner),
+        ]
         if self.softmax:  # rows that met no live key have weights everywhere
-            lines += [f"dead = tl.load(dead_ptr + {place_of(self.writer)}) != 0", "block_start = tl.where(dead, 0, block_start)",
-                      f"block_stop = tl.where(dead, {blocks}, block_stop)"]
+            lines += [
+                f"dead = tl.load(dead_ptr + {place_of(self.writer)}) != 0",
+                "block_start = tl.where(dead, 0, block_start)",
+                f"block_stop = tl.where(dead, {blocks}, block_stop)",
+            ]
         return lines
 
     def _sums(self, tile: list[str]) -> tuple[list[str], list[str]]:
@@ -378,8 +459,11 @@ class Prepare(Role):
             "tl.store(delta_ptr + row_place, tl.sum(do * o, 1)[:, None], mask=rows_ok)",
         ]
         if self.skips:
-            lines += ["row_max = tl.load(statistics_ptr + row_place)",
-                      f"if {any_dead(self.spec)} != 0:", f"    tl.store(dead_ptr + {place}, 1)"]
+            lines += [
+                "row_max = tl.load(statistics_ptr + row_place)",
+                f"if {any_dead(self.spec)} != 0:",
+                f"    tl.store(dead_ptr + {place}, 1)",
+            ]
         return source.block(*Queries._position(self), *lines)  # type: ignore[arg-type]
 
 
@@ -396,7 +480,8 @@ def any_dead(spec: AttentionSpec) -> str:
 
 
 def backward_kernels(spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]) -> list[KernelText]:
-    """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their launch."""
+    """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their
+    launch."""
     role = Role(spec, d, d_v, needs)
     reaches = {"rows" if item.reach == "rows" else "queries" for item in role.gradients.captured}
     kernels = []

@@ -1,4 +1,5 @@
-"""Training with a spec: the forward that keeps statistics, and the gradients by kernels or, where there are none, by the reference."""
+"""Training with a spec: the forward that keeps statistics, and the gradients by kernels or, where there are none, by
+the reference."""
 
 from __future__ import annotations
 
@@ -23,19 +24,31 @@ log = logging.getLogger(__name__)
 class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
 
-    dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32.
+    Kernels that fail are left for the reference interpreter at their first failure, with a warning. dQ, dK and dV are
+    deterministic. Gradients of captured tensors are summed by atomic additions in float32.
     """
 
     def __init__(self, spec: AttentionSpec, tile: Tile | None = None):
         self.spec, self.tile = spec, tile
         self.kernel = Kernel(spec, tile, statistics=True)
+        self.broken = False
         self._variants: dict[tuple, Variant] = {}
         self._lock = threading.Lock()
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        out, statistics = self.kernel.forward(operands, sizes)
-        assert statistics is not None
-        return out, statistics
+        if not self.broken:
+            try:
+                out, statistics = self.kernel.forward(operands, sizes)
+            except Exception:
+                self._give_up()
+            else:
+                assert statistics is not None
+                return out, statistics
+        return reference.run(self.spec, operands, sizes), reference.statistics(self.spec, operands, sizes)
+
+    def _give_up(self) -> None:
+        self.broken = True
+        log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
 
     def backward(
         self,
@@ -46,24 +59,40 @@ class Differentiable:
         sizes: Sequence[int],
         needs: tuple[bool, ...],
     ) -> list[Tensor]:
-        """grad, out: of the output's dimensions, any strides. The gradients, in order, of each marked operand's shape."""
+        """grad, out: of the output's dimensions, any strides. The gradients, in order, of each marked operand's
+        shape."""
+        reason = self.without_kernels(needs)
+        if reason is None and not self.broken:
+            try:
+                return self._gradients(grad, out, statistics, operands, sizes, needs)
+            except Exception:
+                self._give_up()
+        log.debug("gradients of %s by the reference: %s", self.spec, reason)
+        return reference.backward(self.spec, grad, operands, sizes, needs)
+
+    def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
+        """Why gradients are left to the reference interpreter, or None."""
+        if (reason := unsupported_gradient(self.spec, needs)) is not None:
+            return reason
+        if torch.are_deterministic_algorithms_enabled() and gradients_of(self.spec, needs).captured:
+            return "deterministic algorithms are asked for, and gradients of captured tensors are summed atomically"
+        return None
+
+    def _gradients(self, grad, out, statistics, operands, sizes, needs) -> list[Tensor]:
         *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
         check_sizes((*batch, n_q, n_k, d, d_v))
-        reason = unsupported_gradient(self.spec, needs)
-        if reason is None and torch.are_deterministic_algorithms_enabled() and gradients_of(self.spec, needs).captured:
-            reason = "deterministic algorithms are asked for, and gradients of captured tensors are summed by atomic additions"
-        if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
-            log.debug("gradients of %s by the reference: %s", self.spec, reason or "a size is 0")
+        if 0 in (*batch, n_q, n_k, d, d_v):
             return reference.backward(self.spec, grad, operands, sizes, needs)
         made = {n: self._memory(n, tensor) for n, tensor in enumerate(operands) if needs[n]}
         self._launch(grad, out, statistics, operands, sizes, needs, made, (batch, n_q, n_k, d, d_v))
         return [made[n] for n in sorted(made)]
 
     def _memory(self, number: int, tensor: Tensor) -> Tensor:
-        """A gradient to be filled: q, k and v in their dtype (zero, should the attention read only parts of them), others float32."""
+        """A gradient to be filled: q, k and v in their dtype (zero, should the attention read only parts of them),
+        others float32."""
         return torch.zeros(tensor.shape, dtype=tensor.dtype if number < 3 else torch.float32, device=tensor.device)
 
-    def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents) -> None:  # noqa: PLR0913
+    def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents) -> None:
         batch, n_q, n_k, d, d_v = extents
         device, heads = operands[0].device, math.prod(batch)
         variant = self._variant(d, d_v, needs, device.type == "cpu")
@@ -84,7 +113,9 @@ class Differentiable:
         """How many values of each batch coordinate K and V tell apart."""
         from fusion.codegen.triton.launch import size_function
 
-        groups = size_function(gradients_of(self.spec, (False,) * len(self.spec.operands)).groups, self.spec.sizes)(sizes)
+        groups = size_function(gradients_of(self.spec, (False,) * len(self.spec.operands)).groups, self.spec.sizes)(
+            sizes
+        )
         return [extent // group for extent, group in zip(batch, groups, strict=True)]
 
     def _variant(self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool) -> Variant:

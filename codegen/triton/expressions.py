@@ -133,7 +133,8 @@ class Writer:
 
     lines: statements per level. known: the names (or texts) of values that exist. helpers: functions of `mathematics`
     in use.
-    mask: name of the predicate that says which keys of the tile exist. outer, inner: coordinates of the levels ROW and TILE.
+    mask: name of the predicate that says which keys of the tile exist. outer, inner: coordinates of the levels ROW
+    and TILE.
     """
 
     spec: AttentionSpec
@@ -265,7 +266,9 @@ class Writer:
             else text
             for position, (text, own) in enumerate(args)
         ]
-        return sign.join(shown).replace(" + -1 * ", " - ").replace(" + -", " - ") if op == "add" else sign.join(shown), level
+        return sign.join(shown).replace(" + -1 * ", " - ").replace(" + -", " - ") if op == "add" else sign.join(
+            shown
+        ), level
 
     def _division(self, expr: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
         if integers.is_nonnegative(expr.args[0]):
@@ -289,7 +292,8 @@ class Writer:
         return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, tl.int64)", _ATOM)
 
     def address(self, expr: Expr, level: Level, name: str) -> str:
-        """Pointers to the elements that a load's index names, in the tensor of that name; outer parts are added up outside."""
+        """Pointers to the elements that a load's index names, in the tensor of that name; outer parts are added up
+        outside."""
         at = f"{name}_ptr"
         if block := self.offset(name, expr.args, Level.BLOCK):
             at = f"{at} + {block}"
@@ -308,7 +312,9 @@ class Writer:
         """The elements by which the part of an index that belongs to one level moves the pointer; empty for none."""
         parts = []
         for dim, expr in enumerate(index):
-            own = integers.from_terms({m: c for m, c in integers.terms(expr).items() if self._monomial_level(m) is level})
+            own = integers.from_terms(
+                {m: c for m, c in integers.terms(expr).items() if self._monomial_level(m) is level}
+            )
             if own.op == "const" and not own.attr:
                 continue
             parts.append(f"tl.cast({self._text(own, level)[0]}, tl.int64) * {name}_stride_{dim}")

@@ -334,10 +334,12 @@ class Forward:
     def _row_factor(self) -> list[str]:
         """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
         spec, w = self.spec, self.writer
-        lines = [
-            f"row_max = m[:, None]{'' if self.programs.scale == 1.0 else f' * {number(self.programs.scale)}'}",
-            "row_sum = l[:, None]",
-        ]
+        scale = self.programs.scale
+        row_max = "m[:, None]" if scale == 1.0 else f"m[:, None] * {number(scale)}"
+        if (clamped := self.programs.clamped) is not None:
+            end = math.copysign(LARGEST, clamped)
+            row_max = f"tl.where(m[:, None] == {number(end)}, {number(clamped)}, {row_max})"
+        lines = [f"row_max = {row_max}", "row_sum = l[:, None]"]
         rescaled = ""
         if spec.sinks:
             sinks = [w.bind(sink, "sink") for sink in spec.sinks]

@@ -4,9 +4,11 @@ With P the weights before the weight program, y = P's softmax, dW = dO V^T and d
 
     dx = y * (weight * dW - delta)        dweight = y * dW        dsink = -(sink's share of the row sum) * delta
 
-The score program's derivative takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV = W^T dO.
+The score program's derivative takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV =
+W^T dO.
 
-dK and dV are made by programs that each own some keys. Where query heads share a key head, the program visits all of them, so that
+dK and dV are made by programs that each own some keys. Where query heads share a key head, the program visits all of
+them, so that
 every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
 """
 
@@ -44,7 +46,8 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """score: dS as an expression in UPSTREAM. captured: of the loads that need a gradient. groups: how many values of each batch
+    """score: dS as an expression in UPSTREAM. captured: of the loads that need a gradient. groups: how many values of
+    each batch
     coordinate share an element of K and V (1: none)."""
 
     score: Expr
@@ -83,7 +86,11 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
     batch = [coord(f"b{axis}") for axis in range(len(spec.batch))]
     if _groups(spec, spec.k) is None or _groups(spec, spec.k) != _groups(spec, spec.v):
         return "several queries share elements of K and V in a way that is not heads in equal groups"
-    for what, index, grouped, own in (("q", spec.q, False, (I, C)), ("k", spec.k, True, (J, C)), ("v", spec.v, True, (J, E))):
+    for what, index, grouped, own in (
+        ("q", spec.q, False, (I, C)),
+        ("k", spec.k, True, (J, C)),
+        ("v", spec.v, True, (J, E)),
+    ):
         if not _injective(spec, index, [*batch, *own], grouped):
             return f"elements of {what} are read more than once: {', '.join(map(str, index))}"
     return None
@@ -115,7 +122,8 @@ def _outside(index: tuple[Expr, ...], b: Expr, quotient: Expr) -> bool:
 def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr], grouped: bool) -> bool:
     """Whether an index map takes different coordinates (but for those that share by groups) to different elements.
 
-    Every dimension must be affine in coordinates of its own, with factors in mixed radix: each larger than what the smaller ones reach.
+    Every dimension must be affine in coordinates of its own, with factors in mixed radix: each larger than what the
+    smaller ones reach.
     """
     groups = _groups(spec, index) if grouped else tuple(integers.integer(1) for _ in spec.batch)
     assert groups is not None

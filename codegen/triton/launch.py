@@ -75,7 +75,8 @@ class Variant:
             self.module: ModuleType = module.load(self.source)
         self.interpreted = interpreted
         self.kernels = {
-            kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec)) for kernel in kernels
+            kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))
+            for kernel in kernels
         }
 
     def launch(self, name: str, programs: int, tile: Tile, precision: str, arguments: tuple) -> None:
@@ -93,9 +94,11 @@ class Variant:
 
 
 class Kernel:
-    """A spec's forward kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
+    """A spec's forward kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output
+    tensor.
 
-    CPU tensors are run by Triton's interpreter. statistics: whether `forward` is used, which returns each row's statistics too.
+    CPU tensors are run by Triton's interpreter. statistics: whether `forward` is used, which returns each row's
+    statistics too.
     """
 
     def __init__(self, spec: AttentionSpec, tile: Tile | None = None, statistics: bool = False):
@@ -133,7 +136,9 @@ class Kernel:
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         return self.forward(operands, sizes)[0]
 
-    def forward(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, operands: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(output, statistics): of each row the maximum and the sum, float32 [2, b.., i], where they are asked for."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = operands[0].device

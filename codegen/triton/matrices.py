@@ -34,7 +34,14 @@ class Matrix:
 
 
 def matrix(
-    writer: Writer, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr, *, name: str = "", moving: bool = True
+    writer: Writer,
+    operand: int,
+    index: tuple[Expr, ...],
+    row: Expr,
+    column: Expr,
+    *,
+    name: str = "",
+    moving: bool = True,
 ) -> Matrix:
     """The offset of an operand's element at `index`, by parts. `writer` knows the coordinates as columns and rows of
     a tile."""

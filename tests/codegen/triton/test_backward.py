@@ -51,8 +51,26 @@ def assert_as_exact(name: str, got: torch.Tensor, eager: torch.Tensor, exact: to
 
 @pytest.mark.parametrize(
     "name",
-    ["plain", "causal", "causal_last_key", "window", "left_padded", "bias", "transposed_bias", "alibi", "soft_cap", "bucket_table",
-     "documents", "temperature", "row_gate", "clamp", "padding", "sine", "atan", "expm1"],
+    [
+        "plain",
+        "causal",
+        "causal_last_key",
+        "window",
+        "left_padded",
+        "bias",
+        "transposed_bias",
+        "alibi",
+        "soft_cap",
+        "bucket_table",
+        "documents",
+        "temperature",
+        "row_gate",
+        "clamp",
+        "padding",
+        "sine",
+        "atan",
+        "expm1",
+    ],
 )
 def test_programs(name: str) -> None:
     check(case(name, d=16))
