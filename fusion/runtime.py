@@ -198,12 +198,19 @@ def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
 
 
 def _build_differentiable(spec: str, device: str, emitter: str) -> Differentiable:
-    kernel = None
-    if emitter != "reference" and device == "cpu":
-        from fusion.codegen import mlir
-
-        kernel = mlir.compile_training(AttentionSpec.from_json(spec), machine())
+    kernel = None if emitter == "reference" else _compile_training(AttentionSpec.from_json(spec), device)
     return _WithReferenceGradient(spec, device, emitter) if kernel is None else _GuardedTraining(spec, kernel)
+
+
+def _compile_training(spec: AttentionSpec, device: str) -> Differentiable | None:
+    """Forward and backward kernels of a device's emitter, or None where it has none for this spec."""
+    if device == "cuda":
+        from fusion.codegen import triton
+
+        return triton.Differentiable(spec) if triton.supports(spec) is None else None
+    from fusion.codegen import mlir
+
+    return mlir.compile_training(spec, machine()) if device == "cpu" else None
 
 
 class _GuardedTraining:

@@ -1,6 +1,7 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
     supports(spec)   why there is no kernel for it, or None
+    Differentiable(spec)    forward with statistics, and the gradients
     compile(spec)    the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
 
 `forward` writes the kernel, `expressions` and `matrices` the values and addresses in it, `programs` decides about the
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import functools
 
+from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import DTYPES
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
 
-__all__ = ["Kernel", "compile", "supports", "unavailable"]
+__all__ = ["Differentiable", "Kernel", "compile", "supports", "unavailable"]
 
 _LOADED = {*DTYPES, "bool", "uint8", "int8", "int16", "int32", "int64"}
 

@@ -6,6 +6,8 @@ A value depends on some coordinates and is written at the level that binds the l
     ROW    the query row i, of shape [ROWS, 1]
     TILE   the key j, of shape [1, KEYS]; with i [ROWS, KEYS]
 
+In the kernel of dK and dV rows and keys change places: the key is the outer coordinate, and tiles are [KEYS, ROWS].
+
 FLOAT is float32. INT is 32 bits wide where its magnitude is provably small, else 64; offsets into memory are always
 64 bits wide.
 """
@@ -13,6 +15,7 @@ FLOAT is float32. INT is 32 bits wide where its magnitude is provably small, els
 from __future__ import annotations
 
 import enum
+import keyword
 import math
 from dataclasses import dataclass, field
 
@@ -30,12 +33,6 @@ class Level(enum.IntEnum):
     BLOCK = 0
     ROW = 1
     TILE = 2
-
-
-def level_of(expr: Expr) -> Level:
-    """The outermost level at which everything that the value depends on is bound."""
-    names = coordinates(expr)
-    return Level.TILE if "j" in names else Level.ROW if "i" in names else Level.BLOCK
 
 
 _FUNCTIONS = {
@@ -136,7 +133,8 @@ class Writer:
 
     lines: statements per level. known: the names (or texts) of values that exist. helpers: functions of `mathematics`
     in use.
-    mask: name of the predicate that says which keys of the tile exist.
+    mask: name of the predicate that says which keys of the tile exist. outer, inner: coordinates of the levels ROW
+    and TILE.
     """
 
     spec: AttentionSpec
@@ -146,6 +144,21 @@ class Writer:
     names: set[str] = field(default_factory=lambda: set(RESERVED))
     uses: dict[Expr, int] = field(default_factory=dict)
     mask: str = "j_ok"
+    outer: str = "i"
+    inner: str = "j"
+
+    def level_of(self, expr: Expr) -> Level:
+        """The outermost level at which everything that the value depends on is bound."""
+        names = coordinates(expr)
+        arriving = {str(part.attr) for part in walk(expr) if part.op == "upstream"}
+        if "row" in arriving:
+            names = names | {self.outer}
+        if arriving - {"row"}:
+            return Level.TILE
+        return Level.TILE if self.inner in names else Level.ROW if self.outer in names else Level.BLOCK
+
+    def _monomial_level(self, monomial: tuple[Expr, ...]) -> Level:
+        return max((self.level_of(atom) for atom in monomial), default=Level.BLOCK)
 
     def operand(self, index: int) -> str:
         """The name of an operand's parameters: as the spec has it, numbered where two operands have the same."""
@@ -162,7 +175,7 @@ class Writer:
     def fresh(self, hint: str) -> str:
         """A name not in use yet."""
         name, n = hint, 1
-        while name in self.names:
+        while name in self.names or keyword.iskeyword(name):
             n += 1
             name = f"{hint}_{n}"
         self.names.add(name)
@@ -170,14 +183,14 @@ class Writer:
 
     def bind(self, expr: Expr, hint: str, level: Level | None = None) -> str:
         """The value under a name of its own, at its level."""
-        text, precedence = self._text(expr, level_of(expr) if level is None else level)
+        text, precedence = self._text(expr, self.level_of(expr) if level is None else level)
         if precedence == _ATOM and text.isidentifier():
             return text
-        return self._assign(expr, text, hint, level_of(expr) if level is None else level)
+        return self._assign(expr, text, hint, self.level_of(expr) if level is None else level)
 
     def value(self, expr: Expr) -> str:
         """The value as an expression of the level it belongs to."""
-        return self._text(expr, level_of(expr))[0]
+        return self._text(expr, self.level_of(expr))[0]
 
     def forget(self, level: Level) -> None:
         """Begin a level again: its lines go, and the names bound in them."""
@@ -204,7 +217,7 @@ class Writer:
             return str(expr.attr), _ATOM
         if expr.is_leaf and expr.op != "load":
             raise KeyError(f"{expr} is not bound here")
-        own = level_of(expr)
+        own = self.level_of(expr)
         text, precedence = self._load(expr, own) if expr.op == "load" else self._operation(expr, own)
         if expr.op == "load":
             return self._assign(expr, text, self.operand(int(expr.attr)), own), _ATOM  # type: ignore[arg-type]
@@ -253,7 +266,9 @@ class Writer:
             else text
             for position, (text, own) in enumerate(args)
         ]
-        return sign.join(shown).replace(" + -", " - ") if op == "add" else sign.join(shown), level
+        return sign.join(shown).replace(" + -1 * ", " - ").replace(" + -", " - ") if op == "add" else sign.join(
+            shown
+        ), level
 
     def _division(self, expr: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
         if integers.is_nonnegative(expr.args[0]):
@@ -269,44 +284,44 @@ class Writer:
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
-        index = int(expr.attr)  # type: ignore[arg-type]
-        name = self.operand(index)
-        parts = {own: self.offset(index, expr.args, own) for own in Level}
-        at = f"{name}_ptr"
-        if parts[Level.BLOCK]:
-            at = f"{at} + {parts[Level.BLOCK]}"
-        for outer, inner in ((Level.BLOCK, Level.ROW), (Level.ROW, Level.TILE)):
-            if level <= outer:
-                break
-            if not at.isidentifier():  # what outer levels contribute is added up there
-                at_name = self.fresh(f"{name}_{'block' if outer is Level.BLOCK else 'row'}")
-                self.lines[outer].append(f"{at_name} = {at}")
-                at = at_name
-            if parts[inner]:
-                at = f"{at} + {parts[inner]}"
-        mask = f", mask={self.mask}, other=0" if level is Level.TILE else ""
+        at = self.address(expr, level, self.operand(int(expr.attr)))  # type: ignore[arg-type]
+        mask = f", mask={self.mask}, other=0" if "j" in coordinates(expr) else ""
         loaded = f"tl.load({at}{mask})"
         if expr.kind is Kind.FLOAT:
             return f"{loaded}.to(tl.float32)", _ATOM
         return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, tl.int64)", _ATOM)
 
-    def offset(self, operand: int, index: tuple[Expr, ...], level: Level) -> str:
+    def address(self, expr: Expr, level: Level, name: str) -> str:
+        """Pointers to the elements that a load's index names, in the tensor of that name; outer parts are added up
+        outside."""
+        at = f"{name}_ptr"
+        if block := self.offset(name, expr.args, Level.BLOCK):
+            at = f"{at} + {block}"
+        for outer, inner in ((Level.BLOCK, Level.ROW), (Level.ROW, Level.TILE)):
+            if level <= outer:
+                break
+            if not at.isidentifier():
+                at_name = self.fresh(f"{name}_{'block' if outer is Level.BLOCK else 'row'}")
+                self.lines[outer].append(f"{at_name} = {at}")
+                at = at_name
+            if part := self.offset(name, expr.args, inner):
+                at = f"{at} + {part}"
+        return at
+
+    def offset(self, name: str, index: tuple[Expr, ...], level: Level) -> str:
         """The elements by which the part of an index that belongs to one level moves the pointer; empty for none."""
-        name = self.operand(operand)
         parts = []
         for dim, expr in enumerate(index):
-            own = integers.from_terms({m: c for m, c in integers.terms(expr).items() if _monomial_level(m) is level})
+            own = integers.from_terms(
+                {m: c for m, c in integers.terms(expr).items() if self._monomial_level(m) is level}
+            )
             if own.op == "const" and not own.attr:
                 continue
             parts.append(f"tl.cast({self._text(own, level)[0]}, tl.int64) * {name}_stride_{dim}")
         return " + ".join(parts)
 
 
-_HINTS = {Kind.FLOAT: "t", Kind.INT: "n", Kind.BOOL: "is"}
-
-
-def _monomial_level(monomial: tuple[Expr, ...]) -> Level:
-    return max((level_of(atom) for atom in monomial), default=Level.BLOCK)
+_HINTS = {Kind.FLOAT: "t", Kind.INT: "n", Kind.BOOL: "live"}
 
 
 def _simple_power(exponent: Expr, base: str, precedence: int) -> tuple[str, int] | None:

@@ -334,10 +334,12 @@ class Forward:
     def _row_factor(self) -> list[str]:
         """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
         spec, w = self.spec, self.writer
-        lines = [
-            f"row_max = m[:, None]{'' if self.programs.scale == 1.0 else f' * {number(self.programs.scale)}'}",
-            "row_sum = l[:, None]",
-        ]
+        scale = self.programs.scale
+        row_max = "m[:, None]" if scale == 1.0 else f"m[:, None] * {number(scale)}"
+        if (clamped := self.programs.clamped) is not None:
+            end = math.copysign(LARGEST, clamped)
+            row_max = f"tl.where(m[:, None] == {number(end)}, {number(clamped)}, {row_max})"
+        lines = [f"row_max = {row_max}", "row_sum = l[:, None]"]
         rescaled = ""
         if spec.sinks:
             sinks = [w.bind(sink, "sink") for sink in spec.sinks]
@@ -347,10 +349,10 @@ class Forward:
             terms = [f"tl.exp2(({sink} - base) * {LOG2E})" for sink in sinks]
             lines += [f"row_sum = row_sum * shrink + {' + '.join(terms)}", "row_max = highest"]
             rescaled = " * shrink"
-        if spec.row_scale is not None and spec.normalizer is Normalizer.SOFTMAX:
-            lines.append('row_sum = tl.where(row_max == float("-inf"), float("nan"), row_sum)')
         if self.statistics:
             lines += self._write_statistics()
+        if spec.row_scale is not None and spec.normalizer is Normalizer.SOFTMAX:
+            lines.append('row_sum = tl.where(row_max == float("-inf"), float("nan"), row_sum)')
         if spec.row_scale is None:
             lines.append(f"factor = 1.0 / row_sum{rescaled}")
         else:
@@ -365,16 +367,22 @@ class Forward:
         return lines
 
     def _write_statistics(self) -> list[str]:
-        """Each row's log-sum-exp, float32, packed as [b0, b1, ..., i]."""
-        extents = [self.writer.value(extent) for extent in self.spec.batch]
-        place = "0"
-        for axis, extent in enumerate(extents):
-            place = f"b{axis}" if axis == 0 else f"({place}) * {extent} + b{axis}"
+        """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]."""
         n_q = self.writer.value(self.spec.n_q)
+        heads = " * ".join(self.writer.value(extent) for extent in self.spec.batch) or "1"
         return [
-            f"lse_at = lse_ptr + tl.cast({place}, tl.int64) * {n_q} + rows[:, None]",
-            "tl.store(lse_at, row_max + tl.log(row_sum), mask=(rows <= i1)[:, None])",
+            f"statistics_at = statistics_ptr + tl.cast({place_of(self.writer)}, tl.int64) * {n_q} + rows[:, None]",
+            "tl.store(statistics_at, row_max, mask=(rows <= i1)[:, None])",
+            f"tl.store(statistics_at + tl.cast({heads}, tl.int64) * {n_q}, row_sum, mask=(rows <= i1)[:, None])",
         ]
+
+
+def place_of(writer: Writer) -> str:
+    """The number of a batch element, counted with the last coordinate fastest."""
+    place = "0"
+    for axis, extent in enumerate(writer.spec.batch):
+        place = f"b{axis}" if axis == 0 else f"({place}) * {writer.value(extent)} + b{axis}"
+    return place
 
 
 def _factor(text: str) -> str:
@@ -394,5 +402,6 @@ def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], t
     sizes = [n for n in spec.sizes if n in names]
     strides = sorted(n for n in names if "_stride_" in n)
     others = [n for n in ("section",) if n in names]
+    strides = [n for n in strides if n not in spec.sizes]
     constants = [n for n in ("ROWS", "KEYS", "PRECISION") if n in names]
     return (*pointers, *sizes, *strides, *others), tuple(constants)

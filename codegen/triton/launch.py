@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
 
+from fusion.codegen import reference
 from fusion.codegen.triton import interpret, module
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.tiles import Tile, tile_for
 from fusion.errors import FusionError
 from fusion.ir.expr import Expr
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.spec import AttentionSpec, Normalizer
 
 SECTION_BYTES = 24 << 20  # keys and values of heads that run side by side: half of the L2 cache of an H100
 
@@ -53,7 +56,8 @@ def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callabl
             return f"s[{spec.sizes.index(name)}]"
         stem, _, dim = name.rpartition("_stride_")
         if stem:
-            return f"t[{operand[stem]}].stride({dim})" if stem in operand else f"r[{stem!r}].stride({position[dim]})"
+            place = dim if dim.isdigit() else position[dim]
+            return f"t[{operand[stem]}].stride({dim})" if stem in operand else f"r[{stem!r}].stride({place})"
         stem = name.removesuffix("_ptr")
         if stem != name:
             return f"t[{operand[stem]}]" if stem in operand else f"r[{stem!r}]"
@@ -63,29 +67,43 @@ def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callabl
 
 
 class Variant:
-    """The module for given d and d_v."""
+    """A loaded module: the functions of its kernels by name, and what makes their arguments."""
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, interpreted: bool):
-        self.kernel: KernelText = Forward(spec, d, d_v).text()
-        self.source = module.module_text(spec, [self.kernel], d, d_v)
-        if interpreted:
-            with interpret.decorating():
-                self.module: ModuleType = module.load(self.source)
-        else:
-            self.module = module.load(self.source)
-        self.function = getattr(self.module, self.kernel.name)
-        self.arguments = argument_function(self.kernel.parameters, spec)
+    def __init__(self, spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int, interpreted: bool):
+        self.source = module.module_text(spec, kernels, d, d_v)
+        with interpret.decorating() if interpreted else contextlib.nullcontext():
+            self.module: ModuleType = module.load(self.source)
+        self.interpreted = interpreted
+        self.kernels = {
+            kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))
+            for kernel in kernels
+        }
+
+    def launch(self, name: str, programs: int, tile: Tile, precision: str, arguments: tuple) -> None:
+        """Run one kernel: arguments are those of `argument_function`."""
+        function, make = self.kernels[name]
+        constants = {"ROWS": tile.rows, "KEYS": tile.keys, "PRECISION": precision}
+        constants = {key: value for key, value in constants.items() if key in function.arg_names}
+        given = make(*arguments)
+        if self.interpreted:
+            with interpret.running():
+                function[(programs,)](*given, **constants)
+            return
+        with torch.cuda.device(arguments[0][0].device):
+            function[(programs,)](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 class Kernel:
-    """A spec's kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
+    """A spec's forward kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output
+    tensor.
 
-    CPU tensors are run by Triton's interpreter.
+    CPU tensors are run by Triton's interpreter. statistics: whether `forward` is used, which returns each row's
+    statistics too.
     """
 
-    def __init__(self, spec: AttentionSpec, tile: Tile | None = None):
-        self.spec, self.tile = spec, tile
-        self._extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+    def __init__(self, spec: AttentionSpec, tile: Tile | None = None, statistics: bool = False):
+        self.spec, self.tile, self.statistics = spec, tile, statistics
+        self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._variants: dict[tuple[int, int, bool], Variant] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
@@ -93,17 +111,17 @@ class Kernel:
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
 
+    def operand_name(self, number: int) -> str:
+        """What an operand is called in the modules."""
+        return Writer(spec=self.spec).operand(number)
+
     @property
     def source(self) -> str:
         """The module's text; of the first variant, where d is known only at a call; empty before it."""
         if not self._variants and self.spec.d.op == "const" and self.spec.d_v.op == "const":
-            return module.module_text(
-                self.spec, [Forward(self.spec, *self._constant_dims()).text()], *self._constant_dims()
-            )
+            d, d_v = int(self.spec.d.attr), int(self.spec.d_v.attr)  # type: ignore[arg-type]
+            return module.module_text(self.spec, [Forward(self.spec, d, d_v, self.statistics).text()], d, d_v)
         return next((variant.source for variant in self._variants.values()), "")
-
-    def _constant_dims(self) -> tuple[int, int]:
-        return int(self.spec.d.attr), int(self.spec.d_v.attr)  # type: ignore[arg-type]
 
     def variant(self, d: int, d_v: int, interpreted: bool) -> Variant:
         """The module for these sizes, made at first use."""
@@ -111,56 +129,60 @@ class Kernel:
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    found = self._variants[key] = Variant(self.spec, d, d_v, interpreted)
+                    kernels = [Forward(self.spec, d, d_v, self.statistics).text()]
+                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
         return found
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-        *batch, n_q, n_k, d, d_v = self._extents(sizes)
+        return self.forward(operands, sizes)[0]
+
+    def forward(
+        self, operands: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output, statistics): of each row the maximum and the sum, float32 [2, b.., i], where they are asked for."""
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = operands[0].device
         extents = [*batch, n_q, d_v]
-        out = torch.empty([extents[axis] for axis in self._order], dtype=self._out_dtype, device=device).permute(
-            self._dims
-        )
-        if out.numel() == 0:
-            return out
-        if n_k == 0 or d == 0:  # nothing worth a kernel
-            from fusion.codegen.reference import run
+        packed = torch.empty([extents[axis] for axis in self._order], dtype=self._out_dtype, device=device)
+        out = packed.permute(self._dims)
+        statistics = None
+        if self.statistics:
+            softmax = self.spec.normalizer is not Normalizer.NONE
+            statistics = torch.empty([2, *batch, n_q] if softmax else [0], dtype=torch.float32, device=device)
+        if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
+            if statistics is not None and statistics.numel():
+                statistics = reference.statistics(self.spec, operands, sizes)
+            return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
+        check_sizes((*extents, n_k))
+        self._launch(operands, sizes, {"out": out, "statistics": statistics}, batch, (n_q, n_k, d, d_v))
+        return out, statistics
 
-            return run(self.spec, operands, sizes)
-        if max(extents) >= SIZE_LIMIT or n_k >= SIZE_LIMIT:
-            raise UnsupportedSizeError(
-                f"a size of {max(*extents, n_k)} was met; GPU kernels take sizes below {SIZE_LIMIT}"
-            )
-        self._launch(operands, sizes, out, batch, (n_q, n_k, d, d_v))
-        return out
-
-    def _launch(self, operands, sizes, out, batch, extents) -> None:
+    def _launch(self, operands, sizes, results, batch, extents) -> None:
         n_q, n_k, d, d_v = extents
         interpreted = operands[0].device.type == "cpu"
-        variant = self.variant(d, d_v, interpreted)
-        tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, 0 if interpreted else _capability(out.device))
-        heads = 1
-        for extent in batch:
-            heads *= extent
+        tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(operands[0].device))
+        heads = math.prod(batch)
         per_head = n_k * (d + d_v) * operands[1].element_size()
         section = max(1, min(heads, SECTION_BYTES // max(1, per_head)))
-        arguments = variant.arguments(operands, sizes, {"out": out}, {"section": section})
-        grid = (heads * -(-n_q // tile.rows),)
-        constants = {"ROWS": tile.rows, "KEYS": tile.keys, "PRECISION": _precision(self.spec.dtype)}
-        if interpreted:
-            with interpret.running():
-                variant.function[grid](*arguments, **constants)
-            return
-        with torch.cuda.device(out.device):
-            variant.function[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+        arguments = (operands, sizes, results, {"section": section})
+        variant = self.variant(d, d_v, interpreted)
+        variant.launch("attention_forward", heads * -(-n_q // tile.rows), tile, precision(self.spec.dtype), arguments)
 
 
-def _precision(dtype: str) -> str:
+def check_sizes(extents: Sequence[int]) -> None:
+    """Raise UnsupportedSizeError where a size does not fit the kernels' 32-bit coordinates."""
+    if max(extents) >= SIZE_LIMIT:
+        raise UnsupportedSizeError(f"a size of {max(extents)} was met; GPU kernels take sizes below {SIZE_LIMIT}")
+
+
+def precision(dtype: str) -> str:
     """Of products: as torch's own setting says for float32."""
     return "tf32" if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _capability(device: torch.device) -> int:
-    """10 * major + minor."""
+def capability(device: torch.device) -> int:
+    """10 * major + minor; 0 for the interpreter."""
+    if device.type == "cpu":
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -33,15 +33,24 @@ class Matrix:
     both: str
 
 
-def matrix(writer: Writer, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr) -> Matrix:
+def matrix(
+    writer: Writer,
+    operand: int,
+    index: tuple[Expr, ...],
+    row: Expr,
+    column: Expr,
+    *,
+    name: str = "",
+    moving: bool = True,
+) -> Matrix:
     """The offset of an operand's element at `index`, by parts. `writer` knows the coordinates as columns and rows of
     a tile."""
-    name = writer.operand(operand)
+    name = name or writer.operand(operand)
     parts: dict[str, list[str]] = {key: [] for key in ("block", "advance", "rows", "columns", "both")}
     for dim, expr in enumerate(index):
         stride = f"{name}_stride_{dim}"
         split = _split(expr, str(row.attr), str(column.attr))
-        steps = integers.linear(split["rows"], row) if row is J else None
+        steps = integers.linear(split["rows"], row) if row is J and moving else None
         if steps is not None and not coordinates(steps[0]) & {"i", "j"} and not coordinates(steps[1]) & {"i", "j"}:
             factor = "" if steps[0] is integers.integer(1) else f" * {_brackets(writer.value(steps[0]))}"
             if steps[0] is not integers.integer(0):

@@ -40,6 +40,7 @@ class Programs:
     """masked: the whole program. full: the program where every key is live, or None where it is the same; both in
     units of `scale`.
 
+    clamped: the finite constant that is beyond float32 in units of `scale` and was brought to its end, if there is one.
     guarded: scores can be -inf or so large that their product with log2(e) overflows, for whole rows.
     """
 
@@ -47,6 +48,7 @@ class Programs:
     full: Expr | None
     scale: float
     guarded: bool
+    clamped: float | None = None
 
 
 def programs_of(spec: AttentionSpec) -> Programs:
@@ -63,9 +65,24 @@ def programs_of(spec: AttentionSpec) -> Programs:
     scale = factor_of(score)
     if scale is None or (full is not None and factor_of(full) != scale):
         return Programs(masked=score, full=full, scale=1.0, guarded=guarded)
+    beyond = _beyond(score, scale)
+    if len(beyond) > 1:  # they would become equal
+        return Programs(masked=score, full=full, scale=1.0, guarded=guarded)
     return Programs(
-        masked=divided(score, scale), full=None if full is None else divided(full, scale), scale=scale, guarded=guarded
+        masked=divided(score, scale),
+        full=None if full is None else divided(full, scale),
+        scale=scale,
+        guarded=guarded,
+        clamped=next(iter(beyond), None),
     )
+
+
+def _beyond(score: Expr, scale: float) -> set[float]:
+    """Finite constants among the alternatives of a program that do not fit float32 in units of `scale`."""
+    if score.op == "where":
+        return _beyond(score.args[1], scale) | _beyond(score.args[2], scale)
+    value = float(score.attr) if score.op == "const" else 0.0  # type: ignore[arg-type]
+    return {value} if math.isfinite(value) and abs(value) / scale > LARGEST else set()
 
 
 def _tame(expr: Expr) -> bool:

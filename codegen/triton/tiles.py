@@ -52,3 +52,16 @@ def _wide_dtype(width: int) -> Tile:
     if width <= 128:
         return Tile(rows=64, keys=32, warps=4, stages=2)
     return Tile(rows=32, keys=16, warps=4, stages=1 if width > 256 else 2)
+
+
+def backward_tile_for(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
+    """The tile of the backward kernels, which keep two gradients or one and two score tiles."""
+    if capability == 0:
+        return Tile(rows=32, keys=32, warps=4, stages=1)
+    width = max(_power(d), _power(d_v), 16)
+    big = 90 <= capability < 120
+    if spec.dtype == "float32":
+        return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4 if width <= 128 else 8, stages=1)
+    if width <= 128:
+        return Tile(rows=64, keys=128 if big else 64, warps=8 if big else 4, stages=2 if big else 1)
+    return Tile(rows=32, keys=64 if big else 32, warps=8, stages=2 if big and width <= 256 else 1)

@@ -8,7 +8,6 @@ primitives by the pull-back (`fusion.passes.pointwise`); adding an operation the
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_number, node
+from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
 
@@ -136,6 +135,10 @@ def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr | None:
         return otherwise
     if condition.op == "not":
         return where(condition.args[0], otherwise, then)
+    if then.op in ("where", "iwhere") and then.args[2] is otherwise:  # (x if q else y) if p else y
+        return where(apply("and", condition, then.args[0]), then.args[1], otherwise)
+    if otherwise.op in ("where", "iwhere") and otherwise.args[1] is then:  # x if p else (x if q else y)
+        return where(apply("or", condition, otherwise.args[0]), then, otherwise.args[2])
     return None
 
 
@@ -178,24 +181,55 @@ def _identity(neutral: float, commutes: bool) -> Callable[[Expr, Expr], Expr | N
     return simplify
 
 
-def _compare_integers(holds: Callable[[int, int], bool]) -> Callable[[Expr, Expr], Expr | None]:
-    """Comparisons of integers are decided where their difference is constant or of one sign (coordinates are >= 0)."""
+def _at_most(left: Expr, right: Expr) -> Expr:
+    """left <= right: decided where the difference is constant or of one sign (coordinates are >= 0), else normalised.
 
-    def simplify(left: Expr, right: Expr) -> Expr | None:
-        difference = integers.sub(left, right)
-        if difference.op == "const":
-            return const(holds(int(difference.attr), 0))  # type: ignore[arg-type]
-        for sign in (1, -1):
-            beyond = integers.sub(integers.mul(sign, difference), 1)
-            if integers.is_nonnegative(beyond):
-                return const(holds(sign, 0))
-        if holds(0, 0) and not holds(1, 0) and integers.is_nonnegative(integers.neg(difference)):
-            return TRUE if holds(-1, 0) else None
-        if not holds(0, 0) and holds(-1, 0) and integers.is_nonnegative(difference):
+    Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are `j <= i`.
+    """
+    margin = integers.sub(right, left)
+    if integers.is_nonnegative(margin):
+        return TRUE
+    if integers.is_nonnegative(integers.sub(integers.neg(margin), 1)):
+        return FALSE
+    smaller, larger, constant = _sides(margin)
+    if constant >= 0:
+        return node("ile", (smaller, integers.add(larger, constant)), BOOL)
+    return node("ilt", (integers.add(smaller, -constant - 1), larger), BOOL)
+
+
+def _sides(difference: Expr) -> tuple[Expr, Expr, int]:
+    """(negative terms with their sign turned, positive terms, constant term)."""
+    polynomial = integers.terms(difference)
+    negative = integers.from_terms({m: -c for m, c in polynomial.items() if m and c < 0})
+    positive = integers.from_terms({m: c for m, c in polynomial.items() if m and c > 0})
+    return negative, positive, polynomial.get((), 0)
+
+
+def _equal(left: Expr, right: Expr) -> Expr | None:
+    difference = integers.sub(left, right)
+    if difference.op == "const":
+        return const(difference.attr == 0)
+    for signed in (difference, integers.neg(difference)):
+        if integers.is_nonnegative(integers.sub(signed, 1)):
             return FALSE
-        return None
+    return None
 
-    return simplify
+
+def _unequal(left: Expr, right: Expr) -> Expr | None:
+    decided = _equal(left, right)
+    return None if decided is None else const(not decided.attr)
+
+
+def _multiply(left: Expr, right: Expr) -> Expr | None:
+    """A product of two selections between finite constants, such as two masks of ones and zeros, is a selection."""
+    if is_number(right, 1.0):
+        return left
+    if is_number(left, 1.0):
+        return right
+    if all(arg.op == "where" and all(map(is_finite_const, arg.args[1:])) for arg in (left, right)):
+        condition, then, otherwise = left.args
+        return where(condition, apply("fmul", then, right), apply("fmul", otherwise, right))
+    return None
 
 
 def _to_int(value: Expr) -> Expr | None:
@@ -245,13 +279,13 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "not": _not,
     "fadd": _identity(0.0, commutes=True),
     "fsub": _identity(0.0, commutes=False),
-    "fmul": _identity(1.0, commutes=True),
+    "fmul": _multiply,
     "div": _identity(1.0, commutes=False),
     "pow": _identity(1.0, commutes=False),
-    "ilt": _compare_integers(operator.lt),
-    "ile": _compare_integers(operator.le),
-    "ieq": _compare_integers(operator.eq),
-    "ine": _compare_integers(operator.ne),
+    "ilt": lambda left, right: _at_most(integers.add(left, 1), right),
+    "ile": _at_most,
+    "ieq": _equal,
+    "ine": _unequal,
     "to_int": _to_int,
     "bool_to_float": _bool_to_float,
     "bool_to_int": _bool_to_int,

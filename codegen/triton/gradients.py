@@ -1,0 +1,163 @@
+"""What the backward kernels of a spec compute, and which specs have them.
+
+With P the weights before the weight program, y = P's softmax, dW = dO V^T and delta = the row sum of dO * O:
+
+    dx = y * (weight * dW - delta)        dweight = y * dW        dsink = -(sink's share of the row sum) * delta
+
+The score program's derivative takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV =
+W^T dO.
+
+dK and dV are made by programs that each own some keys. Where query heads share a key head, the program visits all of
+them, so that
+every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.ir import integers
+from fusion.ir.derivative import UPSTREAM, adjoints
+from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads, node, substitute, walk
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+UPSTREAM_WEIGHT = node("upstream", (), Kind.FLOAT, "weight")
+"""The gradient that arrives at the weight program's value."""
+
+UPSTREAM_ROW = node("upstream", (), Kind.FLOAT, "row")
+"""The gradient that arrives at a sink."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The gradient of one load of a captured tensor: `load`, and the gradient at it for every score; `sink` is the
+    number of the sink it belongs to, or None."""
+
+    load: Expr
+    gradient: Expr
+    sink: int | None = None
+
+    @property
+    def reach(self) -> str:
+        """Over what it must be summed: "none" (an element per score), "keys", "rows", or "all"."""
+        names = coordinates(self.load) & {"i", "j"}
+        return {("i", "j"): "none", ("i",): "keys", ("j",): "rows", (): "all"}[tuple(sorted(names))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """score: dS as an expression in UPSTREAM. captured: of the loads that need a gradient. groups: how many values of
+    each batch
+    coordinate share an element of K and V (1: none)."""
+
+    score: Expr
+    captured: tuple[Captured, ...]
+    groups: tuple[Expr, ...]
+
+
+def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
+    """The gradients of the operands that `needs` marks; `unsupported_gradient` must have no reason."""
+    groups = _groups(spec, spec.k)
+    assert groups is not None
+    targets = [load for load in loads(spec.score) if load.kind is Kind.FLOAT and needs[int(load.attr)]]  # type: ignore[arg-type]
+    found = adjoints(spec.score, UPSTREAM, [SCORE, *targets])
+    captured = [Captured(load=load, gradient=found[load]) for load in targets]
+    weighted = [load for load in loads(spec.weight) if load.kind is Kind.FLOAT and needs[int(load.attr)]]  # type: ignore[arg-type]
+    at_weight = adjoints(spec.weight, UPSTREAM_WEIGHT, [SCORE, *weighted])
+    captured += [Captured(load=load, gradient=at_weight[load]) for load in weighted]
+    for number, sink in enumerate(spec.sinks):
+        for load in loads(sink):
+            if load.kind is Kind.FLOAT and needs[int(load.attr)]:  # type: ignore[arg-type]
+                at_sink = adjoints(sink, UPSTREAM_ROW, [load])
+                captured.append(Captured(load=load, gradient=at_sink[load], sink=number))
+    kept = tuple(item for item in captured if item.gradient is not ZERO)
+    return Gradients(score=found[SCORE], captured=kept, groups=groups)
+
+
+def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:
+    """Why the gradients are not computed by kernels, or None."""
+    if spec.row_scale is not None:
+        return "rows are not scaled by the sum of their weights"
+    if any(part is SCORE for part in walk(spec.weight)):
+        return "the weight program reads the score"
+    read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]
+    if any(int(load.attr) < 3 and needs[int(load.attr)] for load in read):  # type: ignore[arg-type]
+        return "the score program reads elements of q, k or v"
+    batch = [coord(f"b{axis}") for axis in range(len(spec.batch))]
+    if _groups(spec, spec.k) is None or _groups(spec, spec.k) != _groups(spec, spec.v):
+        return "several queries share elements of K and V in a way that is not heads in equal groups"
+    for what, index, grouped, own in (
+        ("q", spec.q, False, (I, C)),
+        ("k", spec.k, True, (J, C)),
+        ("v", spec.v, True, (J, E)),
+    ):
+        if not _injective(spec, index, [*batch, *own], grouped):
+            return f"elements of {what} are read more than once: {', '.join(map(str, index))}"
+    return None
+
+
+def _groups(spec: AttentionSpec, index: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
+    """For each batch coordinate how many of its values share an element; None where there is no such number."""
+    found = []
+    for axis, extent in enumerate(spec.batch):
+        b = coord(f"b{axis}")
+        holders = {part for e in index for part in walk(e) if b in part.args or part is b}
+        quotients = {part for part in holders if part.op == "floordiv" and part.args[0] is b}
+        if not holders:
+            found.append(extent)
+        elif not quotients:
+            found.append(integers.integer(1))
+        elif len(quotients) == 1 and not _outside(index, b, next(iter(quotients))):
+            found.append(next(iter(quotients)).args[1])
+        else:
+            return None
+    return tuple(found)
+
+
+def _outside(index: tuple[Expr, ...], b: Expr, quotient: Expr) -> bool:
+    """Whether a coordinate occurs anywhere but in that quotient."""
+    return any(b in walk(substitute(e, {quotient: const(0)})) for e in index)
+
+
+def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr], grouped: bool) -> bool:
+    """Whether an index map takes different coordinates (but for those that share by groups) to different elements.
+
+    Every dimension must be affine in coordinates of its own, with factors in mixed radix: each larger than what the
+    smaller ones reach.
+    """
+    groups = _groups(spec, index) if grouped else tuple(integers.integer(1) for _ in spec.batch)
+    assert groups is not None
+    extents = dict(zip((coord(f"b{a}") for a in range(len(spec.batch))), spec.batch, strict=True))
+    extents |= {I: spec.n_q, J: spec.n_k, C: spec.d, E: spec.d_v}
+    atoms: dict[Expr, Expr] = {}  # what stands for each coordinate -> its extent, where it is constant
+    for axis, group in enumerate(groups):
+        b = coord(f"b{axis}")
+        if group is extents[b]:
+            continue
+        atoms[b if group is integers.integer(1) else integers.floordiv(b, group)] = integers.floordiv(extents[b], group)
+    atoms |= {c: extents[c] for c in expected if c not in extents or not str(c.attr).startswith("b")}
+    seen: set[Expr] = set()
+    for expr in index:
+        factors = []
+        for monomial, coefficient in integers.terms(expr).items():
+            held = [atom for atom in monomial if coordinates(atom)]
+            if not held:
+                continue
+            if len(monomial) != 1 or held[0] not in atoms or held[0] in seen:
+                return False
+            seen.add(held[0])
+            factors.append((abs(coefficient), atoms[held[0]]))
+        reach = 0
+        for place, (factor, extent) in enumerate(sorted(factors, key=lambda pair: pair[0])):
+            if factor <= reach:
+                return False
+            if place + 1 < len(factors):
+                if extent.op != "const":
+                    return False
+                reach += factor * (int(extent.attr) - 1)  # type: ignore[arg-type]
+    return seen == set(atoms)
+
+
+def without_normalizer(spec: AttentionSpec) -> bool:
+    """Whether the score program is the weight itself."""
+    return spec.normalizer is Normalizer.NONE

@@ -1,0 +1,184 @@
+"""Compiling a spec's kernels for a target that is not here, and reading from the result what can be known without a
+device.
+
+Shared memory, registers, spills, matrix instructions, ptxas' warnings that it serialised them, and whether every
+store and every
+atomic addition of the first intermediate form is still there in the last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fusion.codegen.triton import module
+from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.tiles import Tile
+from fusion.errors import FusionError
+from fusion.ir.spec import AttentionSpec
+
+#: bytes of shared memory that one program may use
+SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+#: ptxas' notes that matrix products wait for each other
+SERIALISED = ("C7510", "C7511", "C7512", "C7514", "C7515", "C7519")
+_POINTERS = {
+    "float32": "*fp32",
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "bool": "*i1",
+    "uint8": "*u8",
+    "int8": "*i8",
+    "int16": "*i16",
+    "int32": "*i32",
+    "int64": "*i64",
+}
+
+
+class OfflineCompilationError(FusionError, RuntimeError):
+    """A generated kernel was refused by Triton: a defect of this package or of Triton; the message has both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What compilation of one kernel for one target gave.
+
+    shared: bytes. registers: per thread. spills: bytes stored and loaded. matrix: instructions by kind. lost: kinds
+    of side effects of
+    which fewer are in the machine code's text than in Triton's first form. seconds: of compilation.
+    """
+
+    kernel: str
+    target: str
+    shared: int
+    registers: int
+    spills: int
+    matrix: dict[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether a program's shared memory exists on the target."""
+        return self.shared <= SHARED_LIMIT[self.target]
+
+
+def compile_offline(
+    spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int, tile: Tile, target: str
+) -> list[Facts]:
+    """Every kernel compiled for `target`: sm_80, sm_90, sm_100 or gfx942. Strides are taken to be multiples of 16,
+    inner ones 1."""
+    loaded = module.load(module.module_text(spec, kernels, d, d_v))
+    return [_compile(spec, loaded, kernel, tile, target) for kernel in kernels]
+
+
+def _compile(spec: AttentionSpec, loaded, kernel: KernelText, tile: Tile, target: str) -> Facts:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(loaded, kernel.name)
+    signature, constants, attributes = _signature(spec, function.arg_names, tile)
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    where = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    started = time.perf_counter()
+    try:
+        made = triton.compile(source, target=where, options={"num_warps": tile.warps, "num_stages": tile.stages})
+    except Exception as error:
+        raise OfflineCompilationError(f"{kernel.name} of {spec} does not compile for {target}: {error}") from error
+    seconds = time.perf_counter() - started
+    facts = _amd(made.asm["amdgcn"]) if target.startswith("gfx") else _nvidia(made.asm["ptx"], target)
+    last = made.asm["amdgcn" if target.startswith("gfx") else "ptx"]
+    return Facts(
+        kernel=kernel.name,
+        target=target,
+        shared=made.metadata.shared,
+        seconds=seconds,
+        lost=_lost(made.asm["ttir"], last),
+        **facts,
+    )
+
+
+def _signature(spec: AttentionSpec, names: Sequence[str], tile: Tile) -> tuple[dict, dict, dict]:
+    from fusion.codegen.triton.expressions import Writer
+
+    writer = Writer(spec=spec)
+    dtypes = {writer.operand(n): operand.dtype for n, operand in enumerate(spec.operands)}
+    results = {"out": spec.out_dtype, "dout": spec.out_dtype, "dead": "int32"}
+    results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
+    inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
+    inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
+    given = {"ROWS": tile.rows, "KEYS": tile.keys, "PRECISION": "ieee"}
+    signature, constants, attributes = {}, {}, {}
+    for position, name in enumerate(names):
+        stem = name.removesuffix("_ptr")
+        if stem != name:
+            signature[name] = _POINTERS[results.get(stem) or dtypes.get(stem) or "float32"]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif name in given or name in inner:
+            signature[name], constants[name] = "constexpr", given.get(name, 1)
+        else:
+            signature[name] = "i32"
+            if "_stride_" in name:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def _nvidia(ptx: str, target: str) -> dict:
+    """Registers, spills, matrix instructions and warnings, from a run of ptxas."""
+    architecture = re.search(r"\.target (sm_\w+)", ptx)
+    with tempfile.TemporaryDirectory() as folder:
+        text = os.path.join(folder, "kernel.ptx")
+        with open(text, "w") as file:
+            file.write(ptx)
+        command = [
+            _ptxas(target),
+            "-v",
+            f"--gpu-name={architecture[1] if architecture else target}",
+            text,
+            "-o",
+            f"{text}.cubin",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise OfflineCompilationError(f"ptxas refused the kernel for {target}: {said}")
+    registers = max(map(int, re.findall(r"Used (\d+) registers", said)), default=0)
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+    kinds = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"tcgen05\.mma"}
+    matrix = {kind: len(re.findall(pattern, ptx)) for kind, pattern in kinds.items()}
+    warnings = tuple(sorted(code for code in SERIALISED if code in said))
+    return {"registers": registers, "spills": spills, "matrix": matrix, "warnings": warnings}
+
+
+def _ptxas(target: str) -> str:
+    import triton
+
+    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    newer = os.path.join(folder, "ptxas-blackwell")
+    return newer if int(target[3:]) >= 100 and os.path.exists(newer) else os.path.join(folder, "ptxas")
+
+
+def _amd(text: str) -> dict:
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        return int(found[1]) if found else 0
+
+    spills = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+    return {"registers": number("vgpr_count"), "spills": spills, "matrix": {"mfma": len(re.findall(r"v_mfma", text))}}
+
+
+def _lost(first: str, last: str) -> tuple[str, ...]:
+    """Side effects of which the last form has fewer than the first."""
+    kinds = {
+        "store": (r"\btt\.store\b", r"\bst\.global|global_store|buffer_store"),
+        "atomic": (r"\btt\.atomic_rmw\b", r"\b(?:atom|red)\.\w*\.?global|global_atomic|buffer_atomic|\batom\.|\bred\."),
+    }
+    return tuple(
+        k for k, (before, after) in kinds.items() if len(re.findall(after, last)) < len(re.findall(before, first))
+    )

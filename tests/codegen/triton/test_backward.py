@@ -1,0 +1,129 @@
+"""Gradients by GPU kernels, in Triton's interpreter, against autograd through the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+from fusion.codegen import reference
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.gradients import unsupported_gradient
+from fusion.codegen.triton.tiles import Tile
+from fusion.ir import Normalizer
+from tests.codegen.mlir.cases import PROGRAMS, Case, case, draw
+
+SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
+SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 40}, {"B": 1, "H": 2, "Nq": 17, "Nk": 75})
+
+
+def check(c: Case, layout: str = "packed", tile: Tile = SMALL, shapes: tuple[dict[str, int], ...] = SHAPES) -> None:
+    spec = c.spec
+    run = Differentiable(spec, tile)
+    for shape in shapes:
+        operands, sizes = draw(c, shape, layout)
+        needs = tuple(o.is_floating_point() for o in operands)
+        assert unsupported_gradient(spec, needs) is None
+        out, statistics = run.forward(operands, sizes)
+        want = reference.statistics(spec, operands, sizes)
+        assert torch.allclose(statistics.double(), want.double(), rtol=1e-2 if spec.dtype != "float32" else 1e-4)
+        grad = torch.randn(out.shape).to(out.dtype)
+        got = run.backward(grad, out, statistics, operands, sizes, needs)
+        wide = [o.double() if o.is_floating_point() else o for o in operands]
+        exact = reference.backward(spec, grad.double(), wide, sizes, needs)
+        dtype = getattr(torch, spec.dtype)
+        eager = reference.backward(spec, grad, operands, sizes, needs, dtype)
+        for name, ours, theirs, true in zip("q k v and others of them too".split(), got, eager, exact, strict=False):
+            assert_as_exact(name, ours, theirs, true, dtype)
+
+
+def assert_as_exact(name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == exact.shape
+    finite = exact.isfinite() & eager.isfinite()
+    assert torch.equal(got.isnan() & finite, torch.zeros_like(finite)), f"NaN in the gradient of {name}"
+    if not finite.any():
+        return
+    allowed = (eager.double() - exact)[finite].abs().max() + torch.finfo(dtype).eps * exact[finite].abs().max()
+    error = (got.double() - exact)[finite].abs().max()
+    assert error <= 2 * allowed, f"d{name}: error {error:.2e}, eager's {allowed:.2e}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "causal",
+        "causal_last_key",
+        "window",
+        "left_padded",
+        "bias",
+        "transposed_bias",
+        "alibi",
+        "soft_cap",
+        "bucket_table",
+        "documents",
+        "temperature",
+        "row_gate",
+        "clamp",
+        "padding",
+        "sine",
+        "atan",
+        "expm1",
+    ],
+)
+def test_programs(name: str) -> None:
+    check(case(name, d=16))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["causal", "bias"])
+def test_low_precision(name: str, dtype: str) -> None:
+    check(case(name, dtype, 32))
+
+
+@pytest.mark.parametrize("layout", ["heads_inside", "columns"])
+def test_grouped_heads(layout: str) -> None:
+    check(case("causal", "float32", 24, 20, group=3, order=("b0", "i", "b1", "e")), layout)
+
+
+def test_weights_and_sinks() -> None:
+    check(case("causal", d=16, weight=True))
+    check(case("alibi", d=16, sinks=True))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "clamp"])
+def test_no_normaliser(name: str) -> None:
+    check(case(name, d=16, normalizer=Normalizer.NONE))
+
+
+def test_safe_softmax() -> None:
+    check(case("left_padded_inf", d=16, normalizer=Normalizer.SAFE_SOFTMAX))
+
+
+def test_twice_the_same() -> None:
+    c = case("causal", d=16, group=2)
+    operands, sizes = draw(c, SHAPES[1])
+    run = Differentiable(c.spec, SMALL)
+    out, statistics = run.forward(operands, sizes)
+    first, second = (run.backward(out, out, statistics, operands, sizes, (True, True, True)) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_row_scales_are_left_to_the_reference() -> None:
+    c = case("plain", d=16, off_by_one=True)
+    assert unsupported_gradient(c.spec, (True, True, True)) is not None
+    operands, sizes = draw(c, SHAPES[0])
+    run = Differentiable(c.spec, SMALL)
+    out, statistics = run.forward(operands, sizes)
+    assert len(run.backward(out, out, statistics, operands, sizes, (True, False, True))) == 2
+
+
+def test_every_program_has_a_reason_or_kernels() -> None:
+    from fusion.codegen.triton.backward import backward_kernels
+
+    for name in PROGRAMS:
+        c = case(name, d=16)
+        needs = tuple(o.dtype in ("float32", "float16") for o in c.spec.operands)
+        assert unsupported_gradient(c.spec, needs) is None
+        assert backward_kernels(c.spec, 16, 16, needs)
