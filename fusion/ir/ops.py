@@ -165,6 +165,8 @@ _EQUALITY = {"ieq": "ine", "ine": "ieq", "feq": "fne", "fne": "feq"}
 def _not(value: Expr) -> Expr | None:
     if value.op == "not":
         return value.args[0]
+    if value.op in ("and", "or"):  # De Morgan: negations go to the leaves, so that conjuncts are seen
+        return apply("or" if value.op == "and" else "and", *(apply("not", arg) for arg in value.args))
     if value.op in _COMPLEMENT:  # not for floats: NaN compares false both ways
         return apply(_COMPLEMENT[value.op], value.args[1], value.args[0])
     if value.op in _EQUALITY:
