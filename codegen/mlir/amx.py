@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion.codegen.mlir.builder import TILE, Builder, Value
-from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.products import Groups, round_up
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.transpose import transpose
 
@@ -206,15 +206,22 @@ class Amx:
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
             b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
 
-    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
-        """O^T += V^T P^T over `steps` key steps, for two groups."""
-        b = self.b
-        pairs = self.e_blocks // 2
+    def accumulate(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
+        """O^T += V^T P^T over `steps` key steps, for `sets` pairs of groups. Columns of V are outermost, so that their
+        tiles are read from the first-level cache by all but the first pair."""
+        b, pairs = self.b, self.e_blocks // 2
+
+        def for_pairs(block: Value | int, count: int) -> None:
+            with b.loop(0, sets, hint="pair") as pair:
+                members = [b.add(b.mul(pair, 2), k) for k in (0, 1)]
+                sources, cells = ([side.member(b, m) for m in members] for side in (weights, output))
+                self._accumulate(values, steps, sources, cells, block, count)
+
         if pairs:
             with b.loop(0, pairs, hint="block") as block:
-                self._accumulate(values, steps, weights, output, b.mul(block, 2), 2)
+                for_pairs(b.mul(block, 2), 2)
         if self.e_blocks % 2:
-            self._accumulate(values, steps, weights, output, self.e_blocks - 1, 1)
+            for_pairs(self.e_blocks - 1, 1)
 
     def _accumulate(
         self,

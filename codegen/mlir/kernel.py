@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fusion.codegen.mlir.amx import LARGE_BITS, Amx
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.products import MultiplyAdd, Products
+from fusion.codegen.mlir.products import Groups, MultiplyAdd, Products
 from fusion.codegen.mlir.programs import J0, J1
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Lanes, Scope
@@ -36,10 +36,12 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """groups: lane vectors of queries in a block; keys: keys in a block. planes: of AMX products, 0 for
-    multiply-add."""
+    """groups: lane vectors of queries in a work item; together: how many of them (a multiple of the products' group
+    step, and a divisor of groups) go through a block of keys at a time; keys: keys in a block. planes: of AMX
+    products, 0 for multiply-add."""
 
     groups: int
+    together: int
     keys: int
     planes: int
 
@@ -72,16 +74,17 @@ class _Kernel(KernelFunction):
         p, groups, keys, lanes = self.products, self.tiling.groups, self.tiling.keys, self.lanes
         row = 4 * lanes
         self.queries = self._area(groups * p.query_bytes(), "queries")
-        # Scores and weights of one register tile's groups at a time: they stay in the first-level cache.
-        self.scores = self._area(p.group_step * keys * row, "scores")
-        self.factors = self._area(p.group_step * keys * row, "factors") if self.weight is not None else None
-        self.weights = self._area(p.group_step * p.weight_bytes(keys), "weights")
+        # Scores and weights of a few groups at a time: they stay in the first-level cache.
+        together = self.tiling.together
+        self.scores = self._area(together * keys * row, "scores")
+        self.factors = self._area(together * keys * row, "factors") if self.weight is not None else None
+        self.weights = self._area(together * p.weight_bytes(keys), "weights")
         self.output = self._area(groups * p.e_padded * row, "output")
         self.maxima = self._area(groups * row, "maxima")
         self.totals = self._area(groups * row, "totals")
         self.staging = self._area(8 * p.staging_elements(), "staging")
         self.finished = self._area(lanes * p.e_padded * 4, "finished")
-        entries = keys + (p.group_step + 1) * lanes
+        entries = keys + (together + 1) * lanes
         self.tables = [DistanceTable(self.context, part, self._area(4 * entries, "table")) for part in self.by_distance]
         self.staged = [self._area(keys * row, "staged") for _ in self.dense]
         self.state = self._area(64 * 4, "state")
@@ -239,9 +242,9 @@ class _Kernel(KernelFunction):
             with b.loop(0, p.e_padded, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
         self._pack(readers, low, high)
-        with b.loop(low, high, keys, hint="j0") as j0, b.loop(0, padded_groups, p.group_step, hint="g") as g:
+        with b.loop(low, high, keys, hint="j0") as j0, b.loop(0, groups, self.tiling.together, hint="g") as g:
             start, rows = b.add(first, b.mul(g, lanes)), b.sub(count, b.mul(g, lanes))
-            last = b.sub(b.add(start, b.least(rows, p.group_step * lanes)), 1)
+            last = b.sub(b.add(start, b.least(rows, self.tiling.together * lanes)), 1)
             tile = Scope(context=self.context, parent=scope, known={coord("i0"): start, coord("i1"): last})
             n = b.least(b.sub(high, j0), keys, "n_keys")
             if skipping is not None:
@@ -267,17 +270,22 @@ class _Kernel(KernelFunction):
         start, last = scope.value(coord("i0")), scope.value(coord("i1"))
         for table in self.tables:
             table.fill(scope, start, last, j0, b.sub(b.add(j0, n), 1))
-        queries = [b.at(self.queries, b.mul(b.add(g, k), p.query_bytes()), "i8") for k in range(p.group_step)]
         first_step = b.div(j0, p.key_step)
-        with b.loop(0, steps, hint="step") as step:
+        here = b.least(b.sub(groups, g), self.tiling.together, "here")
+        sets = b.div(b.add(here, p.group_step - 1), p.group_step, "sets")
+        queries = Groups(first=b.at(self.queries, b.mul(g, p.query_bytes()), "i8"), stride=p.query_bytes())
+        with b.loop(0, steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
             at = b.at(self.packed_keys, b.mul(b.add(first_step, step), p.key_bytes()), "i8")
-            rows = [b.add(b.mul(step, p.key_step), k * self.tiling.keys) for k in range(p.group_step)]
-            p.scores(at, queries, [b.at(self.scores, b.mul(r, lanes), "f32") for r in rows])
-        with b.loop(0, b.least(p.group_step, b.sub(groups, g)), hint="member") as member:
+            members = [b.add(b.mul(number, p.group_step), k) for k in range(p.group_step)]
+            rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
+            targets = [b.at(self.scores, b.mul(r, lanes), "f32") for r in rows]
+            p.scores(at, [queries.member(b, m) for m in members], targets)
+        with b.loop(0, here, hint="member") as member:
             self._group(scope, first, count, b.add(g, member), member, block, whole)
-        members = [self._group_memory(b.add(g, k), k) for k in range(p.group_step)]
         at = b.at(self.packed_values, b.mul(first_step, p.value_bytes()), "i8")
-        p.accumulate(at, steps, [m.weights for m in members], [m.output for m in members])
+        weights = Groups(first=self.weights, stride=p.weight_bytes(self.tiling.keys))
+        row = p.e_padded * lanes * 4
+        p.accumulate(at, steps, weights, Groups(first=b.at(self.output, b.mul(g, row), "i8"), stride=row), sets)
 
     def _all_live(self, scope: Scope, first: Value, count: Value) -> Value | None:
         """Whether the conditions that the variant for full blocks leaves out hold for all rows and keys of the

@@ -20,6 +20,7 @@ of three bf16
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
@@ -29,6 +30,17 @@ from fusion.codegen.mlir.transpose import transpose
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Memory of consecutive groups: the first one's address and the distance in bytes."""
+
+    first: Value
+    stride: int
+
+    def member(self, b: Builder, number: Value | int) -> Value:
+        return b.at(self.first, b.mul(number, self.stride), "i8")
 
 
 class Products(Protocol):
@@ -49,7 +61,7 @@ class Products(Protocol):
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
     def scores(self, keys: Value, queries: Sequence[Value], target: Sequence[Value]) -> None: ...
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None: ...
-    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None: ...
+    def accumulate(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
 
 
 class MultiplyAdd:
@@ -128,24 +140,29 @@ class MultiplyAdd:
         self.b.store(first, address, align=4 * self.lanes)
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
-    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
-        """O^T += V^T P^T over `steps` key steps, for `group_step` groups."""
+    def accumulate(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
+        """O^T += V^T P^T over `steps` key steps, for `sets` times `group_step` groups."""
+        b, size = self.b, self.group_step
+        with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e, b.loop(0, sets, hint="set") as number:
+            members = [b.add(b.mul(number, size), k) for k in range(size)]
+            sources = [weights.member(b, m) for m in members]
+            cells = [b.at(output.member(b, m), b.mul(e, self.lanes), "f32") for m in members]
+            self._accumulate(b.at(values, e, "f32"), b.mul(steps, self.key_step), sources, cells)
+
+    def _accumulate(self, column: Value, keys: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
+        """`tile_rows` columns of V from `column` on, against one set of groups."""
         b, rows, groups, lanes = self.b, range(self.tile_rows), range(len(weights)), self.lanes
-        keys = b.mul(steps, self.key_step)
-        with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e:
-            cells = [b.at(output[g], b.mul(b.add(e, r), lanes), "f32") for r in rows for g in groups]
-            start = [b.load(cell, self.vector, "o", align=4 * self.lanes) for cell in cells]
-            column = b.at(values, e, "f32")
-            with b.carry(0, keys, 1, start, hint="j") as (loop, j, sums):
-                right = [
-                    b.load(b.at(weights[g], b.mul(j, lanes), "f32"), self.vector, "p", align=4 * self.lanes)
-                    for g in groups
-                ]
-                base = b.at(column, b.mul(j, self.e_padded), "f32")
-                new = []
-                for r in rows:
-                    left = b.broadcast(b.load(b.at(base, r, "f32"), "f32", "v"), lanes)
-                    new += [b.fma(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
-                loop.yields(*new)
-            for cell, result in zip(cells, loop.results, strict=True):
-                b.store(result, cell, align=4 * self.lanes)
+        cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
+        start = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
+        with b.carry(0, keys, 1, start, hint="j") as (loop, j, sums):
+            right = [
+                b.load(b.at(weights[g], b.mul(j, lanes), "f32"), self.vector, "p", align=4 * lanes) for g in groups
+            ]
+            base = b.at(column, b.mul(j, self.e_padded), "f32")
+            new = []
+            for r in rows:
+                left = b.broadcast(b.load(b.at(base, r, "f32"), "f32", "v"), lanes)
+                new += [b.fma(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
+            loop.yields(*new)
+        for cell, result in zip(cells, loop.results, strict=True):
+            b.store(result, cell, align=4 * lanes)

@@ -33,10 +33,12 @@ def supports(spec: AttentionSpec, machine: Machine) -> str | None:
 
 def tilings_for(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:
     """The first choice, and where that is products of split planes, multiply-adds for inputs that cannot be split."""
-    multiply_add = Tiling(groups=2 * target.tile_groups, keys=24 * target.tile_rows // 2, planes=0)
+    multiply_add = Tiling(
+        groups=2 * target.tile_groups, together=target.tile_groups, keys=24 * target.tile_rows // 2, planes=0
+    )
     if not target.amx:
         return (multiply_add,)
     planes = max(PLANES[dtype] for dtype in (spec.dtype, *(operand.dtype for operand in spec.operands[:3])))
     if planes > 1 and spec.normalizer is Normalizer.NONE:
         return (multiply_add,)  # weights may be infinite, which has no planes
-    return (Tiling(groups=4, keys=128, planes=planes), multiply_add)
+    return (Tiling(groups=4, together=2, keys=64 if planes > 1 else 128, planes=planes), multiply_add)

@@ -18,6 +18,7 @@ SHAPES = (
     {"B": 1, "H": 3, "Nq": 33, "Nk": 300},
     {"B": 3, "H": 1, "Nq": 130, "Nk": 7},
     {"B": 1, "H": 1, "Nq": 1, "Nk": 1},
+    {"B": 2, "H": 2, "Nq": 3, "Nk": 150},
 )
 
 
@@ -100,6 +101,25 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
     out = kernel(c)(operands, values)
     assert out.shape == (*shape[:3], 64)
     assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("target", ["best", "generic"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["causal_last_key", "left_padded_inf", "bias", "documents", "alibi"])
+def test_few_queries(name: str, dtype: str, target: str) -> None:
+    c = case(name, dtype, 40, 24, group=2, sinks=name == "bias", weight=name == "alibi")
+    shapes = tuple({"B": 2, "H": 2, "Nq": n_q, "Nk": n_k} for n_q, n_k in ((1, 1), (1, 77), (8, 200)))
+    check(c, kernel(c, target), "heads_inside", shapes)
+
+
+@pytest.mark.parametrize("n", [9, 32, 129, 500])
+def test_another_length_compiles_nothing(n: int) -> None:
+    c = case("causal")
+    run = kernel(c)
+    check(c, run, shapes=({"B": 1, "H": 1, "Nq": 40, "Nk": 40},))
+    before = set(run._variants)
+    check(c, run, shapes=({"B": 2, "H": 1, "Nq": n, "Nk": n},))
+    assert set(run._variants) == before
 
 
 def test_layout_of_the_result() -> None:
