@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fusion import op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion import logs, op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
 from fusion.errors import StrictError
 from fusion.ir import AttentionSpec
 from fusion.options import Options
@@ -24,6 +24,7 @@ from fusion.plan import Plan, plan
 from fusion.report import NO_ATTENTION, Report, SiteReport, publish
 
 log = logging.getLogger(__name__)
+logs.configure()
 
 
 def fusion(

@@ -161,3 +161,19 @@ def test_a_second_length_compiles_no_second_kernel():
         given = [torch.randn(1, 2, n, 24) for _ in range(3)]
         torch.testing.assert_close(compiled(*given), attend(*given))
     assert len(runtime._executors) == kernels + 1
+
+
+def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
+    from fusion import logs
+
+    root = logging.getLogger("fusion")
+    before = root.level, list(root.handlers)
+    try:
+        logs.configure("info")
+        root.info("a message")
+        assert "fusion INFO: a message" in capsys.readouterr().err
+        logs.configure("loud")
+        assert "'loud' is not a level; use one of debug, info" in capsys.readouterr().err
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
