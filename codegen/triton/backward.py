@@ -138,9 +138,9 @@ class Role:
             ]
         return lines
 
-    def tile(self, score: str, upstream: str, shape: str) -> list[str]:
-        """Statements from s to p (weights), ds, and the gradients of captured loads. score, upstream: products of the
-        tile."""
+    def tile(self, score: str, upstream: str, shape: str, with_p: str = "") -> list[str]:
+        """Statements from s to p (weights) and ds. score, upstream: products of the tile; with_p: what uses p, as soon
+        as it is there."""
         spec, w = self.spec, self.writer
         w.forget(Level.TILE)
         lines = [f"s = {score}"]
@@ -149,13 +149,14 @@ class Role:
         lines += [*self._taken(), f"x = tl.broadcast_to({x}, {shape})"]
         if weight is not None:
             lines.append(f"w = {weight}")
-        lines += ["valid = rows_ok & j_ok", f"dp = {upstream}"]
+        lines.append("valid = rows_ok & j_ok")
         times = "" if weight is None else " * w"
         if self.softmax:
             lines.append(f"y = tl.where(valid, tl.exp2((x - row_max) * {LOG2E}) * share, 0.0)")
-            lines += [f"dx = y * (dp{times} - delta)", f"p = y{times}"]
         else:
-            lines += ["y = tl.where(valid, x, 0.0)", f"dx = tl.where(valid, dp{times}, 0.0)", f"p = y{times}"]
+            lines.append("y = tl.where(valid, x, 0.0)")
+        lines += [f"p = y{times}", with_p, f"dp = {upstream}"]
+        lines.append(f"dx = y * (dp{times} - delta)" if self.softmax else f"dx = tl.where(valid, dp{times}, 0.0)")
         lines.append("dw = y * dp")
         lines.append(f"ds = tl.broadcast_to({self._bound(self.gradients.score, lines)}, {shape})")
         return lines
@@ -328,11 +329,12 @@ class Keys(Role):
         dv = matrix(head, 2, spec.v, J, E, name="dv", moving=False)
         q = matrix(self.inside, 0, spec.q, I, C)
         product = ", input_precision=PRECISION)"
-        tile = self.tile(f"tl.dot(k, tl.trans(q){product}", f"tl.dot(v, tl.trans(do){product}", "[KEYS, ROWS]")
+        into_dv = f"dv = tl.dot(p.to({self.dtype}), do, dv{product}" if self.needs[2] else ""
+        scores, upstream = f"tl.dot(k, tl.trans(q){product}", f"tl.dot(v, tl.trans(do){product}"
+        tile = self.tile(scores, upstream, "[KEYS, ROWS]", into_dv)
         before, after = self._sums(tile)
         finish: list[str] = []
         if self.needs[2]:
-            tile.append(f"dv = tl.dot(p.to({self.dtype}), do, dv{product}")
             finish += self.store("dv", "dv", dv, 2, "e", self.d_v, "j_ok")
         if self.needs[1]:
             tile.append(f"dk = tl.dot(ds.to({self.dtype}), q, dk{product}")

@@ -15,7 +15,7 @@ from fusion.codegen import reference
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
 from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, precision
-from fusion.codegen.triton.tiles import Tile, backward_tile_for
+from fusion.codegen.triton.tiles import Tile, backward_tiles
 from fusion.ir.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
@@ -101,13 +101,13 @@ class Differentiable:
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
         results["dead"] = torch.zeros([heads], dtype=torch.int32, device=device)
-        tile = self.tile or backward_tile_for(self.spec, d, d_v, capability(device))
-        row_blocks, key_blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
+        tiles = backward_tiles(self.spec, d, d_v, capability(device))
         shared = math.prod(self._shared(batch, sizes))
-        programs = {"attention_backward_keys": shared * key_blocks}
         for name in variant.kernels:
-            count = programs.get(name, heads * row_blocks)
-            variant.launch(name, count, tile, precision(self.spec.dtype), (operands, sizes, results, {}))
+            tile = self.tile or tiles[name]
+            by_keys = name == "attention_backward_keys"
+            programs = shared * -(-n_k // tile.keys) if by_keys else heads * -(-n_q // tile.rows)
+            variant.launch(name, programs, tile, precision(self.spec.dtype), (operands, sizes, results, {}))
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """How many values of each batch coordinate K and V tell apart."""

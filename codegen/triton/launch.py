@@ -14,7 +14,7 @@ from fusion.codegen import reference
 from fusion.codegen.triton import interpret, module
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
-from fusion.codegen.triton.tiles import Tile, tile_for
+from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
 from fusion.errors import FusionError
 from fusion.ir.expr import Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -181,8 +181,10 @@ def precision(dtype: str) -> str:
 
 
 def capability(device: torch.device) -> int:
-    """10 * major + minor; 0 for the interpreter."""
+    """10 * major + minor of an NVIDIA device; see `tiles` for what stands for others."""
     if device.type == "cpu":
-        return 0
+        return INTERPRETER
+    if torch.version.hip:
+        return AMD
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -13,12 +13,13 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.codegen.triton import module
-from fusion.codegen.triton.forward import KernelText
-from fusion.codegen.triton.tiles import Tile
+from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.forward import Forward, KernelText
+from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
 from fusion.errors import FusionError
 from fusion.ir.spec import AttentionSpec
 
@@ -69,12 +70,28 @@ class Facts:
 
 
 def compile_offline(
-    spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int, tile: Tile, target: str
+    spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int, tiles: Mapping[str, Tile], target: str
 ) -> list[Facts]:
-    """Every kernel compiled for `target`: sm_80, sm_90, sm_100 or gfx942. Strides are taken to be multiples of 16,
+    """Every kernel, with the tile of its name, compiled for `target`: sm_80, sm_90, sm_100 or gfx942. Strides are
+    taken to be multiples of 16,
     inner ones 1."""
     loaded = module.load(module.module_text(spec, kernels, d, d_v))
-    return [_compile(spec, loaded, kernel, tile, target) for kernel in kernels]
+    return [_compile(spec, loaded, kernel, tiles[kernel.name], target) for kernel in kernels]
+
+
+def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int = 4096) -> list[Facts]:
+    """The kernels of a spec with constant d and d_v, in the tiles that they would run in on a target for n queries
+    and keys.
+
+    training: also the statistics, and the backward kernels with gradients of every floating-point operand.
+    """
+    d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
+    capability = AMD if target.startswith("gfx") else int(target[3:])
+    kernels = [Forward(spec, d, d_v, training).text()]
+    tiles = {"attention_forward": tile_for(spec, d, d_v, n, n, capability), **backward_tiles(spec, d, d_v, capability)}
+    if training:
+        kernels += backward_kernels(spec, d, d_v, tuple(o.torch_dtype.is_floating_point for o in spec.operands))
+    return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 
 def _compile(spec: AttentionSpec, loaded, kernel: KernelText, tile: Tile, target: str) -> Facts:

@@ -1,17 +1,25 @@
-"""Tile sizes, warps and stages of a kernel on a GPU, from what ahead-of-time compilation shows to fit without
-spilling."""
+"""Tile sizes, warps and stages of the kernels on a GPU, from what ahead-of-time compilation shows to fit without
+spilling.
+
+`benchmarks/triton_versions.py` prints the facts behind these choices: shared memory, registers and spills of each
+kernel and target.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion.ir.expr import Expr, coordinates, loads
 from fusion.ir.spec import AttentionSpec
+
+INTERPRETER = 0
+AMD = 1
+"""Stand for a capability where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles of keys in
-    flight."""
+    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles in flight."""
 
     rows: int
     keys: int
@@ -23,45 +31,89 @@ def _power(extent: int) -> int:
     return 1 << max(0, (max(1, extent) - 1).bit_length())
 
 
+def reads_tiles(*programs: Expr) -> bool:
+    """Whether a tensor is read that has an element for every score (a bias matrix)."""
+    return any({"i", "j"} <= coordinates(load) for program in programs for load in loads(program))
+
+
 def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capability: int) -> Tile:
-    """The tile for these sizes. capability: 10 * major + minor of the device; 0 in the interpreter."""
-    if capability == 0:
+    """The forward's tile. capability: 10 * major + minor of an NVIDIA device, or INTERPRETER, or AMD."""
+    if capability == INTERPRETER:
         return Tile(rows=min(32, max(16, _power(n_q))), keys=16, warps=4, stages=1)
     width = max(_power(d), _power(d_v), 16)
-    tile = _wide_dtype(width) if spec.dtype == "float32" else _half_dtype(width, capability)
+    if spec.dtype == "float32":
+        tile = _float32(width)
+    elif capability == AMD:
+        tile = _amd(width)
+    else:
+        tile = _hopper(width) if 90 <= capability < 120 else _ampere(width)
+    if tile.stages > 1 and width == 128 and reads_tiles(spec.score, spec.weight):
+        tile = Tile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=tile.stages - 1)
     rows = min(tile.rows, max(16, _power(n_q)))
     keys = min(tile.keys, max(16, _power(n_k)))
-    warps = tile.warps if rows >= 128 or width >= 256 else 4
-    return Tile(rows=rows, keys=keys, warps=warps, stages=tile.stages)
+    return Tile(rows=rows, keys=keys, warps=tile.warps if rows >= 64 else 4, stages=tile.stages)
 
 
-def _half_dtype(width: int, capability: int) -> Tile:
-    big = 90 <= capability < 120  # 227 KiB of shared memory; 163 or 99 KiB elsewhere
-    if width <= 64:
-        return Tile(rows=128, keys=64, warps=8 if big else 4, stages=3)
+def _hopper(width: int) -> Tile:
+    """227 KiB of shared memory."""
     if width <= 128:
-        return Tile(rows=128, keys=64, warps=8, stages=3 if big else 2)
+        return Tile(rows=128, keys=64, warps=8, stages=3)
     if width <= 256:
-        return Tile(rows=128 if big else 64, keys=64 if big else 32, warps=8, stages=2)
-    return Tile(rows=64, keys=32 if big else 16, warps=8, stages=2 if big else 1)
+        return Tile(rows=128, keys=64, warps=8, stages=2)
+    return Tile(rows=64, keys=32, warps=8, stages=2)
 
 
-def _wide_dtype(width: int) -> Tile:
+def _ampere(width: int) -> Tile:
+    """99 to 163 KiB of shared memory."""
     if width <= 64:
-        return Tile(rows=64, keys=64, warps=4, stages=2)
+        return Tile(rows=128, keys=64, warps=8, stages=2)
     if width <= 128:
-        return Tile(rows=64, keys=32, warps=4, stages=2)
-    return Tile(rows=32, keys=16, warps=4, stages=1 if width > 256 else 2)
+        return Tile(rows=128, keys=32, warps=8, stages=2)
+    return Tile(rows=64, keys=32 if width <= 256 else 16, warps=8, stages=1)
 
 
-def backward_tile_for(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
-    """The tile of the backward kernels, which keep two gradients or one and two score tiles."""
-    if capability == 0:
-        return Tile(rows=32, keys=32, warps=4, stages=1)
+def _amd(width: int) -> Tile:
+    """64 KiB of shared memory."""
+    if width <= 128:
+        return Tile(rows=128, keys=64 if width <= 64 else 32, warps=8, stages=1)
+    return Tile(rows=64, keys=16, warps=8, stages=1)
+
+
+def _float32(width: int) -> Tile:
+    if width <= 128:
+        return Tile(rows=64, keys=32, warps=4, stages=2 if width <= 64 else 1)
+    return Tile(rows=32, keys=16, warps=4, stages=1)
+
+
+def queries_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
+    """The tile of the kernel of dQ."""
     width = max(_power(d), _power(d_v), 16)
-    big = 90 <= capability < 120
+    if capability == INTERPRETER:
+        return Tile(rows=32, keys=32, warps=4, stages=1)
     if spec.dtype == "float32":
-        return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4 if width <= 128 else 8, stages=1)
-    if width <= 128:
-        return Tile(rows=64, keys=128 if big else 64, warps=8 if big else 4, stages=2 if big else 1)
-    return Tile(rows=32, keys=64 if big else 32, warps=8, stages=2 if big and width <= 256 else 1)
+        return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4, stages=1)
+    if 90 <= capability < 120 and width <= 128:
+        return Tile(rows=64 if reads_tiles(spec.score, spec.weight) else 128, keys=64, warps=8, stages=2)
+    return Tile(rows=64 if width <= 128 else 32, keys=32, warps=8, stages=2 if 90 <= capability < 120 else 1)
+
+
+def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
+    """The tile of the kernel of dK and dV, which keeps two gradients and two tiles of scores."""
+    width = max(_power(d), _power(d_v), 16)
+    if capability == INTERPRETER:
+        return Tile(rows=32, keys=32, warps=4, stages=1)
+    if spec.dtype == "float32":
+        return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4, stages=1)
+    if 90 <= capability < 120:
+        keys = 128 if width <= 64 and not reads_tiles(spec.score, spec.weight) else 64
+        return Tile(rows=64 if width <= 128 else 32, keys=keys, warps=8, stages=2)
+    return Tile(rows=32, keys=64 if width <= 128 else 32, warps=8, stages=1)
+
+
+def backward_tiles(spec: AttentionSpec, d: int, d_v: int, capability: int) -> dict[str, Tile]:
+    """The tile of each backward kernel by its name."""
+    return {
+        "attention_backward_prepare": Tile(rows=32 if capability == INTERPRETER else 64, keys=16, warps=4, stages=1),
+        "attention_backward_queries": queries_tile(spec, d, d_v, capability),
+        "attention_backward_keys": keys_tile(spec, d, d_v, capability),
+    }

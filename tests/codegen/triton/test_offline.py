@@ -1,0 +1,51 @@
+"""Kernels compiled for GPUs that are not here: they fit, keep their stores, and use the matrix units."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+from fusion.codegen.triton.offline import Facts, facts_of
+from tests.codegen.mlir.cases import case
+
+MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+
+
+def check(facts: list[Facts]) -> None:
+    for fact in facts:
+        assert fact.fits, fact
+        assert not fact.lost, fact
+        assert not fact.warnings, fact
+        if fact.kernel != "attention_backward_prepare":
+            assert fact.matrix[MATRIX[fact.target]] > 0, fact
+
+
+@pytest.mark.parametrize("target", MATRIX)
+def test_forward_on_every_target(target: str) -> None:
+    check(facts_of(case("alibi", "bfloat16", 64, group=4).spec, target))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_nothing_spills_on_hopper(d: int) -> None:
+    facts = facts_of(case("causal", "bfloat16", d).spec, "sm_90", training=True)
+    check(facts)
+    assert all(fact.spills == 0 for fact in facts), facts
+
+
+def test_atomic_additions_survive() -> None:
+    facts = facts_of(case("bucket_table", "bfloat16", 64).spec, "sm_90", training=True)
+    assert not any(fact.lost for fact in facts), facts
+
+
+@pytest.mark.skipif("FUSION_LONG_TESTS" not in os.environ, reason="takes half an hour: FUSION_LONG_TESTS=1 runs it")
+@pytest.mark.parametrize("target", MATRIX)
+@pytest.mark.parametrize("d", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["plain", "left_padded", "bias", "soft_cap", "documents"])
+def test_more(name: str, dtype: str, d: int, target: str) -> None:
+    for fact in facts_of(case(name, dtype, d).spec, target, training=d <= 128):
+        assert fact.fits, fact
+        assert not fact.lost, fact
