@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the table; otherwise it is only printed")
     options = parser.parse_args()
     lines = [
-        f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}; bfloat16, tiles for 4096 x 4096",
+        f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}",
+        "bfloat16, tiles for 4096 queries and keys",
         "",
     ]
     lines += ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]

@@ -24,31 +24,20 @@ log = logging.getLogger(__name__)
 class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
 
-    Kernels that fail are left for the reference interpreter at their first failure, with a warning. dQ, dK and dV are
+    dQ, dK and dV are
     deterministic. Gradients of captured tensors are summed by atomic additions in float32.
     """
 
     def __init__(self, spec: AttentionSpec, tile: Tile | None = None):
         self.spec, self.tile = spec, tile
         self.kernel = Kernel(spec, tile, statistics=True)
-        self.broken = False
         self._variants: dict[tuple, Variant] = {}
         self._lock = threading.Lock()
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        if not self.broken:
-            try:
-                out, statistics = self.kernel.forward(operands, sizes)
-            except Exception:
-                self._give_up()
-            else:
-                assert statistics is not None
-                return out, statistics
-        return reference.run(self.spec, operands, sizes), reference.statistics(self.spec, operands, sizes)
-
-    def _give_up(self) -> None:
-        self.broken = True
-        log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
+        out, statistics = self.kernel.forward(operands, sizes)
+        assert statistics is not None
+        return out, statistics
 
     def backward(
         self,
@@ -61,12 +50,8 @@ class Differentiable:
     ) -> list[Tensor]:
         """grad, out: of the output's dimensions, any strides. The gradients, in order, of each marked operand's
         shape."""
-        reason = self.without_kernels(needs)
-        if reason is None and not self.broken:
-            try:
-                return self._gradients(grad, out, statistics, operands, sizes, needs)
-            except Exception:
-                self._give_up()
+        if (reason := self.without_kernels(needs)) is None:
+            return self._gradients(grad, out, statistics, operands, sizes, needs)
         log.debug("gradients of %s by the reference: %s", self.spec, reason)
         return reference.backward(self.spec, grad, operands, sizes, needs)
 

@@ -85,9 +85,9 @@ _ATOM = 9
 #: Names that the kernels' templates use for themselves.
 RESERVED = frozenset(
     (
-        "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok row rows_ok first start "
-        "stop whole full_start full_stop rows blocks program heads group place members head block section i0 i1 row_max row_sum "
-        "factor highest base shrink dead out dx dw dp do dq dk dv y delta member share"
+        "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok row rows_ok first start stop "
+        "whole full_start full_stop rows blocks program heads group place members head block section i0 i1 row_max "
+        "row_sum factor highest base shrink dead out dx dw dp do dq dk dv y delta member share"
     ).split()
 )
 

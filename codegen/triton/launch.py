@@ -148,10 +148,8 @@ class Kernel:
         statistics = None
         if self.statistics:
             softmax = self.spec.normalizer is not Normalizer.NONE
-            statistics = torch.empty([2, *batch, n_q] if softmax else [0], dtype=torch.float32, device=device)
+            statistics = torch.zeros([2, *batch, n_q] if softmax else [0], dtype=torch.float32, device=device)
         if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
-            if statistics is not None and statistics.numel():
-                statistics = reference.statistics(self.spec, operands, sizes)
             return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
         check_sizes((*extents, n_k))
         self._launch(operands, sizes, {"out": out, "statistics": statistics}, batch, (n_q, n_k, d, d_v))

