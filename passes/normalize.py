@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import nodes
+from fusion.passes import autocast, nodes
+from fusion.passes.autocast import write_casts
 from fusion.passes.encoder import DECOMPOSITIONS
 from fusion.passes.vmap import VmapAsBroadcast
 
@@ -38,8 +39,10 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
     make_functional(traced.graph)
     drop_inactive_dropout(traced.graph)
     mark_mutations(traced.graph)
+    write_casts(traced.graph)
     _mark_gradients(module, traced)
     traced.graph.eliminate_dead_code()
+    seed_dropout(traced.graph)
     traced.graph.lint()
     traced.recompile()
     return traced
@@ -55,6 +58,12 @@ class _Retrace(torch.fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.vmap.handles(target):
             return self.vmap.call(target, args)
+        if target is autocast.enter:  # the class sets the state as well as recording it: results are then what they will be
+            region = torch.amp.autocast_mode.autocast(*args, **kwargs)
+            region.__enter__()
+            return region
+        if target is autocast.leave:
+            return args[0].__exit__(None, None, None)
         decomposition = DECOMPOSITIONS.get(target)
         if decomposition is not None:
             result = decomposition(*args, **kwargs)
@@ -105,6 +114,42 @@ def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
         args = nodes.arguments(node)
         if not args["train"] or args["p"] == 0:
             node.replace_all_uses_with(args["input"])
+            graph.erase_node(node)
+
+
+def seed_dropout(graph: torch.fx.Graph) -> None:
+    """Draw a seed in front of every active dropout: meta["seed"] on it is the node of a random int64 of shape [1].
+
+    A fused attention takes its mask from the seed, and the graph then has the seed in the dropout's place: a random number that
+    functionalisation, partitioning and recomputation treat as any other. Seeds that stay unused are removed by `drop_seeds`.
+    """
+    for node in list(graph.nodes):
+        if not is_active_dropout(node):
+            continue
+        held = nodes.value(node)
+        with graph.inserting_before(node):
+            limits = {"dtype": torch.int64, "device": held.device}
+            seed = graph.call_function(aten.randint.low, (0, 2**31 - 1, [1]), limits)
+        seed.meta |= {"val": held.new_empty([1], dtype=torch.int64), "is_seed": True, "requires_grad": False}
+        node.meta["seed"] = seed
+
+
+def is_active_dropout(node: Node) -> bool:
+    """Whether a node drops elements at random: dropout in training, or SDPA with a probability."""
+    if node.op != "call_function":
+        return False
+    if nodes.packet(node) is aten.dropout:
+        return True  # inactive ones are gone
+    if nodes.packet(node) is not aten.scaled_dot_product_attention:
+        return False
+    p = nodes.arguments(node)["dropout_p"]
+    return not isinstance(p, (int, float)) or p > 0
+
+
+def drop_seeds(graph: torch.fx.Graph) -> None:
+    """Remove seeds that nothing uses, so that what was not fused draws the same random numbers as in eager mode."""
+    for node in list(graph.nodes):
+        if node.meta.get("is_seed") and not node.users:
             graph.erase_node(node)
 
 

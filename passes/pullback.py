@@ -197,10 +197,32 @@ class PullBack:
         return pointwise.cast(self.value(origin, index), nodes.dtype(here))
 
     def _dropout(self, here: Node, index: Index) -> Expr | None:
+        """Dropout of scores or weights; that of anything else is computed by the graph and loaded."""
         args = arguments(here)
-        if args.get("train", True) and args.get("p", 0.5) != 0:
-            raise Unsupported("dropout that is active (training)")
-        return self.value(next(a for a in here.args if isinstance(a, Node)), index)
+        value = self.value(next(a for a in here.args if isinstance(a, Node)), index)
+        if not args.get("train", True) or args.get("p", 0.5) == 0:
+            return value
+        if not _depends_on_product(value):
+            return None
+        return apply("fmul", value, self.kept(here, args["p"], index, shape(here)))
+
+    def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
+        """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0.
+
+        The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after the other, so
+        that all but a few instructions are done once per row.
+        """
+        if "seed" not in here.meta or not isinstance(p, (int, float)):
+            raise Unsupported("dropout of a kind, or with a probability, that is not known at compile time")
+        if p >= 1:
+            return const(0.0)
+        seed = self.load(here.meta["seed"], (integers.integer(0),))
+        row: Expr = integers.integer(0)
+        for entry, extent in zip(index[:-1], extents[:-1], strict=True):
+            row = integers.add(integers.mul(row, extent), entry)
+        drawn = apply("hash", apply("hash", seed, row), index[-1])
+        keep = apply("ilt", drawn, integers.integer(round((1 - p) * 2**31)))
+        return where(keep, const(1 / (1 - p)), const(0.0))
 
     def _native_dropout(self, here: Node, index: Index) -> Expr | None:
         return self._dropout(here, index)

@@ -14,6 +14,7 @@ from fusion.ir.expr import Expr, walk
 from fusion.passes import nodes
 from fusion.passes.find import Attention, Site
 from fusion.passes.nodes import Unsupported
+from fusion.passes.normalize import drop_seeds
 from fusion.passes.specify import Specified, specify
 
 aten = torch.ops.aten
@@ -42,6 +43,7 @@ def rewrite(
     for number, parts in specified.items():
         _replace(module.graph, sites[number], parts, symbols, emitter)
     module.graph.eliminate_dead_code(_impure)
+    drop_seeds(module.graph)
     module.graph.lint()
     module.recompile()
     return specified
@@ -68,8 +70,8 @@ def _refuse_reordered_reads(site: Site) -> None:
 
 
 def _impure(node: Node) -> bool:
-    """Keep what has an effect; asserts on dead values and random number generation are decided by torch's own rule."""
-    return node.is_impure()
+    """Keep what has an effect, by torch's own rule, but for dropout whose mask a fused attention makes itself."""
+    return "seed" not in node.meta and not node.meta.get("is_seed") and node.is_impure()
 
 
 # --- weights that escape ----------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def _inputs(parts: Sequence[Specified]) -> list[Node]:
 
 def _live(graph: Graph, needs: dict[Node, list[Node]]) -> set[Node]:
     live: set[Node] = set()
-    stack = [node for node in graph.nodes if node.op == "output" or node.is_impure()]
+    stack = [node for node in graph.nodes if node.op == "output" or _impure(node)]
     while stack:
         node = stack.pop()
         if node not in live:

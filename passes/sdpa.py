@@ -28,8 +28,6 @@ def is_sdpa(here: Node) -> bool:
 def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[list[Core], Access, PullBack, Expr]:
     """The attention of an SDPA call at `index` of its result: (core, V, the walk, number of keys)."""
     args = arguments(anchor)
-    if args["dropout_p"] != 0:
-        raise Unsupported("dropout that is active (training)")
     query, key, value = args["query"], args["key"], args["value"]
     nodes.specialize(nodes.value(query).shape[-1])
     keys, d = shape(key)[-2], shape(query)[-1]
@@ -50,7 +48,10 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tupl
         score = where(apply("ile", J, I), score, const(-math.inf))
     if args["attn_mask"] is not None:
         score = _masked(score, args["attn_mask"], index, anchor, keys, pullback)
-    core = Core(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=const(1.0))
+    weight = const(1.0)
+    if args["dropout_p"] != 0:
+        weight = pullback.kept(anchor, args["dropout_p"], (*index[:-1], J), (*shape(anchor)[:-1], keys))
+    core = Core(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=weight)
     return [core], v, pullback, keys
 
 

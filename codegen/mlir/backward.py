@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from fusion.codegen.mlir.amx import LARGE_BITS, Amx
 from fusion.codegen.mlir.backward_loads import GradientSink, LaneLoad
 from fusion.codegen.mlir.backward_plan import BackwardPlan, Form, Role, normalized
+from fusion.codegen.mlir.backward_queries import QueryGradient
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
 from fusion.codegen.mlir.kernel import Tiling
@@ -47,13 +48,15 @@ def emit_backward(  # noqa: PLR0913
     target: Target,
     d: int,
     d_v: int,
+    fused: bool = False,
 ) -> KernelText:
-    """One kernel. results: the type in memory of the gradients of Q (role QUERIES) or K and V, by operand number, where needed."""
-    return _Backward(spec, plan, role, needs, results, tiling, target, d, d_v).text()
+    """One kernel. results: the type in memory of the gradients of Q (role QUERIES) or K and V, by operand number, where needed.
+    fused: role KEYS with products on AMX tiles, and the gradient of Q in it (operand 0 is then among the results)."""
+    return _Backward(spec, plan, role, needs, results, tiling, target, d, d_v, fused).text()
 
 
 class _Backward(KernelFunction):
-    def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v):  # noqa: PLR0913
+    def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v, fused):  # noqa: PLR0913
         super().__init__(spec, target, d, d_v, 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5))
         self.plan, self.role, self.results, self.tiling, self.widths = plan, role, results, tiling, (d, d_v)
         self.collected = plan.of(role, needs)
@@ -64,9 +67,10 @@ class _Backward(KernelFunction):
         self.worst = self._area(64, "worst") if tiling.planes > 1 else None
         self.inner_product = self._products(target, d)  # over d: scores; with dS: the gradient of the lane side
         self.outer_product = self._products(target, d_v)  # over d_v: dP; with P: the gradient of V
-        self.wants_score = self.side[0] in results or bool(self.collected)
+        self.wants_score = self.side[0] in results or bool(self.collected) or fused
         self.wants_value = role is Role.KEYS and 2 in results
         self.dense = dense_loads(self.programs.masked, self.programs.full, self.weight)
+        self.queries = QueryGradient(self.b, self.inner_product, tiling.groups) if fused else None
         self._areas()
 
     @property
@@ -97,9 +101,14 @@ class _Backward(KernelFunction):
         self.staged = [self._area(rows * row, "staged") for _ in self.dense]
         self.sums = self._area(max(1, self.slots) * groups * row, "sums")
         self.state = self._area(64 * 8, "state")
+        if self.queries is not None:
+            self.row_slopes = self._area(self.queries.slope_bytes(rows), "row_slopes")
+            self.key_pairs = self._area(self.queries.pair_bytes(), "key_pairs")
         b, steps = self.b, self.params[("key_steps",)]
         fixed = self.layout.size
         sizes = (p.key_bytes(), p.value_bytes(), q.key_bytes(), q.value_bytes())
+        if self.queries is not None:
+            sizes = (*sizes, self.queries.step_bytes())
         self.step_bytes = sum(sizes)
         self.packed: list[Value] = []
         with b.at_entry():
@@ -140,8 +149,18 @@ class _Backward(KernelFunction):
         start, step = b.select(by_block, self.thread, zero, "block_lo"), b.select(by_block, self.threads, one, "block_step")
         with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
             scope = self._element_scope(top, o, n)
+            if self.queries is not None:
+                self._clear(self.packed[4], b.mul(self.params[("key_steps",)], self.queries.step_bytes()))
             with b.loop(start, blocks, step, hint="block") as block:
                 self._block(Scope(context=self.context, parent=scope), block)
+            if self.queries is not None:
+                self._write_queries(scope)
+
+    def _clear(self, area: Value, size: Value | int) -> None:
+        """Zeros; the size is a multiple of 64 bytes."""
+        zero = self.b.constant(0.0, vector_of("f32", 16))
+        with self.b.loop(0, size, 64, hint="at") as at:
+            self.b.store(zero, self.b.at(area, at, "i8"))
 
     def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
         b, spec = self.b, self.spec
@@ -238,6 +257,10 @@ class _Backward(KernelFunction):
         groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
         padded = b.mul(b.div(b.add(groups, step - 1), step), step, "padded_groups")
         self._pack_lanes(first, padded)
+        if self.queries is not None:
+            self.queries.pack_keys(self.readers[0], first, self.n_lanes, self.key_pairs, self.staging)
+            with b.when(b.compare("slt", groups, self.tiling.groups, "partial")):
+                self._clear(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
         zero = b.constant(0.0, self.vector)
         for area, product in ((self.out_a, p), (self.out_b, self.outer_product)):
             with b.loop(0, b.mul(padded, product.e_padded), hint="e") as e:
@@ -342,6 +365,10 @@ class _Backward(KernelFunction):
                     inputs = [self._part(weights, m, product.weight_bytes(rows)) for m in members]
                     product.accumulate(at, steps, inputs, [self._part(output, m, 4 * product.e_padded * lanes) for m in members])
 
+        if self.queries is not None:
+            sums = self._part(self.packed[4], start, self.queries.step_bytes())
+            self.queries.accumulate(self.row_slopes, self.key_pairs, sums, steps)
+
     def _all_live(self, scope, first, count, r0, n) -> Value | None:  # noqa: PLR0913
         if self.programs.full is None:
             return None
@@ -370,7 +397,7 @@ class _Backward(KernelFunction):
             if load.expr in wanted
         ]
         statistics = self._lane_statistics(held.first) if self.role is Role.QUERIES else None
-        tile = _Tile(self, scope, g, r0, program, full, staged, statistics)
+        tile = _Tile(self, scope, g, r0, program, full, staged, statistics, held.valid)
         pairs = b.mul(b.div(n, 2), 2, "pairs")
         start = [b.load(self._sum_at(k, g), self.vector, "sum") for k in range(self.slots)] or [b.constant(0.0, self.vector)]
         with b.carry(0, pairs, 2, start, hint="r") as (loop, r, sums):
@@ -421,29 +448,38 @@ class _Backward(KernelFunction):
 
     def _write(self, scope, operand, product, area, g, first, remaining, width, scale) -> None:  # noqa: PLR0913
         """Transpose the lanes' sums and write them to the rows of the operand's gradient."""
-        b, lanes, padded, memory = self.b, self.lanes, product.e_padded, self.results[operand]
+        b, lanes, padded = self.b, self.lanes, product.e_padded
         source = self._part(area, g, 4 * padded * lanes)
         with b.loop(0, padded, lanes, hint="e") as e:
             cells = [b.load(b.at(source, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)]
             cells = [cell if scale == 1.0 else b.mul(cell, scale) for cell in cells]
             for r, line in enumerate(transpose(b, cells)):
                 b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
-        offset: Value | int = 0
-        for axis in range(len(self.spec.batch)):
-            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), self.params[("result_stride", operand, f"b{axis}")]))
-        target = b.at(self.params[("ptr", "result", operand)], offset, memory)
-        stride, column = self.params[("result_stride", operand, "row")], self.params[("result_stride", operand, "column")]
-        whole = b.select(b.compare("eq", column, 1), b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
-
-        def narrow(x: Value) -> Value:
-            return x if memory == "f32" else b.convert("arith.truncf", x, memory)
-
         with b.loop(0, remaining, hint="r") as r:
-            line, at = b.at(self.finished, b.mul(r, padded), "f32"), b.at(target, b.mul(b.add(first, r), stride), memory)
-            with b.loop(0, whole, lanes, hint="e") as e:
-                b.store(narrow(b.load(b.at(line, e, "f32"), self.vector)), b.at(at, e, memory))
-            with b.loop(whole, width, hint="e") as e:
-                b.store(narrow(b.load(b.at(line, e, "f32"), "f32")), b.at(at, b.mul(e, column), memory))
+            self._write_line(scope, operand, b.at(self.finished, b.mul(r, padded), "f32"), b.add(first, r), width)
+
+    def _write_line(self, scope: Scope, operand: int, line: Value, row: Value, width: int) -> None:
+        """`width` float32 numbers to a row of the operand's gradient."""
+        b, lanes, memory = self.b, self.lanes, self.results[operand]
+        offset = b.mul(row, self.params[("result_stride", operand, "row")])
+        for axis in range(len(self.spec.batch)):
+            stride = self.params[("result_stride", operand, f"b{axis}")]
+            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), stride))
+        at, column = b.at(self.params[("ptr", "result", operand)], offset, memory), self.params[("result_stride", operand, "column")]
+        whole = b.select(b.compare("eq", column, 1), b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
+        with b.loop(0, whole, lanes, hint="e") as e:
+            b.store(self._narrow(b.load(b.at(line, e, "f32"), self.vector), memory), b.at(at, e, memory))
+        with b.loop(whole, width, hint="e") as e:
+            b.store(self._narrow(b.load(b.at(line, e, "f32"), "f32"), memory), b.at(at, b.mul(e, column), memory))
+
+    def _write_queries(self, scope: Scope) -> None:
+        """The gradient of Q of a whole batch element."""
+        b = self.b
+        assert self.queries is not None
+        with b.loop(0, self.n_q, hint="i") as i:
+            for block, part in enumerate(self.queries.line(self.packed[4], i)):
+                b.store(b.mul(part, self.programs.scale), b.at(self.finished, 16 * block, "f32"))
+            self._write_line(scope, 0, self.finished, i, self.widths[0])
 
 
 STATISTICS = ("unit", "shift", "factor", "delta")
@@ -453,7 +489,8 @@ STATISTICS = ("unit", "shift", "factor", "delta")
 class _Tile:
     """Rows of one tile for one group of lanes: from scores and dP to P and dS, both handed to the products."""
 
-    def __init__(self, kernel, scope, g, r0, program, full, staged, statistics):  # noqa: PLR0913
+    def __init__(self, kernel, scope, g, r0, program, full, staged, statistics, valid):  # noqa: PLR0913
+        self.valid: Value = valid
         self.kernel, self.scope, self.g, self.r0, self.program, self.full = kernel, scope, g, r0, program, full
         self.b: Builder = kernel.b
         self.staged: list[tuple[Expr, Callable[[Value], Value]]] = staged
@@ -478,6 +515,9 @@ class _Tile:
             kernel.inner_product.store_weights(self.score_weights, r, *slopes)
         if kernel.wants_value:
             kernel.outer_product.store_weights(self.value_weights, r, *weights)
+        if kernel.queries is not None:
+            for u, slope in enumerate(slopes):
+                kernel.queries.store(kernel.row_slopes, self.b.add(r, u), self.g, self.valid, slope)
 
     def _row(self, r: Value, sums: Sequence[Value]) -> tuple[Value, Value, list[Value]]:
         """(weight for V, dS, sums) of one row."""

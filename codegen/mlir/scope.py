@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import SIZE, Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.hashing import hash_bits
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates
@@ -89,6 +90,8 @@ def magnitude(expr: Expr) -> float:
         return sum(parts) if expr.op == "add" else math.prod(parts)
     if expr.op == "mod":
         return magnitude(expr.args[1])
+    if expr.op == "hash":
+        return 2.0**31 - 1
     if expr.op in ("iabs", "floordiv"):
         return magnitude(expr.args[0])
     return 1.0 if expr.op == "bool_to_int" else math.inf
@@ -283,6 +286,8 @@ class Scope:
             for value in values[1:]:
                 total = b.add(total, value) if op == "add" else b.mul(total, value)
             return total
+        if op == "hash":
+            return hash_bits(b, *values)
         if op == "iabs":
             return b.unary("math.absi", values[0], "abs")
         if op == "mod":
@@ -303,6 +308,8 @@ class Scope:
         if expr.op == "iwhere":
             return b.select(*(self.value(arg) for arg in expr.args))
         values = [self.value(arg) for arg in expr.args]
+        if expr.op == "hash":
+            return b.convert("arith.extui", hash_bits(b, *(b.convert("arith.trunci", v, "i32") for v in values)), "i64")
         if expr.op in ("floordiv", "mod") and integers.is_nonnegative(expr.args[0]):
             return b.div(*values) if expr.op == "floordiv" else b.rem(*values)
         return self._integer_operation(expr.op, values)

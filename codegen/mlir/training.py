@@ -130,14 +130,16 @@ class TrainingKernel:
                 self._compiled[key] = text, compile_text(text.source, "attention")
             return self._compiled[key]
 
-    def compiled(self, role: Role, needs: tuple[bool, ...], d: int, d_v: int, choice: int) -> tuple[KernelText, MachineCode]:
+    def compiled(  # noqa: PLR0913
+        self, role: Role, needs: tuple[bool, ...], d: int, d_v: int, choice: int, fused: bool
+    ) -> tuple[KernelText, MachineCode]:
         """One backward kernel, compiled at first use."""
-        own = (0,) if role is Role.QUERIES else (1, 2)
+        own = (0, 1, 2) if fused else (0,) if role is Role.QUERIES else (1, 2)
         results = {n: self.result_memory(n) for n in own if needs[n]}
         tiling = backward_tiling(self.tilings[choice])
         return self._build(
-            (role, needs, d, d_v, choice),
-            lambda: emit_backward(self.spec, self.plan, role, needs, results, tiling, self.target, d, d_v),
+            (role, needs, d, d_v, choice, fused),
+            lambda: emit_backward(self.spec, self.plan, role, needs, results, tiling, self.target, d, d_v, fused),
         )
 
     def access(self, number: int) -> tuple[tuple[Expr, ...], Expr, Expr]:
@@ -224,6 +226,9 @@ class _Call:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
+        if self._is_fused(choice):
+            found = self._run(Role.KEYS, choice, self.plan.of(Role.KEYS, self.needs), True)
+            return self._assemble_all() if found else None
         for role in Role:
             own = (0,) if role is Role.QUERIES else (1, 2)
             collected = self.plan.of(role, self.needs)
@@ -231,7 +236,22 @@ class _Call:
                 return None
             if role is Role.QUERIES and self.plan.corrects(self.needs) and (collected or self.needs[0]):
                 self._correct(collected)
+        return self._assemble_all()
+
+    def _assemble_all(self) -> list[Tensor]:
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
+
+    def _is_fused(self, choice: int) -> bool:
+        """Whether one kernel gives all gradients: every batch element is one thread's, and products are on tiles."""
+        if not self.kernel.tilings[choice].planes or not self.needs[0] or not (self.needs[1] or self.needs[2]):
+            return False
+        return not self.plan.of(Role.QUERIES, self.needs) and not self._split(-(-self.n_k // 64))[0]
+
+    def _split(self, blocks: int) -> tuple[bool, int]:
+        """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number of threads."""
+        outer = math.prod(self.batch) // math.prod(self.batch[axis] for axis in self.plan.inner)
+        threads = min(self.threads, outer * blocks)
+        return outer % threads != 0 and outer < 4 * threads, threads
 
     def _correct(self, collected) -> None:
         """Where sums of dx are not 0, delta is off by that much (in exact arithmetic): put it right, and the sums made with it."""
@@ -276,13 +296,12 @@ class _Call:
 
     # --- the call -----------------------------------------------------------------------------------------------
 
-    def _run(self, role: Role, choice: int, collected) -> bool:
-        text, code = self.kernel.compiled(role, self.needs, self.d, self.d_v, choice)
+    def _run(self, role: Role, choice: int, collected, fused: bool = False) -> bool:
+        text, code = self.kernel.compiled(role, self.needs, self.d, self.d_v, choice, fused)
         lanes, rows = (self.n_q, self.n_k) if role is Role.QUERIES else (self.n_k, self.n_q)
         inner = math.prod(self.batch[axis] for axis in self.plan.inner)
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // text.rows)
-        threads = min(self.threads, outer * blocks)
-        split = outer % threads != 0 and outer < 4 * threads
+        split, threads = self._split(blocks)
         values = self._slots(role, collected, lanes)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
         return run_kernel(text, code, values, threads, rows)

@@ -34,6 +34,31 @@ def _truncating_int(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int64)
 
 
+HASH_SPREAD = 0x9E3779B9
+HASH_MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x846CA68B))
+"""Steps (shift s, multiplier m) of x = (x ^ x >> s) * m mod 2**32: a bijection of 32-bit words in which every bit of the input
+changes every bit of the result with probability near one half."""
+
+
+def hashed(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count.
+
+    The same in every kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the same mask
+    from the seed and the coordinates, and none is stored.
+    """
+    word = 0xFFFFFFFF
+    x = (key & word) ^ _multiply_words(counter & word, HASH_SPREAD)
+    for shift, multiplier in HASH_MULTIPLIERS:
+        x = _multiply_words(x ^ (x >> shift), multiplier)
+    return (x ^ (x >> 16)) >> 1
+
+
+def _multiply_words(x: torch.Tensor, multiplier: int) -> torch.Tensor:
+    """x * multiplier mod 2**32 without running over 64 bits."""
+    low, high = multiplier & 0xFFFF, multiplier >> 16
+    return (x * low + (((x * high) & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
 _UNARY_FLOAT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "neg": (torch.neg, "-{0}"),
     "abs": (torch.abs, "|{0}|"),
@@ -83,6 +108,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "imin": Primitive(args=(INT, INT), result=INT, evaluate=torch.minimum, text="min({0}, {1})"),
     "imax": Primitive(args=(INT, INT), result=INT, evaluate=torch.maximum, text="max({0}, {1})"),
     "iabs": Primitive(args=(INT,), result=INT, evaluate=torch.abs, text="|{0}|"),
+    "hash": Primitive(args=(INT, INT), result=INT, evaluate=hashed, text="hash({0}, {1})"),
     "and": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_and, text="{0} ∧ {1}"),
     "or": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_or, text="{0} ∨ {1}"),
     "not": Primitive(args=(BOOL,), result=BOOL, evaluate=torch.logical_not, text="¬{0}"),

@@ -1,0 +1,93 @@
+"""The gradient of Q within the kernel whose lanes are keys, on AMX tiles: dQ += dS K, where all of a batch element's blocks are one
+thread's. It saves the other kernel: scores, weights and dP are computed once instead of twice.
+
+    slopes   dS as left operands [16 queries][32 keys], by [block of 16 queries][pair of lane groups][plane]
+    keys     K as right operands, pairs of keys along the reduction, by [pair of lane groups][block of 16 columns][plane]
+    sums     dQ as tiles [block of 16 queries][block of 16 columns][16][16], for all queries of the batch element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion.codegen.mlir.amx import F32, PAIRS, TILE_ELEMENTS, Amx
+from fusion.codegen.mlir.builder import Builder, Value
+from fusion.codegen.mlir.rows import RowReader, load_f32
+
+HALF = "vector<16xbf16>"
+
+
+class QueryGradient:
+    """Memory and products. product: that of Q and K; groups: lane groups of a block (even)."""
+
+    def __init__(self, b: Builder, product: Amx, groups: int):
+        self.b, self.product, self.pairs = b, product, groups // 2
+        self.planes, self.blocks = product.planes, product.e_blocks
+        self.tile = TILE_ELEMENTS * self.planes
+
+    def slope_bytes(self, rows: int) -> int:
+        return 2 * self.tile * (rows // 16) * self.pairs
+
+    def pair_bytes(self) -> int:
+        return 2 * self.tile * self.pairs * self.blocks
+
+    def step_bytes(self) -> int:
+        """Sums of 32 queries."""
+        return 4 * 32 * 16 * self.blocks
+
+    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        """The block's keys from `first` on, those from `limit` on as zeros."""
+        b, p = self.b, self.product
+        for pair in range(self.pairs):
+            rows = reader.rows(b.add(first, 32 * pair), 32, limit, p.d, p.e_padded, staging)
+            with b.loop(0, self.blocks, hint="block") as block:
+                base = b.at(target, b.mul(b.add(block, pair * self.blocks), self.tile), "bf16")
+                with b.loop(0, 16, hint="k") as k:
+                    lines = [load_f32(b, rows, b.add(b.mul(k, 2), half), b.mul(block, 16), 16) for half in (0, 1)]
+                    both = zip(*(p._split(line) for line in lines), strict=True)
+                    for plane, (x, y) in enumerate(both):
+                        line = b.shuffle(x, y, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
+                        b.store(line, b.at(b.at(base, b.mul(k, 32), "bf16"), plane * TILE_ELEMENTS, "bf16"))
+
+    def store(self, slopes: Value, row: Value, group: Value, valid: Value, slope: Value) -> None:
+        """dS of one row and one lane group; nothing of keys that do not exist."""
+        b = self.b
+        x = b.select(valid, slope, b.constant(0.0, F32), "slope")
+        block = b.add(b.mul(b.div(row, 16), self.pairs), b.div(group, 2))
+        inside = b.add(b.mul(b.rem(row, 16), 32), b.mul(b.rem(group, 2), 16))
+        base = b.at(slopes, b.add(b.mul(block, self.tile), inside), "bf16")
+        for plane in range(self.planes):
+            if plane == self.planes - 1:
+                part = b.convert("arith.truncf", x, "bf16")
+            else:  # as in Amx.store_weights, whose operations on the same values are these
+                upper = b.binary("arith.shrui", b.bitcast(x, PAIRS), 16)
+                part = b.bitcast(b.convert("arith.trunci", upper, "i16"), HALF, "part")
+                x = b.sub(x, b.bitcast(b.binary("arith.andi", b.bitcast(x, PAIRS), -0x10000), F32), "rest")
+            b.store(part, b.at(base, plane * TILE_ELEMENTS, "bf16"), align=32)
+
+    def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value) -> None:
+        """sums (of the first of these queries) += dS K over `steps` steps of 32 queries."""
+        b = self.b
+        with b.loop(0, steps, hint="step") as step:
+            with b.loop(0, self.blocks // 2, hint="block") as block:
+                self._accumulate(slopes, keys, sums, step, b.mul(block, 2), 2)
+            if self.blocks % 2:
+                self._accumulate(slopes, keys, sums, step, self.blocks - 1, 1)
+
+    def _accumulate(self, slopes: Value, keys: Value, sums: Value, step: Value, block: Value | int, count: int) -> None:
+        b, p = self.b, self.product
+        lines = [b.add(b.mul(step, 2), a) for a in (0, 1)]
+        cells = [b.at(sums, b.mul(b.add(b.add(b.mul(line, self.blocks), block), c), 256), "f32") for line in lines for c in range(count)]
+        tiles = [p._load(cell, "dq") for cell in cells]
+        for pair in range(self.pairs):
+            left = [p._planes(slopes, b.mul(b.add(b.mul(line, self.pairs), pair), self.tile)) for line in lines]
+            right = [p._planes(keys, b.mul(b.add(b.add(block, c), pair * self.blocks), self.tile)) for c in range(count)]
+            tiles = p._block(tiles, left, right)
+        for cell, tile in zip(cells, tiles, strict=True):
+            p._store(tile, cell)
+
+    def line(self, sums: Value, row: Value) -> Sequence[Value]:
+        """The vectors of one query's gradient."""
+        b = self.b
+        base = b.add(b.mul(b.div(row, 16), 256 * self.blocks), b.mul(b.rem(row, 16), 16))
+        return [b.load(b.at(b.at(sums, base, "f32"), 256 * block, "f32"), F32, "dq") for block in range(self.blocks)]
