@@ -39,7 +39,11 @@ def write_casts(graph: Graph) -> None:
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
     """The dtype that autocast computes this operation in, or None where it leaves it alone."""
     held = nodes.value(node)
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or not isinstance(held, torch.Tensor):
+    if (
+        not isinstance(node.target, torch._ops.OpOverload)
+        or node.target._schema.is_mutable
+        or not isinstance(held, torch.Tensor)
+    ):
         return None
     if not states.get(held.device.type) or held.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None

@@ -62,8 +62,11 @@ def find_sites(graph: Graph) -> list[Site]:
     sites = []
     for node in graph.nodes:
         if is_sdpa(node) or (is_contraction(node) and heads(node)):
-            sites.append(_examine(node))
-    return [site for site in sites if site is not None]
+            site = _examine(node)
+            if site is not None:
+                sites.append(site)
+                site.root.meta["attention_root"] = site.reason is None
+    return sites
 
 
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer")

@@ -58,7 +58,9 @@ class _Retrace(torch.fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.vmap.handles(target):
             return self.vmap.call(target, args)
-        if target is autocast.enter:  # the class sets the state as well as recording it: results are then what they will be
+        if (
+            target is autocast.enter
+        ):  # the class sets the state as well as recording it: results are then what they will be
             region = torch.amp.autocast_mode.autocast(*args, **kwargs)
             region.__enter__()
             return region

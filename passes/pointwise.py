@@ -74,6 +74,11 @@ def cast(value: Expr, dtype: torch.dtype) -> Expr | None:
 
 
 def _round_constants(value: Expr, dtype: torch.dtype) -> Expr:
+    """Constants as `dtype` holds them; a sum with a fill that only `dtype` is too coarse for becomes the fill."""
+    if value.op == "fadd":
+        for term, mask in (value.args, value.args[::-1]):
+            if (masked := _add_hard_mask(term, mask, dtype)) is not None:
+                return masked
     if value.op == "const":
         return const(rounded(float(value.attr), dtype))  # type: ignore[arg-type]
     if value.op == "where":

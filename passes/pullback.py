@@ -85,7 +85,7 @@ class PullBack:
         if (moved := self._step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        if here.meta.get("mutations"):
+        if here.meta.get("mutations") or here.meta.get("attention_root"):
             result = None
         elif here.meta.get("stop_gradient"):
             result = self._maximum_without_gradient(here, index)
@@ -99,7 +99,10 @@ class PullBack:
         return result
 
     def _step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
-        """One step through a view. A possible copy of memory that is changed in place is not looked through."""
+        """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
+        result of another attention: that is what the graph will hold, not the product before it."""
+        if here.meta.get("attention_root"):
+            return None
         if here.meta.get("mutations") and packet(here) in MAYBE_ALIAS:
             return None
         return source(here, index, bounds)
@@ -124,7 +127,8 @@ class PullBack:
         while True:
             if _linear_in(index, row, column):
                 found, found_scale = Access(node=here, index=index), scale
-            stripped, factor = (here, 1.0) if here.meta.get("mutations") else strip_scale(here)
+            opaque = here.meta.get("mutations") or here.meta.get("attention_root")
+            stripped, factor = (here, 1.0) if opaque else strip_scale(here)
             if stripped is not here and column is C:
                 here, scale = stripped, scale * factor
                 continue
@@ -301,7 +305,11 @@ class PullBack:
         if not offset.is_const:
             return None
         columns = self._columns(origin, index, dim, extent, int(offset.attr))  # type: ignore[arg-type]
-        return None if columns is None else node(op, columns, Kind.FLOAT, attr)
+        if columns is None:
+            return None
+        if (dtype := args.get("dtype")) is not None:  # the scores are cast before the softmax
+            columns = tuple(pointwise.cast(column, dtype) for column in columns)
+        return node(op, columns, Kind.FLOAT, attr)
 
     def _columns(self, origin: Node, index: Index, dim: int, extent: Expr, offset: int) -> tuple[Expr, ...] | None:
         """The value at key J, then those of the columns before and after the keys' (constant few)."""

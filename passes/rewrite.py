@@ -40,8 +40,10 @@ def rewrite(
         except Unsupported as problem:
             site.reason = str(problem)
     _refuse_escaping(module.graph, sites, specified)
+    results: dict[Node, Node] = {}
     for number, parts in specified.items():
-        _replace(module.graph, sites[number], parts, symbols, emitter)
+        site = sites[number]
+        results[site.root] = _replace(module.graph, site, parts, symbols, emitter, results)
     module.graph.eliminate_dead_code(_impure)
     drop_seeds(module.graph)
     module.graph.lint()
@@ -140,10 +142,16 @@ def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
 # --- replacing --------------------------------------------------------------------------------------------------
 
 
-def _replace(graph: Graph, site: Site, parts: Sequence[Specified], symbols: _Symbols, emitter: str) -> None:
+def _replace(
+    graph: Graph, site: Site, parts: Sequence[Specified], symbols: _Symbols, emitter: str, results: dict[Node, Node]
+) -> Node:
+    """Put the calls in the place of a site's root. `results`: what stands in the place of roots before it."""
     root = site.root
     with graph.inserting_before(root):
-        terms = [_call(graph, root, part, symbols, emitter) for part in parts]
+        terms = []
+        for part in parts:
+            operands = [results.get(operand, operand) for operand in part.operands]
+            terms.append(_call(graph, root, part, operands, symbols, emitter))
         result = terms[0]
         for term in terms[1:]:
             result = _derived(graph, root, aten.add.Tensor, (result, term))
@@ -151,11 +159,12 @@ def _replace(graph: Graph, site: Site, parts: Sequence[Specified], symbols: _Sym
             result = _derived(graph, root, aten.to.dtype, (result, nodes.dtype(root)))
     root.replace_all_uses_with(result)
     graph.erase_node(root)
+    return result
 
 
-def _call(graph: Graph, root: Node, part: Specified, symbols: _Symbols, emitter: str) -> Node:
+def _call(graph: Graph, root: Node, part: Specified, operands: list[Node], symbols: _Symbols, emitter: str) -> Node:
     sizes = [symbols.value(extent) for extent in part.sizes]
-    arguments = (list(part.operands), sizes, part.spec.to_json(), emitter)
+    arguments = (operands, sizes, part.spec.to_json(), emitter)
     call = (
         _differentiable_call(graph, arguments)
         if part.differentiable

@@ -108,6 +108,14 @@ def softmax_of_shifted_scores(q, k, v):
     return _weights((s - s.amax(-1, keepdim=True)) * 2.0) @ v
 
 
+def softmax_in_the_dtype_of_the_values(q, k, v):
+    """A float32 mask with half precision's lowest value, swallowed only when the softmax casts the sum back."""
+    lowest = torch.finfo(q.dtype).min if q.dtype != torch.float64 else torch.finfo(torch.float64).min
+    keep = _causal(q.shape[2], k.shape[2]) & (torch.arange(q.shape[2]) != 3)[:, None]
+    mask = torch.zeros(keep.shape, dtype=torch.promote_types(q.dtype, torch.float32)).masked_fill(~keep, lowest)
+    return torch.softmax(q @ k.mT * 0.3 + mask, -1, dtype=q.dtype) @ v
+
+
 def masked_exponentials(q, k, v):
     e = torch.exp(q @ k.mT * 0.2) * _causal(q.shape[2], k.shape[2])
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
