@@ -87,7 +87,8 @@ RESERVED = frozenset(
     (
         "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok row rows_ok first start stop "
         "whole full_start full_stop rows blocks program heads group place members head block section i0 i1 row_max "
-        "row_sum factor highest base shrink dead out dx dw dp do dq dk dv y delta member share"
+        "row_sum factor highest base shrink dead out dx dw dp do dq dk dv y delta member share "
+        "split splits part at beta"
     ).split()
 )
 

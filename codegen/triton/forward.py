@@ -41,8 +41,12 @@ class KernelText:
 
 
 class Forward:
-    """Writes the kernel of one spec. d, d_v: columns of Q and K, of V. statistics: also write each row's
-    log-sum-exp."""
+    """One block of ROWS query rows of one head.
+
+    d, d_v: columns of Q and K, of V. statistics: also write each row's maximum and sum.
+    """
+
+    name = "attention_forward"
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
@@ -65,18 +69,13 @@ class Forward:
         body = self._kernel(visit)
         names = source.free_names(body)
         parameters, constexprs = signature(names, self.spec)
-        kernel = source.definition(
-            "attention_forward", [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)], self._doc(), body
-        )
-        return KernelText(
-            name="attention_forward",
-            text=f"{visit_body}\n\n{kernel}",
-            helpers=frozenset(self.writer.helpers),
-            parameters=parameters,
-        )
+        given = [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)]
+        kernel = source.definition(self.name, given, self._doc(), body)
+        text, helpers = f"{visit_body}\n\n{kernel}", frozenset(self.writer.helpers)
+        return KernelText(name=self.name, text=text, helpers=helpers, parameters=parameters)
 
     def _doc(self) -> str:
-        return "One block of ROWS query rows of one head."
+        return (self.__doc__ or "").strip().splitlines()[0]
 
     # -- the loop over keys ------------------------------------------------------------------------------------------
 
@@ -331,15 +330,19 @@ class Forward:
         ]
         return source.block(*lines)
 
-    def _row_factor(self) -> list[str]:
-        """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
-        spec, w = self.spec, self.writer
+    def _maximum_and_sum(self) -> list[str]:
+        """row_max and row_sum over the keys, in the score's own units."""
         scale = self.programs.scale
         row_max = "m[:, None]" if scale == 1.0 else f"m[:, None] * {number(scale)}"
         if (clamped := self.programs.clamped) is not None:
             end = math.copysign(LARGEST, clamped)
             row_max = f"tl.where(m[:, None] == {number(end)}, {number(clamped)}, {row_max})"
-        lines = [f"row_max = {row_max}", "row_sum = l[:, None]"]
+        return [f"row_max = {row_max}", "row_sum = l[:, None]"]
+
+    def _row_factor(self) -> list[str]:
+        """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
+        spec, w = self.spec, self.writer
+        lines = self._maximum_and_sum()
         rescaled = ""
         if spec.sinks:
             sinks = [w.bind(sink, "sink") for sink in spec.sinks]
@@ -401,7 +404,7 @@ def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], t
     pointers = sorted(n for n in names if n.endswith("_ptr"))
     sizes = [n for n in spec.sizes if n in names]
     strides = sorted(n for n in names if "_stride_" in n)
-    others = [n for n in ("section",) if n in names]
+    others = [n for n in ("section", "splits") if n in names]
     strides = [n for n in strides if n not in spec.sizes]
     constants = [n for n in ("ROWS", "KEYS", "PRECISION") if n in names]
     return (*pointers, *sizes, *strides, *others), tuple(constants)

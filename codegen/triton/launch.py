@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from fusion.codegen import reference
 from fusion.codegen.triton import interpret, module
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
+from fusion.codegen.triton.split import Combine, Part, may_split, splits_for
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
 from fusion.errors import FusionError
 from fusion.ir.expr import Expr
@@ -101,10 +103,12 @@ class Kernel:
     statistics too.
     """
 
-    def __init__(self, spec: AttentionSpec, tile: Tile | None = None, statistics: bool = False):
-        self.spec, self.tile, self.statistics = spec, tile, statistics
+    def __init__(
+        self, spec: AttentionSpec, tile: Tile | None = None, statistics: bool = False, splits: int | None = None
+    ):
+        self.spec, self.tile, self.statistics, self.splits = spec, tile, statistics, splits
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
-        self._variants: dict[tuple[int, int, bool], Variant] = {}
+        self._variants: dict[tuple[int, int, bool, bool], Variant] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
         self._order = [names.index(name) for name in spec.output.order]
@@ -123,13 +127,15 @@ class Kernel:
             return module.module_text(self.spec, [Forward(self.spec, d, d_v, self.statistics).text()], d, d_v)
         return next((variant.source for variant in self._variants.values()), "")
 
-    def variant(self, d: int, d_v: int, interpreted: bool) -> Variant:
-        """The module for these sizes, made at first use."""
-        key = (d, d_v, interpreted)
+    def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False) -> Variant:
+        """The module for these sizes and schedule, made at first use."""
+        key = (d, d_v, interpreted, split)
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
                     kernels = [Forward(self.spec, d, d_v, self.statistics).text()]
+                    if split:
+                        kernels = [Part(self.spec, d, d_v).text(), Combine(self.spec, d, d_v, self.statistics).text()]
                     found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
         return found
 
@@ -162,9 +168,25 @@ class Kernel:
         heads = math.prod(batch)
         per_head = n_k * (d + d_v) * operands[1].element_size()
         section = max(1, min(heads, SECTION_BYTES // max(1, per_head)))
-        arguments = (operands, sizes, results, {"section": section})
-        variant = self.variant(d, d_v, interpreted)
-        variant.launch("attention_forward", heads * -(-n_q // tile.rows), tile, precision(self.spec.dtype), arguments)
+        programs = heads * -(-n_q // tile.rows)
+        splits = self._splits(programs, n_k, tile, operands[0].device)
+        arguments = (operands, sizes, results, {"section": section, "splits": splits})
+        variant, exact = self.variant(d, d_v, interpreted, splits > 1), precision(self.spec.dtype)
+        if splits == 1:
+            variant.launch("attention_forward", programs, tile, exact, arguments)
+            return
+        parts = torch.empty([splits * heads * n_q * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
+        rows = splits * heads * n_q
+        results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
+        variant.launch("attention_split", programs * splits, tile, exact, arguments)
+        variant.launch("attention_combine", programs, tile, exact, arguments)
+
+    def _splits(self, programs: int, n_k: int, tile: Tile, device: torch.device) -> int:
+        if self.splits is not None:
+            return self.splits
+        if device.type == "cpu" or not may_split(self.spec):
+            return 1
+        return splits_for(programs, n_k, tile.keys, processors(device))
 
 
 def check_sizes(extents: Sequence[int]) -> None:
@@ -186,3 +208,9 @@ def capability(device: torch.device) -> int:
         return AMD
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -106,3 +106,23 @@ def test_the_same_spec_gives_the_same_text() -> None:
     text = Kernel(spec).source
     assert text == Kernel(spec.from_json(spec.to_json())).source
     assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "left_padded", "left_padded_inf", "bias", "alibi", "documents"])
+@pytest.mark.parametrize("splits", [2, 5])
+def test_split_keys(name: str, splits: int) -> None:
+    for options in ({}, {"sinks": True}, {"off_by_one": True}, {"normalizer": Normalizer.SAFE_SOFTMAX}):
+        c = case(name, d=16, d_v=20, **options)
+        for shape in ({"B": 1, "H": 2, "Nq": 3, "Nk": 150}, {"B": 1, "H": 1, "Nq": 1, "Nk": 20}):
+            operands, sizes = draw(c, shape)
+            got = Kernel(c.spec, SMALL, splits=splits)(operands, sizes)
+            assert_as_exact_as_eager(got, c.spec, operands, sizes)
+
+
+def test_how_many_splits() -> None:
+    from fusion.codegen.triton.split import may_split, splits_for
+
+    assert splits_for(programs=8, n_k=16384, keys=64, processors=132) == 33
+    assert splits_for(programs=8, n_k=200, keys=64, processors=132) == 1
+    assert splits_for(programs=1000, n_k=16384, keys=64, processors=132) == 1
+    assert may_split(case("causal").spec) and not may_split(case("window").spec)

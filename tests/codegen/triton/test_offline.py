@@ -49,3 +49,16 @@ def test_more(name: str, dtype: str, d: int, target: str) -> None:
     for fact in facts_of(case(name, dtype, d).spec, target, training=d <= 128):
         assert fact.fits, fact
         assert not fact.lost, fact
+
+
+def test_split_keys_on_hopper() -> None:
+    from fusion.codegen.triton.offline import compile_offline
+    from fusion.codegen.triton.split import Combine, Part
+    from fusion.codegen.triton.tiles import tile_for
+
+    spec = case("causal", "bfloat16", 128, group=4).spec
+    tile = tile_for(spec, 128, 128, 1, 16384, 90)
+    kernels = [Part(spec, 128, 128).text(), Combine(spec, 128, 128, False).text()]
+    part, combine = compile_offline(spec, kernels, 128, 128, {k.name: tile for k in kernels}, "sm_90")
+    assert part.fits and part.matrix["mma"] > 0 and part.spills == 0, part
+    assert not part.lost and not combine.lost

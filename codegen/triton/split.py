@@ -1,0 +1,127 @@
+"""The `split_k` schedule, for few queries and many keys (decoding): several programs share the keys of one block of
+rows.
+
+Each writes its part of the output, not yet divided, with the maximum and the sum of its keys; a second kernel brings
+the
+parts to a common maximum and adds them up. All keys are visited, whatever the mask says of key ranges, so that rows
+without a live key need no second pass; specs whose mask bounds keys from below (windows) are better served by `flash`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion.codegen.triton import source
+from fusion.codegen.triton.expressions import Level
+from fusion.codegen.triton.forward import LOG2E, Forward, KernelText, padded, place_of, signature
+from fusion.ir.spec import AttentionSpec
+
+#: fewest tiles of keys that are worth a program of their own
+LEAST_TILES = 4
+MOST_SPLITS = 64
+
+
+def may_split(spec: AttentionSpec) -> bool:
+    """Whether the schedule visits about as many keys as `flash` would."""
+    return spec.mask is None or spec.mask.key_lo is None
+
+
+def splits_for(programs: int, n_k: int, keys: int, processors: int) -> int:
+    """Into how many parts the keys are cut so that the device is full, two programs per processor; 1 for not at all."""
+    wanted = 2 * processors // max(1, programs)
+    return max(1, min(wanted, n_k // (keys * LEAST_TILES), MOST_SPLITS))
+
+
+class Part(Forward):
+    """One part of the keys for one block of ROWS query rows of one head."""
+
+    name = "attention_split"
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int):
+        super().__init__(spec, d, d_v)
+        self.programs = replace(self.programs, full=None)
+        self.skips = False
+
+    def _position(self) -> str:
+        place = "split = tl.program_id(0) % splits\nprogram = tl.program_id(0) // splits"
+        return super()._position().replace("program = tl.program_id(0)", place)
+
+    def _key_range(self) -> str:
+        n_k = self.writer.value(self.spec.n_k)
+        return source.block(
+            f"share = (({n_k} + splits - 1) // splits + KEYS - 1) // KEYS * KEYS",
+            f"start = tl.minimum(split * share, {n_k})",
+            f"stop = tl.minimum(start + share, {n_k})",
+            "whole = start + (stop - start) // KEYS * KEYS",
+        )
+
+    def _finish(self) -> str:
+        lines = self._maximum_and_sum() if self.softmax else []
+        inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
+        lines += [
+            *self.places("split"),
+            f"tl.store(part_ptr + at * {self.d_v} + e, acc, mask=(rows <= i1)[:, None]{inside})",
+        ]
+        if self.softmax:
+            lines += [
+                "tl.store(part_max_ptr + at, row_max, mask=(rows <= i1)[:, None])",
+                "tl.store(part_sum_ptr + at, row_sum, mask=(rows <= i1)[:, None])",
+            ]
+        return source.block(*lines)
+
+    def places(self, split: str) -> list[str]:
+        """`at`: the number of a row among all rows of all heads and parts."""
+        heads = " * ".join(self.writer.value(extent) for extent in self.spec.batch) or "1"
+        number = f"tl.cast({split} * ({heads}) + {place_of(self.writer)}, tl.int64)"
+        return [f"at = {number} * {self.writer.value(self.spec.n_q)} + rows[:, None]"]
+
+
+class Combine(Part):
+    """The output of one block of ROWS query rows of one head from its parts."""
+
+    name = "attention_combine"
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool):
+        super().__init__(spec, d, d_v)
+        self.statistics = statistics
+        self.programs = replace(
+            self.programs, scale=1.0, clamped=None
+        )  # parts have their maxima in the score's own units
+
+    def text(self) -> KernelText:
+        finish = Forward._finish(self)
+        inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
+        loop = [
+            *self.places("split"),
+            f"part = tl.load(part_ptr + at * {self.d_v} + e, mask=(rows <= i1)[:, None]{inside}, other=0.0)",
+        ]
+        if self.softmax:
+            loop += [
+                'part_max = tl.load(part_max_ptr + at, mask=(rows <= i1)[:, None], other=float("-inf"))',
+                "part_sum = tl.load(part_sum_ptr + at, mask=(rows <= i1)[:, None], other=0.0)",
+                "m_new = tl.maximum(m, part_max)",
+                'base = tl.where(m_new == float("-inf"), 0.0, m_new)',
+                f"alpha = tl.exp2((m - base) * {LOG2E})",
+                f"beta = tl.exp2((part_max - base) * {LOG2E})",
+                "acc = acc * alpha + part * beta",
+                "l = l * alpha + part_sum * beta",
+                "m = m_new",
+            ]
+        else:
+            loop.append("acc = acc + part")
+        start = [f"acc = tl.full([ROWS, {padded(self.d_v)}], 0.0, tl.float32)"]
+        if self.softmax:
+            start += ['m = tl.full([ROWS, 1], float("-inf"), tl.float32)', "l = tl.full([ROWS, 1], 0.0, tl.float32)"]
+        finish = finish.replace("m[:, None]", "m").replace("l[:, None]", "l")
+        later = source.block(*start, "for split in tl.range(splits):", source.indented(source.block(*loop)), finish)
+        places = [
+            "rows = i0 + tl.arange(0, ROWS)",
+            "i = tl.minimum(rows, i1)[:, None]",
+            f"e = tl.arange(0, {padded(self.d_v)})[None, :]",
+        ]
+        levels = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
+        body = source.block(Forward._position(self), *source.without_dead([*places, *levels], later), later)
+        parameters, constants = signature(source.free_names(body), self.spec)
+        given = [*parameters, *(f"{name}: tl.constexpr" for name in constants)]
+        text = source.definition(self.name, given, self._doc(), body)
+        return KernelText(name=self.name, text=text, helpers=frozenset(self.writer.helpers), parameters=parameters)
