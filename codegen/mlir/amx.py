@@ -12,7 +12,7 @@ two B tiles, so that loading does not bound the rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fusion.codegen.mlir.builder import TILE, Builder, Value
 from fusion.codegen.mlir.products import Groups, round_up
@@ -206,10 +206,14 @@ class Amx:
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
             b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
 
-    def accumulate(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
-        """O^T += V^T P^T over `steps` key steps, for `sets` pairs of groups. Columns of V are outermost, so that their
-        tiles are read from the first-level cache by all but the first pair."""
-        b, pairs = self.b, self.e_blocks // 2
+    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
+        """O^T += V^T P^T over `steps` key steps, for two groups."""
+        self._for_blocks(lambda block, count: self._accumulate(values, steps, weights, output, block, count))
+
+    def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
+        """The same for `sets` pairs of groups. Columns of V are outermost, so that their tiles are read from the
+        first-level cache by all but the first pair."""
+        b = self.b
 
         def for_pairs(block: Value | int, count: int) -> None:
             with b.loop(0, sets, hint="pair") as pair:
@@ -217,11 +221,16 @@ class Amx:
                 sources, cells = ([side.member(b, m) for m in members] for side in (weights, output))
                 self._accumulate(values, steps, sources, cells, block, count)
 
+        self._for_blocks(for_pairs)
+
+    def _for_blocks(self, body: Callable[[Value | int, int], None]) -> None:
+        """`body(first block, number of blocks)` for all blocks of 16 value columns, two at a time."""
+        b, pairs = self.b, self.e_blocks // 2
         if pairs:
             with b.loop(0, pairs, hint="block") as block:
-                for_pairs(b.mul(block, 2), 2)
+                body(b.mul(block, 2), 2)
         if self.e_blocks % 2:
-            for_pairs(self.e_blocks - 1, 1)
+            body(self.e_blocks - 1, 1)
 
     def _accumulate(
         self,

@@ -37,13 +37,13 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
     """groups: lane vectors of queries in a work item; together: how many of them (a multiple of the products' group
-    step, and a divisor of groups) go through a block of keys at a time; keys: keys in a block. planes: of AMX
+    step; 0 for one such step) go through a block of keys at a time; keys: keys in a block. planes: of AMX
     products, 0 for multiply-add."""
 
     groups: int
-    together: int
     keys: int
     planes: int
+    together: int = 0
 
 
 def emit(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
@@ -75,7 +75,7 @@ class _Kernel(KernelFunction):
         row = 4 * lanes
         self.queries = self._area(groups * p.query_bytes(), "queries")
         # Scores and weights of a few groups at a time: they stay in the first-level cache.
-        together = self.tiling.together
+        together = self.together = self.tiling.together or p.group_step
         self.scores = self._area(together * keys * row, "scores")
         self.factors = self._area(together * keys * row, "factors") if self.weight is not None else None
         self.weights = self._area(together * p.weight_bytes(keys), "weights")
@@ -242,9 +242,9 @@ class _Kernel(KernelFunction):
             with b.loop(0, p.e_padded, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
         self._pack(readers, low, high)
-        with b.loop(low, high, keys, hint="j0") as j0, b.loop(0, groups, self.tiling.together, hint="g") as g:
+        with b.loop(low, high, keys, hint="j0") as j0, b.loop(0, groups, self.together, hint="g") as g:
             start, rows = b.add(first, b.mul(g, lanes)), b.sub(count, b.mul(g, lanes))
-            last = b.sub(b.add(start, b.least(rows, self.tiling.together * lanes)), 1)
+            last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
             tile = Scope(context=self.context, parent=scope, known={coord("i0"): start, coord("i1"): last})
             n = b.least(b.sub(high, j0), keys, "n_keys")
             if skipping is not None:
@@ -271,7 +271,7 @@ class _Kernel(KernelFunction):
         for table in self.tables:
             table.fill(scope, start, last, j0, b.sub(b.add(j0, n), 1))
         first_step = b.div(j0, p.key_step)
-        here = b.least(b.sub(groups, g), self.tiling.together, "here")
+        here = b.least(b.sub(groups, g), self.together, "here")
         sets = b.div(b.add(here, p.group_step - 1), p.group_step, "sets")
         queries = Groups(first=b.at(self.queries, b.mul(g, p.query_bytes()), "i8"), stride=p.query_bytes())
         with b.loop(0, steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
@@ -285,7 +285,7 @@ class _Kernel(KernelFunction):
         at = b.at(self.packed_values, b.mul(first_step, p.value_bytes()), "i8")
         weights = Groups(first=self.weights, stride=p.weight_bytes(self.tiling.keys))
         row = p.e_padded * lanes * 4
-        p.accumulate(at, steps, weights, Groups(first=b.at(self.output, b.mul(g, row), "i8"), stride=row), sets)
+        p.accumulate_sets(at, steps, weights, Groups(first=b.at(self.output, b.mul(g, row), "i8"), stride=row), sets)
 
     def _all_live(self, scope: Scope, first: Value, count: Value) -> Value | None:
         """Whether the conditions that the variant for full blocks leaves out hold for all rows and keys of the

@@ -61,7 +61,8 @@ class Products(Protocol):
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
     def scores(self, keys: Value, queries: Sequence[Value], target: Sequence[Value]) -> None: ...
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None: ...
-    def accumulate(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
+    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None: ...
+    def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
 
 
 class MultiplyAdd:
@@ -140,8 +141,15 @@ class MultiplyAdd:
         self.b.store(first, address, align=4 * self.lanes)
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
-    def accumulate(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
-        """O^T += V^T P^T over `steps` key steps, for `sets` times `group_step` groups."""
+    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
+        """O^T += V^T P^T over `steps` key steps, for `group_step` groups."""
+        b = self.b
+        with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e:
+            cells = [b.at(o, b.mul(e, self.lanes), "f32") for o in output]
+            self._accumulate(b.at(values, e, "f32"), b.mul(steps, self.key_step), weights, cells)
+
+    def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
+        """The same for `sets` times `group_step` groups."""
         b, size = self.b, self.group_step
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e, b.loop(0, sets, hint="set") as number:
             members = [b.add(b.mul(number, size), k) for k in range(size)]

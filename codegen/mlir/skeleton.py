@@ -21,6 +21,7 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32
+llvm.func @omp_get_num_threads() -> i32
 """ + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
 
@@ -54,6 +55,9 @@ class Workspace:
 class KernelFunction:
     """Base of the kernels: see `kernel` and `row_kernel`. degree: of the exponential's polynomial."""
 
+    thread: Value
+    threads: Value
+
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int):
         self.spec, self.target, self.d, self.d_v = spec, target, d, d_v
         self.b = b = Builder()
@@ -77,10 +81,11 @@ class KernelFunction:
     def _thread_base(self) -> Value:
         b = self.b
         with b.at_entry():
-            number = b.op("llvm.call @omp_get_thread_num() : () -> i32", "i32", "thread")
-            thread = b.op(f"arith.extsi {number} : i32 to i64", "i64", "thread")
+            for name, function in (("thread", "omp_get_thread_num"), ("threads", "omp_get_num_threads")):
+                number = b.op(f"llvm.call @{function}() : () -> i32", "i32", name)
+                setattr(self, name, b.op(f"arith.extsi {number} : i32 to i64", "i64", name))
             return b.at(
-                self.params[("ptr", "workspace")], b.mul(thread, self.params[("workspace_bytes",)]), "i8", "mine"
+                self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine"
             )
 
     def _area(self, size: int, hint: str) -> Value:

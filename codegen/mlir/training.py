@@ -175,7 +175,9 @@ def run_kernel(text: KernelText, code: MachineCode, values: dict[tuple, int], th
     steps = -(-rows // text.key_step)
     per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
     memory = launch._memory
+    memory.counter.value = 0
     values = values | {
+        ("ptr", "counter"): memory.counter_address, ("chunks",): launch.CHUNKS_PER_THREAD * threads,
         ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
         ("key_steps",): steps, ("ptr", "flag"): ctypes.addressof(memory.flag),
     }  # fmt: skip
