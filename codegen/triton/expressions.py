@@ -263,7 +263,7 @@ class Writer:
             if own < level
             or comparison
             and own < 4
-            or (own == level and position and op in ("fsub", "div", "fadd", "fmul"))
+            or (own == level and position and op in ("fsub", "div", "fadd", "fmul", "mul"))
             else text
             for position, (text, own) in enumerate(args)
         ]

@@ -3,14 +3,19 @@ sizes."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+from fusion.codegen import reference
+from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.tiles import Tile
-from fusion.ir import Normalizer
+from fusion.ir import Normalizer, Operand, integers
+from fusion.ir.expr import E, J, coord
 from tests.codegen.mlir.cases import PROGRAMS, Case, assert_as_exact_as_eager, case, draw
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
@@ -126,3 +131,22 @@ def test_how_many_splits() -> None:
     assert splits_for(programs=8, n_k=200, keys=64, processors=132) == 1
     assert splits_for(programs=1000, n_k=16384, keys=64, processors=132) == 1
     assert may_split(case("causal").spec) and not may_split(case("window").spec)
+
+
+def test_heads_inside_the_last_dimension() -> None:
+    """V as a projection leaves it, [B, N, H * d], its heads shared by two query heads each."""
+    c = case("causal", d=16, group=2)
+    head = integers.floordiv(coord("b1"), 2)
+    v = Operand(dtype="float32", rank=3, name="v")
+    spec = dataclasses.replace(
+        c.spec, operands=(*c.spec.operands[:2], v), v=(coord("b0"), J, integers.add(integers.mul(16, head), E))
+    )
+    operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 20, "Nk": 40})
+    operands[2] = operands[2].transpose(1, 2).flatten(2)
+    assert_as_exact_as_eager(Kernel(spec, SMALL)(operands, sizes), spec, operands, sizes)
+    run = Differentiable(spec, SMALL)
+    out, statistics = run.forward(operands, sizes)
+    assert run.without_kernels((True, True, True)) is None
+    got = run.backward(out, out, statistics, operands, sizes, (True, True, True))
+    for ours, theirs in zip(got, reference.backward(spec, out, operands, sizes, (True, True, True)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
