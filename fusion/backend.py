@@ -83,18 +83,19 @@ def _report(
                 location=nodes.source_line(site.anchor),
                 module=nodes.module_path(site.anchor),
                 specs=tuple(part.spec for part in parts),
-                plans=tuple(_plan(part, hints) for part in parts),
+                plans=tuple(_plan(part, hints, options) for part in parts),
                 sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) or "" for part in parts),
             )
         )
     return report
 
 
-def _plan(part: Specified, hints: Mapping[str, int]) -> Plan:
+def _plan(part: Specified, hints: Mapping[str, int], options: Options) -> Plan:
+    """What the kernel is predicted to cost at the sizes of this trace."""
+    tile = runtime.kernel_tile(part.spec, part.device, options.emitter)
     sizes = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
-    return plan(
-        part.spec, None if part.device == "cpu" else part.device, sizes=dict(zip(part.spec.sizes, sizes, strict=True))
-    )
+    machine = None if part.device == "cpu" else part.device
+    return plan(part.spec, machine, sizes=dict(zip(part.spec.sizes, sizes, strict=True)), tile=tile)
 
 
 def _count(report: Report) -> None:

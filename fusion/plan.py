@@ -178,6 +178,7 @@ def plan(
     row_multiple: int | None = None,
     col_multiple: int | None = None,
     features: int | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
@@ -194,7 +195,7 @@ def plan(
     target = find_machine(machine)
     multiples = (row_multiple or 2 * target.lanes(), col_multiple or 8)
     names = _names(schedule, allow, direction, target, features)
-    return _plan(problem, target, names, multiples, features or 1)
+    return _plan(problem, target, names, multiples, features or 1, tile)
 
 
 def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
@@ -230,15 +231,22 @@ def _names(
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(problem: Problem, target: Machine, names: tuple[str, ...], multiples: tuple[int, int], features: int) -> Plan:
+def _plan(
+    problem: Problem,
+    target: Machine,
+    names: tuple[str, ...],
+    multiples: tuple[int, int],
+    features: int,
+    tile: tuple[int, int] | None = None,
+) -> Plan:
     from fusion.cost.choose import candidate, lower_bound
 
     weighed = [
-        candidate(problem, target, name, multiples, features)
+        candidate(problem, target, name, multiples, features, tile)
         for name in names
         if problem.masked or name != "block_sparse"
     ]
-    weighed = weighed or [candidate(problem, target, "block_sparse", multiples, features)]
+    weighed = weighed or [candidate(problem, target, "block_sparse", multiples, features, tile)]
     usable = [item for item in weighed if not item.reason]
     if not usable:
         if len(weighed) == 1:

@@ -142,6 +142,12 @@ def kernel_source(spec: AttentionSpec, device: str, emitter: str) -> str | None:
     return getattr(found.kernel, "source", None) if isinstance(found, Guarded) else None
 
 
+def kernel_tile(spec: AttentionSpec, device: str, emitter: str) -> tuple[int, int] | None:
+    """(B_r, B_c) of the kernel that runs a spec, where its emitter fixes it per spec."""
+    found = executor(spec.to_json(), device, emitter)
+    return getattr(found.kernel, "tile", None) if isinstance(found, Guarded) else None
+
+
 def prepare(spec: AttentionSpec, device: torch.device) -> str | None:
     """Build the kernel of a spec now; why there is none, or None."""
     reason = unsupported(spec, device)

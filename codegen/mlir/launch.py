@@ -203,6 +203,11 @@ class Kernel:
             self.variant(int(spec.d.attr), int(spec.d_v.attr))  # type: ignore[arg-type]
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """(B_r, B_c) of the first choice: query rows of a work item, keys of a block."""
+        return self.tilings[0].groups * self.target.lanes, self.tilings[0].keys
+
+    @property
     def source(self) -> str:
         """The MLIR text of the first variant; empty before the first call where d is known only then."""
         return next((variant.text.source for variant in self._variants.values()), "")

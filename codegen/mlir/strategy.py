@@ -33,12 +33,24 @@ def supports(spec: AttentionSpec, machine: Machine) -> str | None:
 
 def tilings_for(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:
     """The first choice, and where that is products of split planes, multiply-adds for inputs that cannot be split."""
-    multiply_add = Tiling(
-        groups=2 * target.tile_groups, together=target.tile_groups, keys=24 * target.tile_rows // 2, planes=0
-    )
+    together = target.tile_groups
+    keys = _keys(target, together, score_bytes=4, step=12 * target.tile_rows)
+    multiply_add = Tiling(groups=2 * together, together=together, keys=keys, planes=0)
     if not target.amx:
         return (multiply_add,)
     planes = max(PLANES[dtype] for dtype in (spec.dtype, *(operand.dtype for operand in spec.operands[:3])))
     if planes > 1 and spec.normalizer is Normalizer.NONE:
         return (multiply_add,)  # weights may be infinite, which has no planes
-    return (Tiling(groups=4, together=2, keys=64 if planes > 1 else 128, planes=planes), multiply_add)
+    keys = _keys(target, 2, score_bytes=4 + 2 * planes, step=64)
+    return (Tiling(groups=4, together=2, keys=keys, planes=planes), multiply_add)
+
+
+def _keys(target: Target, together: int, score_bytes: int, step: int) -> int:
+    """B_c in closed form, with M the first-level cache: the scores and weights of the rows that are worked on together
+    fill half of it, and leave the other half to the rows of K and V and the output that stream past.
+
+    The traffic to the next level does not depend on B_c, only the number of times that the output is loaded and stored
+    again does (n_k / B_c), so B_c is as large as that allows, a multiple of `step`.
+    """
+    rows = together * target.lanes
+    return max(step, target.near_bytes // 2 // (rows * score_bytes) // step * step)

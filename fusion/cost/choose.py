@@ -46,10 +46,17 @@ def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) ->
     return max(trivial, problem.problems * imposed * (share if backward else 1.0))
 
 
-def candidate(problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int) -> Candidate:
-    """The schedule with its best tile on that machine, or with the reason why it has none."""
+def candidate(
+    problem: Problem,
+    machine: Machine,
+    name: str,
+    multiples: tuple[int, int],
+    features: int,
+    given: tuple[int, int] | None = None,
+) -> Candidate:
+    """The schedule with its best tile on that machine (or the one that is given), or the reason why it has none."""
     try:
-        tiles, times = _tiles_and_times(problem, machine, name, multiples, features)
+        tiles, times = _tiles_and_times(problem, machine, name, multiples, features, given)
     except NoFittingTileError as error:
         return Candidate(schedule=name, reason=str(error), needed=error.needed)
     best = int(np.argmin(times.total))
@@ -80,10 +87,17 @@ def _counts(name: str, problem: Problem, machine: Machine, tile: Tile | Tiles, s
 
 
 def _tiles_and_times(
-    problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int
+    problem: Problem,
+    machine: Machine,
+    name: str,
+    multiples: tuple[int, int],
+    features: int,
+    given: tuple[int, int] | None,
 ) -> tuple[Tiles, Times]:
     if machine.kind == "cpu" and name in ("flash", "block_sparse"):
         tiles = cpu_tiles(problem, machine, *multiples)
+        if given is not None:
+            tiles = grid({"B_r": [given[0]], "B_c": [given[1]], "stages": [1]})
         return tiles, cpu_time(machine, problem, tiles, multiples, skip=name == "block_sparse")
     if machine.kind == "gpu" and name in _FLASH:
         tiles = (

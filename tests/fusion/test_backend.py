@@ -177,3 +177,9 @@ def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
     finally:
         root.setLevel(before[0])
         root.handlers[:] = before[1]
+
+
+def test_the_plan_is_that_of_the_kernel():
+    site = fusion.explain(attend, *inputs()).sites[0]
+    kernel = runtime.executor(site.spec.to_json(), "cpu").kernel
+    assert (site.plan.B_r, site.plan.B_c) == kernel.tile
