@@ -15,7 +15,7 @@ from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 I0, I1, J0, J1 = (coord(name) for name in ("i0", "i1", "j0", "j1"))
-_LARGEST = 3.4028234663852886e38
+LARGEST = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def _divide(expr: Expr, scale: float) -> Expr:
     if expr.op == "const":
         value = float(expr.attr) / scale  # type: ignore[arg-type]
         if math.isfinite(float(expr.attr)):  # type: ignore[arg-type]
-            value = max(-_LARGEST, min(_LARGEST, value))  # a finite fill stays finite
+            value = max(-LARGEST, min(LARGEST, value))  # a finite fill stays finite
         return const(value, Kind.FLOAT)
     if expr.op == "where":
         return ops.where(expr.args[0], _divide(expr.args[1], scale), _divide(expr.args[2], scale))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.programs import Programs, programs_of
+from fusion.codegen.mlir.programs import LARGEST, Programs, programs_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Params, Scope
 from fusion.codegen.mlir.softmax import Exponent
@@ -200,6 +200,9 @@ class KernelFunction:
         """
         b, spec, exp2 = self.b, self.spec, self.context.math.exp2
         m = b.mul(raw, self.programs.scale)
+        if self.programs.scale > 1:  # the lowest finite fill, in these units, may round beyond float32
+            finite = b.select(b.compare("ogt", m, -LARGEST), m, -LARGEST)
+            m = b.select(b.compare("oeq", raw, float("-inf")), float("-inf"), finite, "m_row")
         shift: Value | None = None
         if spec.sinks or spec.row_scale is not None:
             shift = b.div(1.0, self.exponent.excess(raw))

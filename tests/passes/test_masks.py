@@ -167,3 +167,21 @@ def test_coordinates_of_blocks_are_the_only_ones_in_a_range():
     mask = _site(WINDOW["difference"]).spec.mask
     used = {leaf for e in (mask.key_lo, mask.key_hi) for leaf in (coord("i"), coord("j")) if leaf in (e, *e.args)}
     assert not used
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9, -math.inf])
+@pytest.mark.parametrize("scale", [0.02, 1.0, 3.0, 50.0, 1e4])
+def test_rows_without_a_live_key_whatever_the_scale(scale, fill):
+    """Eager gives them a plain mean over all keys, or NaN; padding on the left of a causal mask makes such rows."""
+    padding = torch.ones(2, 1, 1, N, dtype=torch.bool)
+    padding[1, ..., :3] = False
+
+    def attend(q, k, v, padding):
+        keep = (_positions()[1] <= _positions()[0]) & padding
+        return torch.softmax(torch.where(keep, q @ k.mT * scale, fill), -1) @ v
+
+    inputs = [*(torch.randn(2, 3, N, 8) for _ in range(3)), padding]
+    with torch.no_grad():
+        actual = torch.compile(attend, backend="fusion", options={"inner": "eager", "strict": True})(*inputs)
+        eager, exact = attend(*inputs), attend(*(x.double() for x in inputs[:3]), padding)
+    assert_as_exact_as_eager(actual, eager, exact, torch.float32)
