@@ -45,13 +45,15 @@ def _without_fuse_attention() -> Iterator[None]:
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.fx_passes import joint_graph
 
+    from fusion.op import VERSION
+
     class Marker(CustomGraphPass):
         def __call__(self, graph: Any) -> None:
             """Nothing: the pass exists for its key."""
             _drop_patterns(joint_graph)
 
         def uuid(self) -> str:
-            return "fusion: without fuse_attention"
+            return f"fusion, ops of version {VERSION}: without fuse_attention"
 
     full = joint_graph.pass_patterns[0]
     previous = config.joint_custom_pre_pass

@@ -26,6 +26,9 @@ from fusion import runtime
 from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec
 
+VERSION = 3
+"""To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
+
 _library = torch.library.Library("fusion", "DEF")
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 _library.define("attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor", tags=_TAGS)

@@ -27,13 +27,16 @@ aten = torch.ops.aten
 
 def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     """The same computation as pre-dispatch ATen, with `meta["val"]` on every node. The argument is not changed."""
+    _refuse_transforms(module)
     fakes = _fake_inputs(module, example_inputs)
 
     def run(*args: Any) -> Any:
         with torch.fx.traceback.preserve_node_meta():
             return _Retrace(module).run(*args)
 
-    traced = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    # Activation checkpointing counts what autograd saves: not what it saves for this trace.
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        traced = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     _refuse_fake_constants(traced)
     _carry_placeholders(module, traced)
     make_functional(traced.graph)
@@ -46,6 +49,19 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
     traced.graph.lint()
     traced.recompile()
     return traced
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _refuse_transforms(module: GraphModule) -> None:
+    """torch.func.grad and its kin inside the graph: their levels cannot be retraced, and a failure half-way through
+    would leave one open."""
+    for node in module.graph.nodes:
+        target = node.target if node.op == "call_function" else None
+        if getattr(target, "__name__", "") in ("_autograd_grad", "_grad_increment_nesting", "_jvp_increment_nesting"):
+            raise nodes.Unsupported("a function transform of torch.func is inside the compiled function")
 
 
 class _Retrace(torch.fx.Interpreter):

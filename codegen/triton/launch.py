@@ -145,7 +145,8 @@ class Kernel:
     def forward(
         self, operands: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output, statistics): of each row the maximum and the sum, float32 [2, b.., i], where they are asked for."""
+        """(output, statistics): of each row the maximum, the sum and nothing, float32 [3, b.., i], where they are asked
+        for; three planes because that is what the op returns on every device."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = operands[0].device
         extents = [*batch, n_q, d_v]
@@ -154,7 +155,7 @@ class Kernel:
         statistics = None
         if self.statistics:
             softmax = self.spec.normalizer is not Normalizer.NONE
-            statistics = torch.zeros([2, *batch, n_q] if softmax else [0], dtype=torch.float32, device=device)
+            statistics = torch.zeros([3, *batch, n_q] if softmax else [0], dtype=torch.float32, device=device)
         if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
             return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
         check_sizes((*extents, n_k))

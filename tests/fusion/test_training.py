@@ -149,7 +149,7 @@ def test_gradcheck_in_float64(function, shape):
     tensors = inputs(shape, torch.float64, 5, 6)
     if function in (biased, weighted, doubled, detached, by_hand) and shape[-2] > 1:
         tensors[3] = torch.rand(*shape[:-2], 5, 6, dtype=torch.float64, requires_grad=True)
-    elif shape is not None and shape[-1] == M:
+    elif shape and shape[-1] == M:
         tensors[3] = torch.rand(*shape[:-1], 6, dtype=torch.float64, requires_grad=True)
     if function is detached:  # numerical differences do not know of detach
         pytest.skip("the function differentiated numerically is another one")
