@@ -127,7 +127,10 @@ def check(function, tensors, emitter="auto", inner="aot_eager"):
     for number, (got, plain_, true) in enumerate(zip(found, eager, exact, strict=True)):
         assert got.shape == plain_.shape and got.dtype == plain_.dtype
         eps = torch.finfo(got.dtype).eps
-        allowed = 2 * ((plain_.double() - true).abs().max() + eps * true.abs().max())
+        own = (plain_.double() - true).abs().max()
+        if true.numel() < 16:  # of a few sums, eager's error is one draw: it counts as at least one rounding
+            own = torch.maximum(own, eps * true.abs().max())
+        allowed = 2 * (own + eps * true.abs().max())
         error = (got.double() - true).abs().max()
         assert error <= allowed, f"result {number}: error {error:.3g}, allowed {allowed:.3g}"
 
