@@ -93,7 +93,7 @@ def main() -> None:
     import torch
     import triton
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=list(SHARED_LIMIT), choices=list(SHARED_LIMIT))
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--programs", nargs="+", default=list(programs()), choices=list(programs()))

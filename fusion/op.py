@@ -6,7 +6,8 @@
                        str emitter, bool[] needs) -> Tensor[]
 
 `attention_forward` stands where gradients are needed: besides the output it returns two numbers per query row (see
-`runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per operand that
+`runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per
+operand that
 `needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its backward.
 
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
@@ -113,8 +114,10 @@ def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands
 
 def _refuse(ctx: Any, *grads: Any) -> None:
     raise DoubleBackwardError(
-        "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, torch.func.hessian); "
-        "it has a first derivative only. Compile this model with another backend, or keep the attention out of the second derivative."
+        "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, "
+        "torch.func.hessian); "
+        "it has a first derivative only. Compile this model with another backend, or keep the attention out of the "
+        "second derivative."
     )
 
 

@@ -22,7 +22,8 @@ Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 class Differentiable(Protocol):
     """What trains with one spec.
 
-    forward(operands, sizes) -> (output, statistics); backward(grad, out, statistics, operands, sizes, needs) -> the gradients of
+    forward(operands, sizes) -> (output, statistics); backward(grad, out, statistics, operands, sizes, needs) -> the
+    gradients of
     the operands that `needs` marks, of any dtype and strides.
     """
 
@@ -261,7 +262,8 @@ class _GuardedTraining:
 
 
 class _WithReferenceGradient:
-    """The forward of the emitter, and the gradient of the reference interpreter, which needs no statistics (they are zeros)."""
+    """The forward of the emitter, and the gradient of the reference interpreter, which needs no statistics (they are
+    zeros)."""
 
     def __init__(self, spec: str, device: str, emitter: str):
         self.spec = AttentionSpec.from_json(spec)

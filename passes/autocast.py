@@ -1,8 +1,11 @@
 """Automatic mixed precision: the casts that autocast would make, written into the graph.
 
-Pre-dispatch graphs stand above autocast: `matmul(q, k)` of float32 tensors is recorded as such although its result is bfloat16.
-Ambient regions (`with torch.autocast(...)` around the compiled function) are not in the graph at all. A fused region replaces operations
-that autocast knows by one that it does not, so it must see, and take over, what autocast would have cast. Casting an operation's
+Pre-dispatch graphs stand above autocast: `matmul(q, k)` of float32 tensors is recorded as such although its result
+is bfloat16.
+Ambient regions (`with torch.autocast(...)` around the compiled function) are not in the graph at all. A fused region
+replaces operations
+that autocast knows by one that it does not, so it must see, and take over, what autocast would have cast. Casting an
+operation's
 arguments beforehand changes nothing else: autocast then finds what it wants.
 """
 
@@ -21,7 +24,8 @@ States = dict[str, bool]
 
 
 def write_casts(graph: Graph) -> None:
-    """Insert `aten.to` in front of every operation whose arguments autocast would cast, where the result shows that it did."""
+    """Insert `aten.to` in front of every operation whose arguments autocast would cast, where the result shows that
+    it did."""
     made: dict[tuple[Node, torch.dtype], Node] = {}
     stack: list[States] = [{kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}]
     for node in list(graph.nodes):

@@ -213,7 +213,8 @@ class PullBack:
     def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
         """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0.
 
-        The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after the other, so
+        The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after
+        the other, so
         that all but a few instructions are done once per row.
         """
         if "seed" not in here.meta or not isinstance(p, (int, float)):

@@ -33,6 +33,9 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tupl
     keys, d = shape(key)[-2], shape(query)[-1]
     pullback = PullBack(bounds | {J: keys}, keys)
     heads = shape(query)[-3] if len(shape(query)) > 2 else None
+    if args["enable_gqa"]:  # the group size is part of the kernel
+        for tensor in (query, key):
+            nodes.specialize(nodes.value(tensor).shape[-3])
 
     def access(tensor: Node, row: Expr, column: Expr, extent: Expr) -> tuple[Access, float]:
         batch = _batch_index(tensor, index[:-2], shape(anchor)[:-2], args["enable_gqa"], heads, bounds)
@@ -67,8 +70,6 @@ def _batch_index(tensor: Node, batch: Index, extents: Index, grouped: bool, head
     own = shape(tensor)[:-2]
     at = broadcast_index(extents, own, batch)
     if grouped and heads is not None and own[-1] is not heads:
-        if not (heads.is_const and own[-1].is_const):
-            raise Unsupported("grouped heads whose number is not a constant")
         group = int(heads.attr) // int(own[-1].attr)  # type: ignore[arg-type]
         at = (*at[:-1], integers.floordiv(batch[-1], group, bounds))
     return at

@@ -3,11 +3,13 @@ OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
     compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
-    compile_training(spec, machine)   the pair of `forward` (with row statistics) and `backward`; None where there is none
+    compile_training(spec, machine)   the pair of `forward` (with row statistics) and `backward`; None where there is
+    none
 
 How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` and `programs`
 (score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch`
-(the call); of the backward kernels in `backward_plan`, `backward`, `backward_loads` and `training`. Nothing of torch-mlir is imported before a kernel is compiled.
+(the call); of the backward kernels in `backward_plan`, `backward`, `backward_loads` and `training`. Nothing of
+torch-mlir is imported before a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from fusion.codegen.mlir.training import supports as trains
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
-__all__ = ["Kernel", "KernelCompilationError", "TrainingKernel", "compile", "compile_training", "supports", "unavailable"]
+__all__ = [
+    "Kernel",
+    "KernelCompilationError",
+    "TrainingKernel",
+    "compile",
+    "compile_training",
+    "supports",
+    "unavailable",
+]
 
 
 def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = None) -> Kernel:
@@ -42,7 +52,8 @@ def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = 
 
 
 def compile_training(spec: AttentionSpec, machine: Machine | None = None) -> TrainingKernel | None:
-    """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at their first call."""
+    """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at
+    their first call."""
     machine = machine or Machine.detect()
     if supports(spec, machine) is not None or trains(spec) is not None:
         return None
@@ -57,7 +68,8 @@ _training: dict[tuple, TrainingKernel] = {}
 
 
 def _for_training(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:
-    """Products of split planes are as exact as eager's in the forward, but sums of them over queries were met up to 40 %
+    """Products of split planes are as exact as eager's in the forward, but sums of them over queries were met up to
+    40 %
     beyond the bound on gradients: training in more than one plane multiplies and adds."""
     tilings = tilings_for(spec, target)
     return tilings[-1:] if tilings[0].planes > 1 else tilings

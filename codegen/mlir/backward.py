@@ -4,10 +4,12 @@
         for each block of lane rows (queries or keys) of this thread
             pack the lane side: A (Q or K), B (dO or V); pack the row side as far as needed: C (K or Q), D (V or dO)
             for each block of rows that may meet the lanes
-                S^T = C A^T;  dP^T = D B^T;  P, dS, gradients of loads;  out_A^T += C^T dS;  out_B^T += D^T P (role KEYS)
+                S^T = C A^T;  dP^T = D B^T;  P, dS, gradients of loads;  out_A^T += C^T dS;  out_B^T += D^T P (role
+                KEYS)
             transpose, write
 
-Threads share outer batch elements, or blocks where there are too few of these. Nothing depends on the order in which threads run, so
+Threads share outer batch elements, or blocks where there are too few of these. Nothing depends on the order in which
+threads run, so
 that results are the same in every run.
 """
 
@@ -38,7 +40,7 @@ from fusion.ir.spec import AttentionSpec, Operand
 GRAD = "grad"
 
 
-def emit_backward(  # noqa: PLR0913
+def emit_backward(
     spec: AttentionSpec,
     plan: BackwardPlan,
     role: Role,
@@ -50,13 +52,14 @@ def emit_backward(  # noqa: PLR0913
     d_v: int,
     fused: bool = False,
 ) -> KernelText:
-    """One kernel. results: the type in memory of the gradients of Q (role QUERIES) or K and V, by operand number, where needed.
+    """One kernel. results: the type in memory of the gradients of Q (role QUERIES) or K and V, by operand number,
+    where needed.
     fused: role KEYS with products on AMX tiles, and the gradient of Q in it (operand 0 is then among the results)."""
     return _Backward(spec, plan, role, needs, results, tiling, target, d, d_v, fused).text()
 
 
 class _Backward(KernelFunction):
-    def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v, fused):  # noqa: PLR0913
+    def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v, fused):
         super().__init__(spec, target, d, d_v, 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5))
         self.plan, self.role, self.results, self.tiling, self.widths = plan, role, results, tiling, (d, d_v)
         self.collected = plan.of(role, needs)
@@ -87,7 +90,13 @@ class _Backward(KernelFunction):
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _areas(self) -> None:
-        p, q, groups, rows, row = self.inner_product, self.outer_product, self.tiling.groups, self.tiling.keys, 4 * self.lanes
+        p, q, groups, rows, row = (
+            self.inner_product,
+            self.outer_product,
+            self.tiling.groups,
+            self.tiling.keys,
+            4 * self.lanes,
+        )
         self.packed_a = self._area(groups * p.query_bytes(), "packed_a")
         self.packed_b = self._area(groups * q.query_bytes(), "packed_b")
         self.scores = self._area(groups * rows * row, "scores")
@@ -134,7 +143,8 @@ class _Backward(KernelFunction):
         if self.worst is not None:
             self._raise_flag()
         return KernelText(
-            source=self._function(), slots=self._slots(), rows=self.tiling.groups * self.lanes, key_step=self.inner_product.key_step,
+            source=self._function(), slots=self._slots(), rows=self.tiling.groups * self.lanes,
+            key_step=self.inner_product.key_step,
             fixed_bytes=self.layout.size, step_bytes=self.step_bytes, may_flag=self.worst is not None,
         )  # fmt: skip
 
@@ -146,7 +156,10 @@ class _Backward(KernelFunction):
         zero, one = b.constant(0, "i64"), b.constant(1, "i64")
         low = b.select(by_block, zero, b.div(b.mul(outer, self.thread), self.threads), "outer_lo")
         high = b.select(by_block, outer, b.div(b.mul(outer, b.add(self.thread, 1)), self.threads), "outer_hi")
-        start, step = b.select(by_block, self.thread, zero, "block_lo"), b.select(by_block, self.threads, one, "block_step")
+        start, step = (
+            b.select(by_block, self.thread, zero, "block_lo"),
+            b.select(by_block, self.threads, one, "block_step"),
+        )
         with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
             scope = self._element_scope(top, o, n)
             if self.queries is not None:
@@ -165,7 +178,10 @@ class _Backward(KernelFunction):
     def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
         b, spec = self.b, self.spec
         known: dict[Expr, Value] = {}
-        for axes, index in (([a for a in range(len(spec.batch)) if a not in self.plan.inner], outer), (self.plan.inner, inner)):
+        for axes, index in (
+            ([a for a in range(len(spec.batch)) if a not in self.plan.inner], outer),
+            (self.plan.inner, inner),
+        ):
             rest: Value | int = index
             for axis in reversed(axes):
                 extent = b.as_value(top.integer(spec.batch[axis]), "i64")
@@ -191,7 +207,9 @@ class _Backward(KernelFunction):
         spec = self.spec
         if number == -1:
             index, row, column = tuple(coord(name) for name in spec.output.dims), I, E
-            return RowReader(self.context, scope, Access(operand=len(spec.operands), index=index, row=row, column=column))
+            return RowReader(
+                self.context, scope, Access(operand=len(spec.operands), index=index, row=row, column=column)
+            )
         index, row, column = ((spec.q, I, C), (spec.k, J, C), (spec.v, J, E))[number]
         return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))
 
@@ -225,7 +243,8 @@ class _Backward(KernelFunction):
                 product.pack_queries(reader, b.add(first, b.mul(g, self.lanes)), self.n_lanes, at, self.staging)
 
     def _pack_rows(self, low: Value, high: Value) -> None:
-        """Make sure that rows [low, high) of the row side are packed (low on a step): extend what is there to both sides."""
+        """Make sure that rows [low, high) of the row side are packed (low on a step): extend what is there to both
+        sides."""
         b, step = self.b, self.inner_product.key_step
         have_low, have_high = b.load(self.state, "i64", "have_lo"), b.load(b.at(self.state, 1, "i64"), "i64", "have_hi")
         end = b.mul(b.div(b.add(high, step - 1), step), step, "end")
@@ -277,7 +296,8 @@ class _Backward(KernelFunction):
             self._finish(scope, first, count, g)
 
     def _row_range(self, scope: Scope, first: Value, count: Value, groups: Value) -> tuple[Value, Value]:
-        """Role QUERIES: the keys that the mask leaves for these queries; all where one of them met no live key. Role KEYS: all."""
+        """Role QUERIES: the keys that the mask leaves for these queries; all where one of them met no live key. Role
+        KEYS: all."""
         b, mask, step = self.b, self.spec.mask, self.inner_product.key_step
         low, high = b.constant(0, "i64"), self.n_rows
         if self.role is Role.KEYS or mask is None or (mask.key_lo is None and mask.key_hi is None):
@@ -308,7 +328,9 @@ class _Backward(KernelFunction):
         if mask.key_lo is not None:
             meets = b.compare("slt", b.as_value(ranged.integer(mask.key_lo), "i64"), b.add(first, count))
         if mask.key_hi is not None:
-            meets = b.binary("arith.andi", meets, b.compare("sgt", b.as_value(ranged.integer(mask.key_hi), "i64"), first))
+            meets = b.binary(
+                "arith.andi", meets, b.compare("sgt", b.as_value(ranged.integer(mask.key_hi), "i64"), first)
+            )
         if not normalized(self.spec):
             return meets
         return b.binary("arith.ori", meets, self._any_dead(r0, n), "meets")
@@ -317,22 +339,31 @@ class _Backward(KernelFunction):
         return self.b.at(self.params[("ptr", name)], self.b.add(self.flat_query, offset), "f32")
 
     def _any_dead(self, first: Value, count: Value) -> Value:
-        """Whether a query of these met no live key in the forward: its maximum is not above the fill, or its sum is nothing."""
+        """Whether a query of these met no live key in the forward: its maximum is not above the fill, or its sum is
+        nothing."""
         b, mask, lanes = self.b, self.spec.mask, self.lanes
         assert mask is not None
         with b.carry(0, count, lanes, [b.constant(0, "i1")], hint="i") as (loop, i, (dead,)):
-            c, shift, factor = (b.load(self._statistic(n, b.add(first, i)), self.vector, n) for n in ("unit", "shift", "factor"))
+            c, shift, factor = (
+                b.load(self._statistic(n, b.add(first, i)), self.vector, n) for n in ("unit", "shift", "factor")
+            )
             alive = b.compare("olt", b.unary("math.absf", factor), float("inf"))
             if math.isfinite(mask.fill):
                 limit = max(mask.fill / 2 / self.programs.scale, -3e38)
                 alive = b.binary("arith.andi", alive, b.compare("olt", shift, b.mul(c, -limit)))
-            found = b.binary("arith.andi", b.binary("arith.xori", alive, b.constant(-1, alive.type)), self._valid(b.sub(count, i)))
-            loop.yields(b.binary("arith.ori", dead, b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")))
+            found = b.binary(
+                "arith.andi", b.binary("arith.xori", alive, b.constant(-1, alive.type)), self._valid(b.sub(count, i))
+            )
+            loop.yields(
+                b.binary(
+                    "arith.ori", dead, b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")
+                )
+            )
         return loop.results[0]
 
     # --- one tile -----------------------------------------------------------------------------------------------
 
-    def _tile(self, scope, first, count, groups, padded, r0, n) -> None:  # noqa: PLR0913
+    def _tile(self, scope, first, count, groups, padded, r0, n) -> None:
         b, p, q, rows, lanes = self.b, self.inner_product, self.outer_product, self.tiling.keys, self.lanes
         steps = b.div(b.add(n, p.key_step - 1), p.key_step, "steps")
         start = b.div(r0, p.key_step)
@@ -343,7 +374,10 @@ class _Backward(KernelFunction):
             with b.loop(0, steps, hint="step") as step, b.loop(0, padded, product.group_step, hint="g") as g:
                 members = [b.add(g, k) for k in range(product.group_step)]
                 at = self._part(packed, b.add(start, step), product.key_bytes())
-                places = [b.at(target, b.mul(b.add(b.mul(m, rows), b.mul(step, product.key_step)), lanes), "f32") for m in members]
+                places = [
+                    b.at(target, b.mul(b.add(b.mul(m, rows), b.mul(step, product.key_step)), lanes), "f32")
+                    for m in members
+                ]
                 product.scores(at, [self._part(lane_side, m, product.query_bytes()) for m in members], places)
         whole = self._all_live(scope, first, count, r0, n)
         with b.loop(0, groups, hint="g") as g:
@@ -363,13 +397,15 @@ class _Backward(KernelFunction):
                 with b.loop(0, padded, product.group_step, hint="g") as g:
                     members = [b.add(g, k) for k in range(product.group_step)]
                     inputs = [self._part(weights, m, product.weight_bytes(rows)) for m in members]
-                    product.accumulate(at, steps, inputs, [self._part(output, m, 4 * product.e_padded * lanes) for m in members])
+                    product.accumulate(
+                        at, steps, inputs, [self._part(output, m, 4 * product.e_padded * lanes) for m in members]
+                    )
 
         if self.queries is not None:
             sums = self._part(self.packed[4], start, self.queries.step_bytes())
             self.queries.accumulate(self.row_slopes, self.key_pairs, sums, steps)
 
-    def _all_live(self, scope, first, count, r0, n) -> Value | None:  # noqa: PLR0913
+    def _all_live(self, scope, first, count, r0, n) -> Value | None:
         if self.programs.full is None:
             return None
         b = self.b
@@ -380,12 +416,14 @@ class _Backward(KernelFunction):
         conditions = [b.compare("sge", tile.value(g), 0) for g in self.programs.margins]
         return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "all_live"), conditions)
 
-    def _group(self, scope, first, count, g, r0, n, steps, full: bool) -> None:  # noqa: PLR0913
+    def _group(self, scope, first, count, g, r0, n, steps, full: bool) -> None:
         """P and dS of one group of lanes and one block of rows."""
         b, lanes, programs = self.b, self.lanes, self.programs
         program = programs.full if full else programs.masked
         offset = b.mul(g, lanes)
-        held = Lanes(coord=self.role.lane, first=b.add(first, offset), count=lanes, valid=self._valid(b.sub(count, offset)))
+        held = Lanes(
+            coord=self.role.lane, first=b.add(first, offset), count=lanes, valid=self._valid(b.sub(count, offset))
+        )
         scope = Scope(context=self.context, parent=scope, lanes=held)
         collected = [entry.full if full else entry.masked for entry in self.collected]
         exprs = (program, self.weight, self.plan.score[1 if full else 0], *collected)
@@ -399,7 +437,9 @@ class _Backward(KernelFunction):
         statistics = self._lane_statistics(held.first) if self.role is Role.QUERIES else None
         tile = _Tile(self, scope, g, r0, program, full, staged, statistics, held.valid)
         pairs = b.mul(b.div(n, 2), 2, "pairs")
-        start = [b.load(self._sum_at(k, g), self.vector, "sum") for k in range(self.slots)] or [b.constant(0.0, self.vector)]
+        start = [b.load(self._sum_at(k, g), self.vector, "sum") for k in range(self.slots)] or [
+            b.constant(0.0, self.vector)
+        ]
         with b.carry(0, pairs, 2, start, hint="r") as (loop, r, sums):
             loop.yields(*tile.pair(r, sums, both=True))
         results = loop.results
@@ -435,7 +475,17 @@ class _Backward(KernelFunction):
         remaining = b.least(b.sub(count, offset), lanes)
         row, valid = b.add(first, offset), self._valid(b.sub(count, offset))
         if self.side[0] in self.results:
-            self._write(scope, self.side[0], self.inner_product, self.out_a, g, row, remaining, self.widths[0], self.programs.scale)
+            self._write(
+                scope,
+                self.side[0],
+                self.inner_product,
+                self.out_a,
+                g,
+                row,
+                remaining,
+                self.widths[0],
+                self.programs.scale,
+            )
         if self.wants_value:
             self._write(scope, 2, self.outer_product, self.out_b, g, row, remaining, self.widths[1], 1.0)
         base = self.flat_query if self.role is Role.QUERIES else self.flat_key
@@ -446,7 +496,7 @@ class _Backward(KernelFunction):
                 types = f"{value.type}, {valid.type} into {PTR}"
                 b.line(f"llvm.intr.masked.store {value}, {at}, {valid} {{alignment = 4 : i32}} : {types}")
 
-    def _write(self, scope, operand, product, area, g, first, remaining, width, scale) -> None:  # noqa: PLR0913
+    def _write(self, scope, operand, product, area, g, first, remaining, width, scale) -> None:
         """Transpose the lanes' sums and write them to the rows of the operand's gradient."""
         b, lanes, padded = self.b, self.lanes, product.e_padded
         source = self._part(area, g, 4 * padded * lanes)
@@ -465,7 +515,10 @@ class _Backward(KernelFunction):
         for axis in range(len(self.spec.batch)):
             stride = self.params[("result_stride", operand, f"b{axis}")]
             offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), stride))
-        at, column = b.at(self.params[("ptr", "result", operand)], offset, memory), self.params[("result_stride", operand, "column")]
+        at, column = (
+            b.at(self.params[("ptr", "result", operand)], offset, memory),
+            self.params[("result_stride", operand, "column")],
+        )
         whole = b.select(b.compare("eq", column, 1), b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
         with b.loop(0, whole, lanes, hint="e") as e:
             b.store(self._narrow(b.load(b.at(line, e, "f32"), self.vector), memory), b.at(at, e, memory))
@@ -489,7 +542,7 @@ STATISTICS = ("unit", "shift", "factor", "delta")
 class _Tile:
     """Rows of one tile for one group of lanes: from scores and dP to P and dS, both handed to the products."""
 
-    def __init__(self, kernel, scope, g, r0, program, full, staged, statistics, valid):  # noqa: PLR0913
+    def __init__(self, kernel, scope, g, r0, program, full, staged, statistics, valid):
         self.valid: Value = valid
         self.kernel, self.scope, self.g, self.r0, self.program, self.full = kernel, scope, g, r0, program, full
         self.b: Builder = kernel.b
@@ -559,7 +612,9 @@ class _Tile:
                 sink.add(gradients, term)
         return collected
 
-    def _collect_shares(self, row: Scope, weight: Value, upstream: Value, through: Value | None, sums: list[Value]) -> None:
+    def _collect_shares(
+        self, row: Scope, weight: Value, upstream: Value, through: Value | None, sums: list[Value]
+    ) -> None:
         """The sum of dx, which is 0 but for the rounding of delta, and what each collected sum would be for dx = P."""
         b, count = self.b, len(self.kernel.collected)
         sums[count] = b.add(sums[count], upstream, "drift")

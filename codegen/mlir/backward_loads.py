@@ -1,4 +1,5 @@
-"""Loads and gradients of [.., row, column] tensors where vector lanes are keys, which are contiguous in such tensors."""
+"""Loads and gradients of [.., row, column] tensors where vector lanes are keys, which are contiguous in such
+tensors."""
 
 from __future__ import annotations
 
@@ -48,20 +49,36 @@ class LaneLoad:
             start, place = b.at(corner, b.mul(r, self.row_stride), self.memory), b.at(target, b.mul(r, lanes), "f32")
             with b.when(unit):
                 text = f"llvm.intr.masked.load {start}, {mask}, {zero} {attributes}"
-                b.store(self._widen(b.op(f"{text} : ({PTR}, {mask.type}, {type_}) -> {type_}", type_, "line")), place, align=4 * lanes)
+                b.store(
+                    self._widen(b.op(f"{text} : ({PTR}, {mask.type}, {type_}) -> {type_}", type_, "line")),
+                    place,
+                    align=4 * lanes,
+                )
             with b.otherwise():
                 steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
                 offsets = b.mul(steps, b.broadcast(b.as_value(self.lane_stride, "i64"), lanes))
                 many = f"vector<{lanes}x{PTR}>"
-                at = b.op(f"llvm.getelementptr {start}[{offsets}] : ({PTR}, {offsets.type}) -> {many}, {self.memory}", many, "at")
+                at = b.op(
+                    f"llvm.getelementptr {start}[{offsets}] : ({PTR}, {offsets.type}) -> {many}, {self.memory}",
+                    many,
+                    "at",
+                )
                 text = f"llvm.intr.masked.gather {at}, {mask}, {zero} {attributes}"
-                b.store(self._widen(b.op(f"{text} : ({many}, {mask.type}, {type_}) -> {type_}", type_, "gathered")), place, align=4 * lanes)
+                b.store(
+                    self._widen(b.op(f"{text} : ({many}, {mask.type}, {type_}) -> {type_}", type_, "gathered")),
+                    place,
+                    align=4 * lanes,
+                )
         return lambda row: self._read(target, row)
 
     def _widen(self, x: Value) -> Value:
         if self.scalar == "i32":
             return self.b.convert("arith.extui", x, "i32")
-        return x if self.memory == "f32" else self.b.convert("arith.truncf" if self.memory == "f64" else "arith.extf", x, "f32")
+        return (
+            x
+            if self.memory == "f32"
+            else self.b.convert("arith.truncf" if self.memory == "f64" else "arith.extf", x, "f32")
+        )
 
     def _read(self, target: Value, row: Value) -> Value:
         b, lanes = self.b, self.context.lanes
@@ -70,7 +87,8 @@ class LaneLoad:
 
 
 class GradientSink:
-    """Where the elements of a DENSE or SCATTERED gradient go: a float32 buffer of the operand's shape, with strides of its own.
+    """Where the elements of a DENSE or SCATTERED gradient go: a float32 buffer of the operand's shape, with strides
+    of its own.
 
     Of a scattered gradient every thread has a copy, `sink_bytes` apart.
     """
@@ -105,9 +123,13 @@ class GradientSink:
                 offset = b.add(offset, b.mul(row.integer(index), stride))
         at, mask = b.at(self.pointer, offset, "f32"), row.lanes.valid
         zero = b.constant(0.0, term.type)
-        text = f"llvm.intr.masked.load {at}, {mask}, {zero} {{alignment = 4 : i32}} : ({PTR}, {mask.type}, {term.type}) -> {term.type}"
+        types = f"({PTR}, {mask.type}, {term.type}) -> {term.type}"
+        text = f"llvm.intr.masked.load {at}, {mask}, {zero} {{alignment = 4 : i32}} : {types}"
         total = b.add(b.op(text, term.type, "sum"), term, "sum")
-        b.line(f"llvm.intr.masked.store {total}, {at}, {mask} {{alignment = 4 : i32}} : {term.type}, {mask.type} into {PTR}")
+        b.line(
+            f"llvm.intr.masked.store {total}, {at}, {mask} {{alignment = 4 : i32}} : "
+            f"{term.type}, {mask.type} into {PTR}"
+        )
 
     def _scatter(self, row: Scope, term: Value) -> None:
         """One lane after the other: two of them may meet in an element."""

@@ -2,10 +2,12 @@
 
 Both kernels recompute scores S and weights P tile by tile from Q, K and the statistics of the forward, and dP = dO V^T.
 
-    role QUERIES  lanes are queries, loops run over keys      dQ += dS K;  sums over keys of gradients of loads free of j
+    role QUERIES  lanes are queries, loops run over keys      dQ += dS K;  sums over keys of gradients of loads free
+    of j
     role KEYS     lanes are keys, loops run over queries      dK += dS^T Q, dV += P^T dO;  everything else
 
-With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of every
+With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient
+of every
 load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP.
 """
 
@@ -52,7 +54,8 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadGradient:
-    """The gradient of one load: `masked` and `full` are what an element (i, j) contributes in the two variants of the programs."""
+    """The gradient of one load: `masked` and `full` are what an element (i, j) contributes in the two variants of
+    the programs."""
 
     load: Expr
     form: Form
@@ -68,7 +71,8 @@ class LoadGradient:
 class BackwardPlan:
     """Everything that the kernels of a spec share.
 
-    score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant. inner: batch coordinates
+    score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant. inner: batch
+    coordinates
     over which dense gradients are summed: one thread visits them one after the other.
     """
 
@@ -79,11 +83,13 @@ class BackwardPlan:
     normalized: bool
 
     def corrects(self, needs: Sequence[bool]) -> bool:
-        """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average out."""
+        """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average
+        out."""
         return self.normalized and any(needs[entry.operand] for entry in self.loads)
 
     def sums(self, role: Role, needs: Sequence[bool]) -> int:
-        """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share in each."""
+        """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share
+        in each."""
         count = len(self.of(role, needs))
         return 2 * count + 1 if role is Role.QUERIES and self.corrects(needs) else count
 
@@ -116,7 +122,13 @@ def backward_plan(spec: AttentionSpec) -> BackwardPlan:
             gradients.append(LoadGradient(load=load, form=_form(load), masked=parts[0], full=full))
     gradients = _one_form_per_operand(gradients)
     score = found[0][SCORE], found[1][SCORE] if len(found) > 1 else None
-    return BackwardPlan(programs=programs, score=score, loads=tuple(gradients), inner=_inner(spec, gradients), normalized=normalized(spec))
+    return BackwardPlan(
+        programs=programs,
+        score=score,
+        loads=tuple(gradients),
+        inner=_inner(spec, gradients),
+        normalized=normalized(spec),
+    )
 
 
 def _gradients(program: Expr, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
@@ -141,7 +153,8 @@ def _form(load: Expr) -> Form:
 
 
 def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
-    """An operand that is read in several ways has one buffer: per thread, unless all reads are dense along one dimension."""
+    """An operand that is read in several ways has one buffer: per thread, unless all reads are dense along one
+    dimension."""
     mixed = set()
     for entry in gradients:
         for other in gradients:
@@ -152,7 +165,8 @@ def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
 
 
 def column_dimension(load: Expr) -> int | None:
-    """The dimension that is the key plus something free of i and j, where another is linear in i alone, so that no two (i, j)
+    """The dimension that is the key plus something free of i and j, where another is linear in i alone, so that no
+    two (i, j)
     meet in an element; else None."""
     column, rows = None, 0
     for dim, index in enumerate(load.args):
@@ -174,7 +188,9 @@ def column_dimension(load: Expr) -> int | None:
 def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int, ...]:
     """Batch coordinates that do not tell the elements of every dense gradient apart."""
     bare = [
-        {str(index.attr) for index in entry.load.args if index.op == "coord"} for entry in gradients if entry.form is Form.DENSE
+        {str(index.attr) for index in entry.load.args if index.op == "coord"}
+        for entry in gradients
+        if entry.form is Form.DENSE
     ]
     return tuple(axis for axis in range(len(spec.batch)) if not all(f"b{axis}" in names for names in bare))
 

@@ -1,8 +1,10 @@
-"""The gradient of Q within the kernel whose lanes are keys, on AMX tiles: dQ += dS K, where all of a batch element's blocks are one
+"""The gradient of Q within the kernel whose lanes are keys, on AMX tiles: dQ += dS K, where all of a batch element's
+blocks are one
 thread's. It saves the other kernel: scores, weights and dP are computed once instead of twice.
 
     slopes   dS as left operands [16 queries][32 keys], by [block of 16 queries][pair of lane groups][plane]
-    keys     K as right operands, pairs of keys along the reduction, by [pair of lane groups][block of 16 columns][plane]
+    keys     K as right operands, pairs of keys along the reduction, by [pair of lane groups][block of 16
+    columns][plane]
     sums     dQ as tiles [block of 16 queries][block of 16 columns][16][16], for all queries of the batch element
 """
 
@@ -77,11 +79,17 @@ class QueryGradient:
     def _accumulate(self, slopes: Value, keys: Value, sums: Value, step: Value, block: Value | int, count: int) -> None:
         b, p = self.b, self.product
         lines = [b.add(b.mul(step, 2), a) for a in (0, 1)]
-        cells = [b.at(sums, b.mul(b.add(b.add(b.mul(line, self.blocks), block), c), 256), "f32") for line in lines for c in range(count)]
+        cells = [
+            b.at(sums, b.mul(b.add(b.add(b.mul(line, self.blocks), block), c), 256), "f32")
+            for line in lines
+            for c in range(count)
+        ]
         tiles = [p._load(cell, "dq") for cell in cells]
         for pair in range(self.pairs):
             left = [p._planes(slopes, b.mul(b.add(b.mul(line, self.pairs), pair), self.tile)) for line in lines]
-            right = [p._planes(keys, b.mul(b.add(b.add(block, c), pair * self.blocks), self.tile)) for c in range(count)]
+            right = [
+                p._planes(keys, b.mul(b.add(b.add(block, c), pair * self.blocks), self.tile)) for c in range(count)
+            ]
             tiles = p._block(tiles, left, right)
         for cell, tile in zip(cells, tiles, strict=True):
             p._store(tile, cell)

@@ -43,7 +43,8 @@ MAX_SCATTERED = 1 << 22
 
 
 class _ForwardWithStatistics(_Kernel):
-    """The forward kernel; each row's `unit`, `shift` and `factor` (see `backward.STATISTICS`) are written with the output."""
+    """The forward kernel; each row's `unit`, `shift` and `factor` (see `backward.STATISTICS`) are written with the
+    output."""
 
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
         factor = super()._row_factor(rows, raw, total)
@@ -97,7 +98,7 @@ class TrainingKernel:
                 return out, statistics
         raise AssertionError("multiply-add kernels raise no flag")
 
-    def backward(  # noqa: PLR0913
+    def backward(
         self,
         grad: Tensor,
         out: Tensor,
@@ -130,7 +131,7 @@ class TrainingKernel:
                 self._compiled[key] = text, compile_text(text.source, "attention")
             return self._compiled[key]
 
-    def compiled(  # noqa: PLR0913
+    def compiled(
         self, role: Role, needs: tuple[bool, ...], d: int, d_v: int, choice: int, fused: bool
     ) -> tuple[KernelText, MachineCode]:
         """One backward kernel, compiled at first use."""
@@ -157,7 +158,8 @@ class TrainingKernel:
 
 
 def backward_tiling(tiling: Tiling) -> Tiling:
-    """Blocks of the backward: lanes as in the forward, rows such that the tile's six matrices stay in the second-level cache."""
+    """Blocks of the backward: lanes as in the forward, rows such that the tile's six matrices stay in the
+    second-level cache."""
     return replace(tiling, keys=min(tiling.keys, 128))
 
 
@@ -183,7 +185,9 @@ def run_kernel(text: KernelText, code: MachineCode, values: dict[tuple, int], th
     }  # fmt: skip
     if len(text.slots) > len(memory.params) // 8:
         memory_slots = len(memory.params) // 8
-        raise launch.UnsupportedSizeError(f"a kernel with {len(text.slots)} parameters; there is room for {memory_slots}")
+        raise launch.UnsupportedSizeError(
+            f"a kernel with {len(text.slots)} parameters; there is room for {memory_slots}"
+        )
     struct.pack_into(f"{len(text.slots)}q", memory.params, 0, *(values[key] for key in text.slots))
     launch._parallel()(code.address, memory.packed, threads, 0)
     flagged = text.may_flag and memory.flag.value != 0
@@ -194,7 +198,7 @@ def run_kernel(text: KernelText, code: MachineCode, values: dict[tuple, int], th
 class _Call:
     """One call of the backward kernels."""
 
-    def __init__(self, kernel: TrainingKernel, grad, out, statistics, operands, sizes, needs):  # noqa: PLR0913
+    def __init__(self, kernel: TrainingKernel, grad, out, statistics, operands, sizes, needs):
         self.kernel, self.spec, self.plan = kernel, kernel.spec, kernel.plan
         self.grad, self.operands, self.sizes, self.needs = grad, operands, sizes, needs
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = kernel.extents(sizes)
@@ -250,13 +254,15 @@ class _Call:
         return not self.plan.of(Role.QUERIES, self.needs) and not self._split(-(-self.n_k // 64))[0]
 
     def _split(self, blocks: int) -> tuple[bool, int]:
-        """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number of threads."""
+        """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number
+        of threads."""
         outer = math.prod(self.batch) // math.prod(self.batch[axis] for axis in self.plan.inner)
         threads = min(self.threads, outer * blocks)
         return outer % threads != 0 and outer < 4 * threads, threads
 
     def _correct(self, collected) -> None:
-        """Where sums of dx are not 0, delta is off by that much (in exact arithmetic): put it right, and the sums made with it."""
+        """Where sums of dx are not 0, delta is off by that much (in exact arithmetic): put it right, and the sums
+        made with it."""
         drift, *shares = self.extra
         self.rows[3, : drift.numel()] += drift.flatten()
         for entry, share in zip(collected, shares, strict=True):
@@ -281,13 +287,15 @@ class _Call:
         return tensor, tensor.permute([index.index(name) for name in names])
 
     def _make_sink(self, entry) -> None:
-        """A zeroed float32 buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered."""
+        """A zeroed float32 buffer of the operand's shape, the key's dimension innermost; a copy per thread where
+        scattered."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
         if entry.operand in self.sinks:
             return
         if entry.form is Form.SCATTERED and operand.numel() > MAX_SCATTERED:
             raise LargeTableError(
-                f"the gradient of {self.spec.operands[entry.operand].name}, {tuple(shape)}, is asked for, which is read at computed "
+                f"the gradient of {self.spec.operands[entry.operand].name}, {tuple(shape)}, is asked for, which is "
+                f"read at computed "
                 f"indices; kernels keep a copy per thread of up to {MAX_SCATTERED} elements"
             )
         last = column_dimension(entry.load) if entry.form is Form.DENSE else None
@@ -311,7 +319,9 @@ class _Call:
     def _slots(self, role: Role, collected, lanes: int) -> dict[tuple, int]:
         values = operand_slots(self.spec, (*self.operands, self.grad), self.sizes)
         if normalized(self.spec):
-            values |= {("ptr", name): self.rows[n].data_ptr() for n, name in enumerate(("unit", "shift", "factor", "delta"))}
+            values |= {
+                ("ptr", name): self.rows[n].data_ptr() for n, name in enumerate(("unit", "shift", "factor", "delta"))
+            }
         for number, (_, view) in self.results.items():
             values[("ptr", "result", number)] = view.data_ptr()
             names = [*(f"b{axis}" for axis in range(len(self.batch))), "row", "column"]
@@ -342,7 +352,9 @@ class _Call:
         for load, sums in self.sums.items():
             if int(load.attr) == number:  # type: ignore[arg-type]
                 axis = -1 if "j" not in {str(e.attr) for e in walk(load) if e.op == "coord"} else -2
-                parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, load, sums.unsqueeze(axis), number))
+                parts.append(
+                    pulled.of_expression(self.spec, self.operands, self.sizes, load, sums.unsqueeze(axis), number)
+                )
         for sink in self.spec.sinks:
             if (part := self._through_sink(sink, number)) is not None:
                 parts.append(part)

@@ -1,6 +1,8 @@
-"""Gradients of any `AttentionSpec` in plain torch: autograd through the reference forward, a block of query rows at a time.
+"""Gradients of any `AttentionSpec` in plain torch: autograd through the reference forward, a block of query rows at
+a time.
 
-Nothing here knows a derivative: the formulas of `fusion.ir.derivative`, and the kernels made of them, are tested against it.
+Nothing here knows a derivative: the formulas of `fusion.ir.derivative`, and the kernels made of them, are tested
+against it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def backward(
     needs: Sequence[bool],
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """The gradients of the operands that `needs` marks, in order, each of its operand's shape and in the computation's dtype.
+    """The gradients of the operands that `needs` marks, in order, each of its operand's shape and in the
+    computation's dtype.
 
     grad: of the output, with dimensions `spec.output.dims`.
     """
@@ -62,7 +65,8 @@ class _Backward:
         total = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in wanted]
         if run.n_q and upstream.numel():
             gathered = run.gathered()
-            # Q, K and V are cut off from their operands, so that each block's gradient is a plain sum into three tensors.
+            # Q, K and V are cut off from their operands, so that each block's gradient is a plain sum into three
+            # tensors.
             cut = [t.detach().requires_grad_(t.requires_grad) for t in gathered]
             sums = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) if t.requires_grad else None for t in cut]
             for first, count in self._blocks():

@@ -1,6 +1,7 @@
 """Gradients of the parts of a spec whose cost is linear in the length: what is left to do around backward kernels.
 
-A kernel hands over the gradient of each element that it read, at the coordinates at which it read it; here that becomes the
+A kernel hands over the gradient of each element that it read, at the coordinates at which it read it; here that
+becomes the
 gradient of the tensor. Indices are evaluated and pulled back by torch itself.
 """
 
@@ -29,7 +30,7 @@ def of_access(
         return torch.autograd.grad(gathered, given[number], upstream.to(gathered.dtype))[0]
 
 
-def of_expression(  # noqa: PLR0913
+def of_expression(
     spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], expr: Expr, upstream: Tensor, number: int
 ) -> Tensor:
     """The gradient of operand `number` through an expression free of scores; upstream: [b.., i or 1, j or 1]."""

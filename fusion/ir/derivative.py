@@ -1,9 +1,11 @@
 """Derivatives of expressions, by reverse accumulation: what a score program hands back to the score and to its tensors.
 
-`adjoints(program, seed, targets)` takes the gradient that arrives at the program's value (an expression, usually a leaf) and
+`adjoints(program, seed, targets)` takes the gradient that arrives at the program's value (an expression, usually a
+leaf) and
 returns the gradient at each target. `PULLBACKS` has, for every primitive of `fusion.ir.ops`, the one place where its
 derivative is written; conventions at kinks are torch's (0 for |x| at 0, halves for ties of min and max). Selections
-select gradients instead of multiplying by 0 and 1, so that an infinity or NaN on the side not taken goes nowhere, as in torch.
+select gradients instead of multiplying by 0 and 1, so that an infinity or NaN on the side not taken goes nowhere, as
+in torch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Pullback = Callable[[Expr, Expr, tuple[Expr, ...]], tuple[Expr | None, ...]]
 
 
 def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
-    """The gradient at each target (leaves or loads) for the gradient `seed` at `program`; ZERO where it does not depend on it."""
+    """The gradient at each target (leaves or loads) for the gradient `seed` at `program`; ZERO where it does not
+    depend on it."""
     order = list(walk(program))
     arriving: dict[Expr, Expr] = {program: seed}
     for part in reversed(order):

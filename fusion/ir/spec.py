@@ -39,7 +39,8 @@ class Operand:
     """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
 
     dtype: torch's name ("float32"). rank: number of dimensions. name: for people, e.g. "k" or "bias".
-    order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient is asked for
+    order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient
+    is asked for
         or the tensor is row-major.
     """
 

@@ -92,7 +92,8 @@ def by_hand(q, k, v, bias):
 
 B, H, N, M, D = 2, 4, 19, 23, 8
 CASES = [
-    (plain, None), (causal, None), (grouped, None), (biased, (1, H, N, M)), (biased, (B, 1, 1, M)), (table, (17, H)), (slopes, (H,)),
+    (plain, None), (causal, None), (grouped, None), (biased, (1, H, N, M)), (biased, (B, 1, 1, M)),
+    (table, (17, H)), (slopes, (H,)),
     (capped, ()), (tempered, (H,)), (sunk, (H,)), (weighted, (H, N, M)), (gated, (H, 1, 1)), (doubled, (1, H, N, M)),
     (detached, (H, N, M)), (by_hand, (H, N, M)),
 ]  # fmt: skip
@@ -274,9 +275,11 @@ def simple_spec(dims):
         return coord("b0"), coord("b1"), row, column
 
     spec = AttentionSpec(
-        sizes=("B0", "B1", "Nq", "Nk"), batch=(size("B0"), size("B1")), n_q=size("Nq"), n_k=size("Nk"), d=integer(D), d_v=integer(D + 4),
+        sizes=("B0", "B1", "Nq", "Nk"), batch=(size("B0"), size("B1")), n_q=size("Nq"), n_k=size("Nk"),
+        d=integer(D), d_v=integer(D + 4),
         operands=tuple(Operand(dtype="float32", rank=4, name=name) for name in "qkv"),
-        q=access(I, C), k=access(J, C), v=access(J, E), score=apply("fmul", SCORE, const(0.3)), normalizer=Normalizer.SOFTMAX,
+        q=access(I, C), k=access(J, C), v=access(J, E), score=apply("fmul", SCORE, const(0.3)),
+        normalizer=Normalizer.SOFTMAX,
         dtype="float32", out_dtype="float32", output=Output(dims=("b0", "b1", "i", "e"), order=dims),
     )  # fmt: skip
     return spec.to_json()

@@ -46,7 +46,8 @@ def test_with_other_numbers_of_queries_and_keys(function):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "function",
-    [spellings.operators_and_mt, spellings.softmax_in_float32, spellings.softmax_in_the_dtype_of_the_values, spellings.masked_fill_in_place, spellings.alibi,
+    [spellings.operators_and_mt, spellings.softmax_in_float32, spellings.softmax_in_the_dtype_of_the_values,
+     spellings.masked_fill_in_place, spellings.alibi,
      spellings.soft_capped, spellings.differential, spellings.sink_last, spellings.sigmoid_attention],
     ids=lambda f: f.__name__,
 )  # fmt: skip

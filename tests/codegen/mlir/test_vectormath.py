@@ -66,7 +66,7 @@ def test_transpose_and_sum(lanes: int) -> None:
 
     def rows(b: Builder, v: Value) -> list[Value]:
         turned = [b.shuffle(v, v, [(r + c) % lanes for c in range(lanes)]) for r in range(lanes)]
-        return [b.mul(row, float(10 ** (r % 3))) for r, row in enumerate(turned)]
+        return [b.as_value(b.mul(row, float(10 ** (r % 3))), v.type) for r, row in enumerate(turned)]
 
     block = torch.stack([x.roll(-r) * 10.0 ** (r % 3) for r in range(lanes)])
     assert torch.equal(apply(lambda b, v: transpose(b, rows(b, v))[1], x, lanes), block[:, 1])
