@@ -28,6 +28,7 @@ aten = torch.ops.aten
 def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     """The same computation as pre-dispatch ATen, with `meta["val"]` on every node. The argument is not changed."""
     _refuse_transforms(module)
+    _refuse_custom_gradients(module)
     fakes = _fake_inputs(module, example_inputs)
 
     def run(*args: Any) -> Any:
@@ -53,6 +54,16 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _refuse_custom_gradients(module: GraphModule) -> None:
+    """A `torch.autograd.Function` brings a backward of its own, which a retraced forward does not have."""
+    if not torch.is_grad_enabled():
+        return
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            if node.op == "call_function" and getattr(node.target, "__name__", "") == "autograd_function_apply":
+                raise nodes.Unsupported("the graph calls a torch.autograd.Function, whose own gradient must be kept")
 
 
 def _refuse_transforms(module: GraphModule) -> None:

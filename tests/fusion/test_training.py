@@ -297,3 +297,24 @@ def test_operators_obey_their_contracts(dims):
     out, statistics = torch.ops.fusion.attention_forward(plain_, sizes, spec, "auto")
     arguments = (torch.randn_like(out), out, statistics, plain_, sizes, spec, "auto", [True, False, True])
     torch.library.opcheck(torch.ops.fusion.attention_backward.default, arguments)
+
+
+def test_a_graph_with_a_gradient_of_its_own_is_left_alone():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def function(q, k, v):
+        return plain(Twice.apply(q), k, v)
+
+    tensors = inputs(None)
+    upstream = torch.randn_like(function(*tensors))
+    expected = gradients(function, tensors, upstream)
+    ours = torch.compile(function, backend="fusion", options={"inner": "aot_eager"})
+    for got, want in zip(gradients(ours, tensors, upstream), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
