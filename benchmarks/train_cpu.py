@@ -1,0 +1,129 @@
+"""Training one attention on a CPU: time of forward and backward, and memory that a step adds, against peers in one run.
+
+    python benchmarks/train_cpu.py [--lengths 512 1024 2048] [--heads 4] [--dtype float32] [--seconds 4]
+
+Peers: `scaled_dot_product_attention` in eager mode where it can express the case, and Inductor on the eager code. All
+run in turns
+within one process, so that what disturbs the machine disturbs all of them; medians are printed. Memory is the largest
+resident size during a step, in a process of its own, less that before the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import fusion
+
+WIDTH = 64
+Call = Callable[..., torch.Tensor]
+
+
+def full(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def biased(q, k, v, bias):
+    return torch.softmax(q @ k.transpose(-1, -2) / WIDTH**0.5 + bias, -1) @ v
+
+
+CASES: dict[str, Call] = {"full": full, "causal": causal, "bias": biased}
+
+
+def inputs(case: str, length: int, heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Q, K and V as layers make them, [1, N, H, d] transposed, and the bias that is trained, [1, H, N, N]."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, length, heads, WIDTH, dtype=dtype).transpose(1, 2) for _ in range(3)]
+    if case == "bias":
+        tensors.append(torch.randn(1, heads, length, length, dtype=dtype))
+    return [t.requires_grad_() for t in tensors]
+
+
+def contestants(case: str) -> dict[str, Call]:
+    function = CASES[case]
+    peers = {"fusion": torch.compile(function, backend="fusion"), "inductor": torch.compile(function)}
+    return peers | ({} if case == "bias" else {"sdpa": function})
+
+
+def step(function: Call, tensors: list[torch.Tensor], upstream: torch.Tensor) -> float:
+    """Seconds of one forward and backward."""
+    begun = time.perf_counter()
+    torch.autograd.grad(function(*tensors), tensors, upstream)
+    return time.perf_counter() - begun
+
+
+def measure(case: str, length: int, heads: int, dtype: torch.dtype, seconds: float) -> dict[str, float]:
+    """Median seconds of a step by contestant."""
+    tensors = inputs(case, length, heads, dtype)
+    upstream = torch.randn_like(tensors[0])
+    torch._dynamo.reset()
+    functions = contestants(case)
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        step(function, tensors, upstream), step(function, tensors, upstream)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["fusion"]) < 3:
+        for name, function in functions.items():
+            times[name].append(step(function, tensors, upstream))
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def peak(name: str, case: str, length: int, heads: int, dtype: torch.dtype) -> float:
+    """MiB that steps add to this process, which must be a fresh one: compilation happens on a short problem first."""
+    function = contestants(case)[name]
+    for n in (256, 512):  # two lengths: the second compilation has dynamic sizes
+        small = inputs(case, n, heads, dtype)
+        step(function, small, torch.randn_like(small[0]))
+    tensors = inputs(case, length, heads, dtype)
+    upstream = torch.randn_like(tensors[0])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step(function, tensors, upstream)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def peak_elsewhere(name: str, case: str, length: int, arguments: argparse.Namespace) -> float:
+    command = [sys.executable, __file__, "--peak", name, "--cases", case, "--lengths", str(length)]
+    command += ["--heads", str(arguments.heads), "--dtype", arguments.dtype]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048])
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=4.0, help="per case and length")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory too (a process each)")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.peak:
+        print(peak(arguments.peak, arguments.cases[0], arguments.lengths[0], arguments.heads, dtype))
+        return
+    print(f"{torch.get_num_threads()} threads, {arguments.heads} heads of {WIDTH}, {arguments.dtype}; times in ms")
+    for case in arguments.cases:
+        for length in arguments.lengths:
+            found = measure(case, length, arguments.heads, dtype, arguments.seconds)
+            ours = found["fusion"]
+            cells = [f"{name} {1e3 * value:8.2f} ({value / ours:4.2f}x)" for name, value in found.items()]
+            if arguments.memory:
+                cells += [f"{n} +{peak_elsewhere(n, case, length, arguments):.0f} MiB" for n in found]
+            print(f"{case:8}{length:6}  " + "  ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    assert fusion  # registers the backend where the package is not installed
+    main()
