@@ -5,6 +5,8 @@ entry composes primitives of `fusion.ir.ops`, so no emitter changes.
 
 Floating casts vanish (kernels compute in float32, at least as exact as the model), except on constants, where a cast
 can change the meaning: float32's finfo.min is -inf in float16.
+
+One file over the usual length: it is one table with its builders.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ Besides the operations of `fusion.ir.ops` such expressions contain, until `fusio
     dot          attr: number in `PullBack.products`
     softmax      attr: "softmax" or "safe_softmax"; args: the score at key J, then further columns (sinks)
     reduce       attr: "sum", "max" or "logsumexp"; args likewise; binds the coordinate J
+
+One file over the usual length: the walk is one class, a method for each kind of operation.
 """
 
 from __future__ import annotations

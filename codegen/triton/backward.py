@@ -1,6 +1,8 @@
 """The backward kernels: delta and dead rows first, then dQ by blocks of queries, dK and dV by blocks of keys.
 
 Scores are computed again from the operands and the forward's statistics of each row. `gradients` has the formulas.
+
+One file over the usual length: the three generated kernels are templates that are read side by side.
 """
 
 from __future__ import annotations

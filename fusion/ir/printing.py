@@ -13,6 +13,7 @@ _PRECEDENCE = {
     "feq": 4, "fne": 4, "flt": 4, "fle": 4, "ieq": 4, "ine": 4, "ilt": 4, "ile": 4,
     "fadd": 5, "fsub": 5, "add": 5, "fmul": 6, "div": 6, "mul": 6, "floordiv": 6, "mod": 6, "neg": 7, "pow": 8,
 }  # fmt: skip
+_NOT_ASSOCIATIVE = ("fsub", "div", "floordiv", "mod", "pow")
 _LEAVES = {"score": "s", "row_max": "m", "row_sum": "l"}
 
 
@@ -47,10 +48,10 @@ def _text(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
     if level == _ATOMIC:
         return PRIMITIVES[expr.op].text.format(*(text for text, _ in inner)), _ATOMIC
     # The right operand of a non-associative operation needs brackets at equal precedence.
-    strict = expr.op in ("fsub", "div", "floordiv", "mod", "pow")
+    strict = expr.op in _NOT_ASSOCIATIVE
     shown = [
-        f"({text})" if own < level or (own == level and position and strict) else text
-        for position, (text, own) in enumerate(inner)
+        f"({text})" if own < level or (own == level and position and (strict or arg.op in _NOT_ASSOCIATIVE)) else text
+        for position, (arg, (text, own)) in enumerate(zip(expr.args, inner, strict=True))
     ]
     if expr.op in ("add", "mul"):
         sign = " + " if expr.op == "add" else " * "

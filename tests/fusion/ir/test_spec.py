@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.ir import AttentionSpec, Output
+from fusion.ir import AttentionSpec, Output, integers
 from fusion.ir.expr import FALSE, SCORE, TRUE, I, J, Kind, const, coord, load
 from fusion.ir.ops import PRIMITIVES, apply, as_float, evaluate
 from fusion.passes.pointwise import swallows
@@ -101,3 +101,9 @@ def test_loads_evaluate_at_their_index():
     value = evaluate(load(3, (coord("b0"), J), Kind.FLOAT), lambda leaf: {
         "load": lambda *index: table[index], "coord": torch.tensor(2)}[leaf.op])  # fmt: skip
     assert value.item() == 10.0
+
+
+def test_a_quotient_within_a_product_keeps_its_brackets():
+    half = integers.floordiv(coord("b1"), 2)
+    assert str(integers.mul(16, half)) == "16 * (b1 // 2)"
+    assert str(integers.floordiv(coord("b1"), 2)) == "b1 // 2"
