@@ -37,7 +37,8 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(VENV)/.installed-dev $(VENV)/.installed-test
+# Examples and benchmarks are checked too: their imports must resolve.
+types: $(VENV)/.installed-dev $(VENV)/.installed-test $(VENV)/.installed-demo $(VENV)/.installed-bench
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed-bench
