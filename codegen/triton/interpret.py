@@ -40,16 +40,32 @@ def running() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    before = {name: getattr(tl, name) for name in _REDUCTIONS}
-    for name, function in before.items():
-        if isinstance(function, JITFunction):
-            setattr(tl, name, InterpretedFunction(function.fn))
+    with _language_restored(), _exact_bfloat16():
+        for name in _REDUCTIONS:
+            function = getattr(tl, name)
+            if isinstance(function, JITFunction):
+                setattr(tl, name, InterpretedFunction(function.fn))
+        yield
+
+
+@contextlib.contextmanager
+def _language_restored() -> Iterator[None]:
+    """Undo what is replaced in Triton's language inside. The interpreter does so itself for the kernel, but not for the
+    device functions that a kernel calls, and then nothing compiles any more in this process."""
+    import triton.language as tl
+
+    places = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+    before = [dict(vars(place)) for place in places]
     try:
-        with _exact_bfloat16():
-            yield
+        yield
     finally:
-        for name, function in before.items():
-            setattr(tl, name, function)
+        for place, members in zip(places, before, strict=True):
+            now = dict(vars(place))
+            for name in now.keys() - members.keys():
+                delattr(place, name)
+            for name, member in members.items():
+                if now.get(name) is not member:
+                    setattr(place, name, member)
 
 
 @contextlib.contextmanager

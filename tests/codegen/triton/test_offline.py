@@ -62,3 +62,17 @@ def test_split_keys_on_hopper() -> None:
     part, combine = compile_offline(spec, kernels, 128, 128, {k.name: tile for k in kernels}, "sm_90")
     assert part.fits and part.matrix["mma"] > 0 and part.spills == 0, part
     assert not part.lost and not combine.lost
+
+
+def test_kernels_compile_after_others_were_interpreted(tmp_path, monkeypatch) -> None:
+    """In one process, and not from Triton's cache."""
+    from fusion.codegen.triton.launch import Kernel
+    from fusion.codegen.triton.tiles import Tile
+    from tests.codegen.mlir.cases import draw
+
+    c = case("alibi", "bfloat16", 64)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 8, "Nk": 8})
+    Kernel(c.spec, Tile(rows=16, keys=16, warps=4, stages=1))(operands, sizes)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    check(facts_of(c.spec, "sm_80"))
+    assert any(tmp_path.iterdir())
