@@ -7,6 +7,7 @@ anything. Predicates that load data (padding, documents) bound nothing here.
 
 from __future__ import annotations
 
+import enum
 import math
 
 from fusion.ir import integers
@@ -36,9 +37,7 @@ def decided(expr: Expr, bounds: integers.Bounds) -> Expr:
     return rebuild(expr, leaf)
 
 
-def understand(
-    score: Expr, bounds: integers.Bounds, keys: Expr, normalizer: Normalizer = Normalizer.SOFTMAX
-) -> MaskFacts | None:
+def understand(score: Expr, normalizer: Normalizer = Normalizer.SOFTMAX) -> MaskFacts | None:
     """What is known of the mask in a score program; None if it has none (or it is not that of a softmax)."""
     if normalizer is Normalizer.NONE:
         live, fill = _zero_weights(score), 0.0
@@ -46,8 +45,19 @@ def understand(
         live, fill = _split(score)
     if live is TRUE:
         return None
-    low, high = _range(live, bounds, keys)
-    return MaskFacts(live=live, key_lo=low, key_hi=high, fill=fill)
+    low, high = _range(live, Side.ANY)
+    full_low, full_high, known = _full_range(live)
+    full: Expr | None = substitute(score, _holding(known))
+    if full is score:
+        full = full_low = full_high = None
+    return MaskFacts(
+        live=live, key_lo=low, key_hi=high, full_lo=full_low, full_hi=full_high, full=full, fill=fill
+    )  # fmt: skip
+
+
+def _holding(predicates: list[Expr]) -> dict[Expr, Expr]:
+    """What to put in the place of predicates that hold, and of their negations."""
+    return dict.fromkeys(predicates, TRUE) | {apply("not", part): FALSE for part in predicates}
 
 
 def _split(score: Expr) -> tuple[Expr, float]:
@@ -85,15 +95,44 @@ def _zero_weights(weight: Expr) -> Expr:
 
 # --- key ranges -------------------------------------------------------------------------------------------------
 
+Ends = tuple[Expr | None, Expr | None]
+"""(lo, hi) of lo <= j < hi; None where unbounded."""
 
-def _range(live: Expr, bounds: integers.Bounds, keys: Expr) -> tuple[Expr | None, Expr | None]:
-    """(lo, hi): live keys of rows i0..i1 satisfy lo <= j < hi; the tightest of all conjuncts, None where unbounded."""
-    lows, highs = [], []
+
+class Side(enum.Enum):
+    """Of the rows i0..i1 of a block, those for which keys are asked."""
+
+    ANY = "any"
+    """The range holds every key for which the predicate is true in some row."""
+    ALL = "all"
+    """For every key of the range the predicate is true in all rows."""
+
+
+def _full_range(live: Expr) -> tuple[Expr | None, Expr | None, list[Expr]]:
+    """(lo, hi, conjuncts): a range of keys in which these conjuncts hold for all rows of a block."""
+    lows, highs, known = [], [], []
     for part in conjuncts(live):
-        low, high = _bound(part, bounds)
+        low, high = _bound(part, Side.ALL)
+        if low is None and high is None:
+            continue
+        known.append(part)
         lows += [] if low is None else [low]
         highs += [] if high is None else [high]
-    return _extreme("imax", lows), _extreme("imin", highs)
+    return _extreme("imax", lows), _extreme("imin", highs), known
+
+
+def _range(live: Expr, side: Side) -> Ends:
+    """The range of a conjunction. ANY: the tightest of all conjuncts. ALL: none where a conjunct has none."""
+    ends = [_bound(part, side) for part in conjuncts(live)]
+    if side is Side.ALL and (None, None) in ends:
+        return None, None
+    return _joined(ends)
+
+
+def _joined(ends: list[Ends]) -> Ends:
+    """The intersection."""
+    lows, highs = ([end[k] for end in ends if end[k] is not None] for k in (0, 1))
+    return _extreme("imax", lows), _extreme("imin", highs)  # type: ignore[arg-type]
 
 
 def _extreme(name: str, values: list[Expr]) -> Expr | None:
@@ -105,40 +144,48 @@ def _extreme(name: str, values: list[Expr]) -> Expr | None:
     return result
 
 
-def _bound(part: Expr, bounds: integers.Bounds) -> tuple[Expr | None, Expr | None]:
-    """The key range that one predicate allows, over all rows of a block."""
+def _bound(part: Expr, side: Side) -> Ends:
+    """The key range of one predicate. (None, None) says for ANY that all keys may be live, for ALL that no range is
+    known."""
     if loads(part):
         return None, None
     if part.op == "or":
-        left, right = (_range(arg, bounds, integers.integer(0)) for arg in part.args)
-        low = None if left[0] is None or right[0] is None else apply("imin", left[0], right[0])
-        high = None if left[1] is None or right[1] is None else apply("imax", left[1], right[1])
-        return low, high
+        return _either(*(_range(arg, side) for arg in part.args), side)
     if part.op == "and":
-        return _range(part, bounds, integers.integer(0))
+        return _range(part, side)
     if part.op == "ieq":
-        ahead, behind = (_at_most(*pair) for pair in (part.args, part.args[::-1]))
-        lows = [x for x in (ahead[0], behind[0]) if x is not None]
-        highs = [x for x in (ahead[1], behind[1]) if x is not None]
-        return _extreme("imax", lows), _extreme("imin", highs)
+        ends = [_at_most(*pair, side) for pair in (part.args, part.args[::-1])]
+        return (None, None) if side is Side.ALL and (None, None) in ends else _joined(ends)
     if part.op == "ile":
-        return _at_most(*part.args)
+        return _at_most(*part.args, side)
     if part.op == "ilt":
-        return _at_most(integers.add(part.args[0], 1), part.args[1])
+        return _at_most(integers.add(part.args[0], 1), part.args[1], side)
     return None, None
 
 
-def _at_most(left: Expr, right: Expr) -> tuple[Expr | None, Expr | None]:
+def _either(left: Ends, right: Ends, side: Side) -> Ends:
+    """Of two alternatives. ANY: the hull. ALL: the union of half-lines to the same side, else one of the two."""
+    if side is Side.ANY:
+        low = None if left[0] is None or right[0] is None else apply("imin", left[0], right[0])
+        return low, None if left[1] is None or right[1] is None else apply("imax", left[1], right[1])
+    for k, name in ((1, "imax"), (0, "imin")):
+        one, other = left[k], right[k]
+        if one is not None and other is not None and left[1 - k] is None and right[1 - k] is None:
+            joined = apply(name, one, other)
+            return (None, joined) if k else (joined, None)
+    return right if left == (None, None) else left
+
+
+def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
     """The keys with left <= right, i.e. g = right - left >= 0, where g holds j once, in one term, affinely."""
     if left.op == "iabs":  # |x| <= y is x <= y and -x <= y
-        pair = [_at_most(side, right) for side in (left.args[0], integers.neg(left.args[0]))]
-        lows, highs = ([p[k] for p in pair if p[k] is not None] for k in (0, 1))
-        return _extreme("imax", lows), _extreme("imin", highs)  # type: ignore[arg-type]
+        ends = [_at_most(arm, right, side) for arm in (left.args[0], integers.neg(left.args[0]))]
+        return (None, None) if side is Side.ALL and (None, None) in ends else _joined(ends)
     difference = integers.sub(right, left)
     holder, coefficient, rest = _isolate(difference)
     if holder is None or not coefficient:
         return None, None
-    rest = _largest(rest)
+    rest = _at_extreme_row(rest, side)
     if rest is None:
         return None, None
     if coefficient < 0:  # holder <= rest / -coefficient
@@ -185,16 +232,18 @@ def _affine(quotient: Expr) -> tuple[Expr, Expr] | None:
     return quotient.args[1], parts[1]
 
 
-def _largest(expr: Expr) -> Expr | None:
-    """The maximum of an expression over rows i0..i1, monotone term by term; None where that cannot be told."""
+def _at_extreme_row(expr: Expr, side: Side) -> Expr | None:
+    """The maximum (ANY) or minimum (ALL) of an expression over rows i0..i1, monotone term by term; None where that
+    cannot be told."""
     total = integers.integer(0)
     for monomial, coefficient in integers.terms(expr).items():
         holding = [atom for atom in monomial if contains(atom, I)]
         if len(holding) > 1:
             return None
+        row = I1 if (coefficient > 0) == (side is Side.ANY) else I0
         term = integers.integer(coefficient)
         for atom in monomial:
-            term = integers.mul(term, atom if atom not in holding else _at_row(atom, I1 if coefficient > 0 else I0))
+            term = integers.mul(term, atom if atom not in holding else _at_row(atom, row))
         if holding and not _monotone(holding[0], monomial):
             return None
         total = integers.add(total, term)

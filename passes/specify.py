@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output
 from fusion.ir.expr import SCORE, Expr, J, Kind, load, rebuild, size, walk
-from fusion.ir.spec import MaskFacts
+from fusion.ir.spec import MASK_EXPRESSIONS, MaskFacts
 from fusion.passes import nodes
 from fusion.passes.find import Attention, Site
 from fusion.passes.masks import decided, understand
@@ -44,7 +44,7 @@ def specify(site: Site, attention: Attention) -> Specified:
     score, weight = decided(resolve(core.score), bounds), decided(resolve(core.weight), bounds)
     sinks = tuple(resolve(sink) for sink in core.sinks)
     row_scale = None if core.row_scale is None else resolve(core.row_scale)
-    mask = understand(score, site.bounds, attention.keys, core.normalizer)
+    mask = understand(score, core.normalizer)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if str(dim.attr).startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
     differentiable = bool(site.root.meta.get("requires_grad")) and any(o.meta.get("requires_grad") for o in operands)
@@ -166,17 +166,8 @@ class _Sizes:
 
 
 def _rename_mask(mask: MaskFacts, rename: _Sizes) -> MaskFacts:
-    def renamed(expr: Expr | None) -> Expr | None:
-        return None if expr is None else rename(expr)
-
-    return MaskFacts(
-        live=rename(mask.live),
-        key_lo=renamed(mask.key_lo),
-        key_hi=renamed(mask.key_hi),
-        full_lo=renamed(mask.full_lo),
-        full_hi=renamed(mask.full_hi),
-        fill=mask.fill,
-    )
+    renamed = {name: None if (e := getattr(mask, name)) is None else rename(e) for name in MASK_EXPRESSIONS}
+    return replace(mask, **renamed)  # type: ignore[arg-type]
 
 
 def _static(extent: Expr, what: str) -> Expr:

@@ -17,7 +17,6 @@ One file over the usual length: the roles of the kernel share nearly every metho
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -415,8 +414,7 @@ class _Backward(KernelFunction):
         (i0, rows), (j0, columns) = ends
         known = {I0: i0, I1: b.sub(b.add(i0, rows), 1), J0: j0, J1: b.sub(b.add(j0, columns), 1)}
         tile = Scope(context=self.context, parent=scope, known=known)
-        conditions = [b.compare("sge", tile.value(g), 0) for g in self.programs.margins]
-        return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "all_live"), conditions)
+        return self._whole(tile)
 
     def _group(self, scope, first, count, g, r0, n, steps, full: bool) -> None:
         """P and dS of one group of lanes and one block of rows."""

@@ -15,7 +15,6 @@ long as the keys.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.amx import LARGE_BITS, Amx
@@ -266,7 +265,8 @@ class _Kernel(KernelFunction):
         b, p, lanes = self.b, self.products, self.lanes
         steps = b.div(b.add(n, p.key_step - 1), p.key_step, "steps")
         block = KeyBlock(first=j0, count=n, padded=b.mul(steps, p.key_step))
-        whole = self._all_live(scope, j0, n)
+        ends = {J0: j0, J1: b.sub(b.add(j0, n), 1)}
+        whole = self._whole(Scope(context=self.context, parent=scope, known=ends))
         start, last = scope.value(coord("i0")), scope.value(coord("i1"))
         for table in self.tables:
             table.fill(scope, start, last, j0, b.sub(b.add(j0, n), 1))
@@ -286,16 +286,6 @@ class _Kernel(KernelFunction):
         weights = Groups(first=self.weights, stride=p.weight_bytes(self.tiling.keys))
         row = p.e_padded * lanes * 4
         p.accumulate_sets(at, steps, weights, Groups(first=b.at(self.output, b.mul(g, row), "i8"), stride=row), sets)
-
-    def _all_live(self, scope: Scope, first: Value, count: Value) -> Value | None:
-        """Whether the conditions that the variant for full blocks leaves out hold for all rows and keys of the
-        block."""
-        if self.programs.full is None:
-            return None
-        b = self.b
-        block = Scope(context=self.context, parent=scope, known={J0: first, J1: b.sub(b.add(first, count), 1)})
-        conditions = [b.compare("sge", block.value(g), 0) for g in self.programs.margins]
-        return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "all_live"), conditions)
 
     def _lane_scope(self, scope: Scope, first: Value, count: Value, g: Value) -> Scope:
         b = self.b

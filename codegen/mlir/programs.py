@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fusion.ir import integers, ops
-from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, coord, rebuild, substitute, walk
+from fusion.ir import ops
+from fusion.ir.expr import SCORE, Expr, Kind, const, contains, coord, rebuild
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 I0, I1, J0, J1 = (coord(name) for name in ("i0", "i1", "j0", "j1"))
@@ -20,30 +20,23 @@ LARGEST = 3.4028234663852886e38
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """masked: the whole program. full: the program for blocks where the integer conditions of the mask hold everywhere,
-    or None. margins: INT expressions in b.., i0, i1, j0, j1 (first and last row and key), none negative where that is
-    so. Programs are in units of `scale`: the score is scale * program."""
+    """masked: the whole program. full: that of `MaskFacts.full`, or None. Both are in units of `scale`: the score is
+    scale * program."""
 
     masked: Expr
     full: Expr | None
-    margins: tuple[Expr, ...]
     scale: float
 
 
 def programs_of(spec: AttentionSpec) -> Programs:
     """The variants of a spec's program."""
-    score, full = spec.score, None
-    margins: tuple[Expr, ...] = ()
-    if spec.mask is not None:
-        decided = {part: margin for part in ops.conjuncts(spec.mask.live) if (margin := _margin(part)) is not None}
-        full = substitute(score, dict.fromkeys(decided, TRUE))
-        full, margins = (None, ()) if full is score else (full, tuple(decided.values()))
+    score, full = spec.score, None if spec.mask is None else spec.mask.full
     score, full = simplified(score), None if full is None else simplified(full)
     scale = 1.0 if spec.normalizer is Normalizer.NONE else _factor(score)
     if scale == 1.0 or (full is not None and _factor(full) != scale):
-        return Programs(masked=score, full=full, margins=margins, scale=1.0)
+        return Programs(masked=score, full=full, scale=1.0)
     full = None if full is None else _divide(full, scale)
-    return Programs(masked=_divide(score, scale), full=full, margins=margins, scale=scale)
+    return Programs(masked=_divide(score, scale), full=full, scale=scale)
 
 
 def simplified(expr: Expr) -> Expr:
@@ -69,23 +62,6 @@ def simplified(expr: Expr) -> Expr:
 def _is_factor(expr: Expr) -> bool:
     """A constant that neither over- nor underflows when folded."""
     return expr.op == "const" and expr.kind is Kind.FLOAT and 1e-6 < abs(float(expr.attr)) < 1e6  # type: ignore[arg-type]
-
-
-def _margin(predicate: Expr) -> Expr | None:
-    """The least value over a block of right - left (less one for `<`) of a comparison linear in row and key; None for
-    others."""
-    if predicate.op not in ("ile", "ilt") or any(part.op in ("load", "to_int") for part in walk(predicate)):
-        return None
-    left, right = predicate.args
-    rest = integers.sub(right, left)
-    least = integers.integer(-1 if predicate.op == "ilt" else 0)
-    for position, first, last in ((I, I0, I1), (J, J0, J1)):
-        parts = integers.linear(rest, position)
-        if parts is None or not parts[0].is_const:
-            return None
-        coefficient, rest = int(parts[0].attr), parts[1]  # type: ignore[arg-type]
-        least = integers.add(least, integers.mul(coefficient, first if coefficient > 0 else last))
-    return integers.add(least, rest)
 
 
 def _factor(expr: Expr) -> float:

@@ -4,13 +4,14 @@ coordinates of a work item, the range of keys, and writing rows of the result.""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.programs import LARGEST, Programs, programs_of
+from fusion.codegen.mlir.programs import J0, J1, LARGEST, Programs, programs_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Params, Scope
 from fusion.codegen.mlir.softmax import Exponent
@@ -154,6 +155,21 @@ class KernelFunction:
         if high is not None:
             end = b.most(b.least(b.as_value(scope.integer(high), "i64"), self.n_k), 0, "key_hi")
         return start, end
+
+    def _whole(self, tile: Scope) -> Value | None:
+        """Whether the program for full tiles may stand for a whole tile, in a scope that knows its i0, i1, j0 and j1;
+        None where there is no such program."""
+        b, mask = self.b, self.spec.mask
+        if self.programs.full is None or mask is None:
+            return None
+        conditions = [b.constant(1, "i1")]
+        if mask.full_lo is not None:
+            conditions.append(b.compare("sge", tile.value(J0), b.as_value(tile.integer(mask.full_lo), "i64")))
+        if mask.full_hi is not None:
+            conditions.append(b.compare("slt", tile.value(J1), b.as_value(tile.integer(mask.full_hi), "i64")))
+        if mask.tile_mixed is not None:
+            conditions.append(b.compare("eq", b.as_value(tile.integer(mask.tile_mixed), "i64"), 0))
+        return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "whole"), conditions)
 
     # -- packing K and V
     # ------------------------------------------------------------------------------------------------------

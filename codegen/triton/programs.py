@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from fusion.ir import ops
-from fusion.ir.expr import SCORE, TRUE, Expr, Kind, const, contains, substitute, walk
+from fusion.ir.expr import SCORE, Expr, Kind, const, contains, walk
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 LARGEST = 3.4028234663852886e38
@@ -53,12 +53,8 @@ class Programs:
 
 def programs_of(spec: AttentionSpec) -> Programs:
     """The variants of a spec's program."""
-    score, full = spec.score, None
-    mask = spec.mask
-    if mask is not None and (mask.full_lo is not None or mask.full_hi is not None):
-        live = dict.fromkeys(ops.conjuncts(mask.live), TRUE)
-        full = substitute(score, live | {mask.live: TRUE})
-        full = None if full is score else full
+    score = spec.score
+    full = None if spec.mask is None or spec.mask.tile_mixed is not None else spec.mask.full
     if spec.normalizer is Normalizer.NONE:
         return Programs(masked=score, full=full, scale=1.0, guarded=False)
     guarded = not _tame(score)

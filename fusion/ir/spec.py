@@ -80,7 +80,12 @@ class MaskFacts:
     live: predicate in b.., i, j; where it is false the score program is a constant <= `fill`, below every live score.
     key_lo, key_hi: INT expressions in b.., and the coordinates `i0`, `i1` (first and last query row of a block);
         outside key_lo <= j < key_hi no key of rows i0..i1 is live. Not clamped to [0, n_k).
-    full_lo, full_hi: likewise, a range in which every key is live for all rows i0..i1; None when there is none known.
+    full: the score program where it is simpler because masks need not be evaluated: for tiles within the full range
+        and without mixed cells. None where there is no such range and no map, or nothing becomes simpler.
+    full_lo, full_hi: likewise, the keys for which `full` may stand for all rows i0..i1; None where unbounded.
+    tile_live, tile_mixed: INT expressions in b.., i0, i1, j0, j1 (first and last row and key of a tile), from a map
+        that another op made of the masks' data (`fusion.ir.tilemap`). tile_live = 0: no score of the tile is live;
+        tile_mixed = 0 (and keys within the full range): `full` may stand for the whole tile. None without a map.
     fill: the largest value that a dead score can take (before base-2 scaling), e.g. finfo.min or -inf. A row whose
         maximum over the visited keys is not above `fill / 2` (for -inf: not above -inf) met no live key: its block
         must be computed again over all keys, because eager then gives NaN or a mean over all keys.
@@ -91,7 +96,19 @@ class MaskFacts:
     key_hi: Expr | None = None
     full_lo: Expr | None = None
     full_hi: Expr | None = None
+    full: Expr | None = None
+    tile_live: Expr | None = None
+    tile_mixed: Expr | None = None
     fill: float
+
+    @property
+    def skips(self) -> bool:
+        """Whether tiles may be skipped because of what is known of the mask."""
+        return not (self.key_lo is None and self.key_hi is None and self.tile_live is None)
+
+    def expressions(self) -> tuple[Expr, ...]:
+        """All that are there."""
+        return tuple(e for name in MASK_EXPRESSIONS if (e := getattr(self, name)) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +180,7 @@ class AttentionSpec:
 
     def expressions(self) -> tuple[Expr, ...]:
         """Every expression of the spec."""
-        mask = self.mask
-        facts = () if mask is None else (mask.live, mask.key_lo, mask.key_hi, mask.full_lo, mask.full_hi)
+        facts = () if self.mask is None else self.mask.expressions()
         every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, self.score)
         return tuple(e for e in (*every, self.weight, *self.sinks, self.row_scale, *facts) if e is not None)
 
@@ -180,7 +196,8 @@ class AttentionSpec:
 
 _EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "score", "weight", "row_scale")
 _EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
-_MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi")
+MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi", "full", "tile_live", "tile_mixed")
+"""The fields of `MaskFacts` that are expressions."""
 
 
 def _encode_number(value: object) -> object:
@@ -202,7 +219,7 @@ def _to_json(spec: AttentionSpec) -> str:
     document["normalizer"], document["dtype"], document["out_dtype"] = spec.normalizer.value, spec.dtype, spec.out_dtype
     document["output"] = [spec.output.dims, spec.output.order]
     if spec.mask is not None:
-        mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in _MASK_EXPRESSIONS}
+        mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in MASK_EXPRESSIONS}
         document["mask"] = mask | {"fill": repr(spec.mask.fill)}
     return json.dumps(document, separators=(",", ":"))
 
@@ -219,7 +236,7 @@ def _from_json(text: str) -> AttentionSpec:
         return None if position is None else nodes[position]
 
     mask = document.get("mask")
-    facts = {name: at(mask[name]) for name in _MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
+    facts = {name: at(mask[name]) for name in MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
     fields = {name: at(document[name]) for name in _EXPRESSION_FIELDS}
     fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
     return AttentionSpec(

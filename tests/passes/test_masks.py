@@ -9,7 +9,7 @@ import torch
 
 import fusion
 from fusion.ir import integers
-from fusion.ir.expr import TRUE, I, J, const, coord
+from fusion.ir.expr import SCORE, TRUE, I, J, const, coord, walk
 from fusion.ir.ops import apply, evaluate
 from fusion.passes.masks import decided, understand
 from tests.numerics import assert_as_exact_as_eager
@@ -101,25 +101,51 @@ def _check_range(mask, live, keys):
         assert all(low <= j < high for j in alive)
 
 
+def _check_full(mask, score):
+    """In the full range the simpler program is the score program."""
+    if mask.full is None:
+        return
+    for first in range(0, N, 5):
+        i, j = torch.meshgrid(torch.arange(first, min(first + 5, N)), torch.arange(N), indexing="ij")
+        ends = {"i0": first, "i1": min(first + 4, N - 1)}
+        low = 0 if mask.full_lo is None else max(0, _value(mask.full_lo, **ends))
+        high = N if mask.full_hi is None else max(0, min(N, _value(mask.full_hi, **ends)))
+        raw = torch.arange(i.numel(), dtype=torch.float32).reshape(i.shape)
+
+        def leaf(part, i=i, j=j, raw=raw):
+            return raw if part.op == "score" else {"i": i, "j": j}[str(part.attr)]
+
+        whole, simple = (evaluate(e, leaf).expand(i.shape)[:, low:high] for e in (score, mask.full))
+        assert torch.equal(whole, simple)
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causal_is_understood(name):
-    mask = _site(CAUSAL[name]).spec.mask
+    spec = _site(CAUSAL[name]).spec
+    mask = spec.mask
     assert mask.live is apply("ile", J, I)
     assert str(mask.key_hi) == "i1 + 1"
+    assert str(mask.full_hi) == "i0 + 1" and mask.full_lo is None
+    assert mask.full is not None and not any(part.op == "coord" for part in walk(mask.full))
+    _check_full(mask, spec.score)
 
 
 @pytest.mark.parametrize("name", WINDOW)
 def test_window_is_understood(name):
     mask = _site(WINDOW[name]).spec.mask
     assert (_value(mask.key_lo, i0=20, i1=24), _value(mask.key_hi, i0=20, i1=24)) == (14, 31)
+    assert (_value(mask.full_lo, i0=20, i1=24), _value(mask.full_hi, i0=20, i1=24)) == (18, 27)
     _check_range(mask, lambda i, j: abs(i - j) < 7, N)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_are_understood(name):
     program, live = OTHERS[name]
-    mask = _site(program).spec.mask
+    spec = _site(program).spec
+    mask = spec.mask
     _check_range(mask, live, N)
+    _check_full(mask, spec.score)
+    assert (mask.full is None) == (name == "dilated")
     for i in range(0, N, 3):
         for j in range(N):
             got = evaluate(mask.live, lambda leaf, i=i, j=j: torch.tensor({"i": i, "j": j}[str(leaf.attr)]))
@@ -154,13 +180,14 @@ def test_random_affine_predicates_bound_their_keys(terms, divisor, divide):
         live = apply("and", live, apply(op, value, const(0)))
     bounds = {I: integers.integer(N), J: integers.integer(N)}
     simple = decided(live, bounds)
-    score = apply("where", simple, apply("to_float", J), const(-math.inf))
-    mask = understand(score, bounds, integers.integer(N))
+    score = apply("where", simple, SCORE, const(-math.inf))
+    mask = understand(score)
     i, j = torch.meshgrid(torch.arange(N), torch.arange(N), indexing="ij")
     where = evaluate(live, lambda leaf: {"i": i, "j": j}[str(leaf.attr)]).expand(N, N)
     assert torch.equal(evaluate(simple, lambda leaf: {"i": i, "j": j}[str(leaf.attr)]).expand(N, N), where)
     if mask is not None and mask.live.op != "const":
         _check_range(mask, lambda i, j: bool(where[i, j]), N)
+        _check_full(mask, score)
 
 
 def test_coordinates_of_blocks_are_the_only_ones_in_a_range():
