@@ -11,6 +11,7 @@ from typing import Any
 
 _EXPORTS = {
     "collect_reports": "fusion.report",
+    "compare": "fusion.comparing",
     "explain": "fusion.explaining",
     "FusionError": "fusion.errors",
     "Machine": "fusion.machine",
@@ -19,7 +20,7 @@ _EXPORTS = {
     "plan": "fusion.plan",
     "Report": "fusion.report",
 }
-__all__ = ["FusionError", "Machine", "Options", "Report", "collect_reports", "explain", "machine", "plan"]
+__all__ = ["FusionError", "Machine", "Options", "Report", "collect_reports", "compare", "explain", "machine", "plan"]
 
 
 def _register() -> None:

@@ -15,7 +15,7 @@ from fusion import logs, op, runtime  # noqa: F401  (op registers torch.ops.fusi
 from fusion.errors import StrictError
 from fusion.ir import AttentionSpec
 from fusion.options import Options
-from fusion.passes import nodes
+from fusion.passes import nodes, region
 from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import rewrite
@@ -51,8 +51,9 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
     try:
         graph = normalize(module, example_inputs)
         sites = find_sites(graph.graph)
+        drawn = [region.before(site) for site in sites]
         specified = rewrite(graph, sites, _supports(options), options.emitter)
-        report = _report(sites, specified, nodes.size_hints(graph.graph), options)
+        report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     except Exception as problem:
         if options.strict:
             raise
@@ -71,18 +72,28 @@ def _supports(options: Options) -> Callable[[AttentionSpec, torch.device], str |
 
 
 def _report(
-    sites: Sequence[Site], specified: Mapping[int, Sequence[Specified]], hints: Mapping[str, int], options: Options
+    sites: Sequence[Site],
+    specified: Mapping[int, Sequence[Specified]],
+    drawn: Sequence[region.Region],
+    hints: Mapping[str, int],
+    options: Options,
 ) -> Report:
     report = Report()
-    for number, site in enumerate(sites):
+    for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
         parts = specified.get(number, ())
+        blame = None if site.reason is None else site.blame
         report.sites.append(
             SiteReport(
                 fused=number in specified,
                 reason=site.reason,
+                stopped_by=None if blame is None else str(blame.target),
+                stopped_at=None if blame is None else nodes.source_line(blame),
                 location=nodes.source_line(site.anchor),
                 module=nodes.module_path(site.anchor),
+                before=region.marked(before, blame),
+                after=region.after(before, parts) if parts else None,
                 specs=tuple(part.spec for part in parts),
+                sizes=tuple(_sizes(part, hints) for part in parts),
                 plans=tuple(_plan(part, hints, options) for part in parts),
                 sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) or "" for part in parts),
             )
@@ -93,9 +104,13 @@ def _report(
 def _plan(part: Specified, hints: Mapping[str, int], options: Options) -> Plan:
     """What the kernel is predicted to cost at the sizes of this trace."""
     tile = runtime.kernel_tile(part.spec, part.device, options.emitter)
-    sizes = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
     machine = None if part.device == "cpu" else part.device
-    return plan(part.spec, machine, sizes=dict(zip(part.spec.sizes, sizes, strict=True)), tile=tile)
+    return plan(part.spec, machine, sizes=_sizes(part, hints), tile=tile)
+
+
+def _sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
+    values = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
+    return dict(zip(part.spec.sizes, values, strict=True))
 
 
 def _count(report: Report) -> None:

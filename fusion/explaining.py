@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fusion.comparing import original_of
 from fusion.options import Options
 from fusion.report import NO_ATTENTION, Report
 
@@ -26,9 +27,11 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Repor
         reports.append(report)
         return graph.forward
 
-    original = getattr(function, "_torchdynamo_orig_callable", getattr(function, "_orig_mod", function))
+    original = original_of(function)
     torch.compile(original, backend=backend)(*args, **kwargs)
-    return merge(reports)
+    whole = merge(reports)
+    whole.function = original
+    return whole
 
 
 def merge(reports: list[Report]) -> Report:

@@ -50,12 +50,12 @@ class Candidate:
     def __str__(self) -> str:
         if self.reason:
             return f"{self.schedule}: {self.reason}"
-        return f"{self.schedule} {_tile_text(self.tile)}: I/O {self.io:.4g}, {self.time_text}"
+        return f"{self.schedule} {tile_text(self.tile)}: I/O {self.io:.4g}, {self.time_text}"
 
     @property
     def time_text(self) -> str:
         """The predicted time, with a sign where it is a lower limit."""
-        return ">=" * self.ideal + _seconds(self.time)
+        return ">=" * self.ideal + seconds_text(self.time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +131,10 @@ class Plan:
         values = {**sizes, **dict(self.tile)}
         text = re.sub(
             r"\b[A-Za-z]\w*\b",
-            lambda match: _number(values[match[0]]) if match[0] in values else match[0],
+            lambda match: number_text(values[match[0]]) if match[0] in values else match[0],
             self.symbolic,
         )
-        return f"{text} = {_number(self.io / self.problem.problems)}"
+        return f"{text} = {number_text(self.io / self.problem.problems)}"
 
     def alternatives(self) -> tuple[Candidate, ...]:
         """Every schedule weighed for this problem, best first (cached)."""
@@ -145,26 +145,29 @@ class Plan:
         lines = [
             f"problem    {self.problem}",
             f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
-            f"schedule   {self.schedule} {_tile_text(self.tile)}, footprint {_number(self.footprint)} elements",
+            f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements",
             f"I/O        {self.symbolic}",
             f"           = {self.formula} per head",
-            f"           x {self.problem.problems} heads = {_number(self.io)} elements = {_bytes(self.io_bytes)}",
-            f"bound      {_number(self.bound)} elements; ratio {self.ratio:.2f}",
+            f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
+            f" = {bytes_text(self.io_bytes)}",
+            f"bound      {number_text(self.bound)} elements; ratio {self.ratio:.2f}",
         ]
         if self.machine.kind != "model":
-            parts = ", ".join(f"{name} {_seconds(value)}" for name, value in self.resources)
-            lines.append(f"time       {_seconds(self.time)} predicted, limited by {self.limited_by} ({parts})")
+            parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources)
+            lines.append(f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})")
         others = [f"{candidate}" for candidate in self.alternatives() if candidate.schedule != self.schedule]
         if self.machine.kind != "model" and any(candidate.ideal for candidate in self.alternatives()):
             others.append("(>=: no kernel of it here; its time if the busiest resource were never idle)")
         return "\n".join(lines + [f"{'others' if index == 0 else '':10} {text}" for index, text in enumerate(others)])
 
     def __str__(self) -> str:
-        moved = f"I/O {_bytes(self.io_bytes)} ({self.ratio:.2f}x bound)"
+        moved = f"I/O {bytes_text(self.io_bytes)} ({self.ratio:.2f}x bound)"
         time = (
-            "" if self.machine.kind == "model" else f", {_seconds(self.time)} predicted, limited by {self.limited_by}"
+            ""
+            if self.machine.kind == "model"
+            else f", {seconds_text(self.time)} predicted, limited by {self.limited_by}"
         )
-        return f"{self.schedule} {_tile_text(self.tile)} on {self.machine.name}: {moved}{time}"
+        return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}{time}"
 
 
 def plan(
@@ -314,25 +317,25 @@ def cpu_tile(
     return chosen.B_r, chosen.B_c
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
     return f"{int(value)}" if float(value).is_integer() else f"{value:.4g}"
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= unit:
             return f"{value / unit:.3g} {name}"
     return f"{value / 1e-9:.3g} ns"
 
 
-def _bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= unit:
             return f"{value / unit:.3g} {name}"
     return f"{value:.0f} B"
 
 
-def _tile_text(tile: tuple[tuple[str, int], ...]) -> str:
+def tile_text(tile: tuple[tuple[str, int], ...]) -> str:
     return " ".join(f"{name}={size}" for name, size in tile)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
 from fusion.ir import AttentionSpec
+from fusion.passes.region import Region
 from fusion.plan import Plan
+
+if TYPE_CHECKING:
+    from fusion.comparing import Comparison
 
 NO_ATTENTION = "this graph holds no attention"
 
@@ -19,17 +25,31 @@ class SiteReport:
     """One attention of the model.
 
     fused: whether it runs as a fused kernel; reason: why not. location: the user's source line of the product with V.
+    stopped_by, stopped_at: the operation that stood in the way and the user's line of it, where one can be named.
     module: path of the nn.Module. specs: what was recognised (several where the weights are a sum of attentions).
-    plans, sources: schedule and generated kernel of each spec.
+    sizes: values of each spec's sizes in the example. plans, sources: schedule and generated kernel of each spec.
+    before, after: the graph around it, for drawing.
     """
 
     fused: bool
     reason: str | None
     location: str | None
     module: str | None
+    stopped_by: str | None = None
+    stopped_at: str | None = None
+    before: Region | None = None
+    after: Region | None = None
     specs: tuple[AttentionSpec, ...] = ()
+    sizes: tuple[Mapping[str, int], ...] = ()
     plans: tuple[Plan, ...] = ()
     sources: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> str | None:
+        """What would make an unfused site fusable; None for a fused one."""
+        from fusion.advice import advice
+
+        return None if self.reason is None else advice(self.reason)
 
     @property
     def spec(self) -> AttentionSpec | None:
@@ -51,7 +71,7 @@ class Report:
     """The report of one compiled graph, or of all `graphs` of a model.
 
     notes: what concerns a whole graph. graph_before, graph_after: Dynamo's graph and the one handed to the inner
-    compiler, where an attention was found.
+    compiler, where an attention was found. function: what was explained. comparison: what `compare` measured last.
     """
 
     graphs: int = 1
@@ -59,6 +79,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     graph_before: GraphModule | None = None
     graph_after: GraphModule | None = None
+    function: Callable[..., Any] | None = field(default=None, repr=False)
+    comparison: Comparison | None = None
 
     @property
     def fused(self) -> int:
@@ -68,6 +90,29 @@ class Report:
         from fusion.report_text import to_text
 
         return to_text(self)
+
+    def compare(self, *args: Any, seconds: float = 2.0, **kwargs: Any) -> Comparison:
+        """Run what was explained on these inputs as eager, Inductor and fusion do, and add what was measured.
+
+        seconds: for which each of the three is timed, at most. Raises ComparisonError where there is nothing to run.
+        """
+        from fusion.comparing import ComparisonError, compare
+
+        if self.function is None:
+            raise ComparisonError(
+                "compare was asked of a report that was collected while a model compiled, which does not know the "
+                "model; take the report of fusion.explain(model, *inputs), or call fusion.compare(model, *inputs)"
+            )
+        self.comparison = compare(self.function, *args, seconds=seconds, **kwargs)
+        return self.comparison
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the report as one self-contained page, which needs no network and no script; returns the path."""
+        from fusion.page import to_html
+
+        target = Path(path)
+        target.write_text(to_html(self), encoding="utf-8")
+        return target
 
 
 _collectors: list[list[Report]] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from fusion.ir import AttentionSpec
 from fusion.report import Report, SiteReport
 
@@ -11,6 +13,8 @@ def to_text(report: Report) -> str:
     total = len(report.sites)
     lines = [f"fusion: {report.fused} of {total} attention site{'s' if total != 1 else ''} fused"]
     lines += [f"  note: {note}" for note in report.notes]
+    if report.comparison is not None:
+        lines += ["", *(f"  {line}" for line in str(report.comparison).splitlines())]
     shown: dict[object, int] = {}
     for number, site in enumerate(report.sites):
         lines.append("")
@@ -19,6 +23,10 @@ def to_text(report: Report) -> str:
             lines.append(f"    at       {site.location}")
         if site.reason:
             lines.append(f"    reason   {site.reason}")
+        if site.stopped_by:
+            lines.append(f"    stopped  by {site.stopped_by}" + (f" at {site.stopped_at}" if site.stopped_at else ""))
+        if site.advice:
+            lines += textwrap.wrap(site.advice, 110, initial_indent="    to fuse  ", subsequent_indent=" " * 13)
         lines += _specs(site, number, shown)
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute
 from fusion.passes import nodes
 from fusion.passes.contractions import factors, is_contraction
 from fusion.passes.nodes import Unsupported, packet, shape
-from fusion.passes.pullback import Access, PullBack
+from fusion.passes.pullback import Access, PullBack, is_made_from_product
 from fusion.passes.recognize import Core, attentions
 from fusion.passes.sdpa import is_sdpa, pull_back_sdpa
 from fusion.passes.views import Index, source
@@ -102,7 +102,7 @@ def _normalizers_upstream(graph: Graph) -> Callable[[Node], bool]:
         if kind in _SOFTMAX_LIKE:
             marked[node] = nodes.is_tensor(node) and len(shape_or_empty(node)) >= 2
         elif kind in _GATES:
-            marked[node] = _from_product(node)
+            marked[node] = is_made_from_product(node)
         elif is_contraction(node) or is_sdpa(node) or kind in (aten.linear, aten.addmm, aten.layer_norm):
             marked[node] = False
         else:
@@ -114,21 +114,6 @@ def shape_or_empty(node: Node) -> tuple:
     """The shape of a tensor node, () for anything else."""
     held = nodes.value(node)
     return tuple(held.shape) if isinstance(held, torch.Tensor) else ()
-
-
-def _from_product(node: Node) -> bool:
-    """Whether a product of two tensors is met on the way up from a node, before any linear layer."""
-    seen, stack = set(), [node]
-    while stack:
-        here = stack.pop()
-        if here in seen or here.op != "call_function":
-            continue
-        seen.add(here)
-        if is_contraction(here):
-            return True
-        if packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
-            stack.extend(here.all_input_nodes)
-    return False
 
 
 # --- one candidate ----------------------------------------------------------------------------------------------
@@ -147,7 +132,7 @@ def _examine(anchor: Node) -> Site | None:
         except Unsupported as problem:
             if not _worth_reporting(anchor):
                 return None
-            refused = Site(anchor=anchor, root=anchor, reason=str(problem))
+            refused = Site(anchor=anchor, root=anchor, reason=str(problem), blame=problem.node)
             if root is anchor:
                 return refused
     return refused
@@ -169,7 +154,7 @@ def _worth_reporting(anchor: Node) -> bool:
         return True
     return any(
         (_reaches(parent, _SOFTMAX) or (_reaches(parent, {aten.exp}) and _reaches(parent, {aten.sum})))
-        and _from_product(parent)
+        and is_made_from_product(parent)
         for parent in anchor.all_input_nodes
     )
 
@@ -267,7 +252,7 @@ def _weights_are_left(left: Node, right: Node) -> bool:
 
 
 def _reaches_normalizer(node: Node) -> bool:
-    return _reaches(node, _SOFTMAX_LIKE, lambda here: packet(here) in _GATES and _from_product(here))
+    return _reaches(node, _SOFTMAX_LIKE, lambda here: packet(here) in _GATES and is_made_from_product(here))
 
 
 def _reaches(node: Node, kinds: set, accept: Callable[[Node], bool] | None = None) -> bool:
@@ -292,7 +277,11 @@ def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr]):
         weights, at, other, other_at = other, other_at, weights, at
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent)
     weight = pullback.value(weights, at)
-    cores = attentions(weight)
+    try:
+        cores = attentions(weight)
+    except Unsupported as problem:
+        problem.node = pullback.suspect(problem)
+        raise
     value, _ = pullback.locate(other, other_at, J, E, bounds[E])
     if all(core.normalizer.value == "none" for core in cores):
         _check_not_feed_forward(pullback, value)

@@ -17,7 +17,15 @@ from fusion.ir.ops import apply, evaluate
 
 
 class Unsupported(Exception):
-    """A construct that the analysis cannot express; the message says which, in the user's terms."""
+    """A construct that the analysis cannot express; the message says which, in the user's terms.
+
+    expr: the expression that it was met in. node: the graph node at fault, filled in where it becomes known.
+    """
+
+    def __init__(self, message: str, expr: Expr | None = None) -> None:
+        super().__init__(message)
+        self.expr = expr
+        self.node: Node | None = None
 
 
 class Specialized(Exception):

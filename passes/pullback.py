@@ -80,8 +80,22 @@ class PullBack:
         """The element `here[index]`."""
         key = (here, index)
         if key not in self._memo:
-            self._memo[key] = self._value(here, index)
+            try:
+                self._memo[key] = self._value(here, index)
+            except Unsupported as problem:
+                problem.node = problem.node or here
+                raise
         return self._memo[key]
+
+    def suspect(self, problem: Unsupported) -> Node | None:
+        """The node at fault for a problem with what the walk has found: that of the expression in question, or else the
+        last tensor that had to be taken as it is although a product of two tensors went into it."""
+        if problem.expr is not None:
+            for (here, _), expr in self._memo.items():
+                if expr is problem.expr:
+                    return here
+        taken = [here for here in self.loaded if here.op == "call_function" and is_made_from_product(here)]
+        return max(taken, default=None)
 
     def _value(self, here: Node, index: Index) -> Expr:
         if (moved := self._step(here, index, self.bounds)) is not None:
@@ -445,6 +459,21 @@ _METHODS = {
     aten.tril: "_triangle", aten.triu: "_triangle", aten.cat: "_cat", aten.concat: "_cat", aten.stack: "_stack",
     aten.constant_pad_nd: "_pad", aten.pad: "_pad", aten.index: "_index", None: "_item",
 }  # fmt: skip
+
+
+def is_made_from_product(node: Node) -> bool:
+    """Whether a product of two tensors is met on the way up from a node, before any linear layer."""
+    seen, stack = set(), [node]
+    while stack:
+        here = stack.pop()
+        if here in seen or here.op != "call_function":
+            continue
+        seen.add(here)
+        if is_contraction(here):
+            return True
+        if packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
+            stack.extend(here.all_input_nodes)
+    return False
 
 
 def _position(index: Index, atom: Expr) -> int:

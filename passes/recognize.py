@@ -157,9 +157,10 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         return [(ONE, expr)]
     if is_number(expr, 0.0):
         return []
-    if not _has(expr, "softmax", "scaled_softmax"):
-        raise Unsupported(f"something independent of the softmax is added to the weights: {expr}")
     if expr.op in ("fadd", "fsub"):
+        for arg in expr.args:
+            if not is_number(arg, 0.0) and not _has(arg, "softmax", "scaled_softmax"):
+                raise Unsupported(f"something independent of the softmax is added to the weights: {arg}", expr)
         left, right = (_terms(arg) for arg in expr.args)
         return left + (right if expr.op == "fadd" else [(apply("neg", c), core) for c, core in right])
     if expr.op == "neg":
@@ -170,9 +171,12 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
                 return [(apply(expr.op, c, factor), core) for c, core in _terms(inner)]
     if expr.op == "where" and not _has(expr.args[0], "softmax", "scaled_softmax", "dot", "reduce"):
         condition, then, otherwise = expr.args
+        for arg in (then, otherwise):
+            if not is_number(arg, 0.0) and not _has(arg, "softmax", "scaled_softmax"):
+                raise Unsupported(f"something independent of the softmax takes the place of weights: {arg}", expr)
         kept = [(where(condition, c, ZERO), core) for c, core in _terms(then)]
         return kept + [(where(condition, ZERO, c), core) for c, core in _terms(otherwise)]
-    raise Unsupported(f"the softmax is followed by an operation that is not linear in it ({expr.op})")
+    raise Unsupported(f"the softmax is followed by an operation that is not linear in it ({expr.op})", expr)
 
 
 def _core(coefficient: Expr, core: Expr) -> Core:
@@ -182,9 +186,11 @@ def _core(coefficient: Expr, core: Expr) -> Core:
     if not _has(score, "dot"):
         raise Unsupported("the softmax is not of a pointwise function of a product of queries and keys")
     if _has(score, "softmax", "scaled_softmax", "reduce"):
-        raise Unsupported("the scores of the softmax contain another reduction over the keys")
+        inner = next(part for part in walk(score) if part.op in ("softmax", "scaled_softmax", "reduce"))
+        raise Unsupported("the scores of the softmax contain another reduction over the keys", inner)
     if not all(_free_of_keys(sink) for sink in sinks):
-        raise Unsupported("a further column of the softmax depends on the scores")
+        column = next(sink for sink in sinks if not _free_of_keys(sink))
+        raise Unsupported("a further column of the softmax depends on the scores", column)
     return Core(score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale)
 
 
@@ -214,7 +220,8 @@ def _strip_shift(value: Expr) -> tuple[Expr, Expr | None]:
 def _pointwise_core(weight: Expr) -> Core:
     """Weights that are a pointwise function of the score, with no normaliser."""
     if _has(weight, "reduce"):
-        raise Unsupported("the weights are normalised in a way that is not a softmax over the keys")
+        inner = next(part for part in walk(weight) if part.op == "reduce")
+        raise Unsupported("the weights are normalised in a way that is not a softmax over the keys", inner)
     if not any(part.op not in ("fmul", "div", "fadd", "fsub", "neg", "where") and _has(part, "dot")
                for part in walk(weight) if part.op != "dot"):  # fmt: skip
         raise Unsupported("there is no normaliser, and nothing but linear operations, between the two products")

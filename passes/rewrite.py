@@ -38,7 +38,7 @@ def rewrite(
             _refuse_reordered_reads(site)
             specified[number] = [_specify(site, a, supports, symbols) for a in site.attentions]
         except Unsupported as problem:
-            site.reason = str(problem)
+            site.reason, site.blame = str(problem), problem.node
     _refuse_escaping(module.graph, sites, specified)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
@@ -68,7 +68,11 @@ def _refuse_reordered_reads(site: Site) -> None:
             for mutation in parent.meta.get("mutations", ()):
                 if node < mutation < site.root:
                     where = nodes.source_line(mutation) or mutation.name
-                    raise Unsupported(f"a tensor that the attention reads is changed in place before it ends ({where})")
+                    problem = Unsupported(
+                        f"a tensor that the attention reads is changed in place before it ends ({where})"
+                    )
+                    problem.node = mutation
+                    raise problem
 
 
 def _impure(node: Node) -> bool:
@@ -89,7 +93,7 @@ def _refuse_escaping(graph: Graph, sites: Sequence[Site], specified: dict[int, l
             return
         for number, (node, user) in escaped.items():
             site = sites[number]
-            site.blame = user
+            site.blame = user if user is not None and user.op != "output" else node
             where = nodes.source_line(user) if user is not None else None
             site.reason = f"the attention weights are needed elsewhere ({_describe_use(node, user)}" + (
                 f", at {where})" if where else ")"
@@ -123,11 +127,12 @@ def _escape(site: Site, live: set[Node], needs: dict[Node, list[Node]]) -> tuple
     interior = site.interior()
     scores = _downstream_of_products(site, interior)
     operands = {operand for node in needs.get(site.root, ()) for operand in (node,)}
-    for node in scores - {site.root}:
-        if node in live and node not in operands:
-            user = next((u for u in node.users if u in live and u not in scores and u not in needs), None)
-            return node, user
-    return None
+    alive = sorted((n for n in scores - {site.root} if n in live and n not in operands), reverse=True)
+    for node in alive:
+        for user in node.users:
+            if user in live and user not in scores and user not in needs:
+                return node, user
+    return (alive[0], None) if alive else None
 
 
 def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:

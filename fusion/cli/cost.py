@@ -115,14 +115,14 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
 
 
 def _row(item: Any, chosen: Any, problem: Any, target: Machine) -> tuple[str, ...]:
-    from fusion.plan import _bytes, _tile_text
+    from fusion.plan import bytes_text, tile_text
 
     mark = "*" if item.schedule == chosen.schedule else ""
     if item.reason:
         return mark, item.schedule, "does not fit", "-", "-", "-", "-"
-    moved = _bytes(item.io * problem.element_bytes)
+    moved = bytes_text(item.io * problem.element_bytes)
     time = "-" if target.kind == "model" else item.time_text
-    return mark, item.schedule, _tile_text(item.tile), f"{item.io:.4g}", moved, f"{item.io / chosen.bound:.2f}", time
+    return mark, item.schedule, tile_text(item.tile), f"{item.io:.4g}", moved, f"{item.io / chosen.bound:.2f}", time
 
 
 def _as_json(problem: Any, target: Machine, chosen: Any, weighed: tuple[Any, ...]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
     return _text(expr, names or {})[0]
 
 
-def _number(value: object) -> str:
+def number_text(value: object) -> str:
+    """A constant as people write it; the ends of float32's range by name."""
     if isinstance(value, bool) or not isinstance(value, float):
         return str(value).lower() if isinstance(value, bool) else str(value)
     if value != value or value in (float("inf"), float("-inf")):
@@ -34,7 +35,7 @@ def _number(value: object) -> str:
 
 def _text(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
     if expr.op == "const":
-        text = _number(expr.attr)
+        text = number_text(expr.attr)
         return text, 7 if text.startswith("-") else _ATOMIC
     if expr.op in ("coord", "size"):
         return str(expr.attr), _ATOMIC

@@ -1,0 +1,136 @@
+"""A picture of a site: the nodes of its region as data, before the rewrite and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from fusion.passes import nodes
+from fusion.passes.contractions import is_contraction
+from fusion.passes.find import Site
+from fusion.passes.sdpa import is_sdpa
+from fusion.passes.specify import Specified
+
+_DRAWN = (torch.Tensor, tuple, list)
+LIMIT = 48
+"""Nodes in a picture. A region with more (masks made in many steps) shows those nearest to the product with V."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionNode:
+    """One box. name: the node's; text: its operation; shape: of its result; parents: names of its inputs.
+
+    role: "input" (stays in the graph), "product", "step", "blame" (stopped the analysis) or "fused".
+    """
+
+    name: str
+    text: str
+    shape: str
+    role: str
+    parents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Boxes in topological order; `left_out` counts those beyond the limit."""
+
+    nodes: tuple[RegionNode, ...]
+    left_out: int = 0
+
+
+def before(site: Site) -> Region:
+    """The region of a site, as the analysis walked it, and the tensors that it starts from. Call before the rewrite."""
+    inside = _inside(site)
+    ordered = sorted(inside)  # topological
+    kept = set(ordered[-LIMIT:])
+    inputs = {parent for node in kept for parent in node.all_input_nodes} - kept
+    boxes = [_box(node, "input", ()) for node in sorted(inputs) if isinstance(nodes.value(node), _DRAWN)]
+    shown = {box.name for box in boxes} | {node.name for node in kept}
+    for node in ordered[-LIMIT:]:
+        role = "blame" if node is site.blame else "product" if _is_product(node) else "step"
+        boxes.append(_box(node, role, tuple(p.name for p in node.all_input_nodes if p.name in shown)))
+    return Region(nodes=tuple(boxes), left_out=len(inside) - len(kept))
+
+
+def marked(site: Region, blame: Node | None) -> Region:
+    """The region with the node that stopped the rewrite marked, where it is in the picture."""
+    if blame is None:
+        return site
+    return replace(site, nodes=tuple(replace(b, role="blame") if b.name == blame.name else b for b in site.nodes))
+
+
+def after(site: Region, parts: Sequence[Specified]) -> Region:
+    """The calls that stand in the place of a fused region."""
+    shapes = {box.name: box for box in site.nodes}
+    boxes: dict[str, RegionNode] = {}
+    calls = []
+    for number, part in enumerate(parts):
+        parents = []
+        for node in dict.fromkeys(part.operands):
+            boxes.setdefault(node.name, shapes.get(node.name) or _box(node, "input", ()))
+            parents.append(node.name)
+        root = site.nodes[-1]
+        calls.append(
+            RegionNode(
+                name=f"attention{number or ''}",
+                text="fusion::attention",
+                shape=root.shape,
+                role="fused",
+                parents=tuple(parents),
+            )
+        )
+    if len(calls) > 1:
+        total = tuple(call.name for call in calls)
+        calls.append(RegionNode(name="sum", text="aten::add", shape=calls[0].shape, role="step", parents=total))
+    inputs = [RegionNode(name=b.name, text=b.text, shape=b.shape, role="input") for b in boxes.values()]
+    return Region(nodes=(*inputs, *calls))
+
+
+def _inside(site: Site) -> set[Node]:
+    inside = site.interior() | {site.anchor}
+    here = site.root
+    while here is not site.anchor:
+        inside.add(here)
+        here = here.all_input_nodes[0]
+    if site.reason is not None:  # the walk ended early: show what a person would call the attention
+        inside |= _upstream(site.anchor)
+        if site.blame is not None and site.blame.op == "call_function":
+            inside.add(site.blame)
+    return {node for node in inside if node.op == "call_function" and isinstance(nodes.value(node), _DRAWN)}
+
+
+def _upstream(anchor: Node) -> set[Node]:
+    """Everything above a product, up to and including the products before it."""
+    seen: set[Node] = set()
+    stack = list(anchor.all_input_nodes)
+    while stack and len(seen) < LIMIT:
+        node = stack.pop(0)
+        if node in seen or node.op != "call_function" or not nodes.is_tensor(node):
+            continue
+        seen.add(node)
+        if not _is_product(node):
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _is_product(node: Node) -> bool:
+    packet = nodes.packet(node) if node.op == "call_function" else None
+    return node.op == "call_function" and (
+        is_contraction(node) or is_sdpa(node) or packet in (torch.ops.aten.linear, torch.ops.aten.addmm)
+    )
+
+
+def _box(node: Node, role: str, parents: tuple[str, ...]) -> RegionNode:
+    held = nodes.value(node)
+    shape = (
+        f"{str(held.dtype).removeprefix('torch.')}{list(map(str, held.shape))}".replace("'", "")
+        if isinstance(held, torch.Tensor)
+        else ""
+    )
+    packet = nodes.packet(node) if node.op == "call_function" else None
+    name = getattr(node.target, "__name__", str(node.target))
+    text = str(packet).replace(".", "::") if packet is not None else name if node.op == "call_function" else node.op
+    return RegionNode(name=node.name, text=text, shape=shape, role=role, parents=parents)

@@ -1,0 +1,79 @@
+"""`report.compare` and `fusion.compare`."""
+
+import pytest
+import torch
+
+import fusion
+from fusion.comparing import ComparisonError, _peak
+
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
+def inputs(n=65):
+    return [torch.randn(1, 2, n, 16) for _ in range(3)]
+
+
+def test_eager_inductor_and_fusion_side_by_side():
+    given = inputs()
+    report = fusion.explain(attend, *given)
+    found = report.compare(*given, seconds=0.01)
+    assert [entry.name for entry in found.entries] == ["eager", "inductor", "fusion"]
+    for entry in found.entries:
+        assert entry.seconds > 0 and entry.peak > 0 and not entry.failure
+    assert found["fusion"].error <= found["fusion"].allowed and found["eager"].error > 0
+    assert report.comparison is found
+    assert "speed-up" in str(report) and "Medians of" in str(report)
+
+
+def test_compare_of_a_model_takes_its_parameters_to_float64():
+    model = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.randn(1, 9, 16)
+    found = fusion.compare(model, x, x, x, seconds=0.01, need_weights=False)
+    assert found["eager"].error < 1e-5 and found["fusion"].error <= found["fusion"].allowed
+    assert next(model.parameters()).dtype is torch.float32
+
+
+def test_peak_memory_is_what_a_call_holds_at_most():
+    keep = torch.zeros(10)
+
+    def call():
+        a = torch.empty(1000, dtype=torch.float32)
+        del a
+        b = torch.empty(3000, dtype=torch.float32)
+        return b.sum() + keep.sum()
+
+    assert 12000 <= _peak(call) < 13000
+
+
+def test_a_collected_report_cannot_be_compared():
+    with fusion.collect_reports() as reports:
+        torch.compile(attend, backend="fusion", options={"inner": "eager"})(*inputs())
+    with pytest.raises(ComparisonError, match=r"collected while a model compiled.*fusion\.explain\(model"):
+        reports[0].compare(*inputs())
+
+
+def test_inputs_that_eager_refuses():
+    with pytest.raises(ComparisonError, match="fails in eager mode: RuntimeError"):
+        fusion.compare(attend, torch.randn(2, 3), torch.randn(4, 5), torch.randn(6, 7))
+
+
+def test_a_competitor_that_fails_is_named(monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("no compiler")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
+    monkeypatch.setattr("fusion.inner.compile_rest", lambda module, *rest: module.forward)
+    found = fusion.compare(attend, *inputs(), seconds=0.01)
+    assert "no compiler" in found["inductor"].failure and found["fusion"].seconds > 0
+    assert "failed" in str(found)
+
+
+def test_without_float64_the_errors_are_missing_and_the_note_says_why():
+    def picky(q, k, v):
+        assert q.dtype is torch.float32, "only float32"
+        return attend(q, k, v)
+
+    found = fusion.compare(picky, *inputs(), seconds=0.01)
+    assert found["fusion"].error is None and "only float32" in found.conditions
