@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion import logs, op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion.dump import Dump
 from fusion.errors import StrictError
 from fusion.ir import AttentionSpec
 from fusion.options import Options
@@ -48,11 +49,15 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
     if not may_hold_attention(module):
         return module, Report(notes=[NO_ATTENTION])
     started = time.perf_counter()
+    dump = Dump()
     try:
+        dump.stage("dynamo", module)
         graph = normalize(module, example_inputs)
+        dump.stage("normalized", graph)
         sites = find_sites(graph.graph)
         drawn = [region.before(site) for site in sites]
         specified = rewrite(graph, sites, _supports(options), options.emitter)
+        dump.stage("rewritten", graph)
         report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     except Exception as problem:
         if options.strict:
@@ -61,6 +66,7 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
         return module, Report(notes=[f"left to the inner compiler: {type(problem).__name__}: {problem}"])
     log.info("fused %d of %d attentions in %.3f s", report.fused, len(sites), time.perf_counter() - started)
     _count(report)
+    dump.finish(report)
     if options.strict and (refused := [site for site in report.sites if not site.fused]):
         raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     report.graph_before, report.graph_after = module, graph

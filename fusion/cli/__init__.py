@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from fusion.errors import FusionError
 
 # name of the subcommand: module that implements it, imported only when it is used (or listed by --help)
-COMMANDS = {"cost": "fusion.cli.cost"}
+COMMANDS = {
+    "explain": "fusion.cli.explain",
+    "bench": "fusion.cli.bench",
+    "cost": "fusion.cli.cost",
+    "doctor": "fusion.cli.doctor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,120 @@
+"""`fusion bench`: a model, or attention variants that are built in, as eager, Inductor and fusion run them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+
+import torch
+
+from fusion.cli import target
+from fusion.errors import ProblemError
+
+HELP = """Time, peak memory and error of eager, Inductor and fusion, in turns in one process.
+
+Without a target, variants of attention that are built in. Peers beyond these: benchmarks/ in the repository."""
+
+EXAMPLES = """examples:
+  fusion bench                                         every built-in variant at N = 1024
+  fusion bench --variant causal --N 4096 --heads 4 --dtype bfloat16
+  fusion bench model.py:Model --seconds 5
+  fusion bench --variant full --json
+
+exit codes: 0 done; 1 fusion failed, or its error is beyond twice eager's; 2 the request was wrong"""
+
+Tensor = torch.Tensor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    target.add_arguments(parser, optional=True)
+    parser.add_argument("--variant", choices=[*VARIANTS], action="append", help="only this one; may be given again")
+    parser.add_argument("--N", type=int, default=1024, help="queries and keys (default %(default)s)")
+    parser.add_argument("--d", type=int, default=64, help="head dimension (default %(default)s)")
+    parser.add_argument("--heads", type=int, default=8, help="heads (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="batch size (default %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per competitor (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    from fusion.comparing import compare
+    from fusion.report_json import comparison_to_dict
+
+    results = {}
+    for name, function, args, kwargs in _problems(arguments):
+        found = results[name] = compare(function, *args, seconds=arguments.seconds, **kwargs)
+        if not arguments.json:
+            print(f"{name}\n{found}\n")
+    if arguments.json:
+        print(json.dumps({name: comparison_to_dict(found) for name, found in results.items()}, indent=2))
+    ours = [found["fusion"] for found in results.values()]
+    beyond = [m for m in ours if m.error is not None and m.allowed is not None and not m.error <= m.allowed]
+    return int(bool(beyond) or any(measured.failure for measured in ours))
+
+
+def _problems(arguments: argparse.Namespace):
+    if arguments.target is not None:
+        found = target.load(arguments)
+        yield found.name, found.function, found.args, found.kwargs
+        return
+    for name in ("N", "d", "heads", "batch"):
+        if getattr(arguments, name) < 1:
+            raise ProblemError(f"--{name} {getattr(arguments, name)}: there is nothing to run; give a positive size")
+    dtype, shape = getattr(torch, arguments.dtype), (arguments.batch, arguments.heads, arguments.N, arguments.d)
+    given = [torch.randn(shape, device=arguments.device).to(dtype) for _ in range(3)]
+    for name in arguments.variant or VARIANTS:
+        size = "x".join(map(str, shape))
+        yield f"{name} {size} {arguments.dtype}", VARIANTS[name], given, {}
+
+
+# --- variants, written as a model would ---------------------------------------------------------------------------
+
+
+def _positions(q: Tensor) -> tuple[Tensor, Tensor]:
+    n = torch.arange(q.shape[-2], device=q.device)
+    return n[:, None], n[None, :]
+
+
+def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain attention."""
+    return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), -1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Key j is live for query i where j <= i."""
+    i, j = _positions(q)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return torch.softmax(scores.masked_fill(j > i, -math.inf), -1) @ v
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal, and no farther back than 256 keys."""
+    i, j = _positions(q)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return torch.softmax(scores.masked_fill((j > i) | (i - j >= 256), -math.inf), -1) @ v
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal, with a penalty per head that grows with the distance."""
+    i, j = _positions(q)
+    heads = torch.arange(1, q.shape[1] + 1, device=q.device)
+    slope = torch.exp2(-8 * heads / q.shape[1]).to(q.dtype)[:, None, None]
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) - slope * (i - j)
+    return torch.softmax(scores.masked_fill(j > i, -math.inf), -1) @ v
+
+
+def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal, scores kept within 30 by tanh."""
+    i, j = _positions(q)
+    scores = torch.tanh(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) / 30) * 30
+    return torch.softmax(scores.masked_fill(j > i, -math.inf), -1) @ v
+
+
+VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    function.__name__: function for function in (full, causal, window, alibi, softcap)
+}

@@ -1,0 +1,183 @@
+"""`fusion doctor`: what is installed, which targets work, and what to do about those that do not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+HELP = """What is installed, which targets work, and what to install otherwise.
+
+On every target one small attention is compiled, run, and held against float64."""
+
+EXAMPLES = """examples:
+  fusion doctor
+  fusion doctor --json
+
+exit codes: 0 at least one target works and nothing that is present is broken; 1 otherwise"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line. state: "ok", "missing" (only narrows what can be done) or "broken". advice: what to do, if anything."""
+
+    name: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    findings = [*_packages(), _entry_point(), _cpp_compiler(), _cache(), _cpu(), _gpu()]
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            print(f"{finding.state:8} {finding.name:{width}}  {finding.found}")
+            if finding.advice:
+                print(f"{'':8} {'':{width}}  -> {finding.advice}")
+    works = any(finding.name.startswith("target") and finding.state == "ok" for finding in findings)
+    return int(not works or any(finding.state == "broken" for finding in findings))
+
+
+_PACKAGES = (
+    ("torch", "torch", "pip install torch"),
+    ("torch-mlir", "torch_mlir.ir", "pip install torch-mlir, for kernels on CPUs"),
+    ("triton", "triton", "pip install triton (Linux), for kernels on GPUs"),
+    ("numpy", "numpy", "pip install numpy"),
+    ("sympy", "sympy", "pip install sympy"),
+    ("rich", "rich", "pip install rich"),
+    ("transformers", "transformers", "pip install transformers, for the tests and examples alone"),
+    ("matplotlib", "matplotlib", "pip install matplotlib, for plots of the cost model alone"),
+)
+
+
+def _packages() -> list[Finding]:
+    found = [Finding(name="python", state="ok", found=f"{platform.python_version()} on {platform.platform()}")]
+    for name, module, advice in _PACKAGES:
+        try:
+            importlib.import_module(module)
+            found.append(Finding(name=name, state="ok", found=importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding(name=name, state="ok", found="version unknown"))
+        except ModuleNotFoundError:
+            found.append(Finding(name=name, state="missing", found="not installed", advice=advice))
+        except Exception as problem:
+            text = f"installed, but cannot be imported: {type(problem).__name__}: {problem}"
+            found.append(Finding(name=name, state="broken", found=text, advice=f"{advice}, in place of this one"))
+    return found
+
+
+def _entry_point() -> Finding:
+    names = torch._dynamo.list_backends(exclude_tags=())
+    if importlib.metadata.entry_points(group="torch_dynamo_backends", name="fusion"):
+        return Finding(name="backend", state="ok", found="torch.compile finds it by its entry point")
+    text = 'backend="fusion" works after `import fusion`' if "fusion" in names else "not known to torch"
+    return Finding(
+        name="backend", state="missing", found=text, advice="pip install . in the checkout, to need no import"
+    )
+
+
+def _cpp_compiler() -> Finding:
+    """Inductor's CPU code wants one; ours does not."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        path = shutil.which(get_cpp_compiler())
+    except Exception:
+        path = None
+    if path:
+        return Finding(name="C++ compiler", state="ok", found=path)
+    advice = 'install g++ or clang++, or use options={"inner": "eager"}; attention itself needs none'
+    return Finding(
+        name="C++ compiler", state="missing", found="Inductor has none for the rest of a model", advice=advice
+    )
+
+
+def _cache() -> Finding:
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    folder = None
+    try:
+        folder = Path(cache_dir())
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        advice = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
+        return Finding(name="cache", state="broken", found=f"{folder or problem.filename}: {problem}", advice=advice)
+    return Finding(name="cache", state="ok", found=str(folder))
+
+
+# --- targets ----------------------------------------------------------------------------------------------------
+
+
+def _cpu() -> Finding:
+    from fusion.machine import Machine
+
+    try:
+        machine = Machine.detect()
+        best = [flag for flag in ("amx_bf16", "avx512f", "avx2", "neon") if flag in machine.isa]
+        about = f"{machine.name}, {machine.cores} cores, {torch.get_num_threads()} threads, {', '.join(best[:2])}"
+    except Exception as problem:
+        return Finding(name="target cpu", state="broken", found=f"{type(problem).__name__}: {problem}", advice=_REPORT)
+    return _smoke("cpu", about)
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        advice = (
+            "a driver for the GPU, if there is one"
+            if built
+            else "a build of torch with CUDA or ROCm, if there is a GPU"
+        )
+        return Finding(name="target gpu", state="missing", found="torch sees no GPU", advice=advice)
+    return _smoke("cuda", torch.cuda.get_device_name())
+
+
+_REPORT = "please report this"
+
+
+def _smoke(device: str, about: str) -> Finding:
+    """One small attention through the backend, against float64."""
+    name = "target cpu" if device == "cpu" else "target gpu"
+    from fusion.cli.bench import causal
+    from fusion.report import collect_reports
+
+    q, k, v = (torch.randn(1, 2, 67, 32, device=device) for _ in range(3))
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), collect_reports() as reports:
+            result = torch.compile(causal, backend="fusion", options={"inner": "eager"})(q, k, v)
+    except Exception as problem:
+        return Finding(name=name, state="broken", found=f"{about}: {type(problem).__name__}: {problem}", advice=_REPORT)
+    sites = [site for report in reports for site in report.sites]
+    if not sites or not sites[0].fused:
+        reason = sites[0].reason if sites else "; ".join(note for report in reports for note in report.notes)
+        missing = "install" in str(reason)  # the reason says what to do
+        state, advice = ("missing", "") if missing else ("broken", _REPORT)
+        return Finding(name=name, state=state, found=f"{about}: not fused: {reason}", advice=advice)
+    exact = causal(q.double(), k.double(), v.double())
+    eager = (causal(q, k, v).double() - exact).abs().max().item()
+    error = (result.double() - exact).abs().max().item()
+    allowed = 2 * (eager + torch.finfo(torch.float32).eps * exact.abs().max().item())
+    if not error <= allowed:
+        text = f"{about}: wrong by {error:.2g}, allowed {allowed:.2g}"
+        return Finding(name=name, state="broken", found=text, advice=_REPORT)
+    return Finding(name=name, state="ok", found=f"{about}: fused, error {error:.1e} (eager {eager:.1e})")

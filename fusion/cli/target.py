@@ -1,0 +1,164 @@
+"""What a command line names: a model or function of the user's, and inputs for it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fusion.errors import FusionError
+
+INPUT_NAMES = ("inputs", "example_inputs")
+
+
+class TargetError(FusionError, ValueError):
+    """What the command line names cannot be found, loaded or called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A callable and the arguments of one call of it."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Declares the target and where its inputs come from."""
+    parser.add_argument(
+        "target",
+        metavar="FILE.py:NAME",
+        nargs="?" if optional else None,
+        help="a model or function, as FILE.py:NAME or package.module:NAME; a class, or a function without parameters, "
+        "is called to make the model",
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="NAME",
+        help="where the inputs are: a name in the same file, or FILE.py:NAME; a function is called. A tuple or list is "
+        f"the arguments, a dict the keyword arguments (default: {' or '.join(INPUT_NAMES)} in the same file)",
+    )
+    parser.add_argument(
+        "--tensor",
+        metavar="SHAPE[:DTYPE]",
+        action="append",
+        default=[],
+        help="a random tensor as the next argument, e.g. 2x8x1024x64 or 1x128:int64; may be given several times",
+    )
+    parser.add_argument("--device", default="cpu", help="device of the model and of --tensor (default %(default)s)")
+
+
+def load(arguments: argparse.Namespace) -> Target:
+    """The target of a command line. Raises TargetError."""
+    module, name = _resolve(arguments.target)
+    function = _model(_attribute(module, name, arguments.target), arguments.target)
+    if isinstance(function, torch.nn.Module):
+        function = function.eval().to(arguments.device)
+    given = [_tensor(text, arguments.device) for text in arguments.tensor]
+    found: Any = given if given else _inputs(arguments.inputs, module, arguments.target)
+    args, kwargs = ((), found) if isinstance(found, dict) else (tuple(found), {})
+    return Target(name=arguments.target, function=function, args=args, kwargs=kwargs)
+
+
+def _resolve(text: str) -> tuple[ModuleType, str]:
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise TargetError(f"{text!r} names no callable; write FILE.py:NAME or package.module:NAME")
+    if not where.endswith(".py"):
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            return importlib.import_module(where), name
+        except ImportError as problem:
+            raise TargetError(
+                f"module {where!r} cannot be imported: {problem}; give a file as FILE.py:NAME"
+            ) from problem
+    path = Path(where).resolve()
+    if not path.is_file():
+        raise TargetError(f"there is no file {where!r}; give the path of a Python file, then a colon and a name in it")
+    return _load_file(path), name
+
+
+def _load_file(path: Path) -> ModuleType:
+    name = re.sub(r"\W", "_", path.stem)
+    if str(path.parent) not in sys.path:  # a script finds its neighbours
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        raise TargetError(f"{path} cannot be run: {type(problem).__name__}: {problem}") from problem
+    return module
+
+
+def _attribute(module: ModuleType, name: str, asked: str) -> Any:
+    here: Any = module
+    for part in name.split("."):
+        if not hasattr(here, part):
+            names = [n for n, held in vars(module).items() if callable(held) and not n.startswith("_")]
+            raise TargetError(f"{asked}: there is no {name!r}; callables there: {', '.join(sorted(names)) or 'none'}")
+        here = getattr(here, part)
+    return here
+
+
+def _model(found: Any, asked: str) -> Callable[..., Any]:
+    """The callable to look at: classes and functions without parameters make it."""
+    makes = isinstance(found, type) or (inspect.isfunction(found) and not inspect.signature(found).parameters)
+    if makes:
+        try:
+            found = found()
+        except Exception as problem:
+            raise TargetError(
+                f"{asked} was called to make the model, and raised {type(problem).__name__}: {problem}; name a "
+                "function without parameters that makes it"
+            ) from problem
+    if not callable(found):
+        raise TargetError(f"{asked} is a {type(found).__name__}, which cannot be called; name a model or a function")
+    return found
+
+
+def _inputs(name: str | None, module: ModuleType, asked: str) -> Any:
+    if name is None:
+        name = next((candidate for candidate in INPUT_NAMES if hasattr(module, candidate)), None)
+        if name is None:
+            raise TargetError(
+                f"{asked} has no inputs: define {' or '.join(INPUT_NAMES)} in its file, or give --inputs NAME or "
+                "--tensor SHAPE"
+            )
+    elif ":" in name:
+        module, name = _resolve(name)
+    found = _attribute(module, name, name)
+    found = found() if callable(found) and not isinstance(found, torch.Tensor) else found
+    if isinstance(found, torch.Tensor):
+        return (found,)
+    if not isinstance(found, (tuple, list, dict)):
+        raise TargetError(
+            f"inputs {name!r} are a {type(found).__name__}; make them a tuple of arguments or a dict of keyword ones"
+        )
+    return found
+
+
+def _tensor(text: str, device: str) -> torch.Tensor:
+    match = re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", text)
+    dtype = getattr(torch, match[2] or "float32", None) if match else None
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise TargetError(f"--tensor {text!r} is no tensor; write its shape and dtype, e.g. 2x8x1024x64:bfloat16")
+    shape = [int(extent) for extent in match[1].split("x")]
+    if dtype.is_floating_point:
+        return torch.randn(shape, device=device).to(dtype)
+    return torch.randint(0, 2, shape, device=device).to(dtype)  # small indices are in range everywhere

@@ -1,0 +1,221 @@
+"""`fusion explain`, `bench` and `doctor` as a shell sees them: output, JSON, exit codes, messages."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusion.cli import COMMANDS, main
+from fusion.cli import doctor as doctor_command
+
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v, scale=1.0):
+        return torch.softmax(q @ k.mT * scale, -1) @ v
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+def returns_weights(q, k, v):
+    w = torch.softmax(q @ k.mT, -1)
+    return w @ v, w
+
+def plain(x):
+    return torch.relu(x)
+
+def build():
+    return Model()
+
+def broken_build():
+    raise RuntimeError("no weights")
+
+def inputs():
+    return tuple(torch.randn(1, 2, 9, 4) for _ in range(3))
+
+named = {"q": torch.randn(1, 2, 9, 4), "k": torch.randn(1, 2, 9, 4), "v": torch.randn(1, 2, 9, 4), "scale": 0.5}
+single = torch.randn(3, 3)
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "some_model.py").write_text(MODEL)
+    return str(tmp_path / "some_model.py")
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("name", ["Model", "attend", "build"])
+def test_explain_of_a_class_a_function_and_a_factory(capsys, model, name):
+    code, out, _ = run(capsys, "explain", f"{model}:{name}")
+    assert code == 0 and "1 of 1 attention site fused" in out and "some_model.py" in out
+
+
+def test_explain_takes_keyword_arguments_and_a_page(capsys, model, tmp_path):
+    page = tmp_path / "page.html"
+    code, out, _ = run(capsys, "explain", f"{model}:Model", "--inputs", "named", "--html", str(page))
+    assert code == 0 and "s * 0.5" in out and page.read_text().startswith("<!doctype html>")
+    code, out, _ = run(capsys, "explain", f"{model}:attend", "--inputs", f"{model}:inputs")
+    assert code == 0
+
+
+def test_explain_of_tensors_by_shape(capsys, model):
+    shape = "1x2x8x4:bfloat16"
+    code, out, _ = run(capsys, "explain", f"{model}:attend", "--tensor", shape, "--tensor", shape, "--tensor", shape)
+    assert code == 0 and "bfloat16" in out
+
+
+def test_explain_of_a_module_by_name(capsys, model, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(model).parent))
+    assert run(capsys, "explain", "some_model:attend")[0] == 0
+
+
+def test_explain_prints_json(capsys, model):
+    code, out, _ = run(capsys, "explain", f"{model}:returns_weights", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["fused"] == 0 and report["total"] == 1
+    assert report["sites"][0]["advice"].startswith("Let nothing but")
+    _, out, _ = run(capsys, "explain", f"{model}:attend", "--json", "--compare")
+    report = json.loads(out)
+    (attention,) = report["sites"][0]["attentions"]
+    assert attention["program"] == "softmax(s / 4)" and attention["plan"]["io_elements"] > 0
+    assert report["comparison"]["entries"]["fusion"]["seconds"] > 0
+
+
+def test_strict_is_an_exit_code(capsys, model):
+    assert run(capsys, "explain", f"{model}:attend", "--strict")[0] == 0
+    assert run(capsys, "explain", f"{model}:returns_weights", "--strict")[0] == 1
+    assert run(capsys, "explain", f"{model}:plain", "--inputs", "single", "--strict")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "message"),
+    [
+        ("some_model.py", (), "names no callable; write FILE.py:NAME"),
+        ("missing.py:Model", (), "there is no file 'missing.py'"),
+        ("no_such_module_here:Model", (), "cannot be imported.*give a file"),
+        ("{model}:Modle", (), "there is no 'Modle'; callables there: Model, attend"),
+        ("{model}:number", (), "is a int, which cannot be called"),
+        ("{model}:broken_build", (), "raised RuntimeError: no weights; name a function"),
+        ("{model}:attend", ("--inputs", "number"), "are a int; make them a tuple"),
+        ("{model}:attend", ("--inputs", "nothing"), "there is no 'nothing'"),
+        ("{model}:attend", ("--tensor", "2x"), "write its shape and dtype"),
+        ("{model}:attend", ("--tensor", "2x2:number"), "write its shape and dtype"),
+        ("{model}:attend", ("--tensor", "2x2"), "cannot be run on these inputs: TypeError"),
+    ],
+)
+def test_a_wrong_request_says_what_to_write(capsys, model, target, more, message):
+    code, out, err = run(capsys, "explain", target.format(model=model), *more)
+    assert code == 2 and not out
+    assert re.search(message, " ".join(err.split())), err
+
+
+def test_files_without_inputs_and_files_that_fail(capsys, tmp_path):
+    (tmp_path / "bare.py").write_text("def attend(q):\n    return q\n")
+    code, _, err = run(capsys, "explain", f"{tmp_path / 'bare.py'}:attend")
+    assert code == 2 and "define inputs or example_inputs in its file, or give --inputs NAME or --tensor" in err
+    (tmp_path / "wrong.py").write_text("1 / 0\n")
+    code, _, err = run(capsys, "explain", f"{tmp_path / 'wrong.py'}:attend")
+    assert code == 2 and "cannot be run: ZeroDivisionError" in err
+
+
+def test_bench_of_a_variant(capsys):
+    argv = ("bench", "--variant", "causal", "--N", "65", "--heads", "2", "--d", "16", "--seconds", "0.01")
+    code, out, _ = run(capsys, *argv)
+    assert code == 0 and "causal 1x2x65x16 float32" in out and "speed-up" in out
+    code, out, _ = run(capsys, *argv, "--json")
+    (found,) = json.loads(out).values()
+    assert set(found["entries"]) == {"eager", "inductor", "fusion"}
+
+
+def test_bench_of_a_model(capsys, model):
+    code, out, _ = run(capsys, "bench", f"{model}:attend", "--seconds", "0.01")
+    assert code == 0 and f"{model}:attend" in out
+
+
+def test_bench_says_no_when_fusion_is_wrong(capsys, monkeypatch):
+    from fusion.comparing import Comparison, Measured
+
+    def wrong(function, *args, **kwargs):
+        entries = [Measured(name=n, seconds=1.0, error=1.0, allowed=0.5) for n in ("eager", "inductor", "fusion")]
+        return Comparison(entries=tuple(entries), turns=3, threads=1, device="cpu")
+
+    monkeypatch.setattr("fusion.comparing.compare", wrong)
+    assert run(capsys, "bench", "--variant", "full", "--N", "8")[0] == 1
+
+
+def test_bench_of_nothing(capsys):
+    code, _, err = run(capsys, "bench", "--N", "0")
+    assert code == 2 and "--N 0: there is nothing to run; give a positive size" in err
+
+
+@pytest.fixture
+def quick_doctor(monkeypatch):
+    monkeypatch.setattr(
+        doctor_command, "_cpp_compiler", lambda: doctor_command.Finding(name="C++", state="ok", found="")
+    )
+
+
+def test_doctor(capsys, quick_doctor):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0 and "torch-mlir" in out and "target cpu" in out and "fused, error" in out
+    code, out, _ = run(capsys, "doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert findings["target cpu"]["state"] == "ok"
+
+
+def test_doctor_says_what_to_install(capsys, quick_doctor, monkeypatch):
+    from fusion import runtime
+
+    monkeypatch.setattr(runtime, "_executors", {})
+    reason = "torch-mlir cannot be imported (No module named 'torch_mlir'); install torch-mlir to have CPU kernels"
+    monkeypatch.setattr("fusion.codegen.mlir.strategy.unavailable", lambda: reason)
+    monkeypatch.setitem(sys.modules, "torch_mlir.ir", None)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "install torch-mlir to have CPU kernels" in out and "pip install torch-mlir, for kernels on CPUs" in out
+
+
+def test_doctor_finds_a_wrong_kernel(capsys, quick_doctor, monkeypatch):
+    monkeypatch.setattr("fusion.runtime.reference.run", lambda spec, operands, sizes: operands[0] * 0)
+    from fusion import runtime
+
+    monkeypatch.setattr(runtime.Guarded, "__call__", lambda self, operands, sizes: operands[0] * 0)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1 and "wrong by" in out and "please report this" in out
+
+
+def test_doctor_finds_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file))
+    finding = doctor_command._cache()
+    assert finding.state == "broken" and "set TORCHINDUCTOR_CACHE_DIR" in finding.advice
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_and_every_command_prints_json(capsys, name):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and f"examples:\n  fusion {name}" in out and "--json" in out
+
+
+def test_the_command_is_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "fusion.cli", "cost", "--N", "64", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0 and json.loads(done.stdout)["chosen"]
