@@ -35,16 +35,25 @@ LARGE_BITS = (127 + 120) << 23
 
 class Amx:
     """bf16 tiles, one to three planes. `worst`: address of a vector of i32 that collects the largest magnitudes packed,
-    as bits. exact_pairs: weights may be NaN where the row's sum is not."""
+    as bits. exact_pairs: weights may be NaN where the row's sum is not. mirrored: scores are those of a kernel with the
+    two sides exchanged, bit by bit."""
 
     key_step = 32
     group_step = 2
     lanes = 16
 
     def __init__(
-        self, b: Builder, d: int, e: int, planes: int, key_capacity: int, worst: Value | None, exact_pairs: bool = False
+        self,
+        b: Builder,
+        d: int,
+        e: int,
+        planes: int,
+        key_capacity: int,
+        worst: Value | None,
+        exact_pairs: bool = False,
+        mirrored: bool = False,
     ):
-        self.exact_pairs = exact_pairs
+        self.exact_pairs, self.mirrored = exact_pairs, mirrored
         self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
@@ -144,10 +153,14 @@ class Amx:
         )
 
     def _block(
-        self, sums: list[Value], left: Sequence[Sequence[Value]], right: Sequence[Sequence[Value]]
+        self,
+        sums: list[Value],
+        left: Sequence[Sequence[Value]],
+        right: Sequence[Sequence[Value]],
+        mirrored: bool = False,
     ) -> list[Value]:
         """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
-        addresses."""
+        addresses. mirrored: in the order of right x left."""
         held: dict[str, tuple[int, list[Value]]] = {}
 
         def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
@@ -155,7 +168,8 @@ class Amx:
                 held[side] = plane, [self._load(a[plane], side) for a in addresses]
             return held[side][1]
 
-        for left_plane, right_plane in PLANE_PAIRS[self.planes]:
+        for pair in PLANE_PAIRS[self.planes]:
+            left_plane, right_plane = pair[::-1] if mirrored else pair
             rows, columns = tiles("a", left, left_plane), tiles("b", right, right_plane)
             sums = [
                 self._multiply(row, column, sums[r * len(columns) + c])
@@ -176,7 +190,7 @@ class Amx:
         for chunk in range(self.chunks):
             left = [self._planes(keys, (half * self.chunks + chunk) * size) for half in (0, 1)]
             right = [self._planes(q, chunk * size) for q in queries]
-            sums = self._block(sums, left, right)
+            sums = self._block(sums, left, right, self.mirrored)
         for half in (0, 1):
             for g, place in enumerate(target):
                 self._store(sums[half * len(queries) + g], self.b.at(place, half * 256, "f32"))

@@ -85,7 +85,7 @@ class _Backward(KernelFunction):
     def _products(self, target: Target, width: int) -> Products:
         t = self.tiling
         if t.planes:
-            return Amx(self.b, width, width, t.planes, t.keys, self.worst, True)
+            return Amx(self.b, width, width, t.planes, t.keys, self.worst, True, self.role is Role.KEYS)
         return MultiplyAdd(self.b, self.lanes, width, width, target.tile_rows, target.tile_groups)
 
     # --- memory -------------------------------------------------------------------------------------------------
