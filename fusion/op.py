@@ -27,7 +27,7 @@ from fusion import runtime
 from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec
 
-VERSION = 3
+VERSION = 4
 """To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "DEF")

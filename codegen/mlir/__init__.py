@@ -15,10 +15,9 @@ torch-mlir is imported before a kernel is compiled.
 from __future__ import annotations
 
 from fusion.codegen.mlir.compile import KernelCompilationError, unavailable
-from fusion.codegen.mlir.kernel import Tiling
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
-from fusion.codegen.mlir.target import Target, target_of
+from fusion.codegen.mlir.target import target_of
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.codegen.mlir.training import supports as trains
 from fusion.ir.spec import AttentionSpec
@@ -59,17 +58,9 @@ def compile_training(spec: AttentionSpec, machine: Machine | None = None) -> Tra
         return None
     target = target_of(machine)
     if (spec, target) not in _training:
-        _training[spec, target] = TrainingKernel(spec, _for_training(spec, target), target)
+        _training[spec, target] = TrainingKernel(spec, tilings_for(spec, target), target)
     return _training[spec, target]
 
 
 _kernels: dict[tuple, Kernel] = {}
 _training: dict[tuple, TrainingKernel] = {}
-
-
-def _for_training(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:
-    """Products of split planes are as exact as eager's in the forward, but sums of them over queries were met up to
-    40 %
-    beyond the bound on gradients: training in more than one plane multiplies and adds."""
-    tilings = tilings_for(spec, target)
-    return tilings[-1:] if tilings[0].planes > 1 else tilings

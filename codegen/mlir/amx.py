@@ -211,12 +211,14 @@ class Amx:
                 low = b.binary("arith.shrui", low, 16)
                 pair = b.binary("arith.ori", low, b.binary("arith.andi", high, -0x10000), "pair")
             else:
-                # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly.
-                words = [b.bitcast(x, BF16) for x in (first, second)]
+                # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of
+                # the last place added first halves what remains, and with it the products that are left out.
+                near = [b.add(b.bitcast(x, PAIRS), 0x8000, "near") for x in (first, second)]
+                words = [b.bitcast(x, BF16) for x in near]
                 pair = b.bitcast(
                     b.shuffle(*words, [2 * i + 1 + 32 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair"
                 )
-                kept = [b.bitcast(b.binary("arith.andi", b.bitcast(x, PAIRS), -0x10000), F32) for x in (first, second)]
+                kept = [b.bitcast(b.binary("arith.andi", x, -0x10000), F32) for x in near]
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
             b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
 

@@ -62,9 +62,10 @@ class QueryGradient:
             if plane == self.planes - 1:
                 part = b.convert("arith.truncf", x, "bf16")
             else:  # as in Amx.store_weights, whose operations on the same values are these
-                upper = b.binary("arith.shrui", b.bitcast(x, PAIRS), 16)
+                near = b.add(b.bitcast(x, PAIRS), 0x8000, "near")
+                upper = b.binary("arith.shrui", near, 16)
                 part = b.bitcast(b.convert("arith.trunci", upper, "i16"), HALF, "part")
-                x = b.sub(x, b.bitcast(b.binary("arith.andi", b.bitcast(x, PAIRS), -0x10000), F32), "rest")
+                x = b.sub(x, b.bitcast(b.binary("arith.andi", near, -0x10000), F32), "rest")
             b.store(part, b.at(base, plane * TILE_ELEMENTS, "bf16"), align=32)
 
     def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value) -> None:
