@@ -308,13 +308,13 @@ def _clamp(call: Call) -> Expr | None:
     if kind not in (Kind.FLOAT, Kind.INT):
         return None
     value = operand(call.args[0], kind)
-    low, high = call.get(1, "min"), call.get(2, "max")
-    names = ("maximum", "minimum") if kind is Kind.FLOAT else ("imax", "imin")
-    if low is not None:
-        value = apply(names[0], value, operand(low, kind))
-    if high is not None:
-        value = apply(names[1], value, operand(high, kind))
-    return value
+    low, high = (None if x is None else operand(x, kind) for x in (call.get(1, "min"), call.get(2, "max")))
+    if kind is Kind.INT:
+        value = value if low is None else apply("imax", value, low)
+        return value if high is None else apply("imin", value, high)
+    # Selections and not extrema, as those split the gradient between equal sides: here the value gets it all.
+    value = value if low is None else where(apply("flt", value, low), low, value)
+    return value if high is None else where(apply("flt", high, value), high, value)
 
 
 def _clamp_one(side: str) -> Builder:
@@ -337,12 +337,12 @@ def _float_function(compose: Callable[[Expr, Call], Expr]) -> Builder:
 
 
 def _relu(x: Expr, call: Call) -> Expr:
-    return apply("maximum", x, const(0.0))
+    return where(apply("fle", x, const(0.0)), const(0.0), x)  # no gradient at 0
 
 
 def _leaky_relu(x: Expr, call: Call) -> Expr:
     slope = operand(call.get(1, "negative_slope", 0.01), Kind.FLOAT)
-    return where(apply("flt", x, const(0.0)), apply("fmul", x, slope), x)
+    return where(apply("flt", const(0.0), x), x, apply("fmul", x, slope))
 
 
 def _silu(x: Expr, call: Call) -> Expr:
@@ -381,13 +381,17 @@ def _sign(x: Expr, call: Call) -> Expr:
 
 
 def _hardsigmoid(x: Expr, call: Call) -> Expr:
-    shifted = apply("fadd", x, const(3.0))
-    return apply("div", apply("minimum", apply("maximum", shifted, const(0.0)), const(6.0)), const(6.0))
+    return apply("div", _between(apply("fadd", x, const(3.0)), const(0.0), const(6.0)), const(6.0))
 
 
 def _hardtanh(x: Expr, call: Call) -> Expr:
     low, high = (operand(call.get(k, n, d), Kind.FLOAT) for k, n, d in ((1, "min_val", -1.0), (2, "max_val", 1.0)))
-    return apply("minimum", apply("maximum", x, low), high)
+    return _between(x, low, high)
+
+
+def _between(x: Expr, low: Expr, high: Expr) -> Expr:
+    """x clamped, without a gradient at the bounds (torch's `hardtanh`; its `clamp` has one there)."""
+    return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
 
 
 def _lerp(call: Call) -> Expr | None:
@@ -492,7 +496,7 @@ BUILDERS.update(
         aten.silu: _float_function(_silu), aten.softplus: _float_function(_softplus),
         aten.gelu: _float_function(_gelu), aten.elu: _float_function(_elu), aten.sign: _float_function(_sign),
         aten.hardsigmoid: _float_function(_hardsigmoid), aten.hardtanh: _float_function(_hardtanh),
-        aten.relu6: _float_function(lambda x, call: apply("minimum", apply("maximum", x, const(0.0)), const(6.0))),
+        aten.relu6: _float_function(lambda x, call: _between(x, const(0.0), const(6.0))),
         aten.log_sigmoid: _float_function(lambda x, call: apply("neg", _softplus(apply("neg", x), call))),
         aten.log2: _float_function(lambda x, call: apply("fmul", apply("log", x), const(1 / math.log(2)))),
         aten.exp2: _float_function(lambda x, call: apply("exp", apply("fmul", x, const(math.log(2))))),

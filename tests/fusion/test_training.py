@@ -166,6 +166,32 @@ def test_gradients_of_some_inputs_only(needed):
     check(biased, tensors)
 
 
+KINKS = {
+    "relu": torch.relu, "leaky": lambda s: F.leaky_relu(s, 0.2), "clamp": lambda s: s.clamp(-1, 2),
+    "clamp_min": lambda s: s.clamp(min=1), "clamp_reversed": lambda s: s.clamp(2, -1), "relu6": F.relu6,
+    "hardtanh": lambda s: F.hardtanh(s, -1, 2), "hardsigmoid": lambda s: F.hardsigmoid(3 * s), "abs": torch.abs,
+    "maximum": lambda s: torch.maximum(s, torch.ones_like(s)), "elu": F.elu, "threshold_where":
+    lambda s: torch.where(s > 0, s, torch.zeros_like(s)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINKS)
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+def test_gradients_at_kinks_are_torchs_choice(name, emitter):
+    """Scores are small integers, so that many of them stand exactly where a function has two slopes."""
+
+    def function(q, k, v):
+        return torch.softmax(KINKS[name](q @ k.transpose(-1, -2)), -1) @ v
+
+    tensors = [torch.randint(-1, 2, (1, 2, n, 4)).float().requires_grad_() for n in (9, 11)] + [
+        torch.randn(1, 2, 11, 8)
+    ]
+    upstream = torch.randn(1, 2, 9, 8)
+    found, expected = (gradients(f, tensors, upstream) for f in (compiled(function, "eager", emitter), function))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_no_gradient_keeps_nothing():
     tensors = [t.detach() for t in inputs(None)]
     out = compiled(plain)(*tensors)
