@@ -19,8 +19,20 @@ _EXPORTS = {
     "Options": "fusion.options",
     "plan": "fusion.plan",
     "Report": "fusion.report",
+    "rewrite": "fusion.rewriting",
 }
-__all__ = ["FusionError", "Machine", "Options", "Report", "collect_reports", "compare", "explain", "machine", "plan"]
+__all__ = [
+    "FusionError",
+    "Machine",
+    "Options",
+    "Report",
+    "collect_reports",
+    "compare",
+    "explain",
+    "machine",
+    "plan",
+    "rewrite",
+]
 
 
 def _register() -> None:

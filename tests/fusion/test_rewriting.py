@@ -1,0 +1,234 @@
+"""`fusion.rewrite`: GraphModules and exported programs, run, exported, saved and loaded."""
+
+import io
+import operator
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.export import Dim
+
+import fusion
+from fusion.errors import OptionError
+from fusion.rewriting import RewriteError
+from tests.numerics import assert_as_exact_as_eager
+
+
+class Model(torch.nn.Module):
+    """Has parameters, a buffer that is read, one that is written, and returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        self.register_buffer("bias", torch.randn(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, temperature: float = 2.0):
+        self.calls.add_(1)
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        i = torch.arange(x.shape[1])
+        s = (q @ k.mT / temperature + self.bias * (i[None] - i[:, None])).masked_fill(i[None] > i[:, None], -torch.inf)
+        out = (torch.softmax(s, -1) @ v).transpose(1, 2).flatten(2)
+        return {"out": self.out(out), "pooled": out.mean(1)}
+
+
+class Traceable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        self.register_buffer("scale", torch.tensor(0.3))
+
+    def forward(self, x, y=None, factor=2.0):
+        q = self.inner(x)
+        return {"out": torch.softmax(q @ q.mT * self.scale * factor, -1) @ q}
+
+
+def ops(module) -> list[str]:
+    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+
+
+def traced() -> torch.fx.GraphModule:
+    return torch.fx.symbolic_trace(Traceable(), concrete_args={"y": None})
+
+
+@pytest.fixture
+def exported():
+    shapes = ({0: Dim("batch", min=2), 1: Dim("length", min=2)},)
+    return torch.export.export(Model().eval(), (torch.randn(2, 9, 16),), dynamic_shapes=shapes)
+
+
+# --- GraphModules -----------------------------------------------------------------------------------------------
+
+
+def test_a_graph_module_keeps_what_it_is():
+    module, x = torch.fx.symbolic_trace(Traceable()), torch.randn(2, 9, 16)
+    before = module.code
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        fused = fusion.rewrite(module, x, None, 2.0)
+    assert [report.fused for report in reports] == [1]
+    assert isinstance(fused, torch.fx.GraphModule) and module.code == before
+    assert sum("fusion.attention" in op for op in ops(fused)) == 1 and not any("softmax" in op for op in ops(fused))
+    assert set(fused.state_dict()) == set(module.state_dict())
+    fused.load_state_dict(module.state_dict())
+    exact = torch.fx.symbolic_trace(Traceable())
+    exact.load_state_dict(module.state_dict())
+    exact = exact.double()(x.double(), None, 2.0)["out"]
+    assert_as_exact_as_eager(fused(x=x, y=None, factor=2.0)["out"], module(x)["out"], exact, torch.float32)
+
+
+def test_other_inputs_than_it_was_rewritten_for_are_refused():
+    module, x = torch.fx.symbolic_trace(Traceable()), torch.randn(2, 9, 16)
+    fused = fusion.rewrite(module, x, None, 2.0)
+    with pytest.raises(RewriteError, match=r"shape \[2, 9, 16\] and got torch.float32 of shape \[2, 10, 16\]"):
+        fused(torch.randn(2, 10, 16), None, 2.0)
+    with pytest.raises(RewriteError, match="got torch.float64"):
+        fused(x.double(), None, 2.0)
+    with pytest.raises(RewriteError, match=r"rewritten for factor = 2\.0 and got 3\.0; rewrite it again"):
+        fused(x, None, 3.0)
+    fused.graph.eliminate_dead_code()
+    fused.recompile()
+    with pytest.raises(RewriteError, match="got torch.float64"):
+        fused(x.double(), None, 2.0)
+
+
+def test_new_weights_count():
+    """Buffers that the score program reads are not taken for constants."""
+    module, x = torch.fx.symbolic_trace(Traceable()), torch.randn(2, 9, 16)
+    fused = fusion.rewrite(module, x, None, 2.0)
+    with torch.no_grad():
+        for held in fused.state_dict().values():
+            held.mul_(0.5)
+    torch.testing.assert_close(fused(x, None, 2.0), module(x, None, 2.0))
+    assert fused.get_parameter("inner.0.weight") is module.get_parameter("inner.0.weight")
+
+
+def test_a_rewritten_graph_module_trains():
+    module, x = torch.fx.symbolic_trace(Traceable()), torch.randn(2, 9, 16)
+    fused = fusion.rewrite(module, x, None, 2.0)
+    actual = torch.autograd.grad(fused(x, None, 2.0)["out"].square().sum(), list(fused.parameters()))
+    eager = torch.autograd.grad(module(x, None, 2.0)["out"].square().sum(), list(module.parameters()))
+    module.double()
+    exact = torch.autograd.grad(module(x.double(), None, 2.0)["out"].square().sum(), list(module.parameters()))
+    for ours, theirs, reference in zip(actual, eager, exact, strict=True):
+        assert_as_exact_as_eager(ours, theirs, reference, torch.float32)
+
+
+def test_a_rewritten_graph_module_can_be_exported_and_compiled():
+    module, x = torch.fx.symbolic_trace(Traceable()), torch.randn(2, 9, 16)
+    fused = fusion.rewrite(module, x, None, 2.0)
+    program = torch.export.export(fused, (x, None, 2.0))
+    assert any("fusion.attention" in op for op in ops(program))
+    torch.testing.assert_close(program.module()(x, None, 2.0), fused(x, None, 2.0))
+    torch.testing.assert_close(torch.compile(fused, backend="aot_eager")(x, None, 2.0), fused(x, None, 2.0))
+
+
+def test_nothing_to_fuse_returns_the_program_itself():
+    module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
+    assert fusion.rewrite(module, torch.randn(3)) is module
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs", "message"),
+    [
+        (torch.nn.Linear(3, 3), (), "was given a Linear; give a torch.fx.GraphModule or a torch.export"),
+        (traced(), (), r"0 example inputs for a graph that takes 3 \(x, y.*give one each"),
+    ],
+)
+def test_what_cannot_be_rewritten(program, inputs, message):
+    with pytest.raises(RewriteError, match=message):
+        fusion.rewrite(program, *inputs)
+
+
+def test_options_are_checked():
+    with pytest.raises(OptionError, match="unknown option"):
+        fusion.rewrite(traced(), options={"fast": True})
+
+
+# --- exported programs ------------------------------------------------------------------------------------------
+
+
+def test_an_exported_program_keeps_signature_state_and_dynamic_shapes(exported):
+    fused = fusion.rewrite(exported)
+    assert isinstance(fused, torch.export.ExportedProgram)
+    assert sum("fusion.attention" in op for op in ops(fused)) == 1
+    assert fused.graph_signature.input_specs == exported.graph_signature.input_specs
+    assert set(fused.state_dict) == set(exported.state_dict) and fused.range_constraints == exported.range_constraints
+    for shape in ((2, 9, 16), (3, 33, 16)):
+        x = torch.randn(shape)
+        eager = exported.module()(x)
+        torch.testing.assert_close(fused.module()(x), eager)
+        assert list(eager) == ["out", "pooled"]
+
+
+def test_mutated_buffers_stay_mutated(exported):
+    module = fusion.rewrite(exported).module()
+    for _ in range(3):
+        module(torch.randn(2, 9, 16))
+    assert module.calls == 3
+
+
+def test_saved_and_loaded_in_another_process(exported, tmp_path: Path):
+    x = torch.randn(3, 17, 16)
+    torch.export.save(fusion.rewrite(exported), tmp_path / "model.pt2")
+    torch.save((x, exported.module()(x)), tmp_path / "expected.pt")
+    script = (
+        "import sys, torch, fusion.op\n"
+        "program = torch.export.load(sys.argv[1])\n"
+        "x, expected = torch.load(sys.argv[2])\n"
+        "torch.testing.assert_close(program.module()(x), expected)\n"
+    )
+    argv = [sys.executable, "-c", script, str(tmp_path / "model.pt2"), str(tmp_path / "expected.pt")]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+
+
+def test_decompositions_leave_the_attention_whole(exported):
+    lowered = fusion.rewrite(exported).run_decompositions()
+    assert any("fusion.attention" in op for op in ops(lowered))
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(lowered.module()(x), exported.module()(x))
+
+
+def test_a_program_that_was_lowered_before(exported):
+    lowered = fusion.rewrite(exported.run_decompositions())
+    assert any("fusion.attention" in op for op in ops(lowered))
+    x = torch.randn(2, 9, 16)
+    torch.testing.assert_close(lowered.module()(x), exported.module()(x))
+
+
+def test_a_size_that_would_be_fixed_leaves_the_program_alone():
+    class Plain(torch.nn.Module):
+        def forward(self, q):
+            return torch.softmax(q @ q.mT, -1) @ q
+
+    program = torch.export.export(Plain(), (torch.randn(2, 5, 8),), dynamic_shapes=({2: Dim("width", min=2)},))
+    with fusion.collect_reports() as reports:
+        assert fusion.rewrite(program) is program
+    assert "would fix a size" in reports[0].notes[0]
+
+
+def test_the_module_of_an_exported_program_is_refused(exported):
+    with pytest.raises(RewriteError, match="packed; give the ExportedProgram"):
+        fusion.rewrite(exported.module(), torch.randn(2, 9, 16))
+
+
+def test_strict_raises_here_too():
+    class Both(torch.nn.Module):
+        def forward(self, q):
+            w = torch.softmax(q @ q.mT, -1)
+            return w @ q, w
+
+    program = torch.export.export(Both(), (torch.randn(2, 5, 8),))
+    with pytest.raises(fusion.FusionError, match="needed elsewhere"):
+        fusion.rewrite(program, options={"strict": True})
+    assert operator.is_(fusion.rewrite(program), program)
+
+
+def test_a_program_can_be_kept_in_memory(exported):
+    buffer = io.BytesIO()
+    torch.export.save(fusion.rewrite(exported), buffer)
+    buffer.seek(0)
+    x = torch.randn(2, 4, 16)
+    torch.testing.assert_close(torch.export.load(buffer).module()(x), exported.module()(x))
