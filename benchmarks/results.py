@@ -141,7 +141,8 @@ def show(console: Console, title: str, header: list[str], lines: list[list[str]]
     console.print(table)
 
 
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
+def table(header: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown."""
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *escaped])
@@ -160,9 +161,9 @@ def markdown(data: dict) -> str:
         LEGEND,
     ]
     if data["rows"]:
-        parts += ["## Attention variants", _markdown(*row_table(data["rows"]))]
+        parts += ["## Attention variants", table(*row_table(data["rows"]))]
     if data["models"]:
-        parts += ["## Whole models, eager attention unless noted", _markdown(*model_table(data["models"]))]
+        parts += ["## Whole models, eager attention unless noted", table(*model_table(data["models"]))]
     return "\n\n".join(parts) + "\n"
 
 

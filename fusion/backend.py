@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion import logs, op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion.cost.tile_map import map_pays
 from fusion.dump import Dump
 from fusion.errors import StrictError
 from fusion.ir import AttentionSpec
@@ -19,7 +20,7 @@ from fusion.options import Options
 from fusion.passes import nodes, region
 from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
-from fusion.passes.rewrite import rewrite
+from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
 from fusion.plan import Plan, plan
 from fusion.report import NO_ATTENTION, Report, SiteReport, publish
@@ -56,7 +57,7 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
         dump.stage("normalized", graph)
         sites = find_sites(graph.graph)
         drawn = [region.before(site) for site in sites]
-        specified = rewrite(graph, sites, _supports(options), options.emitter)
+        specified = rewrite(graph, sites, _supports(options), options.emitter, _pays(options))
         dump.stage("rewritten", graph)
         report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     except Exception as problem:
@@ -75,6 +76,13 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
 
 def _supports(options: Options) -> Callable[[AttentionSpec, torch.device], str | None]:
     return (lambda spec, device: None) if options.emitter == "reference" else runtime.prepare
+
+
+def _pays(options: Options) -> Pays | None:
+    """Whether a map of a mask's tiles is worth making; None where none is to be made."""
+    if options.emitter == "reference" or options.tile_maps == "never":
+        return None
+    return map_pays if options.tile_maps == "auto" else lambda *_: True
 
 
 def _report(

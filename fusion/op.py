@@ -5,6 +5,8 @@
     attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec,
                        str emitter, bool[] needs) -> Tensor[]
 
+    tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
+
 `attention_forward` stands where gradients are needed: besides the output it returns two numbers per query row (see
 `runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per
 operand that
@@ -12,7 +14,8 @@ operand that
 
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
 build the kernel again. `emitter` is that of the options. Operands may have any strides (the op is tagged so that
-Inductor copies nothing).
+Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
+`fusion.ir.tile_map`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from torch import Tensor
 from fusion import runtime
 from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec
+from fusion.ir.tile_map import MapSpec
+from fusion.tile_map import tile_map
 
 VERSION = 4
 """To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
@@ -41,6 +46,14 @@ _library.define(
     "str emitter, bool[] needs) -> Tensor[]",
     tags=_TAGS,
 )
+
+
+_library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
+
+
+def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
+    parsed = MapSpec.from_json(spec)
+    return torch.empty(parsed.shape(dict(zip(parsed.sizes, sizes, strict=True))), dtype=torch.int32, device="cpu")
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
@@ -112,6 +125,16 @@ def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands
     return [next(found) if needed else None for needed in needs], none, None, None
 
 
+def _no_gradient(ctx: Any, grad: Tensor | None) -> tuple:
+    return [None] * ctx.count, None if ctx.sizes else [], None
+
+
+def _save_counts(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    operands, sizes, _ = inputs
+    ctx.count, ctx.sizes = len(operands), len(sizes)
+    ctx.mark_non_differentiable(output)
+
+
 def _refuse(ctx: Any, *grads: Any) -> None:
     raise DoubleBackwardError(
         "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, "
@@ -126,6 +149,9 @@ def _save_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 torch.library.register_fake("fusion::attention", _fake, lib=_library)
+torch.library.register_fake("fusion::tile_map", _fake_tile_map, lib=_library)
+_library.impl("tile_map", tile_map, "CPU")
+torch.library.register_autograd("fusion::tile_map", _no_gradient, setup_context=_save_counts, lib=_library)
 torch.library.register_fake("fusion::attention_forward", _fake_forward, lib=_library)
 torch.library.register_fake("fusion::attention_backward", _fake_backward, lib=_library)
 for _key in ("CPU", "CUDA"):

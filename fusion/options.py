@@ -11,6 +11,7 @@ from fusion.errors import OptionError
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 Emitter = Literal["auto", "mlir", "reference"]
+TileMaps = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,14 @@ class Options:
     inner: what compiles the rest of the model.
     emitter: "auto" takes the emitter of the device; "reference" runs every fused attention in plain torch, which is
         slow and exists to tell an error of a kernel from one of the analysis.
+    tile_maps: whether masks that are data (padding, document numbers, mask tensors) are searched for tiles that need
+        not be computed: "auto" where that costs next to nothing by the cost model, "always", or "never".
     strict: raise `StrictError` instead of leaving an attention unfused.
     """
 
     inner: Inner = "inductor"
     emitter: Emitter = "auto"
+    tile_maps: TileMaps = "auto"
     strict: bool = False
 
     @classmethod

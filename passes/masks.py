@@ -47,7 +47,7 @@ def understand(score: Expr, normalizer: Normalizer = Normalizer.SOFTMAX) -> Mask
         return None
     low, high = _range(live, Side.ANY)
     full_low, full_high, known = _full_range(live)
-    full: Expr | None = substitute(score, _holding(known))
+    full: Expr | None = substitute(score, holding(known))
     if full is score:
         full = full_low = full_high = None
     return MaskFacts(
@@ -55,7 +55,7 @@ def understand(score: Expr, normalizer: Normalizer = Normalizer.SOFTMAX) -> Mask
     )  # fmt: skip
 
 
-def _holding(predicates: list[Expr]) -> dict[Expr, Expr]:
+def holding(predicates: list[Expr]) -> dict[Expr, Expr]:
     """What to put in the place of predicates that hold, and of their negations."""
     return dict.fromkeys(predicates, TRUE) | {apply("not", part): FALSE for part in predicates}
 

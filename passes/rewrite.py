@@ -11,22 +11,26 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, walk
+from fusion.ir.tile_map import MapSpec
 from fusion.passes import nodes
 from fusion.passes.find import Attention, Site
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds
 from fusion.passes.specify import Specified, specify
+from fusion.passes.tile_maps import Mapped, mapped, with_map
 
 aten = torch.ops.aten
 Supports = Callable[[AttentionSpec, torch.device], str | None]
+Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]]], bool]
 
 
 def rewrite(
-    module: GraphModule, sites: Sequence[Site], supports: Supports, emitter: str = "auto"
+    module: GraphModule, sites: Sequence[Site], supports: Supports, emitter: str = "auto", pays: Pays | None = None
 ) -> dict[int, list[Specified]]:
     """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
 
-    supports: (spec, device) -> why no kernel can be made for it, or None. emitter: handed to the op.
+    supports: (spec, device) -> why no kernel can be made for it, or None. emitter: handed to the op. pays: whether a
+    map of the tiles of a mask is worth its cost; None makes no maps.
     Mutates the graph of `module`, which is the compiler's own copy.
     """
     specified: dict[int, list[Specified]] = {}
@@ -36,9 +40,16 @@ def rewrite(
             continue
         try:
             _refuse_reordered_reads(site)
-            specified[number] = [_specify(site, a, supports, symbols) for a in site.attentions]
+            specified[number] = [_specify(site, a, symbols) for a in site.attentions]
         except Unsupported as problem:
             site.reason, site.blame = str(problem), problem.node
+    if pays is not None:
+        _map_tiles(module.graph, sites, specified, symbols, pays)
+    for number, parts in list(specified.items()):
+        device = nodes.value(sites[number].root).device
+        if (reason := next((r for part in parts if (r := supports(part.spec, device))), None)) is not None:
+            sites[number].reason = reason
+            del specified[number]
     _refuse_escaping(module.graph, sites, specified)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
@@ -51,14 +62,44 @@ def rewrite(
     return specified
 
 
-def _specify(site: Site, attention: Attention, supports: Supports, symbols: _Symbols) -> Specified:
+def _specify(site: Site, attention: Attention, symbols: _Symbols) -> Specified:
     found = specify(site, attention)
     for extent in found.sizes:
         symbols.require(extent)
-    reason = supports(found.spec, nodes.value(site.root).device)
-    if reason is not None:
-        raise Unsupported(reason)
     return found
+
+
+def _map_tiles(
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: _Symbols, pays: Pays
+) -> None:
+    """Give attentions whose masks are data a map of their live tiles, one for all that have the same mask."""
+    wanted: dict[Mapped, list[tuple[int, int]]] = {}
+    for number, parts in specified.items():
+        for position, part in enumerate(parts):
+            if (found := mapped(part)) is not None:
+                wanted.setdefault(found, []).append((number, position))
+    hints = nodes.size_hints(graph)
+    for found, users in wanted.items():
+        parts = [specified[number][position] for number, position in users]
+        if not pays(found.spec, [nodes.evaluate_size(e, hints) for e in found.sizes], [
+            (part.spec, [nodes.evaluate_size(e, hints) for e in part.sizes]) for part in parts
+        ]):  # fmt: skip
+            continue
+        made: Node | None = None
+        for (number, position), part in zip(users, parts, strict=True):
+            root = sites[number].root
+            if made is None or not made < root:
+                with graph.inserting_before(root):
+                    sizes = [symbols.value(extent) for extent in found.sizes]
+                    made = graph.call_function(
+                        torch.ops.fusion.tile_map.default, (list(found.operands), sizes, found.spec.to_json())
+                    )
+                _copy_provenance(root, made)
+                held = [nodes.value(s) if isinstance(s, Node) else s for s in sizes]
+                like = nodes.value(root)
+                shape = found.spec.shape(dict(zip(found.spec.sizes, held, strict=True)))
+                made.meta["val"] = like.new_empty(shape, dtype=torch.int32)
+            specified[number][position] = with_map(part, made)
 
 
 def _refuse_reordered_reads(site: Site) -> None:

@@ -31,6 +31,7 @@ from fusion.codegen.mlir.toeplitz import DistanceTable, distance_parts, without_
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.tile_map import CELL_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +157,31 @@ class _Kernel(KernelFunction):
         low, high = self._key_range(
             ranged, mask.key_lo if mask else None, mask.key_hi if mask else None, self.products.key_step
         )
+        if mask is not None and mask.tile_live is not None:
+            low, high = self._live_range(ranged, mask.tile_live, low, high)
         self._attend(scope, readers, first, count, groups, padded_groups, low, high)
         with b.loop(0, groups, hint="g") as g:
             self._finish(scope, first, count, g)
+
+    def _live_range(self, rows: Scope, live: Expr, low: Value | int, high: Value) -> tuple[Value, Value]:
+        """The key range of an item without the dead cells at its ends, by the map of live tiles."""
+        b, step = self.b, self.products.key_step
+        cells = b.div(b.add(self.n_k, CELL_KEYS - 1), CELL_KEYS, "cells")
+        zero, last = b.constant(0, "i64"), b.sub(self.n_k, 1)
+
+        def dead(first: Value, end: Value) -> Value:
+            tile = Scope(context=self.context, parent=rows, known={J0: first, J1: b.least(end, last)})
+            none = b.compare("eq", b.as_value(tile.integer(live), "i64"), 0)
+            return b.convert("arith.extui", none, "i64", "dead")
+
+        with b.carry(0, cells, 1, [zero, zero], hint="cell") as (loop, cell, (before, behind)):
+            first = b.mul(cell, CELL_KEYS)
+            until = dead(zero, b.add(first, CELL_KEYS - 1))
+            loop.yields(b.add(before, until, "before"), b.add(behind, dead(first, last), "behind"))
+        start = b.mul(loop.results[0], CELL_KEYS)
+        stop = b.mul(b.sub(cells, loop.results[1]), CELL_KEYS)
+        start = b.mul(b.div(b.least(start, self.n_k), step), step)
+        return b.most(low, start, "key_lo"), b.least(high, stop, "key_hi")
 
     def _note_identity(self, readers: list[RowReader]) -> None:
         """Forget what is packed where this item reads other keys or values than the last one."""
@@ -201,7 +224,7 @@ class _Kernel(KernelFunction):
         """All key blocks; a second time over all keys where the mask let keys be skipped and a row met none that is
         live."""
         b, mask = self.b, self.spec.mask
-        if mask is None or (mask.key_lo is None and mask.key_hi is None):
+        if mask is None or not mask.skips:
             self._visit(scope, readers, first, count, groups, padded_groups, low, high)
             return
         yes = b.constant(1, "i1")
@@ -258,6 +281,10 @@ class _Kernel(KernelFunction):
         low, high = self._key_range(tile, mask.key_lo, mask.key_hi, self.products.key_step)
         needed = b.least(n, b.sub(high, j0))
         needed = b.select(b.compare("sle", b.add(j0, n), b.as_value(low, "i64")), 0, needed)
+        if mask.tile_live is not None:
+            cells = Scope(context=self.context, parent=tile, known={J0: j0, J1: b.sub(b.add(j0, n), 1)})
+            live = b.as_value(cells.integer(mask.tile_live), "i64")
+            needed = b.select(b.compare("eq", live, 0), 0, needed)
         return b.select(skipping, needed, n, "n_keys")
 
     def _tile(self, scope: Scope, first: Value, count: Value, groups: Value, g: Value, j0: Value, n: Value) -> None:

@@ -1,0 +1,63 @@
+"""Whether a map of a mask's live tiles pays.
+
+What the data holds is known at run time only, so the map is made where looking for it costs next to nothing: at most a
+twentieth of the predicted time of the attentions that share it. Of a large mask tensor only a few rows of cells are
+looked at first, and the rest is read only where they show tiles to skip: that counts as gain, not as cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fusion.cost.from_spec import problem_of
+from fusion.ir import AttentionSpec
+from fusion.ir.expr import coordinates, loads, walk
+from fusion.ir.ops import evaluate
+from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
+from fusion.machine import machine
+from fusion.tile_map import SAMPLES, WORTH_SAMPLING
+
+SHARE = 0.05
+CALL = 4e-6
+"""Seconds that one small torch operation takes."""
+CALLS_PER_NODE = 5
+READING = 1e10
+"""Bytes per second at which least and greatest values of cells are found: two streams from memory, by torch."""
+
+
+def map_pays(spec: MapSpec, sizes: Sequence[int], users: Sequence[tuple[AttentionSpec, Sequence[int]]]) -> bool:
+    """Whether to make a map that these attentions (with the values of their sizes) share."""
+    return map_time(spec, sizes) <= SHARE * sum(_attention_time(*user) for user in users)
+
+
+def map_time(spec: MapSpec, sizes: Sequence[int]) -> float:
+    """Seconds that the pass takes where it finds nothing."""
+    known = dict(zip(spec.sizes, sizes, strict=True))
+
+    def value(expr) -> int:
+        return int(evaluate(expr, lambda leaf: torch.tensor(known[str(leaf.attr)])))
+
+    n_q, n_k = value(spec.n_q), value(spec.n_k)
+    nodes = list(walk(spec.live, spec.full))
+    cells = (n_q / CELL_ROWS if spec.rows else 1) * n_k / CELL_KEYS
+    cells *= math.prod(map(value, spec.batch))
+    read, looks = 0.0, 1
+    for part in loads(spec.live, spec.full):
+        names = coordinates(part)
+        elements = (n_q if "i" in names else 1) * (n_k if "j" in names else 1)
+        for name in names:
+            elements *= value(spec.batch[int(name[1:])]) if name.startswith("b") else 1
+        if elements >= WORTH_SAMPLING:
+            elements, looks = min(elements, elements * SAMPLES * CELL_ROWS / n_q), SAMPLES
+        read += elements * (4 if part.kind.value == "float" else 1)
+    return CALL * CALLS_PER_NODE * len(nodes) * looks + 1e-9 * cells * len(nodes) + read / READING
+
+
+def _attention_time(spec: AttentionSpec, sizes: Sequence[int]) -> float:
+    """Seconds of the two products at the machine's rate, over the keys that closed-form ranges leave."""
+    problem = problem_of(spec, sizes)
+    pairs = problem.batch * problem.heads * problem.n_q * problem.n_k * problem.density
+    return 2 * pairs * (problem.d + problem.d_v) / machine().flops(problem.dtype)

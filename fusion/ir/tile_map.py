@@ -1,0 +1,151 @@
+"""What a map of a mask's tiles holds, and how a tile is looked up in it.
+
+Where a mask is data (padding, document numbers, a mask tensor), which tiles it leaves alive is found by a pass over
+that data before the attention, once for all heads, layers and calls that use it. The map is a summed-area table: for
+cells of CELL_ROWS queries by CELL_KEYS keys,
+
+    table[b.., r, c, 0] = number of cells (r' < r, c' < c) with a live score
+    table[b.., r, c, 1] = number of cells (r' < r, c' < c) with a score that is not fully live
+
+so that four numbers tell of any rectangle, whatever tile a kernel works in, how many of the cells that it touches are
+live, and how many need the mask. A mask that is the same for all queries has a single row of cells.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, J, Kind, contains, coord, coordinates, load, loads, node, walk
+from fusion.ir.ops import PRIMITIVES
+
+CELL_ROWS, CELL_KEYS = 32, 64
+HARD = -1e9
+"""Values of an additive mask that are not above this are a hard mask."""
+
+I0, I1, J0, J1 = (coord(name) for name in ("i0", "i1", "j0", "j1"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapSpec:
+    """A map to be made.
+
+    sizes: names of run-time sizes, in the order in which the op receives their values. batch: extents of the map's own
+    batch coordinates b0, b1, ... n_q, n_k: numbers of queries and keys. live: where it is false a score is dead; full:
+    where it is true a score needs no mask; predicates in b.., i, j. Loads in them are numbered by the op's operands.
+    rows: whether the predicates depend on the query.
+    """
+
+    sizes: tuple[str, ...]
+    batch: tuple[Expr, ...]
+    n_q: Expr
+    n_k: Expr
+    live: Expr
+    full: Expr
+    rows: bool
+
+    def __str__(self) -> str:
+        return f"tile map of {self.live}"
+
+    def shape(self, sizes: dict) -> list:
+        """The table's shape; `sizes`: values by name, integers or symbolic."""
+
+        def value(expr: Expr):
+            return int(expr.attr) if expr.op == "const" else sizes[str(expr.attr)]  # type: ignore[arg-type]
+
+        cells = (value(self.n_q) + CELL_ROWS - 1) // CELL_ROWS if self.rows else 1
+        return [*map(value, self.batch), cells + 1, (value(self.n_k) + CELL_KEYS - 1) // CELL_KEYS + 1, 2]
+
+    def to_json(self) -> str:
+        """The map as text: what the op carries."""
+        roots = (*self.batch, self.n_q, self.n_k, self.live, self.full)
+        order = list(walk(*roots))
+        number = {expr: position for position, expr in enumerate(order)}
+        nodes = [[e.op, [number[a] for a in e.args], e.kind.value, _encoded(e.attr)] for e in order]
+        document = {"nodes": nodes, "roots": [number[e] for e in roots], "sizes": self.sizes, "rows": self.rows}
+        return json.dumps(document, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> MapSpec:
+        """The map that `to_json` wrote. Cached: equal text gives the same object."""
+        return _from_json(text)
+
+
+def _encoded(value: object) -> object:
+    return {"float": repr(value)} if isinstance(value, float) else value
+
+
+@lru_cache(maxsize=1024)
+def _from_json(text: str) -> MapSpec:
+    document = json.loads(text)
+    made: list[Expr] = []
+    for op, args, kind, attr in document["nodes"]:
+        value = float(attr["float"]) if isinstance(attr, dict) else attr
+        made.append(node(op, tuple(made[a] for a in args), Kind(kind), value))
+    *batch, n_q, n_k, live, full = (made[position] for position in document["roots"])
+    return MapSpec(
+        sizes=tuple(document["sizes"]), batch=tuple(batch), n_q=n_q, n_k=n_k, live=live, full=full,
+        rows=document["rows"],
+    )  # fmt: skip
+
+
+def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Expr]:
+    """(live, mixed): numbers of cells under the tile i0..i1 x j0..j1 that are live, and that need the mask; from the
+    table in this operand at these batch coordinates."""
+    columns = [integers.floordiv(J0, CELL_KEYS), integers.add(integers.floordiv(J1, CELL_KEYS), 1)]
+    lines = [integers.integer(0), integers.integer(1)]
+    if rows:
+        lines = [integers.floordiv(I0, CELL_ROWS), integers.add(integers.floordiv(I1, CELL_ROWS), 1)]
+
+    def count(plane: int) -> Expr:
+        corners = [
+            integers.mul((-1) ** (r + c), load(operand, (*batch, line, column, integers.integer(plane)), Kind.INT))
+            for r, line in enumerate(lines)
+            for c, column in enumerate(columns)
+            if r or rows  # without rows the first line of the table is zero
+        ]
+        return integers.add(*corners)
+
+    return count(0), count(1)
+
+
+# --- which predicates can be mapped -----------------------------------------------------------------------------
+
+_LOGIC = {"and", "or", "not"}
+_INTERVAL_COMPARISONS = {"ile", "ilt", "ieq", "ine", "fle", "flt", "feq", "fne"}
+_INTERVAL_ARITHMETIC = {"add", "mul", "iabs"}
+
+
+def mappable(expr: Expr) -> bool:
+    """Whether the extent of a predicate, or the bounds of a value, over a tile can be computed from their data."""
+    names = coordinates(expr)
+    if not {"i", "j"} <= names:
+        return not any(part.op in ("score", "row_max", "row_sum", "hash") for part in walk(expr))
+    if expr.op == "load":
+        return is_dense(expr)
+    if expr.op == "mul":
+        return sum(not arg.is_const for arg in expr.args) == 1 and all(map(mappable, expr.args))
+    if expr.op == "floordiv":
+        return expr.args[1].is_const and mappable(expr.args[0])
+    known = expr.op in _LOGIC | _INTERVAL_COMPARISONS | _INTERVAL_ARITHMETIC or expr.op == "coord"
+    return known and all(map(mappable, expr.args))
+
+
+def is_dense(expr: Expr) -> bool:
+    """Whether a load's dimensions are each indexed by one coordinate at most, and no two of them by the same."""
+    seen: list[str] = []
+    for index in expr.args:
+        if loads(index) or not all(part.op in PRIMITIVES or not part.args for part in walk(index)):
+            return False
+        names = coordinates(index)
+        if len(names) > 1:
+            return False
+        seen += names
+    return len(seen) == len(set(seen))
+
+
+def depends_on_key(expr: Expr) -> bool:
+    """Whether a value differs between keys."""
+    return contains(expr, J)

@@ -1,0 +1,249 @@
+"""`torch.ops.fusion.tile_map`: the pass over a mask's data that finds which tiles it leaves alive.
+
+Predicates of the query alone or of the key alone are evaluated element by element and then pooled over cells. What
+depends on both is bounded by interval arithmetic over cells; of a mask tensor [.., N_q, N_k] the least and the greatest
+value in each cell are taken, the only step that reads N_q x N_k elements. Before that step a few rows of cells are
+looked at: a mask in which they show next to nothing to skip (a random one, say) is not read any further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion.ir.expr import Expr, Kind, coordinates, loads
+from fusion.ir.ops import evaluate
+from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
+
+SAMPLES = 4  # rows of cells that are looked at first
+WORTH_SAMPLING = 1 << 20  # elements of a mask tensor
+WORTH_READING = 1 / 16  # share of the cells looked at that need no mask or no work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Of a predicate over cells: whether it may be true somewhere, whether it must be true everywhere."""
+
+    may: Tensor
+    must: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Of a value over cells: its least and greatest; NaN where the cell holds NaN."""
+
+    low: Tensor
+    high: Tensor
+
+
+def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
+    """The table of `fusion.ir.tile_map`, int32, for mask data in `operands`."""
+    parsed = MapSpec.from_json(spec)
+    known = dict(zip(parsed.sizes, sizes, strict=True))
+    *batch, lines, columns, _ = parsed.shape(known)
+    n_q = _number(parsed.n_q, known)
+    if 0 in batch or lines == 1 or columns == 1:
+        return torch.zeros([*batch, lines, columns, 2], dtype=torch.int32)
+    codes = _cells(parsed, operands, known, n_q).expand(*batch, lines - 1, columns - 1, 2)
+    table = torch.zeros([*batch, lines, columns, 2], dtype=torch.int32)
+    table[..., 1:, 1:, :] = codes.to(torch.int32).cumsum(-3, dtype=torch.int32).cumsum(-2, dtype=torch.int32)
+    return table
+
+
+def cells(spec: MapSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
+    known = dict(zip(spec.sizes, sizes, strict=True))
+    return _Cells(spec, operands, known, 0, _number(spec.n_q, known)).codes()
+
+
+def _number(expr: Expr, sizes: dict[str, int]) -> int:
+    return int(expr.attr) if expr.op == "const" else int(sizes[str(expr.attr)])  # type: ignore[arg-type]
+
+
+def _cells(spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int) -> Tensor:
+    dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
+    elements = sum(operands[int(part.attr)].numel() for part in dense)  # type: ignore[arg-type]
+    if elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
+        blocks = n_q // CELL_ROWS
+        chosen = [k * (blocks - 1) // (SAMPLES - 1) for k in range(SAMPLES)]
+        seen = [_Cells(spec, operands, sizes, CELL_ROWS * k, CELL_ROWS).codes() for k in chosen]
+        if sum(int((~codes).sum()) for codes in seen) < WORTH_READING * sum(codes.numel() / 2 for codes in seen):
+            return torch.ones(1, 1, 2, dtype=torch.bool)
+    return _Cells(spec, operands, sizes, 0, n_q).codes()
+
+
+class _Cells:
+    """Bounds of expressions over the cells of queries first .. first + count. Tensors are [b.., rows, keys], with 1 for
+    what a value does not depend on."""
+
+    def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], first: int, count: int):
+        self.spec, self.operands, self.sizes, self.first, self.count = spec, operands, sizes, first, count
+        self.rank = len(spec.batch) + 2
+        self.n_k = _number(spec.n_k, sizes)
+        self._memo: dict[Expr, Extent | Interval] = {}
+
+    def codes(self) -> Tensor:
+        """[b.., rows, columns, 2]: live, needs the mask."""
+        live, full = self.extent(self.spec.live).may, ~self.extent(self.spec.full).must
+        return torch.stack(torch.broadcast_tensors(live, full), -1)
+
+    # --- element by element -------------------------------------------------------------------------------------
+
+    def _axis(self, name: str) -> int:
+        return {"i": self.rank - 2, "j": self.rank - 1}[name] if name in "ij" else int(name[1:])
+
+    def _coordinate(self, name: str) -> Tensor:
+        """Values of a coordinate, along its own axis."""
+        axis = self._axis(name)
+        if name == "i":
+            values = torch.arange(self.first, self.first + self.count)
+        else:
+            values = torch.arange(self.n_k if name == "j" else _number(self.spec.batch[axis], self.sizes))
+        return values.reshape([-1 if k == axis else 1 for k in range(self.rank)])
+
+    def _leaf(self, part: Expr) -> Tensor | Callable[..., Tensor]:
+        if part.op == "coord":
+            return self._coordinate(str(part.attr))
+        if part.op == "size":
+            return torch.tensor(self.sizes[str(part.attr)])
+        tensor = self.operands[int(part.attr)]  # type: ignore[arg-type]
+        return lambda *index: _widened(tensor[index])
+
+    def _exact(self, expr: Expr) -> Tensor:
+        value = evaluate(expr, self._leaf, torch.float64)
+        return value.reshape([1] * (self.rank - value.dim()) + list(value.shape))
+
+    # --- over cells ---------------------------------------------------------------------------------------------
+
+    def _pooled(self, values: Tensor, largest: bool) -> Tensor:
+        """Least or greatest values over cells of an axis that is not 1."""
+        for axis, size in ((self.rank - 2, CELL_ROWS), (self.rank - 1, CELL_KEYS)):
+            if values.shape[axis] > 1:
+                values = _pool(values, axis, size, largest)
+        return values
+
+    def extent(self, expr: Expr) -> Extent:
+        """Of a BOOL expression."""
+        found = self._memo.get(expr)
+        if not isinstance(found, Extent):
+            found = self._memo[expr] = self._extent(expr)
+        return found
+
+    def _extent(self, expr: Expr) -> Extent:
+        if not {"i", "j"} <= coordinates(expr):
+            values = self._exact(expr)
+            return Extent(may=self._pooled(values, True), must=self._pooled(values, False))
+        if expr.op == "load":
+            bounds = self._dense(expr)
+            return Extent(may=bounds.high.bool(), must=bounds.low.bool())
+        if expr.op == "not":
+            inner = self.extent(expr.args[0])
+            return Extent(may=~inner.must, must=~inner.may)
+        if expr.op in ("and", "or"):
+            left, right = map(self.extent, expr.args)
+            if expr.op == "and":
+                return Extent(may=left.may & right.may, must=left.must & right.must)
+            return Extent(may=left.may | right.may, must=left.must | right.must)
+        return self._comparison(expr)
+
+    def _comparison(self, expr: Expr) -> Extent:
+        """A comparison with NaN is false, so `may` is what is not excluded by bounds that are no NaN."""
+        a, b = map(self.interval, expr.args)
+        kind = expr.op[1:]
+        if kind == "le":
+            return Extent(may=~(a.low > b.high), must=a.high <= b.low)
+        if kind == "lt":
+            return Extent(may=~(a.low >= b.high), must=a.high < b.low)
+        apart = (a.low > b.high) | (a.high < b.low)
+        same = (a.low == b.high) & (a.high == b.low)
+        return Extent(may=~apart, must=same) if kind == "eq" else Extent(may=~same, must=apart)
+
+    def interval(self, expr: Expr) -> Interval:
+        """Of an INT or FLOAT expression."""
+        found = self._memo.get(expr)
+        if not isinstance(found, Interval):
+            found = self._memo[expr] = self._interval(expr)
+        return found
+
+    def _interval(self, expr: Expr) -> Interval:
+        if not {"i", "j"} <= coordinates(expr):
+            values = self._exact(expr)
+            return Interval(low=self._pooled(values, False), high=self._pooled(values, True))
+        if expr.op == "load":
+            return self._dense(expr)
+        parts = [self.interval(arg) for arg in expr.args]
+        if expr.op == "add":
+            return Interval(low=_total([p.low for p in parts]), high=_total([p.high for p in parts]))
+        if expr.op == "iabs":
+            (part,) = parts
+            top = torch.maximum(part.low.abs(), part.high.abs())
+            return Interval(low=torch.maximum(part.low, -part.high).clamp(0), high=top)
+        if expr.op == "floordiv":
+            divisor = int(expr.args[1].attr)  # type: ignore[arg-type]
+            return Interval(low=parts[0].low // divisor, high=parts[0].high // divisor)
+        factor, part = 1, parts[0]
+        for arg, bounds in zip(expr.args, parts, strict=True):
+            factor, part = (factor * int(arg.attr), part) if arg.is_const else (factor, bounds)  # type: ignore[arg-type]
+        ends = part.low * factor, part.high * factor
+        return Interval(low=ends[0], high=ends[1]) if factor >= 0 else Interval(low=ends[1], high=ends[0])
+
+    # --- mask tensors -------------------------------------------------------------------------------------------
+
+    def _dense(self, expr: Expr) -> Interval:
+        """Least and greatest values of a tensor over cells."""
+        tensor = self._view(expr)
+        if expr.kind is Kind.BOOL:  # as bytes: their extremes are found with vectors
+            tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else (tensor != 0).view(torch.uint8)
+        return Interval(low=_widened(self._pooled(tensor, False)), high=_widened(self._pooled(tensor, True)))
+
+    def _view(self, expr: Expr) -> Tensor:
+        """The tensor of a load with its dimensions at their coordinates' axes; copies only where an index is not a
+        coordinate from some element on."""
+        tensor = self.operands[int(expr.attr)]  # type: ignore[arg-type]
+        axes: list[int] = []
+        for index in expr.args:
+            names = coordinates(index)
+            dim = len(axes)
+            if not names:
+                tensor = tensor.select(dim, int(evaluate(index, self._leaf)))
+                continue
+            name = next(iter(names))
+            at = evaluate(index, self._leaf).flatten()
+            steps = len(at) == 1 or bool((at[1:] - at[:-1] == 1).all())
+            tensor = tensor.narrow(dim, int(at[0]), len(at)) if steps else tensor.index_select(dim, at)
+            axes.append(self._axis(name))
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        tensor = tensor.permute(order)
+        for axis in range(self.rank):
+            if axis not in axes:
+                tensor = tensor.unsqueeze(axis)
+        return tensor
+
+
+def _total(values: list[Tensor]) -> Tensor:
+    result = values[0]
+    for value in values[1:]:
+        result = result + value
+    return result
+
+
+def _widened(values: Tensor) -> Tensor:
+    """As kernels read an element: integers as int64."""
+    if values.dtype is torch.bool:
+        return values
+    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
+
+
+def _pool(values: Tensor, axis: int, size: int, largest: bool) -> Tensor:
+    """The greatest or least of every `size` consecutive values; the last cell may be smaller."""
+    reduce = torch.amax if largest else torch.amin
+    whole = values.shape[axis] // size
+    parts = []
+    if whole:
+        parts.append(reduce(values.narrow(axis, 0, whole * size).unflatten(axis, (whole, size)), axis + 1))
+    if values.shape[axis] % size:
+        parts.append(reduce(values.narrow(axis, whole * size, values.shape[axis] - whole * size), axis, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)

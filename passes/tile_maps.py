@@ -1,0 +1,175 @@
+"""Masks that are data: which part of a mask needs a map of its tiles, and what the attention becomes with one.
+
+A mask is data where its predicate loads something (padding, document numbers, a mask tensor), or where the score
+program adds a tensor whose values may be 0 and a hard negative. Where the predicate depends on positions alone, but
+bounds keys by no single range, a map helps as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from fusion.ir import Operand
+from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, loads, rebuild, substitute, walk
+from fusion.ir.ops import apply, conjuncts
+from fusion.ir.spec import MaskFacts, Normalizer
+from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
+from fusion.passes.masks import HARD as ORDINARY
+from fusion.passes.masks import holding
+from fusion.passes.specify import Specified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """A map that an attention could use: what it is, the graph nodes of its operands, its sizes in the graph's terms.
+    Equal for attentions that can share it."""
+
+    spec: MapSpec
+    operands: tuple[Node, ...]
+    sizes: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Data:
+    """predicates: conjuncts of the mask that a map covers. biases: loads that are added to the score and may be hard
+    masks. fill: the largest value of a score that the latter kill, but for the score itself."""
+
+    predicates: tuple[Expr, ...]
+    biases: tuple[Expr, ...]
+    fill: float
+
+    @property
+    def live(self) -> Expr:
+        hard = [apply("not", apply("fle", bias, const(HARD))) for bias in self.biases]
+        return _all([*self.predicates, *hard])
+
+    @property
+    def full(self) -> Expr:
+        return _all([*self.predicates, *(apply("feq", bias, ZERO) for bias in self.biases)])
+
+
+def mapped(found: Specified) -> Mapped | None:
+    """The map that an attention could use, or None where its mask is not data."""
+    data = _data(found)
+    if data is None or found.device != "cpu":
+        return None
+    spec = found.spec
+    read = [int(part.attr) for part in loads(data.live, data.full)]  # type: ignore[arg-type]
+    numbers = sorted(set(read))
+    operands = tuple(found.operands[number] for number in numbers)
+    if any(node.meta.get("mutations") for node in operands):
+        return None
+    names = sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
+    renamed = {coord(name): coord(f"b{k}") for k, name in enumerate(names)}
+
+    def moved(expr: Expr) -> Expr:
+        def leaf(part: Expr) -> Expr | None:
+            if part.op != "load":
+                return None
+            index = tuple(moved(arg) for arg in part.args)
+            return replace_load(part, numbers.index(int(part.attr)), index)  # type: ignore[arg-type]
+
+        return rebuild(substitute(expr, renamed), leaf)
+
+    live, full = moved(data.live), moved(data.full)
+    batch = tuple(spec.batch[int(name[1:])] for name in names)
+    used = {part.attr for part in walk(live, full, spec.n_q, spec.n_k, *batch) if part.op == "size"}
+    sizes = [(name, value) for name, value in zip(spec.sizes, found.sizes, strict=True) if name in used]
+    return Mapped(
+        spec=MapSpec(
+            sizes=tuple(name for name, _ in sizes), batch=batch, n_q=spec.n_q, n_k=spec.n_k, live=live, full=full,
+            rows="i" in coordinates(live),
+        ),
+        operands=operands,
+        sizes=tuple(value for _, value in sizes),
+    )  # fmt: skip
+
+
+def with_map(found: Specified, made: Node) -> Specified:
+    """The attention with the map as a further operand, and its facts told by it."""
+    data, spec = _data(found), found.spec
+    assert data is not None
+    names = sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
+    batch = tuple(coord(name) for name in names)
+    tile_live, tile_mixed = lookup(len(spec.operands), batch, "i" in coordinates(data.live))
+    facts = spec.mask or MaskFacts(live=TRUE, fill=-math.inf)
+    simpler = facts.full if facts.full is not None else spec.score
+    full = substitute(simpler, holding(list(data.predicates)) | dict.fromkeys(data.biases, ZERO))
+    facts = replace(
+        facts,
+        live=_all([facts.live, *(apply("not", apply("fle", bias, const(HARD))) for bias in data.biases)]),
+        fill=max(facts.fill, data.fill),
+        full=full,
+        tile_live=tile_live,
+        tile_mixed=tile_mixed,
+    )
+    operand = Operand(dtype="int32", rank=len(batch) + 3, name="tiles")
+    return replace(
+        found,
+        spec=replace(spec, operands=(*spec.operands, operand), mask=facts),
+        operands=(*found.operands, made),
+    )
+
+
+def _all(predicates: list[Expr]) -> Expr:
+    result = TRUE
+    for part in predicates:
+        result = apply("and", result, part)
+    return result
+
+
+def replace_load(part: Expr, number: int, index: tuple[Expr, ...]) -> Expr:
+    """A load from another operand."""
+    from fusion.ir.expr import load
+
+    return load(number, index, part.kind)
+
+
+def _data(found: Specified) -> _Data | None:
+    """What a map would cover, or None where there is nothing."""
+    spec = found.spec
+    mask = spec.mask
+    predicates = []
+    for part in conjuncts(mask.live) if mask is not None else ():
+        if depends_on_key(part) and loads(part) and mappable(part):
+            predicates.append(part)
+    biases: list[tuple[Expr, float]] = []
+    if spec.normalizer is not Normalizer.NONE:
+        biases = [
+            (bias, factor)
+            for bias, factor in _addends(spec.score, 1.0)
+            if HARD * factor <= 100 * ORDINARY and _may_be_hard(found, bias)
+        ]
+    if not predicates and not biases:
+        return None
+    return _Data(
+        predicates=tuple(predicates),
+        biases=tuple(bias for bias, _ in biases),
+        fill=max((HARD * factor for _, factor in biases), default=-math.inf),
+    )
+
+
+def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
+    """(load, c): tensors that the score program adds to what depends on the score, as c * load."""
+    if score.op == "load":
+        return [(score, factor)]
+    if score.op == "fadd":
+        return [found for arg in score.args for found in _addends(arg, factor)]
+    if score.op == "where":
+        return [found for arg in score.args[1:] if not arg.is_const for found in _addends(arg, factor)]
+    if score.op == "fmul":
+        value, by = score.args if score.args[1].is_const else score.args[::-1]
+        if by.is_const and float(by.attr) > 0:  # type: ignore[arg-type]
+            return _addends(value, factor * float(by.attr))  # type: ignore[arg-type]
+    return []
+
+
+def _may_be_hard(found: Specified, bias: Expr) -> bool:
+    """A tensor that is the same for all features and learns nothing: what a mask is."""
+    node = found.operands[int(bias.attr)]  # type: ignore[arg-type]
+    if found.differentiable and node.meta.get("requires_grad"):
+        return False
+    return bias.kind is Kind.FLOAT and depends_on_key(bias) and is_dense(bias)
