@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from fusion.codegen.mlir.kernel import Tiling
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import Target, target_of
+from fusion.codegen.mlir.tile import Tiling
 from fusion.cost.cpu import predict
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.codegen.mlir.builder import TILE, Builder, Value
-from fusion.codegen.mlir.products import Groups, round_up
+from fusion.codegen.mlir.products import Beside, Groups, round_up
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.transpose import transpose
 
@@ -38,6 +38,7 @@ class Amx:
     as bits. exact_pairs: weights may be NaN where the row's sum is not. mirrored: scores are those of a kernel with the
     two sides exchanged, bit by bit."""
 
+    overlaps = True
     key_step = 32
     group_step = 2
     lanes = 16
@@ -57,6 +58,7 @@ class Amx:
         self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
+        self.score_parts, self.value_parts = self.chunks, max(self.e_blocks // 2, 1)
         self.key_capacity = key_capacity
 
     def query_bytes(self) -> int:
@@ -158,9 +160,12 @@ class Amx:
         left: Sequence[Sequence[Value]],
         right: Sequence[Sequence[Value]],
         mirrored: bool = False,
+        pieces: Sequence[Callable[[], None]] = (),
     ) -> list[Value]:
         """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
-        addresses. mirrored: in the order of right x left."""
+        addresses. mirrored: in the order of right x left. `pieces` are written in between, evenly: the processor looks
+        ahead by a few hundred instructions, so that is how close vector work must stand to the 16 cycles of each tile
+        product to run beside them."""
         held: dict[str, tuple[int, list[Value]]] = {}
 
         def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
@@ -168,14 +173,18 @@ class Amx:
                 held[side] = plane, [self._load(a[plane], side) for a in addresses]
             return held[side][1]
 
-        for pair in PLANE_PAIRS[self.planes]:
+        pairs, sums = PLANE_PAIRS[self.planes], list(sums)
+        places = [(a, g) for a in range(len(left)) for g in range(len(right))]
+        total, done, written = len(pairs) * len(places), 0, 0
+        for pair in pairs:
             left_plane, right_plane = pair[::-1] if mirrored else pair
             rows, columns = tiles("a", left, left_plane), tiles("b", right, right_plane)
-            sums = [
-                self._multiply(row, column, sums[r * len(columns) + c])
-                for r, row in enumerate(rows)
-                for c, column in enumerate(columns)
-            ]
+            for n, (a, g) in enumerate(places):
+                sums[n] = self._multiply(rows[a], columns[g], sums[n])
+                done += 1
+                while written < len(pieces) * done // total:
+                    pieces[written]()
+                    written += 1
         return sums
 
     def _planes(self, base: Value, tile: Value | int, stride: int = TILE_ELEMENTS) -> list[Value]:
@@ -183,17 +192,25 @@ class Amx:
         address = self.b.at(base, tile, "bf16")
         return [self.b.at(address, plane * stride, "bf16") for plane in range(self.planes)]
 
-    def scores(self, keys: Value, queries: Sequence[Value], target: Sequence[Value]) -> None:
-        """S^T of 32 keys and two groups."""
-        sums = [self._zero() for _ in range(2 * len(queries))]
-        size = TILE_ELEMENTS * self.planes
-        for chunk in range(self.chunks):
-            left = [self._planes(keys, (half * self.chunks + chunk) * size) for half in (0, 1)]
-            right = [self._planes(q, chunk * size) for q in queries]
-            sums = self._block(sums, left, right, self.mirrored)
+    def scores(
+        self,
+        keys: Value,
+        queries: Sequence[Value],
+        target: Sequence[Value],
+        step: Value | None = None,
+        beside: Beside | None = None,
+    ) -> None:
+        """S^T of 32 keys and two groups; step: the number of the key step, for `beside`."""
+        b, size = self.b, TILE_ELEMENTS * self.planes
+        start = [self._zero() for _ in range(2 * len(queries))]
+        with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, sums):
+            left = [self._planes(keys, b.mul(b.add(chunk, half * self.chunks), size)) for half in (0, 1)]
+            right = [self._planes(q, b.mul(chunk, size)) for q in queries]
+            pieces = () if beside is None or step is None else beside(step, chunk, self.chunks)
+            loop.yields(*self._block(list(sums), left, right, self.mirrored, pieces))
         for half in (0, 1):
             for g, place in enumerate(target):
-                self._store(sums[half * len(queries) + g], self.b.at(place, half * 256, "f32"))
+                self._store(loop.results[half * len(queries) + g], b.at(place, half * 256, "f32"))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""
@@ -222,9 +239,25 @@ class Amx:
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
             b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
 
-    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
-        """O^T += V^T P^T over `steps` key steps, for two groups."""
-        self._for_blocks(lambda block, count: self._accumulate(values, steps, weights, output, block, count))
+    def accumulate(
+        self,
+        values: Value,
+        steps: Value,
+        weights: Sequence[Value],
+        output: Sequence[Value],
+        first: Value | int = 0,
+        beside: Beside | None = None,
+    ) -> None:
+        """O^T += V^T P^T over key steps first..steps-1, for two groups."""
+        parts = self.value_parts
+
+        def body(block: Value | int, count: int) -> None:
+            odd = isinstance(block, int) and self.e_blocks > 1  # the block that is left over has nothing beside it
+            part = self.b.div(block, 2)
+            call = None if beside is None or odd else lambda step: beside(step, part, parts)
+            self._accumulate(values, (first, steps), weights, output, block, count, call)
+
+        self._for_blocks(body)
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
         """The same for `sets` pairs of groups. Columns of V are outermost, so that their tiles are read from the
@@ -235,7 +268,7 @@ class Amx:
             with b.loop(0, sets, hint="pair") as pair:
                 members = [b.add(b.mul(pair, 2), k) for k in (0, 1)]
                 sources, cells = ([side.member(b, m) for m in members] for side in (weights, output))
-                self._accumulate(values, steps, sources, cells, block, count)
+                self._accumulate(values, (0, steps), sources, cells, block, count)
 
         self._for_blocks(for_pairs)
 
@@ -251,20 +284,22 @@ class Amx:
     def _accumulate(
         self,
         values: Value,
-        steps: Value,
+        steps: tuple[Value | int, Value],
         weights: Sequence[Value],
         output: Sequence[Value],
         block: Value | int,
         count: int,
+        beside: Callable[[Value], Sequence[Callable[[], None]]] | None = None,
     ) -> None:
         """`count` blocks of 16 value columns from `block` on."""
         b, size = self.b, TILE_ELEMENTS * self.planes
         cells = [b.at(b.at(o, b.mul(block, 256), "f32"), 256 * a, "f32") for a in range(count) for o in output]
         base = b.at(values, b.mul(block, size), "bf16")
-        with b.carry(0, steps, 1, [self._load(cell, "o") for cell in cells], hint="step") as (loop, step, sums):
+        with b.carry(*steps, 1, [self._load(cell, "o") for cell in cells], hint="step") as (loop, step, sums):
             column = b.at(base, b.mul(step, self.e_blocks * size), "bf16")
             left = [self._planes(column, a * size) for a in range(count)]
             right = [self._planes(w, b.mul(step, TILE_ELEMENTS), self.key_capacity * 16) for w in weights]
-            loop.yields(*self._block(list(sums), left, right))
+            pieces = () if beside is None else beside(step)
+            loop.yields(*self._block(list(sums), left, right, pieces=pieces))
         for cell, tile in zip(cells, loop.results, strict=True):
             self._store(tile, cell)

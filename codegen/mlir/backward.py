@@ -26,13 +26,13 @@ from fusion.codegen.mlir.backward_plan import BackwardPlan, Form, Role, normaliz
 from fusion.codegen.mlir.backward_queries import QueryGradient
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.kernel import Tiling
 from fusion.codegen.mlir.products import MultiplyAdd, Products
 from fusion.codegen.mlir.programs import I0, I1, J0, J1
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import Tiling
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, coord

@@ -8,8 +8,6 @@ contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fusion.codegen.mlir.builder import SIZE, Value, vector_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.transpose import transpose
@@ -66,9 +64,8 @@ class DenseLoad:
             return self.b.convert("arith.extui", x, "i32")
         return self.b.convert("arith.truncf" if self.memory == "f64" else "arith.extf", x, "f32")
 
-    def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> Callable[[Value], Value]:
-        """Write the block to target [key][L]; returns the function that reads the value (FLOAT or BOOL) of a key of the
-        block."""
+    def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> None:
+        """Write the block to target [key][L], for `read`."""
         b, lanes = self.b, self.context.lanes
         assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
@@ -93,7 +90,6 @@ class DenseLoad:
                 self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)),
                 b.at(target, b.mul(j, lanes), "f32"),
             )
-        return lambda key: self._read(target, key)
 
     def _gather(self, scope: Scope, start: Value) -> Value:
         b, lanes = self.b, self.context.lanes
@@ -112,7 +108,8 @@ class DenseLoad:
             b.op(f"{text} : ({pointers}, {scope.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered")
         )
 
-    def _read(self, target: Value, key: Value) -> Value:
+    def read(self, target: Value, key: Value) -> Value:
+        """The value (FLOAT or BOOL) of a key of the block."""
         b = self.b
         value = b.load(
             b.at(target, b.mul(key, self.context.lanes), self.scalar), self.vector, "bias", align=4 * self.context.lanes

@@ -15,35 +15,18 @@ long as the keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from fusion.codegen.mlir.amx import LARGE_BITS, Amx
+from fusion.codegen.mlir.amx import LARGE_BITS
 from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.products import Groups, MultiplyAdd, Products
-from fusion.codegen.mlir.programs import J0, J1
+from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.rows import RowReader
-from fusion.codegen.mlir.scope import Lanes, Scope
-from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
-from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock
+from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.toeplitz import DistanceTable, distance_parts, without_parts
+from fusion.codegen.mlir.tile import TileKernel, Tiling
 from fusion.codegen.mlir.transpose import transpose
-from fusion.ir.expr import Expr, I, coord
+from fusion.ir.expr import coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
-    """groups: lane vectors of queries in a work item; together: how many of them (a multiple of the products' group
-    step; 0 for one such step) go through a block of keys at a time; keys: keys in a block. planes: of AMX
-    products, 0 for multiply-add."""
-
-    groups: int
-    keys: int
-    planes: int
-    together: int = 0
 
 
 def emit(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
@@ -51,42 +34,12 @@ def emit(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) 
     return _Kernel(spec, tiling, target, d, d_v).text()
 
 
-class _Kernel(KernelFunction):
+class _Kernel(TileKernel):
     def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
-        degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
-        super().__init__(spec, target, d, d_v, degree)
-        self.tiling = tiling
-        whole = (self.programs.masked, self.programs.full, self.weight)
-        self.by_distance = distance_parts(*whole)
-        self.dense = dense_loads(*(without_parts(program, self.by_distance) for program in whole))
-        self.may_flag = tiling.planes > 1
-        worst = self._area(64, "worst") if self.may_flag else None
-        self.products: Products
-        if tiling.planes:
-            exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
-            self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, worst, exact_pairs)
-        else:
-            self.products = MultiplyAdd(self.b, self.lanes, d, d_v, target.tile_rows, target.tile_groups)
-        self.worst = worst
-        self._areas()
-
-    def _areas(self) -> None:
-        p, groups, keys, lanes = self.products, self.tiling.groups, self.tiling.keys, self.lanes
-        row = 4 * lanes
-        self.queries = self._area(groups * p.query_bytes(), "queries")
-        # Scores and weights of a few groups at a time: they stay in the first-level cache.
-        together = self.together = self.tiling.together or p.group_step
-        self.scores = self._area(together * keys * row, "scores")
-        self.factors = self._area(together * keys * row, "factors") if self.weight is not None else None
-        self.weights = self._area(together * p.weight_bytes(keys), "weights")
-        self.output = self._area(groups * p.e_padded * row, "output")
-        self.maxima = self._area(groups * row, "maxima")
-        self.totals = self._area(groups * row, "totals")
+        super().__init__(spec, tiling, target, d, d_v)
+        p = self.products
         self.staging = self._area(8 * p.staging_elements(), "staging")
-        self.finished = self._area(lanes * p.e_padded * 4, "finished")
-        entries = keys + (together + 1) * lanes
-        self.tables = [DistanceTable(self.context, part, self._area(4 * entries, "table")) for part in self.by_distance]
-        self.staged = [self._area(keys * row, "staged") for _ in self.dense]
+        self.finished = self._area(self.lanes * p.e_padded * 4, "finished")
         self.state = self._area(64 * 4, "state")
         b = self.b
         fixed = self.layout.size
@@ -94,22 +47,6 @@ class _Kernel(KernelFunction):
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             steps = self.params[("key_steps",)]
             self.packed_values = b.at(self.packed_keys, b.mul(steps, p.key_bytes()), "i8", "packed_values")
-
-    def _group_memory(self, g: Value, member: Value | int = 0) -> Group:
-        """Memory of group g, number `member` of those that are worked on together."""
-        b, p, keys, lanes = self.b, self.products, self.tiling.keys, self.lanes
-
-        def part(base: Value, number: Value | int, size: int, hint: str) -> Value:
-            return b.at(base, b.mul(number, size), "i8", hint)
-
-        return Group(
-            scores=part(self.scores, member, keys * lanes * 4, "s_rows"),
-            factors=None if self.factors is None else part(self.factors, member, keys * lanes * 4, "w_rows"),
-            weights=part(self.weights, member, p.weight_bytes(keys), "p_rows"),
-            output=part(self.output, g, p.e_padded * lanes * 4, "o_rows"),
-            maximum=part(self.maxima, g, 4 * lanes, "m_at"),
-            total=part(self.totals, g, 4 * lanes, "l_at"),
-        )
 
     def text(self) -> KernelText:
         b = self.b
@@ -149,7 +86,7 @@ class _Kernel(KernelFunction):
         padded_groups = b.mul(
             b.div(b.add(groups, self.products.group_step - 1), self.products.group_step), self.products.group_step
         )
-        with b.loop(0, groups, hint="g") as g:
+        with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
             at = b.at(self.queries, b.mul(g, self.products.query_bytes()), "i8")
             self.products.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
         last = b.sub(b.add(first, count), 1)
@@ -255,8 +192,7 @@ class _Kernel(KernelFunction):
 
     def _visit(self, scope, readers, first, count, groups, padded_groups, low, high, skipping=None) -> None:
         """Keys [low, high). Where `skipping` (i1) holds, each register tile visits only the keys that its rows need."""
-        b, p, keys = self.b, self.products, self.tiling.keys
-        lanes = self.lanes
+        b, p, lanes = self.b, self.products, self.lanes
         with b.loop(0, padded_groups, hint="g") as g:
             memory = self._group_memory(g)
             b.store(b.constant(float("-inf"), self.vector), memory.maximum)
@@ -264,15 +200,46 @@ class _Kernel(KernelFunction):
             with b.loop(0, p.e_padded, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
         self._pack(readers, low, high)
-        with b.loop(low, high, keys, hint="j0") as j0, b.loop(0, groups, self.together, hint="g") as g:
-            start, rows = b.add(first, b.mul(g, lanes)), b.sub(count, b.mul(g, lanes))
-            last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
-            tile = Scope(context=self.context, parent=scope, known={coord("i0"): start, coord("i1"): last})
-            n = b.least(b.sub(high, j0), keys, "n_keys")
-            if skipping is not None:
-                n = self._tile_keys(tile, j0, n, skipping)
+        visit = self._visit_overlapped if self.products.overlaps else self._visit_in_turn
+        visit(scope, first, count, groups, low, high, skipping)
+
+    def _visit_in_turn(self, scope, first, count, groups, low, high, skipping) -> None:
+        b = self.b
+        with (
+            b.loop(low, high, self.tiling.keys, hint="j0") as j0,
+            b.loop(0, groups, self.together, hint="g") as g,
+        ):
+            rows, n = self._rows_and_keys(scope, first, count, g, j0, high, skipping)
             with b.when(b.compare("sgt", n, 0)):
-                self._tile(tile, first, count, groups, g, j0, n)
+                self._tile(self._make_tile(rows, first, count, groups, g, j0, n))
+
+    def _visit_overlapped(self, scope, first, count, groups, low, high, skipping) -> None:
+        """The same tiles in the same order, and one more turn to finish the last. A tile without keys takes no turn."""
+        b, keys = self.b, self.tiling.keys
+        sets = b.div(b.add(groups, self.together - 1), self.together, "sets")
+        blocks = b.div(b.most(b.add(b.sub(high, low), keys - 1), 0), keys, "blocks_here")
+        tiles = b.mul(blocks, sets, "tiles")
+        nothing = b.constant(0, "i64")
+        with b.carry(0, b.add(tiles, 1), 1, [nothing] * 3, hint="t") as (loop, t, (old_g, old_j0, old_n)):
+            end = b.compare("eq", t, tiles, "end")
+            j0 = b.add(b.mul(b.div(t, sets), keys), low, "j0")
+            g = b.mul(b.rem(t, sets), self.together, "g")
+            rows, n = self._rows_and_keys(scope, first, count, g, j0, high, skipping)
+            n = b.select(end, 0, n, "n_keys")
+            turn = b.binary("arith.ori", end, b.compare("sgt", n, 0), "turn")
+            with b.when(turn):
+                old = self._make_tile(scope, first, count, groups, old_g, old_j0, old_n)
+                self._overlap(old, self._make_tile(rows, first, count, groups, g, j0, n))
+            loop.yields(*(b.select(turn, x, y) for x, y in ((g, old_g), (j0, old_j0), (n, old_n))))
+
+    def _rows_and_keys(self, scope: Scope, first, count, g, j0, high, skipping) -> tuple[Scope, Value]:
+        """The scope that knows the rows of the groups from g on, and how many keys from j0 on they visit."""
+        b, lanes = self.b, self.lanes
+        start, rows = b.add(first, b.mul(g, lanes)), b.sub(count, b.mul(g, lanes))
+        last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
+        tile = Scope(context=self.context, parent=scope, known={coord("i0"): start, coord("i1"): last})
+        n = b.least(b.sub(high, j0), self.tiling.keys, "n_keys")
+        return tile, n if skipping is None else self._tile_keys(tile, j0, n, skipping)
 
     def _tile_keys(self, tile: Scope, j0: Value, n: Value, skipping: Value) -> Value:
         """How many of the n keys from j0 on the rows of a tile need."""
@@ -286,82 +253,6 @@ class _Kernel(KernelFunction):
             live = b.as_value(cells.integer(mask.tile_live), "i64")
             needed = b.select(b.compare("eq", live, 0), 0, needed)
         return b.select(skipping, needed, n, "n_keys")
-
-    def _tile(self, scope: Scope, first: Value, count: Value, groups: Value, g: Value, j0: Value, n: Value) -> None:
-        """n keys from j0 on and the groups of one register tile, from g on: both products and the softmax between."""
-        b, p, lanes = self.b, self.products, self.lanes
-        steps = b.div(b.add(n, p.key_step - 1), p.key_step, "steps")
-        block = KeyBlock(first=j0, count=n, padded=b.mul(steps, p.key_step))
-        ends = {J0: j0, J1: b.sub(b.add(j0, n), 1)}
-        whole = self._whole(Scope(context=self.context, parent=scope, known=ends))
-        start, last = scope.value(coord("i0")), scope.value(coord("i1"))
-        for table in self.tables:
-            table.fill(scope, start, last, j0, b.sub(b.add(j0, n), 1))
-        first_step = b.div(j0, p.key_step)
-        here = b.least(b.sub(groups, g), self.together, "here")
-        sets = b.div(b.add(here, p.group_step - 1), p.group_step, "sets")
-        queries = Groups(first=b.at(self.queries, b.mul(g, p.query_bytes()), "i8"), stride=p.query_bytes())
-        with b.loop(0, steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
-            at = b.at(self.packed_keys, b.mul(b.add(first_step, step), p.key_bytes()), "i8")
-            members = [b.add(b.mul(number, p.group_step), k) for k in range(p.group_step)]
-            rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
-            targets = [b.at(self.scores, b.mul(r, lanes), "f32") for r in rows]
-            p.scores(at, [queries.member(b, m) for m in members], targets)
-        with b.loop(0, here, hint="member") as member:
-            self._group(scope, first, count, b.add(g, member), member, block, whole)
-        at = b.at(self.packed_values, b.mul(first_step, p.value_bytes()), "i8")
-        weights = Groups(first=self.weights, stride=p.weight_bytes(self.tiling.keys))
-        row = p.e_padded * lanes * 4
-        p.accumulate_sets(at, steps, weights, Groups(first=b.at(self.output, b.mul(g, row), "i8"), stride=row), sets)
-
-    def _lane_scope(self, scope: Scope, first: Value, count: Value, g: Value) -> Scope:
-        b = self.b
-        offset = b.mul(g, self.lanes)
-        lanes = Lanes(coord=I, first=b.add(first, offset), count=self.lanes, valid=self._valid(b.sub(count, offset)))
-        return Scope(context=self.context, parent=scope, lanes=lanes)
-
-    def _group(self, scope, first, count, g: Value, member: Value, block: KeyBlock, whole: Value | None) -> None:
-        """Scores to weights for one group and one key block."""
-        b, memory = self.b, self._group_memory(g, member)
-        lanes = self._lane_scope(scope, first, count, g)
-        softmax = GroupSoftmax(self.context, memory, block, self.exponent)
-        if whole is None:
-            self._scores_to_maximum(lanes, softmax, block, self.programs.masked)
-        else:
-            assert self.programs.full is not None
-            with b.when(whole):
-                self._scores_to_maximum(Scope(context=self.context, parent=lanes), softmax, block, self.programs.full)
-            with b.otherwise():
-                self._scores_to_maximum(Scope(context=self.context, parent=lanes), softmax, block, self.programs.masked)
-
-        def store(key: Value, x: Value, y: Value) -> None:
-            self.products.store_weights(memory.weights, key, x, y)
-
-        if self.spec.normalizer is Normalizer.NONE:
-            softmax.plain_weights(store)
-        else:
-            softmax.exponentials(store)
-
-    def _scores_to_maximum(self, lanes: Scope, softmax: GroupSoftmax, block: KeyBlock, program: Expr) -> None:
-        b = self.b
-        assert lanes.lanes is not None
-        lanes.prepare(program, self.weight, bound=self.batch_names | {"i"})
-        wanted = dense_loads(*(without_parts(part, self.by_distance) for part in (program, self.weight)))
-        staged = [
-            (load.expr, load.stage(lanes, block.first, block.count, area))
-            for load, area in zip(self.loads, self.staged, strict=True)
-            if load.expr in wanted
-        ]
-        row = lanes.lanes.first
-        staged += [
-            (table.part, lambda key, table=table: table.read(row, b.add(block.first, key))) for table in self.tables
-        ]
-        highest = softmax.apply(lanes, program, self.weight, staged)
-        if self.spec.normalizer is Normalizer.NONE:
-            softmax.fill_beyond(0.0)
-            return
-        softmax.fill_beyond(float("-inf"))
-        softmax.rescale(highest, self.products.e_padded, exact=self.spec.row_scale is not None)
 
     def _finish(self, scope: Scope, first: Value, count: Value, g: Value) -> None:
         """Scale, transpose and write one group."""

@@ -14,11 +14,12 @@ import torch
 
 from fusion.codegen import reference
 from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_library
-from fusion.codegen.mlir.kernel import Tiling, emit
+from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import Tiling
 from fusion.errors import FusionError
 from fusion.ir import Expr
 from fusion.ir.spec import AttentionSpec

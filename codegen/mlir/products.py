@@ -19,7 +19,7 @@ of three bf16
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,11 @@ from fusion.codegen.mlir.transpose import transpose
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+#: Vector work to be written between the instructions of a product, in small pieces: called with (key step, part, number
+#: of parts), where the parts of a step share its work.
+Beside = Callable[[Value, "Value | int", int], Sequence[Callable[[], None]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +49,12 @@ class Groups:
 
 
 class Products(Protocol):
-    """What the kernel needs of a strategy. Sizes in elements are static; `*_bytes` are sizes of packed operands."""
+    """What the kernel needs of a strategy. Sizes in elements are static; `*_bytes` are sizes of packed operands.
 
+    overlaps: whether products run beside vector work, on a unit of their own; only then is a `beside` taken.
+    """
+
+    overlaps: bool
     key_step: int
     group_step: int
     d_padded: int
@@ -59,14 +68,31 @@ class Products(Protocol):
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
-    def scores(self, keys: Value, queries: Sequence[Value], target: Sequence[Value]) -> None: ...
+    def scores(
+        self,
+        keys: Value,
+        queries: Sequence[Value],
+        target: Sequence[Value],
+        step: Value | None = None,
+        beside: Beside | None = None,
+    ) -> None: ...
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None: ...
-    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None: ...
+    def accumulate(
+        self,
+        values: Value,
+        steps: Value,
+        weights: Sequence[Value],
+        output: Sequence[Value],
+        first: Value | int = 0,
+        beside: Beside | None = None,
+    ) -> None: ...
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
 
 
 class MultiplyAdd:
     """float32 vectors. One key step is `tile_rows` keys (a multiple of 2)."""
+
+    overlaps = False
 
     def __init__(self, b: Builder, lanes: int, d: int, e: int, tile_rows: int, tile_groups: int):
         self.b, self.lanes, self.d, self.e = b, lanes, d, e
@@ -117,7 +143,14 @@ class MultiplyAdd:
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         self._copy(reader, first, limit, target, staging, self.e, self.e_padded)
 
-    def scores(self, keys: Value, queries: Sequence[Value], target: Sequence[Value]) -> None:
+    def scores(
+        self,
+        keys: Value,
+        queries: Sequence[Value],
+        target: Sequence[Value],
+        step: Value | None = None,
+        beside: Beside | None = None,
+    ) -> None:
         """S^T of one key step and `group_step` groups; target: where the step's first row of each group goes."""
         b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
         zero = b.constant(0.0, self.vector)
@@ -141,12 +174,22 @@ class MultiplyAdd:
         self.b.store(first, address, align=4 * self.lanes)
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
-    def accumulate(self, values: Value, steps: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
-        """O^T += V^T P^T over `steps` key steps, for `group_step` groups."""
+    def accumulate(
+        self,
+        values: Value,
+        steps: Value,
+        weights: Sequence[Value],
+        output: Sequence[Value],
+        first: Value | int = 0,
+        beside: Beside | None = None,
+    ) -> None:
+        """O^T += V^T P^T over key steps first..steps-1, for `group_step` groups."""
         b = self.b
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e:
             cells = [b.at(o, b.mul(e, self.lanes), "f32") for o in output]
-            self._accumulate(b.at(values, e, "f32"), b.mul(steps, self.key_step), weights, cells)
+            self._accumulate(
+                b.at(values, e, "f32"), (b.mul(first, self.key_step), b.mul(steps, self.key_step)), weights, cells
+            )
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
         """The same for `sets` times `group_step` groups."""
@@ -155,14 +198,16 @@ class MultiplyAdd:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
             sources = [weights.member(b, m) for m in members]
             cells = [b.at(output.member(b, m), b.mul(e, self.lanes), "f32") for m in members]
-            self._accumulate(b.at(values, e, "f32"), b.mul(steps, self.key_step), sources, cells)
+            self._accumulate(b.at(values, e, "f32"), (0, b.mul(steps, self.key_step)), sources, cells)
 
-    def _accumulate(self, column: Value, keys: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
+    def _accumulate(
+        self, column: Value, keys: tuple[Value | int, Value], weights: Sequence[Value], output: Sequence[Value]
+    ) -> None:
         """`tile_rows` columns of V from `column` on, against one set of groups."""
         b, rows, groups, lanes = self.b, range(self.tile_rows), range(len(weights)), self.lanes
         cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
         start = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
-        with b.carry(0, keys, 1, start, hint="j") as (loop, j, sums):
+        with b.carry(*keys, 1, start, hint="j") as (loop, j, sums):
             right = [
                 b.load(b.at(weights[g], b.mul(j, lanes), "f32"), self.vector, "p", align=4 * lanes) for g in groups
             ]

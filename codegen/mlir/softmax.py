@@ -17,7 +17,7 @@ mode.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
@@ -27,7 +27,11 @@ from fusion.ir.expr import SCORE, Expr, J
 
 RESCALE_ABOVE = 8.0  # in powers of two
 HUGE = 2.0**30  # of m * c: above it neighbouring floats are 64 or more apart, 2**-64 in weights
-UNROLL = 4
+UNROLL = 4  # keys at a time in the first pass
+PAIR = 2  # and in the second
+
+#: Takes the weights of two rows: (number of the first, which is even, weights of it and the next)
+Store = Callable[[Value, Value, Value], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,17 @@ class KeyBlock:
     first: Value
     count: Value
     padded: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowProgram:
+    """What is applied to the rows of scores: the program, the factors of the weights (or None), the scope that knows
+    the lanes, and where staged loads are read: (load, function of the key)."""
+
+    program: Expr
+    weight: Expr | None
+    scope: Scope
+    staged: Sequence[tuple[Expr, Callable[[Value], Value]]]
 
 
 class Exponent:
@@ -78,8 +93,7 @@ class Exponent:
 
 
 class GroupSoftmax:
-    """Writes the passes. `staged` binds dense loads: (load expression, memory of [key][L] values in the kernel's
-    type)."""
+    """Writes the passes, as loops over rows or row by row."""
 
     def __init__(self, context: Context, group: Group, block: KeyBlock, exponent: Exponent):
         self.context, self.group, self.block, self.exponent = context, group, block, exponent
@@ -91,41 +105,35 @@ class GroupSoftmax:
     def _row(self, base: Value, key: Value | int) -> Value:
         return self.b.at(base, self.b.mul(key, self.lanes), "f32")
 
-    def apply(
-        self, scope: Scope, program: Expr, weight: Expr | None, staged: list[tuple[Expr, Callable[[Value], Value]]]
-    ) -> Value:
-        """Apply the program to all rows, in place; returns each lane's maximum over the block. `weight`: stored as
-        factors."""
+    def apply(self, rows: RowProgram, low: Value | int, high: Value, highest: Value) -> Value:
+        """Apply the program to rows [low, high), in place; returns each lane's maximum, `highest` included."""
         b = self.b
-        start = b.constant(float("-inf"), self.vector)
-        main = b.mul(b.div(self.block.count, UNROLL), UNROLL)
-        with b.carry(0, main, UNROLL, [start], hint="j") as (loop, j, (highest,)):
-            rows = [self._apply_row(scope, b.add(j, u), program, weight, staged) for u in range(UNROLL)]
-            while len(rows) > 1:
-                rows = [self.largest(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
-            loop.yields(self.largest(rows[0], highest))
-        with b.carry(main, self.block.count, 1, loop.results, hint="j") as (rest, j, (highest,)):
-            rest.yields(self.largest(self._apply_row(scope, j, program, weight, staged), highest))
+        main = b.add(low, b.mul(b.div(b.sub(high, low), UNROLL), UNROLL))
+        with b.carry(low, main, UNROLL, [highest], hint="j") as (loop, j, (so_far,)):
+            loop.yields(self.raise_to(so_far, [self.apply_row(rows, b.add(j, u)) for u in range(UNROLL)]))
+        with b.carry(main, high, 1, loop.results, hint="j") as (rest, j, (so_far,)):
+            rest.yields(self.largest(self.apply_row(rows, j), so_far))
         return rest.results[0]
 
-    def _apply_row(
-        self,
-        scope: Scope,
-        key: Value,
-        program: Expr,
-        weight: Expr | None,
-        staged: list[tuple[Expr, Callable[[Value], Value]]],
-    ) -> Value:
-        b = self.b
+    def raise_to(self, highest: Value, rows: list[Value]) -> Value:
+        """The largest, in each lane."""
+        while len(rows) > 1:
+            rows = [self.largest(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+        return self.largest(rows[0], highest)
+
+    def apply_row(self, rows: RowProgram, key: Value) -> Value:
+        """The program's values for one key, which also take the place of the scores."""
+        b, program, weight = self.b, rows.program, rows.weight
         address = self._row(self.group.scores, key)
         score = b.load(address, self.vector, "s", align=4 * self.lanes)
         if program is SCORE and weight is None:
             return score
-        row = Scope(context=self.context, parent=scope, known={SCORE: score, J: b.add(self.block.first, key, "j")})
+        known = {SCORE: score, J: b.add(self.block.first, key, "j")}
+        row = Scope(context=self.context, parent=rows.scope, known=known)
         memo: dict[Expr, Value] = {}
 
         def leaf(expr: Expr) -> Value | None:
-            for load, read in staged:
+            for load, read in rows.staged:
                 if load is expr:
                     if expr not in memo:
                         memo[expr] = read(key)
@@ -172,17 +180,28 @@ class GroupSoftmax:
                 cell = self._row(group.output, e)
                 b.store(b.mul(b.load(cell, self.vector, "o"), factor), cell)
 
-    def exponentials(self, store: Callable[[Value, Value, Value], None]) -> None:
-        """Weights of all rows (padded ones too) and their sum; `store(key, first, second)` takes two rows at a time."""
-        b, group = self.b, self.group
-        c, shift = self.exponent.coefficients(b.load(group.maximum, self.vector, "m"))
-        zero = b.constant(0.0, self.vector)
-        with b.carry(0, self.block.padded, 2, [zero, zero], hint="j") as (loop, j, sums):
-            pair = [self._weight(b.add(j, u), c, shift) for u in (0, 1)]
-            loop.yields(*(b.add(s, p, "l") for s, p in zip(sums, pair, strict=True)))
-            store(j, *(self._times_factor(b.add(j, u), p) for u, p in enumerate(pair)))
-        total = b.add(loop.results[0], loop.results[1])
-        b.store(b.add(b.load(group.total, self.vector, "l"), total), group.total)
+    def coefficients(self) -> tuple[Value, Value]:
+        """Of the exponentials, for the maxima in use."""
+        return self.exponent.coefficients(self.b.load(self.group.maximum, self.vector, "m"))
+
+    def exponentials(self, store: Store, low: Value | int, high: Value) -> None:
+        """Weights of rows [low, high), an even number, and their sum."""
+        b = self.b
+        coefficients, zero = self.coefficients(), b.constant(0.0, self.vector)
+        with b.carry(low, high, PAIR, [zero, zero], hint="j") as (loop, j, sums):
+            loop.yields(*self.weigh(store, j, coefficients, sums))
+        self.add_total(loop.results)
+
+    def weigh(self, store: Store, key: Value, coefficients: tuple[Value, Value], sums: Sequence[Value]) -> list[Value]:
+        """Weights of two rows; returns `sums` with them added."""
+        b = self.b
+        pair = [self._weight(b.add(key, u), *coefficients) for u in range(PAIR)]
+        store(key, *(self._times_factor(b.add(key, u), p) for u, p in enumerate(pair)))
+        return [b.add(s, p, "l") for s, p in zip(sums, pair, strict=True)]
+
+    def add_total(self, sums: Sequence[Value]) -> None:
+        b, total = self.b, self.group.total
+        b.store(b.add(b.load(total, self.vector, "l"), b.add(*sums)), total)
 
     def _weight(self, key: Value, c: Value, shift: Value) -> Value:
         x = self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)
@@ -193,9 +212,11 @@ class GroupSoftmax:
             return p
         return self.b.mul(p, self.b.load(self._row(self.group.factors, key), self.vector, "w"))
 
-    def plain_weights(self, store: Callable[[Value, Value, Value], None]) -> None:
-        """Without a normaliser: the program's values are the weights."""
-        b = self.b
-        with b.loop(0, self.block.padded, 2, hint="j") as j:
-            rows = [b.add(j, u) for u in (0, 1)]
-            store(j, *(self._times_factor(r, b.load(self._row(self.group.scores, r), self.vector, "x")) for r in rows))
+    def plain_weights(self, store: Store, low: Value | int, high: Value) -> None:
+        """Without a normaliser: the program's values are the weights of rows [low, high)."""
+        with self.b.loop(low, high, PAIR, hint="j") as j:
+            self.weigh_plain(store, j)
+
+    def weigh_plain(self, store: Store, key: Value) -> None:
+        b, rows = self.b, [self.b.add(key, u) for u in range(PAIR)]
+        store(key, *(self._times_factor(r, b.load(self._row(self.group.scores, r), self.vector, "x")) for r in rows))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fusion.codegen.mlir.compile import unavailable
-from fusion.codegen.mlir.kernel import Tiling
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import Tiling
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 

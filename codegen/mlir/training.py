@@ -26,10 +26,11 @@ from fusion.codegen.mlir.backward_plan import (
 )
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.compile import MachineCode, compile_text
-from fusion.codegen.mlir.kernel import Tiling, _Kernel
+from fusion.codegen.mlir.kernel import _Kernel
 from fusion.codegen.mlir.scope import MEMORY_TYPE, SIZE_LIMIT, Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import Tiling
 from fusion.codegen.reference import gradients as pulled
 from fusion.errors import LargeTableError
 from fusion.ir.expr import C, E, Expr, I, J, coord, loads, walk
