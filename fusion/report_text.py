@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
-from fusion.ir import AttentionSpec
+from fusion.ir import AttentionSpec, integers
+from fusion.ir.expr import Expr, I, J, coordinates
+from fusion.ir.ops import conjuncts
+from fusion.plan import Plan
 from fusion.report import Report, SiteReport
 
 
@@ -41,7 +44,9 @@ def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]
     for position, spec in enumerate(site.specs):
         lines.append(f"    program  {spec.formula()}")
         if spec.mask is not None:
-            lines.append(f"    mask     live where {spec.describe(spec.mask.live)}{_range(spec)}")
+            lines.append(
+                f"    mask     {mask_text(spec, site.plans[position] if position < len(site.plans) else None)}"
+            )
         if position < len(site.plans):
             lines += _indented("plan", site.plans[position].explain().partition("\nothers")[0])
         if position < len(site.sources) and (source := site.sources[position]):
@@ -49,12 +54,31 @@ def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]
     return lines
 
 
-def _range(spec: AttentionSpec) -> str:
+def mask_text(spec: AttentionSpec, plan: Plan | None) -> str:
+    """The mask as understood: e.g. `causal ∧ i - j < 512, 23 % of tiles; rows i0..i1 visit keys ...`."""
     assert spec.mask is not None
+    parts = [_predicate(spec, part) for part in conjuncts(spec.mask.live)]
+    text = " ∧ ".join(parts)
+    if plan is not None and plan.share < 1:
+        text += f", {100 * plan.share:.0f} % of tiles"
     low, high = spec.mask.key_lo, spec.mask.key_hi
-    if low is None and high is None:
-        return ""
-    return f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"
+    if low is not None or high is not None:
+        text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"
+    if spec.mask.tile_live is not None:
+        text += "; dead and full tiles of the data are found at every call"
+    return text
+
+
+def _predicate(spec: AttentionSpec, part: Expr) -> str:
+    """One condition, in the words and the form that people use."""
+    if part.op == "ile" and part.args[0] is J and part.args[1] is I:
+        return "causal"
+    if part.op == "ile" and part.args[0] is I:
+        distance = integers.sub(part.args[1], J)
+        if not coordinates(distance) & {"i", "j"}:
+            return f"i - j < {spec.describe(integers.add(distance, 1))}"
+    text = spec.describe(part)
+    return f"({text})" if part.op == "or" else text
 
 
 def _indented(title: str, text: str) -> list[str]:

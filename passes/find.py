@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute
 from fusion.passes import nodes
 from fusion.passes.contractions import factors, is_contraction
+from fusion.passes.folding import forget
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.pullback import Access, PullBack, is_made_from_product
 from fusion.passes.recognize import Core, attentions
@@ -66,6 +67,7 @@ def find_sites(graph: Graph) -> list[Site]:
             if site is not None:
                 sites.append(site)
                 site.root.meta["attention_root"] = site.reason is None
+    forget(graph)
     return sites
 
 

@@ -29,6 +29,7 @@ from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, 
 from fusion.ir.ops import apply, where
 from fusion.passes import nodes, pointwise
 from fusion.passes.contractions import Factors, factors, is_contraction, strip_scale
+from fusion.passes.folding import folded
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.normalize import MAYBE_ALIAS
 from fusion.passes.views import Index, broadcast_index, source
@@ -108,7 +109,8 @@ class PullBack:
         else:
             result = self._computed(here, index)
         if result is None:
-            return self.load(here, index)
+            known = folded(here, index)
+            return self.load(here, index) if known is None else known
         if not _depends_on_product(result) and self._too_heavy(result):
             return self.load(here, index)
         self.interior[here] = None
@@ -375,6 +377,37 @@ class PullBack:
             return apply("and", keep, value)
         return where(keep, value, const(0, value.kind))
 
+    def _cumsum(self, here: Node, index: Index) -> Expr | None:
+        """A running sum of one constant, such as of a comparison that is false everywhere."""
+        args = arguments(here)
+        dim = nodes.normalize_dim(args["dim"], len(index))
+        if nodes.dtype(here).is_floating_point:
+            return None
+        value = self.value(args["self"], index)
+        if not value.is_const:
+            return None
+        return integers.mul(int(value.attr), integers.add(index[dim], 1))  # type: ignore[arg-type]
+
+    def _diff(self, here: Node, index: Index) -> Expr | None:
+        """Differences of neighbours that are the same everywhere, that to what was put in front included."""
+        args = arguments(here)
+        origin, front = args["self"], args.get("prepend")
+        dim = nodes.normalize_dim(args.get("dim", -1), len(index))
+        if args.get("n", 1) != 1 or args.get("append") is not None or nodes.dtype(here).is_floating_point:
+            return None
+
+        def at(tensor: Node, place: Expr) -> Expr:
+            return self.value(tensor, (*index[:dim], place, *index[dim + 1 :]))
+
+        here_at = index[dim] if front is not None else integers.add(index[dim], 1)
+        step = integers.sub(at(origin, here_at), at(origin, integers.sub(here_at, 1)))
+        if not step.is_const or front is None:
+            return step if step.is_const else None
+        if shape(front)[dim] is not integers.integer(1):
+            return None
+        zero = integers.integer(0)
+        return step if integers.sub(at(origin, zero), at(front, zero)) is step else None
+
     def _cat(self, here: Node, index: Index) -> Expr | None:
         """The piece that the index falls into, where the bounds of the coordinates tell."""
         args = arguments(here)
@@ -457,7 +490,8 @@ _METHODS = {
     aten.to: "_cast", aten._to_copy: "_cast", aten.type_as: "_cast",
     aten.dropout: "_dropout", aten.native_dropout: "_native_dropout", aten.feature_dropout: "_dropout",
     aten.tril: "_triangle", aten.triu: "_triangle", aten.cat: "_cat", aten.concat: "_cat", aten.stack: "_stack",
-    aten.constant_pad_nd: "_pad", aten.pad: "_pad", aten.index: "_index", None: "_item",
+    aten.constant_pad_nd: "_pad", aten.pad: "_pad", aten.index: "_index",
+    aten.cumsum: "_cumsum", aten.diff: "_diff", None: "_item",
 }  # fmt: skip
 
 

@@ -212,3 +212,15 @@ def test_rows_without_a_live_key_whatever_the_scale(scale, fill):
         actual = torch.compile(attend, backend="fusion", options={"inner": "eager", "strict": True})(*inputs)
         eager, exact = attend(*inputs), attend(*(x.double() for x in inputs[:3]), padding)
     assert_as_exact_as_eager(actual, eager, exact, torch.float32)
+
+
+def test_the_report_says_the_mask_as_understood():
+    def window(q, k, v):
+        i, j = torch.arange(2048)[:, None], torch.arange(2048)[None, :]
+        return torch.softmax((q @ k.mT).masked_fill((j > i) | (i - j >= 512), -math.inf), -1) @ v
+
+    text = str(fusion.explain(window, *(torch.randn(1, 1, 2048, 16) for _ in range(3))))
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("mask ")]
+    assert "causal" in line and "i - j < 512" in line and " % of tiles" in line, line
+    share = int(line.partition(" % of tiles")[0].rpartition(" ")[2])
+    assert 22 <= share <= 30, line

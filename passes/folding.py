@@ -1,0 +1,99 @@
+"""Values known at compile time: tensors that depend on nothing but constants and fixed sizes.
+
+Models compute masks from positions by detours that no index arithmetic follows, such as a cumulative sum over a
+comparison of `arange`s. Where sizes are fixed such a sub-graph is evaluated once; if its values are affine in the
+positions (most often a constant), an expression takes its place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.node import map_arg
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, Kind, const
+from fusion.passes import nodes, pointwise
+from fusion.passes.views import Index
+
+LARGEST = 1 << 24
+"""Elements of the largest tensor that is evaluated."""
+_UNKNOWN = "unknown"
+
+
+def folded(here: Node, index: Index) -> Expr | None:
+    """The element `here[index]` as an expression of the index, or None where it is not known or not affine."""
+    if not nodes.is_tensor(here) or (kind := pointwise.kind_of(nodes.dtype(here))) is None:
+        return None
+    if here.op != "call_function" or (value := _evaluated(here)) is None or not value.numel():
+        return None
+    if "affine" not in here.meta:
+        here.meta["affine"] = _affine(value)
+    if (found := here.meta["affine"]) is None:
+        return None
+    offset, steps = found
+    if not any(steps):
+        return const(offset, kind)
+    if kind is not Kind.INT:
+        return None
+    terms = [integers.mul(int(step), entry) for step, entry in zip(steps, index, strict=True)]
+    return integers.add(int(offset), *terms)
+
+
+def forget(graph: Graph) -> None:
+    """Let go of the tensors that were evaluated: what they were needed for is known."""
+    for node in graph.nodes:
+        node.meta.pop("folded", None)
+
+
+def _evaluated(here: Node) -> Tensor | None:
+    """The tensor, if it can be known; evaluated once per node."""
+    if "folded" not in here.meta:
+        here.meta["folded"] = _evaluate(here)
+    found = here.meta["folded"]
+    return None if found is _UNKNOWN else found
+
+
+def _evaluate(here: Node) -> object:
+    if not _may_fold(here):
+        return _UNKNOWN
+    for parent in here.all_input_nodes:
+        if _evaluated(parent) is None:
+            return _UNKNOWN
+    args, kwargs = map_arg((here.args, here.kwargs), lambda parent: parent.meta["folded"])
+    try:
+        with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.no_grad():
+            result = here.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:  # an operation that cannot run here is not known, which is no failure
+        return _UNKNOWN
+    return result if isinstance(result, Tensor) else _UNKNOWN
+
+
+def _may_fold(here: Node) -> bool:
+    """Whether a node computes a small tensor on the CPU, the same at every call, and changes nothing in place."""
+    if here.op != "call_function" or not nodes.is_tensor(here) or not isinstance(here.target, torch._ops.OpOverload):
+        return False
+    held = nodes.value(here)
+    if any(isinstance(extent, torch.SymInt) for extent in held.shape) or held.numel() > LARGEST:
+        return False
+    changing = here.meta.get("mutations") or here.target._schema.is_mutable
+    random = torch.Tag.nondeterministic_seeded in here.target.tags
+    return held.device.type == "cpu" and not changing and not random and not held.is_complex()
+
+
+def _affine(value: Tensor) -> tuple[float, list[float]] | None:
+    """(c, steps) with value[index] = c + sum of steps[k] * index[k] everywhere, or None."""
+    wide = value.to(torch.float64)
+    origin = wide[(0,) * value.dim()]
+    steps = [
+        (wide.select(dim, 1)[(0,) * (value.dim() - 1)] - origin).item() if value.shape[dim] > 1 else 0.0
+        for dim in range(value.dim())
+    ]
+    expected = origin.clone()
+    for dim, step in enumerate(steps):
+        axis = torch.arange(value.shape[dim], dtype=torch.float64) * step
+        expected = expected + axis.reshape([-1 if k == dim else 1 for k in range(value.dim())])
+    return (origin.item(), steps) if torch.equal(expected.expand(value.shape), wide) else None
