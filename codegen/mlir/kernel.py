@@ -18,13 +18,14 @@ from __future__ import annotations
 from fusion.codegen.mlir.amx import LARGE_BITS
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
+from fusion.codegen.mlir.programs import J0, J1
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import TileKernel, Tiling
 from fusion.codegen.mlir.transpose import transpose
-from fusion.ir.expr import coord
+from fusion.ir.expr import Expr, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
 
@@ -249,8 +250,7 @@ class _Kernel(TileKernel):
         needed = b.least(n, b.sub(high, j0))
         needed = b.select(b.compare("sle", b.add(j0, n), b.as_value(low, "i64")), 0, needed)
         if mask.tile_live is not None:
-            cells = Scope(context=self.context, parent=tile, known={J0: j0, J1: b.sub(b.add(j0, n), 1)})
-            live = b.as_value(cells.integer(mask.tile_live), "i64")
+            live = b.as_value(self._with_keys(tile, j0, n).integer(mask.tile_live), "i64")
             needed = b.select(b.compare("eq", live, 0), 0, needed)
         return b.select(skipping, needed, n, "n_keys")
 

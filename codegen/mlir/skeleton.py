@@ -156,6 +156,13 @@ class KernelFunction:
             end = b.most(b.least(b.as_value(scope.integer(high), "i64"), self.n_k), 0, "key_hi")
         return start, end
 
+    def _with_keys(self, tile: Scope, first: Value, count: Value) -> Scope:
+        """A scope of rows that also knows the first and last key of a tile: some key, where the tile has none."""
+        b = self.b
+        j0 = b.least(first, b.sub(self.n_k, 1), "j_first")
+        j1 = b.most(j0, b.least(b.sub(b.add(first, count), 1), b.sub(self.n_k, 1)), "j_last")
+        return Scope(context=self.context, parent=tile, known={J0: j0, J1: j1})
+
     def _whole(self, tile: Scope) -> Value | None:
         """Whether the program for full tiles may stand for a whole tile, in a scope that knows its i0, i1, j0 and j1;
         None where there is no such program."""

@@ -25,7 +25,6 @@ from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
 from fusion.codegen.mlir.products import Beside, Groups, MultiplyAdd, Products
-from fusion.codegen.mlir.programs import J0, J1
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import PAIR, Group, GroupSoftmax, KeyBlock, RowProgram, Store
@@ -262,10 +261,10 @@ class TileKernel(KernelFunction):
         """The programs that may apply to a tile, each in the branch where it does."""
         b, block = self.b, tile.block
         start, last = tile.scope.value(coord("i0")), tile.scope.value(coord("i1"))
-        ends = {J0: block.first, J1: b.sub(b.add(block.first, block.count), 1)}
+        ends = block.first, b.sub(b.add(block.first, block.count), 1)
         for table in self.tables:
-            table.fill(tile.scope, start, last, ends[J0], ends[J1])
-        whole = self._whole(Scope(context=self.context, parent=tile.scope, known=ends))
+            table.fill(tile.scope, start, last, *ends)
+        whole = self._whole(self._with_keys(tile.scope, block.first, block.count))
         if whole is None:
             yield self.programs.masked
             return
