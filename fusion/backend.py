@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from fusion import logs, op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
 from fusion.cost.tile_map import map_pays
 from fusion.dump import Dump
-from fusion.errors import StrictError
+from fusion.errors import BlockMaskError, StrictError
 from fusion.ir import AttentionSpec
 from fusion.options import Options
 from fusion.passes import nodes, region
@@ -57,12 +57,17 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
         dump.stage("normalized", graph)
         sites = find_sites(graph.graph)
         drawn = [region.before(site) for site in sites]
-        specified = rewrite(graph, sites, _supports(options), options.emitter, _pays(options))
+        specified = rewrite(graph, sites, _supports(options), options.emitter, _pays(options), options.block_mask)
+        _check_block_mask(sites, options)
         dump.stage("rewritten", graph)
         report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     except Exception as problem:
-        if options.strict:
+        if options.strict or isinstance(problem, BlockMaskError):
             raise
+        if options.block_mask is not None:
+            raise BlockMaskError(
+                f"block_mask was asked for, but the graph could not be analysed: {problem}"
+            ) from problem
         log.warning("left the graph to the inner compiler: %s: %s", type(problem).__name__, problem, exc_info=True)
         return module, Report(notes=[f"left to the inner compiler: {type(problem).__name__}: {problem}"])
     log.info("fused %d of %d attentions in %.3f s", report.fused, len(sites), time.perf_counter() - started)
@@ -83,6 +88,13 @@ def _pays(options: Options) -> Pays | None:
     if options.emitter == "reference" or options.tile_maps == "never":
         return None
     return map_pays if options.tile_maps == "auto" else lambda *_: True
+
+
+def _check_block_mask(sites: Sequence[Site], options: Options) -> None:
+    """The user's mask applies to every attention or to none."""
+    if options.block_mask is not None and (left := [site for site in sites if site.reason is not None]):
+        told = "\n".join(f"{nodes.source_line(s.anchor) or s.anchor.name}: {s.reason}" for s in left)
+        raise BlockMaskError(f"block_mask was asked for, but these attentions are not fused:\n{told}")
 
 
 def _report(

@@ -56,3 +56,7 @@ class DoubleBackwardError(FusionError, NotImplementedError):
 
 class LargeTableError(FusionError, ValueError):
     """The gradient of a tensor that is read at computed indices, too large for every thread to keep a copy."""
+
+
+class BlockMaskError(FusionError, ValueError):
+    """`options={"block_mask": ...}` does not fit an attention, or cannot be applied to it."""

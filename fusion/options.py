@@ -23,12 +23,16 @@ class Options:
         slow and exists to tell an error of a kernel from one of the analysis.
     tile_maps: whether masks that are data (padding, document numbers, mask tensors) are searched for tiles that need
         not be computed: "auto" where that costs next to nothing by the cost model, "always", or "never".
+    block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
+        that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
+        and heads). None for no such mask. An attention that cannot have it is an error.
     strict: raise `StrictError` instead of leaving an attention unfused.
     """
 
     inner: Inner = "inductor"
     emitter: Emitter = "auto"
     tile_maps: TileMaps = "auto"
+    block_mask: Any = None
     strict: bool = False
 
     @classmethod
@@ -44,6 +48,8 @@ class Options:
                     f"unknown option {name!r} of backend 'fusion'.{hint} Valid options: {', '.join(known)}."
                 )
             _check(name, value, hints[name])
+            if name == "block_mask":
+                _check_block_mask(value)
         return cls(**(given or {}))
 
 
@@ -53,3 +59,20 @@ def _check(name: str, value: Any, hint: Any) -> None:
         raise OptionError(f"option {name!r} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
     if hint is bool and not isinstance(value, bool):
         raise OptionError(f"option {name!r} is {value!r}; it must be True or False.")
+
+
+def _check_block_mask(value: Any) -> None:
+    import torch
+
+    if value is None or (callable(value) and not isinstance(value, torch.Tensor)):
+        return
+    if not isinstance(value, torch.Tensor):
+        raise OptionError(
+            f"option 'block_mask' is a {type(value).__name__}; it must be a callable of (b, h, i, j), a bool tensor "
+            "[.., rows, columns], or None."
+        )
+    if value.dtype is not torch.bool or not 2 <= value.dim() <= 4 or 0 in value.shape:
+        raise OptionError(
+            f"option 'block_mask' is a tensor of {value.dtype} and the shape {list(value.shape)}; it must be a bool "
+            "tensor [rows, columns], [heads, rows, columns] or [batch, heads, rows, columns] with elements."
+        )

@@ -118,10 +118,10 @@ class _Cells:
 
     # --- over cells ---------------------------------------------------------------------------------------------
 
-    def _pooled(self, values: Tensor, largest: bool) -> Tensor:
-        """Least or greatest values over cells of an axis that is not 1."""
+    def _pooled(self, values: Tensor, largest: bool, done: Sequence[int] = ()) -> Tensor:
+        """Least or greatest values over cells, along axes that are not 1 or `done`."""
         for axis, size in ((self.rank - 2, CELL_ROWS), (self.rank - 1, CELL_KEYS)):
-            if values.shape[axis] > 1:
+            if values.shape[axis] > 1 and axis not in done:
                 values = _pool(values, axis, size, largest)
         return values
 
@@ -194,16 +194,18 @@ class _Cells:
 
     def _dense(self, expr: Expr) -> Interval:
         """Least and greatest values of a tensor over cells."""
-        tensor = self._view(expr)
+        tensor, pooled = self._view(expr)
         if expr.kind is Kind.BOOL:  # as bytes: their extremes are found with vectors
             tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else (tensor != 0).view(torch.uint8)
-        return Interval(low=_widened(self._pooled(tensor, False)), high=_widened(self._pooled(tensor, True)))
+        low, high = (_widened(self._pooled(tensor, largest, pooled)) for largest in (False, True))
+        return Interval(low=low, high=high)
 
-    def _view(self, expr: Expr) -> Tensor:
-        """The tensor of a load with its dimensions at their coordinates' axes; copies only where an index is not a
-        coordinate from some element on."""
+    def _view(self, expr: Expr) -> tuple[Tensor, list[int]]:
+        """The tensor of a load with its dimensions at their coordinates' axes, and those axes along which it has one
+        element a cell. Copies only where an index is not a coordinate from some element on."""
         tensor = self.operands[int(expr.attr)]  # type: ignore[arg-type]
         axes: list[int] = []
+        pooled: list[int] = []
         for index in expr.args:
             names = coordinates(index)
             dim = len(axes)
@@ -212,6 +214,10 @@ class _Cells:
                 continue
             name = next(iter(names))
             at = evaluate(index, self._leaf).flatten()
+            size = {"i": CELL_ROWS, "j": CELL_KEYS}.get(name, 1)
+            if size > 1 and bool((at == at[torch.arange(len(at)) // size * size]).all()):
+                at = at[::size]
+                pooled.append(self._axis(name))
             steps = len(at) == 1 or bool((at[1:] - at[:-1] == 1).all())
             tensor = tensor.narrow(dim, int(at[0]), len(at)) if steps else tensor.index_select(dim, at)
             axes.append(self._axis(name))
@@ -220,7 +226,7 @@ class _Cells:
         for axis in range(self.rank):
             if axis not in axes:
                 tensor = tensor.unsqueeze(axis)
-        return tensor
+        return tensor, pooled
 
 
 def _total(values: list[Tensor]) -> Tensor:

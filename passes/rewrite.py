@@ -13,6 +13,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, walk
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import nodes
+from fusion.passes.block_mask import BlockMask
 from fusion.passes.find import Attention, Site
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds
@@ -25,12 +26,17 @@ Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[
 
 
 def rewrite(
-    module: GraphModule, sites: Sequence[Site], supports: Supports, emitter: str = "auto", pays: Pays | None = None
+    module: GraphModule,
+    sites: Sequence[Site],
+    supports: Supports,
+    emitter: str = "auto",
+    pays: Pays | None = None,
+    block_mask: BlockMask | None = None,
 ) -> dict[int, list[Specified]]:
     """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
 
     supports: (spec, device) -> why no kernel can be made for it, or None. emitter: handed to the op. pays: whether a
-    map of the tiles of a mask is worth its cost; None makes no maps.
+    map of the tiles of a mask is worth its cost; None makes no maps. block_mask: the user's mask for every attention.
     Mutates the graph of `module`, which is the compiler's own copy.
     """
     specified: dict[int, list[Specified]] = {}
@@ -40,7 +46,7 @@ def rewrite(
             continue
         try:
             _refuse_reordered_reads(site)
-            specified[number] = [_specify(site, a, symbols) for a in site.attentions]
+            specified[number] = [_specify(site, a, symbols, block_mask) for a in site.attentions]
         except Unsupported as problem:
             site.reason, site.blame = str(problem), problem.node
     if pays is not None:
@@ -62,8 +68,8 @@ def rewrite(
     return specified
 
 
-def _specify(site: Site, attention: Attention, symbols: _Symbols) -> Specified:
-    found = specify(site, attention)
+def _specify(site: Site, attention: Attention, symbols: _Symbols, block_mask: BlockMask | None) -> Specified:
+    found = specify(site, attention, block_mask)
     for extent in found.sizes:
         symbols.require(extent)
     return found

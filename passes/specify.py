@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from fusion.ir import AttentionSpec, Operand, Output
-from fusion.ir.expr import SCORE, Expr, J, Kind, load, rebuild, size, walk
-from fusion.ir.spec import MASK_EXPRESSIONS, MaskFacts
+from fusion.ir import AttentionSpec, Operand, Output, integers
+from fusion.ir.expr import SCORE, Expr, J, Kind, const, load, rebuild, size, walk
+from fusion.ir.ops import where
+from fusion.ir.spec import MASK_EXPRESSIONS, MaskFacts, Normalizer
 from fusion.passes import nodes
+from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.find import Attention, Site
 from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
@@ -31,8 +34,9 @@ class Specified:
     differentiable: bool
 
 
-def specify(site: Site, attention: Attention) -> Specified:
-    """The spec of one attention of a site; raises `Unsupported` where it cannot be stated."""
+def specify(site: Site, attention: Attention, block_mask: BlockMask | None = None) -> Specified:
+    """The spec of one attention of a site, under the user's own mask if there is one; raises `Unsupported` where it
+    cannot be stated."""
     core, products = attention.core, attention.pullback.products
     if core.row_scale is not None and attention.pullback.detached_maximum:
         raise Unsupported("a normaliser that depends on the row's maximum, through which no gradient is to flow")
@@ -42,6 +46,8 @@ def specify(site: Site, attention: Attention) -> Specified:
     resolve = _Resolver(products, main, attention.pullback.loaded, operands)
     bounds = site.bounds | {J: attention.keys}
     score, weight = decided(resolve(core.score), bounds), decided(resolve(core.weight), bounds)
+    if block_mask is not None:
+        score = _under_block_mask(score, block_mask, site, bounds, core.normalizer, resolve)
     sinks = tuple(resolve(sink) for sink in core.sinks)
     row_scale = None if core.row_scale is None else resolve(core.row_scale)
     mask = understand(score, core.normalizer)
@@ -79,6 +85,17 @@ def specify(site: Site, attention: Attention) -> Specified:
         sizes=values,
         differentiable=differentiable,
     )
+
+
+def _under_block_mask(
+    score: Expr, mask: BlockMask, site: Site, bounds: integers.Bounds, normalizer: Normalizer, resolve: _Resolver
+) -> Expr:
+    """The score program where the user's mask holds, and a dead score elsewhere."""
+    module = site.root.graph.owning_module
+    assert module is not None
+    keep, held = predicate(mask, module, bounds)
+    keep = decided(resolve.renumbered(keep, held), bounds)
+    return where(keep, score, const(0.0 if normalizer is Normalizer.NONE else -math.inf))
 
 
 def _coords(site: Site) -> list[Expr]:
@@ -132,6 +149,17 @@ class _Resolver:
             index = tuple(self(arg) for arg in part.args)
             return load(self._number(self.loaded[int(part.attr)]), index, part.kind)  # type: ignore[arg-type]
         return None
+
+    def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
+        """An expression whose loads are numbered by their position in `held`, in the spec's numbers."""
+
+        def leaf(part: Expr) -> Expr | None:
+            if part.op != "load":
+                return None
+            index = tuple(rebuild(arg, leaf) for arg in part.args)
+            return load(self._number(held[int(part.attr)]), index, part.kind)  # type: ignore[arg-type]
+
+        return rebuild(expr, leaf)
 
     def _number(self, node: Node) -> int:
         if node not in self.numbers:

@@ -1,0 +1,176 @@
+"""A mask that the user gives for every attention of a model, beside the model's own: `options={"block_mask": ...}`.
+
+A callable `keep(b, h, i, j)` gets integer tensors that broadcast against each other and returns a bool tensor, as
+FlexAttention's `mask_mod` does; it is pulled back like a model's own mask, so that nothing of size N_q x N_k is made. A
+bool tensor [.., rows, columns] says which blocks of queries and keys meet; its leading dimensions are heads, or batch
+and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+from fusion.errors import BlockMaskError
+from fusion.ir import integers
+from fusion.ir.expr import Expr, I, J, Kind, coord, coordinates, load, loads, rebuild
+from fusion.ir.ops import evaluate
+from fusion.passes import nodes
+from fusion.passes.pullback import PullBack
+from fusion.passes.views import Index
+
+BlockMask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Tensor
+_TRACED = (2, 3, 5, 7)
+"""Extents of b, h, i and j at which a callable is traced: any will do, as it is pointwise."""
+_MANY = integers.integer(1 << 20)
+
+
+def predicate(mask: BlockMask, module: GraphModule, bounds: integers.Bounds) -> tuple[Expr, list[Node]]:
+    """(where the mask lets a key be seen, the nodes that the predicate's loads are numbered by).
+
+    bounds: of the attention's coordinates b0, b1, ..., i and j. Captured tensors become buffers of `module`. Raises
+    BlockMaskError where the mask does not fit the attention.
+    """
+    batch = sorted((c for c in bounds if str(c.attr).startswith("b")), key=lambda c: int(str(c.attr)[1:]))
+    if isinstance(mask, Tensor):
+        return _from_blocks(mask, module, bounds, batch)
+    return _from_callable(mask, module, bounds, batch)
+
+
+def _heads(bounds: integers.Bounds, batch: list[Expr]) -> tuple[Expr, Expr] | None:
+    """(b, h) in terms of the attention's batch coordinates, where these are batch and (maybe grouped) heads."""
+    if len(batch) == 2:
+        return batch[0], batch[1]
+    if len(batch) == 3:
+        return batch[0], integers.add(integers.mul(batch[1], bounds[batch[2]]), batch[2])
+    return None
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------
+
+
+def _from_blocks(
+    mask: Tensor, module: GraphModule, bounds: integers.Bounds, batch: list[Expr]
+) -> tuple[Expr, list[Node]]:
+    index: list[Expr] = []
+    leading = mask.shape[:-2]
+    if leading:
+        heads = _heads(bounds, batch)
+        if heads is None:
+            raise BlockMaskError(
+                f"block_mask has the shape {list(mask.shape)}, but an attention has {len(batch)} batch dimensions "
+                "instead of batch and heads; give a mask of two dimensions"
+            )
+        extents = [bounds[batch[0]], integers.mul(*(bounds[b] for b in batch[1:]))]
+        for place, have, wanted in zip(heads[-len(leading) :], leading, extents[-len(leading) :], strict=True):
+            if have != 1 and wanted is not integers.integer(have):
+                raise BlockMaskError(
+                    f"block_mask has the shape {list(mask.shape)}, but an attention has {wanted} where it has {have}"
+                )
+            index.append(integers.integer(0) if have == 1 else place)
+    for position, blocks in ((I, mask.shape[-2]), (J, mask.shape[-1])):
+        extent = bounds[position]
+        what = "queries" if position is I else "keys"
+        if not extent.is_const:
+            raise BlockMaskError(
+                f"block_mask is a tensor and the number of {what} is dynamic; compile with dynamic=False, or give a "
+                "callable of (b, h, i, j)"
+            )
+        if int(extent.attr) % blocks:  # type: ignore[arg-type]
+            raise BlockMaskError(
+                f"block_mask has {blocks} blocks for {extent} {what}, which is no multiple of that; give a mask whose "
+                "number of blocks divides it"
+            )
+        index.append(integers.floordiv(position, int(extent.attr) // blocks, bounds))  # type: ignore[arg-type]
+    return load(0, tuple(index), Kind.BOOL), [_buffer(mask, module)]
+
+
+def _buffer(tensor: Tensor, module: GraphModule) -> Node:
+    """A node that holds this tensor; one per tensor."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.meta.get("block_mask") is tensor:
+            return node
+    number = sum(name.startswith("block_mask_") for name, _ in module.named_buffers())
+    module.register_buffer(name := f"block_mask_{number}", tensor.detach(), persistent=False)
+    first = next(iter(module.graph.nodes))
+    with module.graph.inserting_before(first):
+        made = module.graph.get_attr(name)
+    made.meta["val"], made.meta["block_mask"] = tensor.detach(), tensor
+    return made
+
+
+# --- callables --------------------------------------------------------------------------------------------------
+
+
+def _from_callable(
+    keep: Callable[..., Tensor], module: GraphModule, bounds: integers.Bounds, batch: list[Expr]
+) -> tuple[Expr, list[Node]]:
+    traced = _trace(keep)
+    output = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    heads = _heads(bounds, batch)
+    extents = (bounds[batch[0]], integers.mul(*(bounds[b] for b in batch[1:]))) if heads else (_MANY, _MANY)
+    walk = PullBack({coord("B"): extents[0], coord("H"): extents[1], I: bounds[I], J: bounds[J]}, bounds[J])
+    index: Index = (coord("B"), coord("H"), I, J)
+    try:
+        value = walk.value(output, index)
+    except nodes.Unsupported as problem:
+        raise BlockMaskError(f"block_mask cannot be followed: {problem}") from problem
+    operands = [_buffer(_held(traced, node), module) for node in walk.loaded]
+    _check_traced(keep, value, [_held(traced, node) for node in walk.loaded])
+    if heads is None and {"B", "H"} & coordinates(value):
+        raise BlockMaskError(
+            f"block_mask depends on the batch or the head, but an attention has {len(batch)} batch dimensions instead "
+            "of these two; give a mask of positions only"
+        )
+    places = dict(zip((coord("B"), coord("H")), heads or (), strict=False))
+    return rebuild(value, places.get), operands
+
+
+def _trace(keep: Callable[..., Tensor]) -> GraphModule:
+    """The callable as a graph, over positions that the graph makes itself."""
+
+    def positions() -> Tensor:
+        axes = [
+            torch.arange(extent).reshape([-1 if k == axis else 1 for k in range(4)])
+            for axis, extent in enumerate(_TRACED)
+        ]
+        found = keep(*axes)
+        if not isinstance(found, Tensor) or found.dtype is not torch.bool:
+            kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
+            raise BlockMaskError(f"block_mask returned {kind}; return a bool tensor, true where key j may be seen")
+        return found.expand(_TRACED)
+
+    try:
+        with unset_fake_temporarily(), disable_proxy_modes_tracing():
+            return make_fx(positions, tracing_mode="real")()
+    except BlockMaskError:
+        raise
+    except Exception as problem:
+        raise BlockMaskError(
+            f"block_mask cannot be called with integer tensors b, h, i and j of the shapes [B, 1, 1, 1] .. "
+            f"[1, 1, 1, N_k]: {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+def _held(traced: GraphModule, node: Node) -> Tensor:
+    if node.op != "get_attr":
+        raise BlockMaskError(f"block_mask computes something that cannot be followed ({node.name}: {node.target})")
+    return getattr(traced, str(node.target))
+
+
+def _check_traced(keep: Callable[..., Tensor], value: Expr, held: list[Tensor]) -> None:
+    """What was understood must be what the callable returns, at other positions than it was traced at."""
+    if loads(value):
+        return
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
+        axes = [torch.arange(n).reshape([-1 if k == axis else 1 for k in range(4)])
+                for axis, n in enumerate((3, 4, 190, 230))]  # fmt: skip
+        names = dict(zip(("B", "H", "i", "j"), axes, strict=True))
+        understood = evaluate(value, lambda leaf: names[str(leaf.attr)]).expand(3, 4, 190, 230)
+        if not torch.equal(understood, keep(*axes).expand(3, 4, 190, 230)):
+            raise BlockMaskError("block_mask is not a pointwise function of b, h, i and j; write it without shapes")
