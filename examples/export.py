@@ -1,4 +1,4 @@
-"""The rewrite outside torch.compile: as an FX pass, in an exported program, saved and loaded.
+"""The rewrite outside torch.compile: as an FX pass, in an exported program, saved and loaded, and as MLIR.
 
     python examples/export.py
 
@@ -87,8 +87,18 @@ def export_of_a_fused_module() -> None:
     print(f"exported later    holds {', '.join(calls)}: difference {difference(program.module()(x), fused(x))}")
 
 
+@torch.no_grad()
+def mlir_module() -> None:
+    """The whole block as one MLIR module: linalg for the rest of it, attention as a function of its own."""
+    block, x = Block().eval(), torch.randn(2, 100, 64)
+    program = fusion.export_mlir(block, x)
+    print(f"MLIR module       {len(str(program).splitlines())} lines, {', '.join(program.attentions)};", end=" ")
+    print(f"difference {difference(program(x)[0], block(x))}")
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     graph_module()
     exported_program()
     export_of_a_fused_module()
+    mlir_module()

@@ -120,6 +120,7 @@ def _report(
                 after=region.after(before, parts) if parts else None,
                 specs=tuple(part.spec for part in parts),
                 sizes=tuple(_sizes(part, hints) for part in parts),
+                shapes=tuple(_shapes(part, hints) for part in parts),
                 plans=tuple(_plan(part, hints, options) for part in parts),
                 sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) or "" for part in parts),
             )
@@ -132,6 +133,10 @@ def _plan(part: Specified, hints: Mapping[str, int], options: Options) -> Plan:
     tile = runtime.kernel_tile(part.spec, part.device, options.emitter)
     machine = None if part.device == "cpu" else part.device
     return plan(part.spec, machine, sizes=_sizes(part, hints), tile=tile)
+
+
+def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(nodes.evaluate_size(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
 
 
 def _sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:

@@ -27,7 +27,8 @@ class SiteReport:
     fused: whether it runs as a fused kernel; reason: why not. location: the user's source line of the product with V.
     stopped_by, stopped_at: the operation that stood in the way and the user's line of it, where one can be named.
     module: path of the nn.Module. specs: what was recognised (several where the weights are a sum of attentions).
-    sizes: values of each spec's sizes in the example. plans, sources: schedule and generated kernel of each spec.
+    sizes, shapes: values of each spec's sizes, and shapes of its operands, in the example. plans, sources: schedule and
+    generated kernel of each spec.
     before, after: the graph around it, for drawing.
     """
 
@@ -41,6 +42,7 @@ class SiteReport:
     after: Region | None = None
     specs: tuple[AttentionSpec, ...] = ()
     sizes: tuple[Mapping[str, int], ...] = ()
+    shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     plans: tuple[Plan, ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -50,6 +52,18 @@ class SiteReport:
         from fusion.advice import advice
 
         return None if self.reason is None else advice(self.reason)
+
+    def mlir(self, which: int = 0) -> str:
+        """An MLIR module of one of the site's attentions, at the sizes of the example: its public function `attention`
+        takes and returns packed tensors. Raises MlirExportError where the site was not fused."""
+        from fusion.codegen.mlir.export import MlirExportError, attention_module
+
+        if which >= len(self.specs):
+            raise MlirExportError(
+                f"attention {which} of a site with {len(self.specs)} was asked for"
+                + (f": {self.reason}" * (not self.fused))
+            )
+        return attention_module(self.specs[which], self.shapes[which], list(self.sizes[which].values()))
 
     @property
     def spec(self) -> AttentionSpec | None:

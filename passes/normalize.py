@@ -42,6 +42,7 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
     _carry_placeholders(module, traced)
     make_functional(traced.graph)
     drop_inactive_dropout(traced.graph)
+    drop_settled_assertions(traced.graph)
     mark_mutations(traced.graph)
     write_casts(traced.graph)
     _mark_gradients(module, traced)
@@ -143,6 +144,19 @@ def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
         args = nodes.arguments(node)
         if not args["train"] or args["p"] == 0:
             node.replace_all_uses_with(args["input"])
+            graph.erase_node(node)
+
+
+def drop_settled_assertions(graph: torch.fx.Graph) -> None:
+    """Remove assertions on dtype, device and layout, which torch.export writes behind every cast, where the trace shows
+    that they hold: they would keep scores alive."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or nodes.packet(node) is not aten._assert_tensor_metadata:
+            continue
+        args = nodes.arguments(node)
+        held = nodes.value(args["a"])
+        stated = [(args[name], getattr(held, name)) for name in ("dtype", "device", "layout")]
+        if args["size"] is None and args["stride"] is None and all(a is None or a == b for a, b in stated):
             graph.erase_node(node)
 
 

@@ -1,0 +1,361 @@
+"""An attention as a function on MLIR tensors, for modules that others compile, and running such modules.
+
+    func.func private @name(%q: tensor<2x4x100x16xf32>, ...) -> tensor<2x4x100x16xf32>
+
+The function makes room for the result and the workspace, fills in the parameters of the kernel that runs in process
+too (`kernel`), and calls it on the threads of libgomp. Shapes are static, tensors packed row-major.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion.codegen.mlir.compile import PIPELINE, KernelCompilationError, openmp_library
+from fusion.codegen.mlir.kernel import emit
+from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_QUERIES, extents_function
+from fusion.codegen.mlir.row_kernel import emit_rows
+from fusion.codegen.mlir.skeleton import HEADER, KernelText
+from fusion.codegen.mlir.strategy import supports, tilings_for
+from fusion.codegen.mlir.target import target_of
+from fusion.errors import FusionError
+from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+
+TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
+         "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip
+
+DECLARATIONS = HEADER.removeprefix("module {\n") + (
+    "llvm.func @omp_get_max_threads() -> i32\nllvm.func @GOMP_parallel(!llvm.ptr, !llvm.ptr, i32, i32)\n"
+)
+"""What the functions call: libgomp and the C library's mathematics. Once per module."""
+
+
+_LAUNCH = """func.func private @{name}_threads() -> i32 {{
+  %threads = llvm.call @omp_get_max_threads() : () -> i32
+  return %threads : i32
+}}
+func.func private @{name}_launch(%params: !llvm.ptr, %threads: i32) {{
+  %function = func.constant @{name}_kernel : (!llvm.ptr) -> ()
+  %kernel = builtin.unrealized_conversion_cast %function : (!llvm.ptr) -> () to !llvm.ptr
+  %flags = arith.constant 0 : i32
+  llvm.call @GOMP_parallel(%kernel, %params, %threads, %flags) : (!llvm.ptr, !llvm.ptr, i32, i32) -> ()
+  return
+}}
+"""
+
+
+class MlirExportError(FusionError, ValueError):
+    """Something cannot be written as an MLIR module, or such a module not be run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFunction:
+    """name: of the function. text: it and its kernel, without `DECLARATIONS`. operands, result: tensor types."""
+
+    name: str
+    text: str
+    operands: tuple[str, ...]
+    result: str
+
+
+def tensor_type(shape: Sequence[int], dtype: str) -> str:
+    """The MLIR type of a tensor."""
+    return f"tensor<{''.join(f'{extent}x' for extent in shape)}{TYPES[dtype]}>"
+
+
+def attention_function(
+    name: str,
+    spec: AttentionSpec,
+    shapes: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    machine: Machine | None = None,
+    public: bool = False,
+) -> AttentionFunction:
+    """The function of a spec. shapes: of its operands; sizes: values of `spec.sizes`.
+
+    Raises MlirExportError where there is no kernel for it.
+    """
+    machine = machine or Machine.detect()
+    if (reason := supports(spec, machine)) is not None:
+        raise MlirExportError(f"no MLIR for {spec}: {reason}")
+    *batch, n_q, n_k, d, d_v = extents_function(spec)(sizes)
+    if min(math.prod(batch), n_q, n_k, d, d_v) < 1:
+        raise MlirExportError(f"no MLIR for an attention without elements: {spec}, sizes {list(sizes)}")
+    text = _kernel_text(spec, machine, n_q, d, d_v)
+    extents = {f"b{axis}": extent for axis, extent in enumerate(batch)} | {"i": n_q, "e": d_v}
+    out_shape = [extents[dim] for dim in spec.output.dims]
+    operands = tuple(tensor_type(s, o.dtype) for s, o in zip(shapes, spec.operands, strict=True))
+    writer = _Writer(name, spec, shapes, dict(zip(spec.sizes, sizes, strict=True)), out_shape, text)
+    body = writer.body(math.prod(batch), n_q, n_k)
+    result = tensor_type(out_shape, spec.out_dtype)
+    arguments = ", ".join(f"%t{number}: {type_}" for number, type_ in enumerate(operands))
+    kernel = text.source.removeprefix(HEADER).removesuffix("}\n")
+    kernel = kernel.replace("func.func @attention(", f"func.func private @{name}_kernel(") + _LAUNCH.format(name=name)
+    visibility = "" if public else "private "
+    function = f"func.func {visibility}@{name}({arguments}) -> {result} {{\n{body}}}\n"
+    note = f"// {spec}\n"
+    return AttentionFunction(name=name, text=f"{kernel}{note}{function}", operands=operands, result=result)
+
+
+def attention_module(spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
+    """A module of one attention: its public function is `attention`."""
+    function = attention_function("attention", spec, shapes, sizes, public=True)
+    return f"module {{\n{DECLARATIONS}{function.text}}}\n"
+
+
+def _kernel_text(spec: AttentionSpec, machine: Machine, n_q: int, d: int, d_v: int) -> KernelText:
+    """The kernel for these sizes, of the first choice that never asks to be run again in another way."""
+    target = target_of(machine)
+    if n_q <= FEW_QUERIES:
+        return emit_rows(spec, target, d, d_v)
+    texts = (emit(spec, tiling, target, d, d_v) for tiling in tilings_for(spec, target))
+    return next(text for text in texts if not text.may_flag)
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """Strides of a packed tensor."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return strides
+
+
+class _Writer:
+    """The body of the function that calls a kernel."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: AttentionSpec,
+        shapes: Sequence[Sequence[int]],
+        sizes: dict[str, int],
+        out_shape: list[int],
+        text: KernelText,
+    ):
+        self.name, self.spec, self.text = name, spec, text
+        self.shapes, self.sizes, self.out_shape = shapes, sizes, out_shape
+        self.lines: list[str] = []
+        self.count = 0
+
+    def op(self, text: str, hint: str = "x") -> str:
+        """A new line that defines a value."""
+        self.count += 1
+        name = f"%{hint}_{self.count}"
+        self.lines.append(f"  {name} = {text}")
+        return name
+
+    def constant(self, value: int, type_: str = "i64") -> str:
+        return self.op(f"arith.constant {value} : {type_}", "c")
+
+    def body(self, count: int, n_q: int, n_k: int) -> str:
+        text = self.text
+        blocks = -(-n_q // text.rows)
+        items, steps = count * blocks, -(-n_k // text.key_step)
+        per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
+        threads = self.op(f"func.call @{self.name}_threads() : () -> i32", "most")
+        threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")
+        wide = self.op(f"arith.extsi {threads} : i32 to i64")
+        room = self.op(f"arith.muli {wide}, {self.constant(per_thread)} : i64")
+        workspace = self.allocate(self.op(f"arith.index_cast {room} : i64 to index"), "memref<?xi8>", "workspace")
+        chunks = self.op(f"arith.muli {wide}, {self.constant(CHUNKS_PER_THREAD)} : i64")
+        chunks = self.op(f"arith.minsi {chunks}, {self.constant(items)} : i64", "chunks")
+        counter, flag = (self.scalar(hint) for hint in ("counter", "flag"))
+        memref = tensor_type(self.out_shape, self.spec.out_dtype).replace("tensor", "memref")
+        out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
+        known = {
+            ("ptr", "workspace"): lambda: self.address(workspace, "memref<?xi8>"),
+            ("ptr", "counter"): lambda: self.address(counter, "memref<1xi64>"),
+            ("ptr", "flag"): lambda: self.address(flag, "memref<1xi64>"),
+            ("ptr", "out"): lambda: self.address(out, memref),
+            ("workspace_bytes",): lambda: self.constant(per_thread),
+            ("key_steps",): lambda: self.constant(steps),
+            ("items",): lambda: self.constant(items),
+            ("blocks",): lambda: self.constant(blocks),
+            ("chunks",): lambda: chunks,
+        }
+        self.call([known[slot]() if slot in known else self.slot(slot) for slot in text.slots], threads)
+        result = memref.replace("memref", "tensor")
+        self.lines.append(f"  %result = bufferization.to_tensor {out} restrict writable : {memref} to {result}")
+        self.lines.append(f"  return %result : {result}")
+        return "\n".join(self.lines) + "\n"
+
+    def slot(self, slot: tuple) -> str:
+        """A parameter that operands, sizes and the result's layout determine."""
+        kind, which = slot[0], slot[1]
+        if kind == "ptr":
+            type_ = tensor_type(self.shapes[which], self.spec.operands[which].dtype)
+            memref = type_.replace("tensor", "memref")
+            return self.address(self.op(f"bufferization.to_buffer %t{which} read_only : {type_} to {memref}"), memref)
+        if kind == "stride":
+            return self.constant(row_major(self.shapes[which])[slot[2]])
+        if kind == "size":
+            return self.constant(self.sizes[which])
+        return self.constant(row_major(self.out_shape)[self.spec.output.dims.index(which)])
+
+    def allocate(self, extent: str, memref: str, hint: str) -> str:
+        return self.op(f"memref.alloc({extent}) {{alignment = 64 : i64}} : {memref}", hint)
+
+    def scalar(self, hint: str) -> str:
+        """A zero in memory."""
+        place = self.op("memref.alloca() : memref<1xi64>", hint)
+        self.lines.append(f"  memref.store {self.constant(0)}, {place}[{self.constant(0, 'index')}] : memref<1xi64>")
+        return place
+
+    def address(self, value: str, memref: str) -> str:
+        index = self.op(f"memref.extract_aligned_pointer_as_index {value} : {memref} -> index")
+        return self.op(f"arith.index_cast {index} : index to i64", "address")
+
+    def call(self, values: list[str], threads: str) -> None:
+        """Fill the parameter block and run the kernel on a team of threads."""
+        block = f"memref<{len(values)}xi64>"
+        params = self.op(f"memref.alloca() : {block}", "params")
+        for number, value in enumerate(values):
+            self.lines.append(f"  memref.store {value}, {params}[{self.constant(number, 'index')}] : {block}")
+        pointer = self.op(f"llvm.inttoptr {self.address(params, block)} : i64 to !llvm.ptr", "block")
+        self.lines.append(f"  func.call @{self.name}_launch({pointer}, {threads}) : (!llvm.ptr, i32) -> ()")
+
+
+# --- running ----------------------------------------------------------------------------------------------------
+
+_LOWERING = (
+    "func.func(tm-tensor-bufferize)",
+    # torch-mlir's own operations (scans, sorts) know nothing of the analysis that would save copies
+    "one-shot-bufferize{copy-before-write bufferize-function-boundaries "
+    "function-boundary-type-conversion=identity-layout-map}",
+    "buffer-results-to-out-params{modify-public-functions=true}",
+    "buffer-deallocation-pipeline",
+    "convert-bufferization-to-memref",
+    "func.func(tm-tensor-to-loops)",
+    "convert-linalg-to-loops",
+    "lower-affine",
+    "expand-strided-metadata",
+    "memref-expand",
+    "arith-expand",
+    "lower-affine",
+    "canonicalize",
+    "cse",
+    "convert-scf-to-cf",
+    "func.func(math-expand-ops)",
+    "convert-math-to-llvm",
+    "convert-math-to-libm",
+    "convert-vector-to-llvm",
+    "finalize-memref-to-llvm",
+    "convert-func-to-llvm",
+    "convert-arith-to-llvm",
+    "convert-index-to-llvm",
+    "convert-cf-to-llvm",
+    "convert-ub-to-llvm",
+    "reconcile-unrealized-casts",
+)
+
+
+class Compiled:
+    """A module's function as a Python callable.
+
+    results: (shape, dtype) of what it returns. The module itself is not changed.
+    """
+
+    def __init__(self, module: Any, entry: str, results: Sequence[tuple[Sequence[int], torch.dtype]]):
+        from torch_mlir import ir
+        from torch_mlir.dialects import torch as _  # noqa: F401  registers torch-mlir's own passes
+        from torch_mlir.execution_engine import ExecutionEngine
+        from torch_mlir.passmanager import PassManager
+
+        self.results = [(tuple(shape), dtype) for shape, dtype in results]
+        try:
+            with module.context, ir.Location.unknown():
+                copy = io.BytesIO()
+                module.operation.write_bytecode(copy)
+                lowered = ir.Module.parse(copy.getvalue())
+                for function in _functions(lowered.operation):
+                    if _symbol(function) == entry:
+                        function.attributes["llvm.emit_c_interface"] = ir.UnitAttr.get()
+                aside = _split(lowered)
+                PassManager.parse(f"builtin.module({','.join(_LOWERING)})").run(lowered.operation)
+                PassManager.parse(PIPELINE).run(aside.operation)
+                _merge(lowered, aside)
+                self._engine = ExecutionEngine(lowered, opt_level=3, shared_libs=[openmp_library()])
+                self._address = self._engine.raw_lookup(f"_mlir_ciface_{entry}")
+        except Exception as error:
+            raise KernelCompilationError(f"the exported module does not compile: {error}") from error
+        if not self._address:
+            names = ", ".join(_symbol(function) for function in _functions(module.operation))
+            raise MlirExportError(f"the module has no function {entry!r} to run; it has {names}")
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run it on packed copies of the inputs."""
+        packed = [tensor.detach().contiguous() for tensor in inputs]
+        results = [torch.empty(shape, dtype=dtype) for shape, dtype in self.results]
+        descriptors = [_descriptor(tensor) for tensor in (*packed, *results)]
+        # The engine's entry points take an array of pointers to arguments, which are pointers to descriptors here.
+        arguments = (ctypes.c_void_p * len(descriptors))(*map(ctypes.addressof, descriptors))
+        slots = [ctypes.addressof(arguments) + k * ctypes.sizeof(ctypes.c_void_p) for k in range(len(descriptors))]
+        packed_arguments = (ctypes.c_void_p * len(slots))(*slots)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)(ctypes.addressof(packed_arguments))
+        return tuple(results)
+
+
+def _functions(module: Any) -> list[Any]:
+    return [op for op in module.regions[0].blocks[0].operations if op.operation.name == "func.func"]
+
+
+def _symbol(function: Any) -> str:
+    return str(function.attributes["sym_name"]).strip('"')
+
+
+def _split(module: Any) -> Any:
+    """Move everything that sees no tensor to a module of its own, and leave declarations of its functions.
+
+    Passes that place deallocations want to know the effects of every operation, and kernels work on bare pointers; and
+    the rest may call a function of the C library by another kind of declaration than they do.
+    """
+    from torch_mlir import ir
+
+    body, aside = module.body, ir.Module.create()
+    for op in list(body.operations):
+        kind = op.operation.name
+        type_ = str(op.attributes["function_type"].value) if kind == "func.func" else ""
+        if kind == "llvm.func" or (type_ and "tensor<" not in type_):
+            aside.body.append(op.operation.clone())
+            if type_:
+                arguments, _, results = type_.partition(" -> ")
+                declared = ir.Module.parse(f"func.func private @{_symbol(op)}{arguments} -> {results}")
+                body.append(declared.body.operations[0].operation.clone())
+            op.operation.erase()
+    return aside
+
+
+def _merge(module: Any, aside: Any) -> None:
+    """Bring what was moved aside back; definitions replace declarations."""
+    present = {_symbol(op): op for op in module.body.operations if "sym_name" in op.attributes}
+    for op in list(aside.body.operations):
+        known = present.get(_symbol(op))
+        if known is None or op.regions[0].blocks:
+            if known is not None:
+                known.operation.erase()
+            module.body.append(op.operation.clone())
+
+
+def _descriptor(tensor: torch.Tensor) -> ctypes.Array:
+    """What MLIR's C interface takes for a memref: two pointers, an offset, sizes and strides."""
+    fields = [tensor.data_ptr(), tensor.data_ptr(), 0, *tensor.shape, *tensor.stride()]
+    return (ctypes.c_int64 * len(fields))(*fields)
+
+
+def run_text(
+    text: str, entry: str, inputs: Sequence[torch.Tensor], results: Sequence[tuple[Sequence[int], torch.dtype]]
+):
+    """Compile a module given as text, and run one of its functions."""
+    from torch_mlir import ir
+
+    with ir.Context():
+        module = ir.Module.parse(text)
+        return Compiled(module, entry, results)(*inputs)
