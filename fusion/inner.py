@@ -39,7 +39,8 @@ def _without_fuse_attention() -> Iterator[None]:
     """Keep Inductor's own attention patterns off what we left alone.
 
     They match by the class of an operation instead of its meaning and give wrong results for several things we refuse
-    to fuse (a softmax over another dimension, for one). A marker pass makes Inductor's caches tell the two apart.
+    to fuse (a softmax over another dimension, for one). The pass that takes them out makes Inductor's caches tell the
+    two apart.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -47,10 +48,10 @@ def _without_fuse_attention() -> Iterator[None]:
 
     from fusion.op import VERSION
 
-    class Marker(CustomGraphPass):
+    class OwnPass(CustomGraphPass):
         def __call__(self, graph: Any) -> None:
-            """Nothing: the pass exists for its key."""
             _drop_patterns(joint_graph)
+            _leave_autograd(graph)
 
         def uuid(self) -> str:
             return f"fusion, ops of version {VERSION}: without fuse_attention"
@@ -59,10 +60,19 @@ def _without_fuse_attention() -> Iterator[None]:
     previous = config.joint_custom_pre_pass
     passes = [] if previous is None else list(previous) if isinstance(previous, (list, tuple)) else [previous]
     try:
-        with config.patch(joint_custom_pre_pass=[*passes, Marker()] if passes else Marker()):
+        with config.patch(joint_custom_pre_pass=[*passes, OwnPass()] if passes else OwnPass()):
             yield
     finally:
         joint_graph.pass_patterns[0] = full
+
+
+def _leave_autograd(graph: Any) -> None:
+    """Gradients are traced when this graph reaches Inductor: its calls need not look for them."""
+    import torch
+
+    for node in graph.nodes:
+        if node.target is torch.ops.fusion.attention.default:
+            node.target = torch.ops.fusion.attention_below_autograd.default
 
 
 def _drop_patterns(joint_graph: Any) -> None:

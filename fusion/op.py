@@ -12,6 +12,9 @@
 operand that
 `needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its backward.
 
+`attention_below_autograd` is `attention` in graphs whose gradients were traced already: a call of it spends no time in
+Python code of torch's that looks for them (some 20 us).
+
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
 build the kernel again. `emitter` is that of the options. Operands may have any strides (the op is tagged so that
 Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
@@ -32,7 +35,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.tile_map import MapSpec
 from fusion.tile_map import tile_map
 
-VERSION = 4
+VERSION = 5
 """To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "DEF")
@@ -49,6 +52,8 @@ _library.define(
 
 
 _library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
+_BELOW = "attention_below_autograd(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor"
+_library.define(_BELOW, tags=_TAGS)
 
 
 def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
@@ -149,6 +154,7 @@ def _save_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 torch.library.register_fake("fusion::attention", _fake, lib=_library)
+torch.library.register_fake("fusion::attention_below_autograd", _fake, lib=_library)
 torch.library.register_fake("fusion::tile_map", _fake_tile_map, lib=_library)
 _library.impl("tile_map", tile_map, "CPU")
 torch.library.register_autograd("fusion::tile_map", _no_gradient, setup_context=_save_counts, lib=_library)
@@ -156,10 +162,12 @@ torch.library.register_fake("fusion::attention_forward", _fake_forward, lib=_lib
 torch.library.register_fake("fusion::attention_backward", _fake_backward, lib=_library)
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", runtime.attention, _key)
+    _library.impl("attention_below_autograd", runtime.attention, _key)
     _library.impl("attention_forward", runtime.attention_forward, _key)
     _library.impl("attention_backward", runtime.attention_backward, _key)
 torch.library.register_autograd(
     "fusion::attention", _recompute_and_differentiate, setup_context=_save_operands, lib=_library
 )
+_library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_autograd("fusion::attention_forward", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("fusion::attention_backward", _refuse, setup_context=_save_nothing, lib=_library)

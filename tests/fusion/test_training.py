@@ -125,10 +125,10 @@ def check(function, tensors, emitter="auto", inner="aot_eager"):
     exact = gradients(function, [t.detach().double().requires_grad_(t.requires_grad) for t in tensors], upstream)
     eager = gradients(function, tensors, upstream)
     found = gradients(compiled(function, inner, emitter), tensors, upstream)
-    for number, (got, plain_, true) in enumerate(zip(found, eager, exact, strict=True)):
-        assert got.shape == plain_.shape and got.dtype == plain_.dtype
+    for number, (got, plain, true) in enumerate(zip(found, eager, exact, strict=True)):
+        assert got.shape == plain.shape and got.dtype == plain.dtype
         eps = torch.finfo(got.dtype).eps
-        own = (plain_.double() - true).abs().max()
+        own = (plain.double() - true).abs().max()
         if true.numel() < 16:  # of a few sums, eager's error is one draw: it counts as at least one rounding
             own = torch.maximum(own, eps * true.abs().max())
         allowed = 2 * (own + eps * true.abs().max())
@@ -316,12 +316,13 @@ def test_operators_obey_their_contracts(dims):
     spec = simple_spec(dims)
     tensors = [t.detach().contiguous().requires_grad_() for t in inputs(None)]
     sizes = [B, H, N, M]
+    plain = [t.detach() for t in tensors]
     for emitter in ("reference", "auto"):
         torch.library.opcheck(torch.ops.fusion.attention.default, (tensors, sizes, spec, emitter))
-        torch.library.opcheck(torch.ops.fusion.attention_forward.default, (tensors, sizes, spec, emitter))
-    plain_ = [t.detach() for t in tensors]
-    out, statistics = torch.ops.fusion.attention_forward(plain_, sizes, spec, "auto")
-    arguments = (torch.randn_like(out), out, statistics, plain_, sizes, spec, "auto", [True, False, True])
+        torch.library.opcheck(torch.ops.fusion.attention_below_autograd.default, (plain, sizes, spec, emitter))
+    torch.library.opcheck(torch.ops.fusion.attention_forward.default, (tensors, sizes, spec, emitter))
+    out, statistics = torch.ops.fusion.attention_forward(plain, sizes, spec, "auto")
+    arguments = (torch.randn_like(out), out, statistics, plain, sizes, spec, "auto", [True, False, True])
     torch.library.opcheck(torch.ops.fusion.attention_backward.default, arguments)
 
 
