@@ -47,7 +47,11 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
     n_q = _number(parsed.n_q, known)
     if 0 in batch or lines == 1 or columns == 1:
         return torch.zeros([*batch, lines, columns, 2], dtype=torch.int32)
-    codes = _cells(parsed, operands, known, n_q).expand(*batch, lines - 1, columns - 1, 2)
+    codes = _cells(parsed, operands, known, n_q)
+    if codes is None:  # all are live and none is full: r * c cells before cell (r, c)
+        counts = torch.arange(lines, dtype=torch.int32)[:, None] * torch.arange(columns, dtype=torch.int32)
+        return counts[:, :, None].expand(*batch, lines, columns, 2).contiguous()
+    codes = codes.expand(*batch, lines - 1, columns - 1, 2)
     table = torch.zeros([*batch, lines, columns, 2], dtype=torch.int32)
     table[..., 1:, 1:, :] = codes.to(torch.int32).cumsum(-3, dtype=torch.int32).cumsum(-2, dtype=torch.int32)
     return table
@@ -56,33 +60,35 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
 def cells(spec: MapSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
     known = dict(zip(spec.sizes, sizes, strict=True))
-    return _Cells(spec, operands, known, 0, _number(spec.n_q, known)).codes()
+    return _Cells(spec, operands, known).codes()
 
 
 def _number(expr: Expr, sizes: dict[str, int]) -> int:
     return int(expr.attr) if expr.op == "const" else int(sizes[str(expr.attr)])  # type: ignore[arg-type]
 
 
-def _cells(spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int) -> Tensor:
+def _cells(spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int) -> Tensor | None:
+    """As `cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
     dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
     elements = sum(operands[int(part.attr)].numel() for part in dense)  # type: ignore[arg-type]
     if elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
-        blocks = n_q // CELL_ROWS
-        chosen = [k * (blocks - 1) // (SAMPLES - 1) for k in range(SAMPLES)]
-        seen = [_Cells(spec, operands, sizes, CELL_ROWS * k, CELL_ROWS).codes() for k in chosen]
-        if sum(int((~codes).sum()) for codes in seen) < WORTH_READING * sum(codes.numel() / 2 for codes in seen):
-            return torch.ones(1, 1, 2, dtype=torch.bool)
-    return _Cells(spec, operands, sizes, 0, n_q).codes()
+        chosen = torch.arange(SAMPLES) * (n_q // CELL_ROWS - 1) // (SAMPLES - 1) * CELL_ROWS
+        seen = _Cells(spec, operands, sizes, (chosen[:, None] + torch.arange(CELL_ROWS)).flatten()).codes()
+        if int(seen.sum()) > (1 - WORTH_READING / 2) * seen.numel():
+            return None
+    return _Cells(spec, operands, sizes).codes()
 
 
 class _Cells:
-    """Bounds of expressions over the cells of queries first .. first + count. Tensors are [b.., rows, keys], with 1 for
+    """Bounds of expressions over the cells of all queries, or of these rows. Tensors are [b.., rows, keys], with 1 for
     what a value does not depend on."""
 
-    def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], first: int, count: int):
-        self.spec, self.operands, self.sizes, self.first, self.count = spec, operands, sizes, first, count
+    def __init__(
+        self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None
+    ):  # fmt: skip
+        self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows
         self.rank = len(spec.batch) + 2
-        self.n_k = _number(spec.n_k, sizes)
+        self.n_q, self.n_k = _number(spec.n_q, sizes), _number(spec.n_k, sizes)
         self._memo: dict[Expr, Extent | Interval] = {}
 
     def codes(self) -> Tensor:
@@ -98,11 +104,15 @@ class _Cells:
     def _coordinate(self, name: str) -> Tensor:
         """Values of a coordinate, along its own axis."""
         axis = self._axis(name)
-        if name == "i":
-            values = torch.arange(self.first, self.first + self.count)
+        if name == "i" and self.rows is not None:
+            values = self.rows
         else:
-            values = torch.arange(self.n_k if name == "j" else _number(self.spec.batch[axis], self.sizes))
+            values = torch.arange(self._extent_of(name))
         return values.reshape([-1 if k == axis else 1 for k in range(self.rank)])
+
+    def _extent_of(self, name: str) -> int:
+        sizes = {"i": self.n_q, "j": self.n_k}
+        return sizes[name] if name in sizes else _number(self.spec.batch[self._axis(name)], self.sizes)
 
     def _leaf(self, part: Expr) -> Tensor | Callable[..., Tensor]:
         if part.op == "coord":
@@ -213,6 +223,10 @@ class _Cells:
                 tensor = tensor.select(dim, int(evaluate(index, self._leaf)))
                 continue
             name = next(iter(names))
+            if index.op == "coord" and (name != "i" or self.rows is None):
+                tensor = tensor.narrow(dim, 0, self._extent_of(name))
+                axes.append(self._axis(name))
+                continue
             at = evaluate(index, self._leaf).flatten()
             size = {"i": CELL_ROWS, "j": CELL_KEYS}.get(name, 1)
             if size > 1 and bool((at == at[torch.arange(len(at)) // size * size]).all()):
