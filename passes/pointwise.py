@@ -496,6 +496,8 @@ BUILDERS.update(
         aten.silu: _float_function(_silu), aten.softplus: _float_function(_softplus),
         aten.gelu: _float_function(_gelu), aten.elu: _float_function(_elu), aten.sign: _float_function(_sign),
         aten.hardsigmoid: _float_function(_hardsigmoid), aten.hardtanh: _float_function(_hardtanh),
+        aten.mish: _float_function(lambda x, call: apply("fmul", x, apply("tanh", _softplus(x, call)))),
+        aten.hardswish: _float_function(lambda x, call: apply("fmul", x, _hardsigmoid(x, call))),
         aten.relu6: _float_function(lambda x, call: _between(x, const(0.0), const(6.0))),
         aten.log_sigmoid: _float_function(lambda x, call: apply("neg", _softplus(apply("neg", x), call))),
         aten.log2: _float_function(lambda x, call: apply("fmul", apply("log", x), const(1 / math.log(2)))),

@@ -54,6 +54,19 @@ def test_every_inner_compiler(inner):
     assert report.fused == 1
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_inner_decides_who_compiles_the_rest(inner, monkeypatch):
+    asked = []
+
+    def note(name):
+        return lambda module, *rest, **keywords: asked.append(name) or module.forward
+
+    monkeypatch.setattr("torch._dynamo.backends.debugging.aot_eager", note("aot_eager"))
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", note("inductor"))
+    run(inner=inner)
+    assert asked == ([] if inner == "eager" else [inner])
+
+
 def test_the_reference_emitter_uses_no_kernel():
     (report,) = run(emitter="reference")
     assert report.sites[0].fused and report.sites[0].source is None

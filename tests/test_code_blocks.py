@@ -1,0 +1,124 @@
+"""Every code block of README and docs runs: Python as it stands, `fusion` commands through the command line."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusion
+from fusion.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v):
+        return torch.softmax(q @ k.mT / 4, -1) @ v
+
+attend = Model()
+
+def inputs():
+    return tuple(torch.randn(1, 2, 33, 16) for _ in range(3))
+"""
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of indented blocks that call `fusion`, without their comments."""
+    found = re.findall(r"^    (?:\$ )?(fusion [a-z].*)$", page.read_text(), flags=re.M)
+    return [line.partition("  #")[0].strip() for line in found]
+
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v):
+        return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
+@pytest.fixture
+def space(tmp_path: Path, monkeypatch) -> Iterator[dict]:
+    """What the pages take for granted: a model, its inputs, and the imports. Files go to an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    model, inputs = Model(), tuple(torch.randn(1, 2, 33, 16) for _ in range(3))
+    yield {"torch": torch, "fusion": fusion, "model": model, "inputs": inputs, "pipeline": lambda text: model(*inputs)}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda page: page.name)
+def test_python_blocks_run_in_order(page: Path, space: dict, tmp_path: Path) -> None:
+    if page.name == "extending.md":
+        space |= vars(__import__("fusion.passes.pointwise", fromlist=["_"]))
+        space["BUILDERS"] = dict(space["BUILDERS"])  # the page adds to it
+    for number, block in enumerate(python_blocks(page)):
+        file = tmp_path / f"block_{number}.py"
+        file.write_text(block)  # so that reports can show its lines
+        with torch.no_grad():
+            exec(compile(block, str(file), "exec"), space)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
+def test_commands_run(page: Path, space: dict, capsys) -> None:
+    for line in commands(page):
+        words = shlex.split(line)[1:]
+        if words[0] == "doctor":  # has tests of its own; compiles for a while
+            words = ["cost", "--N", "64"]
+        assert main(words) == 0, line
+    assert capsys.readouterr().out
+
+
+def test_every_block_is_of_a_kind_that_is_run() -> None:
+    """A fence in another language would be a block that nothing executes."""
+    for page in PAGES:
+        fences = re.findall(r"^```(\w*)$", page.read_text(), flags=re.M)
+        assert set(fences) <= {"python", ""} and fences.count("python") == fences.count(""), page.name
+
+
+def test_examples_that_pages_name_are_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"(?:python3? |\()(?:\.\./)?((?:examples|benchmarks)/\w+\.py)", page.read_text()):
+            assert (ROOT / name).is_file(), f"{page.name} names {name}"
+
+
+def test_the_near_miss_of_the_page_is_what_is_printed(space: dict, tmp_path: Path, capsys) -> None:
+    page = ROOT / "docs" / "reading-a-report.md"
+    block = next(block for block in python_blocks(page) if "tanh(w)" in block)
+    (tmp_path / "near.py").write_text(block)
+    exec(compile(block, str(tmp_path / "near.py"), "exec"), space)
+    printed = capsys.readouterr().out.replace(str(tmp_path / "near.py"), "model.py")
+    shown = page.read_text().split("and what to do:\n\n")[1].split("\n\n")[0]
+    for line in shown.splitlines():
+        assert line.removeprefix("    ") in printed, line
+
+
+ESSENCE = {
+    "program": r"softmax\(tanh\(s \* .* / 50\) \* 50 if .* else -finfo\.max\)",
+    "mask": r"rows i0\.\.i1 visit keys",
+    "at": r"modeling_gemma2\.py:\d+ in eager_attention_forward: attn_output",
+}
+
+
+def test_the_excerpt_of_the_readme_is_what_such_a_model_prints() -> None:
+    """Every kind of line that the README shows, for the model that it names (smaller)."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    sizes = {"hidden_size": 32, "head_dim": 256, "intermediate_size": 32, "vocab_size": 50, "sliding_window": 64}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Gemma2Config(**sizes, **heads, attn_implementation="eager")
+    config.layer_types = ["sliding_attention"]
+    tokens, mask = torch.randint(0, 50, (1, 128)), torch.ones(1, 128, dtype=torch.long)
+    with torch.no_grad():
+        text = str(fusion.explain(Gemma2Model(config).eval(), tokens, attention_mask=mask, use_cache=False))
+    excerpt = re.search(r"^    \[0\] fused.*?\n\n", (ROOT / "README.md").read_text(), flags=re.M | re.S)[0]
+    for label in ESSENCE:
+        line = next(line for line in excerpt.splitlines() if line.split()[0] == label)
+        essence = ESSENCE[label]
+        assert re.search(essence, line), line
+        assert re.search(rf"{label} +.*{essence}", text), text
