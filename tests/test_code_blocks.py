@@ -116,7 +116,9 @@ def test_the_excerpt_of_the_readme_is_what_such_a_model_prints() -> None:
     tokens, mask = torch.randint(0, 50, (1, 128)), torch.ones(1, 128, dtype=torch.long)
     with torch.no_grad():
         text = str(fusion.explain(Gemma2Model(config).eval(), tokens, attention_mask=mask, use_cache=False))
-    excerpt = re.search(r"^    \[0\] fused.*?\n\n", (ROOT / "README.md").read_text(), flags=re.M | re.S)[0]
+    found = re.search(r"^    \[0\] fused.*?\n\n", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert found is not None
+    excerpt = found[0]
     for label in ESSENCE:
         line = next(line for line in excerpt.splitlines() if line.split()[0] == label)
         essence = ESSENCE[label]
