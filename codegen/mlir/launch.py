@@ -144,7 +144,7 @@ class Variant:
         threads = min(torch.get_num_threads(), items, work // WORK_PER_THREAD[self.tiling is not None] + 1)
         per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
         workspace = memory.reserve(threads * per_thread)
-        chunks = 1 if threads == 1 else min(items, CHUNKS_PER_THREAD * threads)
+        chunks = chunks_of(shape.count, blocks, threads)
         memory.counter.value = 0
         values = self.slots(
             operands,
@@ -178,8 +178,23 @@ class Shape(NamedTuple):
 #: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
 WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
 CHUNKS_PER_THREAD = 4
+FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
 FEW_QUERIES = 8
 ROWS = -1  # the number of the variant for few queries, among the tilings
+
+
+@functools.lru_cache(maxsize=256)
+def chunks_of(count: int, blocks: int, threads: int) -> int:
+    """In how many chunks threads take the `blocks` items of each of `count` heads: a few per thread, so that blocks of
+    unequal work even out; whole heads where a head has few blocks."""
+    if threads == 1:
+        return 1
+    most = CHUNKS_PER_THREAD * threads
+    if blocks <= FEW_BLOCKS:
+        whole = [chunks for chunks in range(threads, most + 1) if count % chunks == 0]
+        if whole:
+            return whole[-1]
+    return min(count * blocks, most)
 
 
 class Kernel:
