@@ -160,7 +160,11 @@ def line(title: str, entries: list[Entry]) -> list[str]:
 
 
 def save(lines: list[list[str]], arguments: argparse.Namespace, header: list[str]) -> Path:
-    """Write the table with machine, versions and commit."""
+    """Write the table with machine, versions and commit, or add its lines to an earlier one of the same commit."""
+    if arguments.append is not None:
+        rows = results.table(header, lines).splitlines()[2:]
+        arguments.append.write_text(arguments.append.read_text() + "\n".join(rows) + "\n")
+        return arguments.append
     where = results.environment({})
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M")
     path = results.FOLDER / f"{stamp}-masks.md"
@@ -185,6 +189,7 @@ def main() -> int:
     parser.add_argument("--d", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=4.0, help="timing per case, all competitors together")
+    parser.add_argument("--append", type=Path, help="add the lines to this result file")
     parser.add_argument("--no-save", action="store_true", help="print only")
     arguments = parser.parse_args()
     generator = torch.Generator().manual_seed(0)

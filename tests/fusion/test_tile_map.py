@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import fusion
+import fusion.op  # registers the ops
 from fusion.cost.tile_map import map_pays
 from fusion.ir import integers
 from fusion.ir.expr import ZERO, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD, MapSpec
-from fusion.tile_map import cells, tile_map
+from fusion.tile_map import Patience, cells, tile_map
 from tests.numerics import assert_as_exact_as_eager
 
 B0 = coord("b0")
@@ -118,6 +119,22 @@ def test_a_mask_without_structure_is_not_read_to_the_end():
     mask[0, 700:740, :64] = False  # between the rows that are looked at
     table = tile_map([mask], [], spec_of(MASK, 2048, 1024, batch=1).to_json())
     assert table[0, -1, -1].tolist() == [64 * 16, 64 * 16]
+
+
+def test_looks_in_vain_become_rare_and_one_that_pays_ends_that():
+    patience, looks = Patience(), []
+    for call in range(60):
+        if patience.looks():
+            looks.append(call)
+            patience.was_vain()
+    assert looks == [0, 2, 5, 10, 19, 36, 53]
+    patience.paid()
+    assert patience.looks() and patience.looks()
+    random, structured = torch.rand(1, 2048, 1024) > 0.5, torch.ones(1, 2048, 1024, dtype=torch.bool).tril()
+    text = spec_of(MASK, 2048, 1024, batch=1).to_json()
+    found = [int(tile_map([structured if call > 2 else random], [], text)[0, -1, -1, 0]) for call in range(12)]
+    live = int(brute(structured, structured)[..., 0].sum())
+    assert found[:3] == [64 * 16] * 3 and found[-1] == live and set(found) == {64 * 16, live}
 
 
 # --- through the backend ----------------------------------------------------------------------------------------
