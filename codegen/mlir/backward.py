@@ -17,6 +17,7 @@ One file over the usual length: the roles of the kernel share nearly every metho
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -52,20 +53,23 @@ def emit_backward(
     d: int,
     d_v: int,
     fused: bool = False,
+    settles: bool = False,
 ) -> KernelText:
     """One kernel. results: the type in memory of the gradients of Q (role QUERIES) or K and V, by operand number,
     where needed.
-    fused: role KEYS with products on AMX tiles, and the gradient of Q in it (operand 0 is then among the results)."""
-    return _Backward(spec, plan, role, needs, results, tiling, target, d, d_v, fused).text()
+    fused: role KEYS with products on AMX tiles, and the gradient of Q in it (operand 0 is then among the results).
+    settles: role QUERIES without results, for the sums of dx in the blocks that are wanted."""
+    return _Backward(spec, plan, role, needs, results, tiling, target, d, d_v, fused, settles).text()
 
 
 class _Backward(KernelFunction):
-    def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v, fused):
+    def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v, fused, settles):
         super().__init__(spec, target, d, d_v, 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5))
         self.plan, self.role, self.results, self.tiling, self.widths = plan, role, results, tiling, (d, d_v)
         self.collected = plan.of(role, needs)
+        self.settles = settles
         self.corrects = role is Role.QUERIES and plan.corrects(needs)
-        self.slots = plan.sums(role, needs)
+        self.slots = 1 if settles else plan.sums(role, needs)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name=GRAD)
         self.context.operands = (*spec.operands, grad)
         self.worst = self._area(64, "worst") if tiling.planes > 1 else None
@@ -165,10 +169,18 @@ class _Backward(KernelFunction):
             scope = self._element_scope(top, o, n)
             if self.queries is not None:
                 self._clear(self.packed[4], b.mul(self.params[("key_steps",)], self.queries.step_bytes()))
-            with b.loop(start, blocks, step, hint="block") as block:
+            with b.loop(start, blocks, step, hint="block") as block, self._when_wanted(block):
                 self._block(Scope(context=self.context, parent=scope), block)
             if self.queries is not None:
                 self._write_queries(scope)
+
+    def _when_wanted(self, block: Value) -> contextlib.AbstractContextManager[object]:
+        if not self.settles:
+            return contextlib.nullcontext()
+        b = self.b
+        place = b.add(b.mul(self.flat, self.params[("blocks",)]), block)
+        wanted = b.load(b.at(self.params[("ptr", "wanted")], place, "i64"), "i64", "wanted")
+        return b.when(b.compare("ne", wanted, 0))
 
     def _clear(self, area: Value, size: Value | int) -> None:
         """Zeros; the size is a multiple of 64 bytes."""
@@ -192,6 +204,7 @@ class _Backward(KernelFunction):
         for axis in range(len(spec.batch)):
             extent = b.as_value(top.integer(spec.batch[axis]), "i64")
             flat = b.add(b.mul(flat, extent), known[coord(f"b{axis}")])
+        self.flat = flat
         self.flat_query, self.flat_key = b.mul(flat, self.n_q, "row_base"), b.mul(flat, self.n_k, "column_base")
         programs = self.programs
         scope.prepare(programs.masked, programs.full, self.weight, bound=self.batch_names)
@@ -593,7 +606,11 @@ class _Tile:
         through = None if factor is None else b.mul(slope, weight, "dw")
         gradients = self._scope(row, upstream, through)
         collected = self._collect(gradients, sums)
-        if kernel.corrects:
+        if kernel.settles:
+            # With sinks the weights do not add up to one: what delta lacks is then not the sum of dx.
+            missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
+            collected[0] = b.add(collected[0], missing, "missing")
+        elif kernel.corrects:
             self._collect_shares(row, weight, upstream, through, collected)
         slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_score else upstream
         return weight if factor is None else b.mul(weight, factor), slope, collected

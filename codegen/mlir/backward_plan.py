@@ -21,6 +21,7 @@ from fusion.codegen.mlir.programs import Programs, programs_of
 from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, loads
+from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 
@@ -113,7 +114,7 @@ def backward_plan(spec: AttentionSpec) -> BackwardPlan:
     programs = programs_of(spec)
     variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
     wanted = {load: None for load in loads(spec.score, spec.weight) if load.kind is Kind.FLOAT}
-    found = [_gradients(variant, spec, list(wanted)) for variant in variants]
+    found = [_gradients(variant, programs.scale, spec, list(wanted)) for variant in variants]
     gradients = []
     for load in wanted:
         parts = [gradient[load] for gradient in found]
@@ -131,11 +132,14 @@ def backward_plan(spec: AttentionSpec) -> BackwardPlan:
     )
 
 
-def _gradients(program: Expr, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
-    """Gradients through the score program and, for loads, through the weight program."""
-    from fusion.ir.ops import apply
+def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
+    """Gradients through the score program and, for loads, through the weight program.
 
+    x is scale * program. Of the score's gradient the factor is left to the end of the sums that it enters.
+    """
     found = adjoints(program, UPSTREAM, [SCORE, *wanted])
+    if scale != 1.0:
+        found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}
     through_weight = adjoints(spec.weight, WEIGHT_UPSTREAM, wanted)
     for load, term in through_weight.items():
         if term is not ZERO:

@@ -337,7 +337,10 @@ class TileKernel(KernelFunction):
             softmax.fill_beyond(0.0 if plain else float("-inf"))
             if not plain:
                 highest = b.load(self._part(self.highest, member, 4 * self.lanes, "h_at"), self.vector, "h")
-                softmax.rescale(highest, self.products.e_padded, exact=self.spec.row_scale is not None)
+                self._take_maximum(softmax, b.add(tile.g, member), highest)
+
+    def _take_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
+        softmax.rescale(highest, self.products.e_padded, exact=self.spec.row_scale is not None)
 
     def _weights(self, tile: Tile, low: Value | int, high: Value) -> None:
         """Scores to weights for keys [low, high) of the block and all groups."""

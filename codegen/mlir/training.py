@@ -29,6 +29,7 @@ from fusion.codegen.mlir.compile import MachineCode, compile_text
 from fusion.codegen.mlir.kernel import _Kernel
 from fusion.codegen.mlir.scope import MEMORY_TYPE, SIZE_LIMIT, Scope
 from fusion.codegen.mlir.skeleton import KernelText
+from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
 from fusion.codegen.reference import gradients as pulled
@@ -45,7 +46,29 @@ MAX_SCATTERED = 1 << 22
 
 class _ForwardWithStatistics(_Kernel):
     """The forward kernel; each row's `unit`, `shift` and `factor` (see `backward.STATISTICS`) are written with the
-    output."""
+    output. A factor is written negative where one weight of the row is larger than all others together."""
+
+    def _tile_areas(self) -> None:
+        self.peaks = self._area(self.tiling.groups * 4 * self.lanes, "peaks")
+        super()._tile_areas()
+
+    def _visit(self, scope, readers, first, count, groups, padded_groups, low, high, skipping=None) -> None:
+        b = self.b
+        with b.loop(0, padded_groups, hint="g") as g:
+            b.store(b.constant(float("-inf"), self.vector), self._peak_of(g))
+        super()._visit(scope, readers, first, count, groups, padded_groups, low, high, skipping)
+
+    def _peak_of(self, g: Value) -> Value:
+        return self.b.at(self.peaks, self.b.mul(g, self.lanes), "f32")
+
+    def _take_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
+        at = self._peak_of(g)
+        self.b.store(softmax.largest(highest, self.b.load(at, self.vector, "peak")), at)
+        super()._take_maximum(softmax, g, highest)
+
+    def _finish(self, scope: Scope, first: Value, count: Value, g: Value) -> None:
+        self.finishing = g
+        super()._finish(scope, first, count, g)
 
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
         factor = super()._row_factor(rows, raw, total)
@@ -56,7 +79,10 @@ class _ForwardWithStatistics(_Kernel):
             flat = b.add(b.mul(flat, b.as_value(rows.integer(extent), "i64")), rows.value(coord(f"b{axis}")))
         assert rows.lanes is not None
         at = b.add(b.mul(flat, self.n_q), rows.lanes.first, "row")
-        for plane, value in enumerate((unit, shift, factor)):
+        highest = b.load(self._peak_of(self.finishing), self.vector, "peak")
+        largest = b.mul(self.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
+        marked = b.select(b.compare("ogt", largest, 0.5), b.unary("arith.negf", factor), factor, "marked")
+        for plane, value in enumerate((unit, shift, marked)):
             value = b.as_value(value, self.vector)
             start = b.add(at, b.mul(self.params[("statistics_rows",)], plane))
             place = b.at(self.params[("ptr", "statistics")], start, "f32")
@@ -144,6 +170,16 @@ class TrainingKernel:
             lambda: emit_backward(self.spec, self.plan, role, needs, results, tiling, self.target, d, d_v, fused),
         )
 
+    def settling(self, d: int, d_v: int, choice: int) -> tuple[KernelText, MachineCode]:
+        """The kernel that sums dx over the keys, see `_Call._settle`."""
+        none, tiling = (False,) * len(self.spec.operands), backward_tiling(self.tilings[choice])
+        return self._build(
+            ("settling", d, d_v, choice),
+            lambda: emit_backward(
+                self.spec, self.plan, Role.QUERIES, none, {}, tiling, self.target, d, d_v, settles=True
+            ),
+        )
+
     def access(self, number: int) -> tuple[tuple[Expr, ...], Expr, Expr]:
         spec = self.spec
         return ((spec.q, I, C), (spec.k, J, C), (spec.v, J, E))[number]
@@ -212,6 +248,8 @@ class _Call:
         count = math.prod(self.batch) * self.n_q
         rows = torch.zeros(4, count + 64)
         rows[:3, :count] = statistics.view(3, count)
+        self.concentrated = rows[2, :count] < 0
+        rows[2].abs_()
         order = [self.spec.output.dims.index(name) for name in (*(f"b{a}" for a in range(len(self.batch))), "i", "e")]
         product = self.grad.permute(order).float() * out.permute(order).float()
         torch.sum(product, -1, out=rows[3, :count].view(*self.batch, self.n_q))
@@ -233,6 +271,8 @@ class _Call:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
+        if not self._settle(choice):
+            return None
         if self._is_fused(choice):
             found = self._run(Role.KEYS, choice, self.plan.of(Role.KEYS, self.needs), True)
             return self._assemble_all() if found else None
@@ -244,6 +284,36 @@ class _Call:
             if role is Role.QUERIES and self.plan.corrects(self.needs) and (collected or self.needs[0]):
                 self._correct(collected)
         return self._assemble_all()
+
+    def _settle(self, choice: int) -> bool:
+        """Make the deltas of rows with one large weight exact; False where the kernel met values that its products
+        cannot take.
+
+        There dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very P dP, is more exact
+        than a delta from dO and O can be. A kernel over the blocks with such rows (random scores have few, causal
+        masks the first) sums dx as the others will compute it; what is not 0 of that is the error of delta.
+        """
+        if not normalized(self.spec) or not any(n for number, n in enumerate(self.needs) if number != 2):
+            return True
+        if not self.concentrated.any():
+            return True
+        text, code = self.kernel.settling(self.d, self.d_v, choice)
+        blocks = -(-self.n_q // text.rows)
+        marked = torch.zeros(math.prod(self.batch), blocks * text.rows, dtype=torch.bool)
+        marked[:, : self.n_q] = self.concentrated.view(-1, self.n_q)
+        wanted = marked.view(-1, text.rows).any(-1).long()
+        drift = torch.zeros(*self.batch, self.n_q)
+        values = self._slots(Role.QUERIES, (), self.n_q)
+        values |= {("ptr", "sums", 0): drift.data_ptr(), ("ptr", "wanted"): wanted.data_ptr()}
+        if not self._launch(text, code, values, self.n_q, self.n_k):
+            return False
+        delta, sums = self.rows[3, : drift.numel()], drift.flatten()
+        if self.spec.sinks:  # these are sums of P dP, of marked blocks
+            seen = wanted.bool().repeat_interleave(text.rows).view(marked.shape)[:, : self.n_q].flatten()
+            torch.where(seen, sums, delta, out=delta)
+        else:
+            delta += sums
+        return True
 
     def _assemble_all(self) -> list[Tensor]:
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
@@ -310,10 +380,12 @@ class _Call:
     def _run(self, role: Role, choice: int, collected, fused: bool = False) -> bool:
         text, code = self.kernel.compiled(role, self.needs, self.d, self.d_v, choice, fused)
         lanes, rows = (self.n_q, self.n_k) if role is Role.QUERIES else (self.n_k, self.n_q)
+        return self._launch(text, code, self._slots(role, collected, lanes), lanes, rows)
+
+    def _launch(self, text: KernelText, code: MachineCode, values: dict[tuple, int], lanes: int, rows: int) -> bool:
         inner = math.prod(self.batch[axis] for axis in self.plan.inner)
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // text.rows)
         split, threads = self._split(blocks)
-        values = self._slots(role, collected, lanes)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
         return run_kernel(text, code, values, threads, rows)
 

@@ -38,6 +38,16 @@ def biased(q, k, v, bias):
     return torch.softmax(scores(q, k) + bias, -1) @ v
 
 
+def scaled_after(q, k, v, bias):
+    """The factor stands outside of everything: kernels apply it within the exponential."""
+    return torch.softmax((q @ k.transpose(-1, -2) + bias) * 0.4, -1) @ v
+
+
+def scaled_slopes(q, k, v, slope):
+    distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    return torch.softmax((q @ k.transpose(-1, -2) + slope[:, None, None] * distance) / 3, -1) @ v
+
+
 def table(q, k, v, weights):
     """A relative position bias read from a table [buckets, H]."""
     n, m = q.shape[-2], k.shape[-2]
@@ -93,7 +103,7 @@ def by_hand(q, k, v, bias):
 B, H, N, M, D = 2, 4, 19, 23, 8
 CASES = [
     (plain, None), (causal, None), (grouped, None), (biased, (1, H, N, M)), (biased, (B, 1, 1, M)),
-    (table, (17, H)), (slopes, (H,)),
+    (scaled_after, (1, H, N, M)), (scaled_after, (H, 1, M)), (scaled_slopes, (H,)), (table, (17, H)), (slopes, (H,)),
     (capped, ()), (tempered, (H,)), (sunk, (H,)), (weighted, (H, N, M)), (gated, (H, 1, 1)), (doubled, (1, H, N, M)),
     (detached, (H, N, M)), (by_hand, (H, N, M)),
 ]  # fmt: skip
@@ -151,7 +161,7 @@ def test_bfloat16_gradients(function, shape):
 @pytest.mark.parametrize(("function", "shape"), CASES, ids=NAMES)
 def test_gradcheck_in_float64(function, shape):
     tensors = inputs(shape, torch.float64, 5, 6)
-    if function in (biased, weighted, doubled, detached, by_hand) and shape[-2] > 1:
+    if function in (biased, scaled_after, weighted, doubled, detached, by_hand) and shape[-2] > 1:
         tensors[3] = torch.rand(*shape[:-2], 5, 6, dtype=torch.float64, requires_grad=True)
     elif shape and shape[-1] == M:
         tensors[3] = torch.rand(*shape[:-1], 6, dtype=torch.float64, requires_grad=True)

@@ -1,0 +1,92 @@
+"""Real architectures in training mode: loss and the gradient of every parameter as exact as eager's."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.models.build import cast, float64_everywhere
+from tests.models.harness import compiled
+from tests.models.zoo import by_name
+from tests.numerics import assert_as_exact_as_eager, leaves
+
+DEFAULT = "bert gpt2 gemma2 mpt falcon-alibi xlnet vit opt".split()
+ARCHITECTURES = """llama bloom t5 deberta-v2 whisper clip swinv2 bart wav2vec2 beit distilbert electra albert gpt_neo
+gpt_neox gptj qwen2 mistral phi cohere olmo stablelm gemma deit dinov2 marian pegasus mbart hubert""".split()
+
+RANDOM = ("drop", "mask_time_prob", "mask_feature_prob")
+OWN_GRADIENTS = {"bloom"}
+"""Models that train with a torch.autograd.Function: their graphs are left alone."""
+
+
+def without_randomness(model: torch.nn.Module) -> torch.nn.Module:
+    """Training mode with every probability of dropping something at zero, wherever a model keeps it."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for holder in (module, getattr(module, "config", None)):
+            for name in dir(holder) if holder is not module else vars(module):
+                if any(part in name for part in RANDOM) and isinstance(getattr(holder, name), float):
+                    setattr(holder, name, 0.0)
+    return model.requires_grad_(True).train()
+
+
+def loss_and_gradients(model: torch.nn.Module, run: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The loss is the distance of all outputs from fixed random ones, so that every part of the model is in it."""
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros((), dtype=torch.float64)
+    for _, value in leaves(run(**inputs)):
+        if value.is_floating_point() and value.requires_grad:
+            target = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            total = total + (value.double() - target).square().mean()
+    total.backward()
+    assert any(p.grad is not None for p in model.parameters())
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return {"loss": total.detach().float()} | gradients
+
+
+@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES)])
+def test_gradients_of_every_parameter(name: str):
+    entry = by_name(name)
+    counters.clear()
+    model = without_randomness(entry.build())
+    # Padding makes rows without a live key, and NaN of the loss.
+    inputs = {key: value for key, value in entry.inputs(model).items() if "attention_mask" not in key}
+    exact = without_randomness(copy.deepcopy(model).double())
+    with float64_everywhere():
+        reference = loss_and_gradients(exact, exact, cast(inputs, torch.float64))
+    eager = loss_and_gradients(model, model, inputs)
+    run, witness = compiled(model, options={"inner": "eager"})
+    actual = loss_and_gradients(model, run, inputs)
+    fused = counters["fusion"]["fused"]
+    assert fused == (0 if name in OWN_GRADIENTS else max(len(witness.sites), 1)), (counters["fusion"], witness.sites)
+    _assert_small_ones(actual, eager, reference)
+    kept = [key for key, value in reference.items() if value.numel() >= FEW and value.abs().max() > ZERO]
+    assert_as_exact_as_eager(*({key: found[key] for key in kept} for found in (actual, eager, reference)), name=name)
+
+
+ZERO = 1e-12
+FEW = 16
+"""Elements of a tensor up to which eager's error is a matter of luck (and often 0)."""
+
+
+def _assert_small_ones(actual: dict, eager: dict, reference: dict) -> None:
+    """Of tensors with few elements, the loss among them, eager's error counts as at least a few roundings.
+
+    A bias of the keys shifts all scores of a row alike: its gradient is zero, and what is computed is rounding alone,
+    which has no scale of its own to be measured by. It must be small beside the other gradients.
+    """
+    largest = max(float(value.abs().max()) for value in reference.values())
+    for key, value in reference.items():
+        size = float(value.abs().max())
+        if size <= ZERO:
+            assert actual[key].abs().max() <= 1e-5 * largest, key
+        elif value.numel() < FEW:
+            error, own = (float((found[key].double() - value).abs().max()) for found in (actual, eager))
+            assert error <= 2 * (max(own, 4 * EPS * size) + EPS * size), (key, error, own, size)
+
+
+EPS = torch.finfo(torch.float32).eps
