@@ -37,6 +37,9 @@ from fusion.errors import LargeTableError
 from fusion.ir.expr import C, E, Expr, I, J, coord, loads, walk
 from fusion.ir.spec import AttentionSpec
 
+#: Largest weight of a row from which on its delta is summed over the keys, see `_Call._settle`. Errors of delta go into
+#: the gradients times weights: with small ones they average out. Rows of a thousand keys and random scores stay below.
+CONCENTRATED = 1 / 8
 #: elements of a table whose gradient every thread collects in a copy of its own
 MAX_SCATTERED = 1 << 22
 
@@ -46,7 +49,7 @@ MAX_SCATTERED = 1 << 22
 
 class _ForwardWithStatistics(_Kernel):
     """The forward kernel; each row's `unit`, `shift` and `factor` (see `backward.STATISTICS`) are written with the
-    output. A factor is written negative where one weight of the row is larger than all others together."""
+    output. A factor is written negative where a weight of the row is above CONCENTRATED."""
 
     def _tile_areas(self) -> None:
         self.peaks = self._area(self.tiling.groups * 4 * self.lanes, "peaks")
@@ -81,7 +84,7 @@ class _ForwardWithStatistics(_Kernel):
         at = b.add(b.mul(flat, self.n_q), rows.lanes.first, "row")
         highest = b.load(self._peak_of(self.finishing), self.vector, "peak")
         largest = b.mul(self.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
-        marked = b.select(b.compare("ogt", largest, 0.5), b.unary("arith.negf", factor), factor, "marked")
+        marked = b.select(b.compare("ogt", largest, CONCENTRATED), b.unary("arith.negf", factor), factor, "marked")
         for plane, value in enumerate((unit, shift, marked)):
             value = b.as_value(value, self.vector)
             start = b.add(at, b.mul(self.params[("statistics_rows",)], plane))
@@ -286,8 +289,8 @@ class _Call:
         return self._assemble_all()
 
     def _settle(self, choice: int) -> bool:
-        """Make the deltas of rows with one large weight exact; False where the kernel met values that its products
-        cannot take.
+        """Make the deltas of rows with a large weight as exact as eager's; False where the kernel met values that its
+        products cannot take.
 
         There dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very P dP, is more exact
         than a delta from dO and O can be. A kernel over the blocks with such rows (random scores have few, causal
