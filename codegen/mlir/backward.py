@@ -18,6 +18,7 @@ One file over the usual length: the roles of the kernel share nearly every metho
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -442,11 +443,11 @@ class _Backward(KernelFunction):
         exprs = (program, self.weight, self.plan.score[1 if full else 0], *collected)
         scope.prepare(*exprs, bound=self.batch_names | {str(self.role.lane.attr)})
         wanted = dense_loads(*exprs)
-        staged = [
-            (load.expr, load.stage(scope, r0, n, area))
-            for load, area in zip(self.loads, self.staged, strict=True)
-            if load.expr in wanted
-        ]
+        staged = []
+        for load, area in zip(self.loads, self.staged, strict=True):
+            if load.expr in wanted:
+                load.stage(scope, r0, n, area)
+                staged.append((load.expr, functools.partial(load.read, area)))
         statistics = self._lane_statistics(held.first) if self.role is Role.QUERIES else None
         tile = _Tile(self, scope, g, r0, program, full, staged, statistics, held.valid)
         pairs = b.mul(b.div(n, 2), 2, "pairs")

@@ -3,8 +3,6 @@ tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fusion.codegen.mlir.backward_plan import Form, LoadGradient, column_dimension
 from fusion.codegen.mlir.builder import PTR, SIZE, Value, vector_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
@@ -35,8 +33,8 @@ class LaneLoad:
         self.scalar = "i32" if expr.kind is Kind.BOOL else "f32"
         self.vector = vector_of(self.scalar, context.lanes)
 
-    def stage(self, scope: Scope, first: Value, count: Value, target: Value) -> Callable[[Value], Value]:
-        """Write rows first..first+count-1 to target [row][L]; returns the function that reads a row of the block."""
+    def stage(self, scope: Scope, first: Value, count: Value, target: Value) -> None:
+        """Write rows first..first+count-1 to target [row][L]; `read` reads a row of the block."""
         b, lanes = self.b, self.context.lanes
         assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.lane_stride), b.mul(first, self.row_stride))
@@ -69,7 +67,6 @@ class LaneLoad:
                     place,
                     align=4 * lanes,
                 )
-        return lambda row: self._read(target, row)
 
     def _widen(self, x: Value) -> Value:
         if self.scalar == "i32":
@@ -80,7 +77,7 @@ class LaneLoad:
             else self.b.convert("arith.truncf" if self.memory == "f64" else "arith.extf", x, "f32")
         )
 
-    def _read(self, target: Value, row: Value) -> Value:
+    def read(self, target: Value, row: Value) -> Value:
         b, lanes = self.b, self.context.lanes
         value = b.load(b.at(target, b.mul(row, lanes), self.scalar), self.vector, "bias", align=4 * lanes)
         return b.compare("ne", value, 0) if self.scalar == "i32" else value
