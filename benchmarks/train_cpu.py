@@ -19,9 +19,12 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 
 import fusion
+
+torch._inductor.config.compile_threads = 1  # workers that start up would disturb the first cases
 
 WIDTH = 64
 Call = Callable[..., torch.Tensor]
