@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion import logs, op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion.approximate import certificates, dispatch
+from fusion.approximate.dispatch import Request
 from fusion.cost.tile_map import map_pays
 from fusion.dump import Dump
 from fusion.errors import BlockMaskError, StrictError
@@ -42,7 +44,22 @@ def fusion(
     publish(report)
     from fusion.inner import compile_rest
 
-    return compile_rest(fused, example_inputs, chosen, mode)
+    compiled = compile_rest(fused, example_inputs, chosen, mode)
+    return compiled if chosen.approximate is None or not report.fused else _starting_anew(compiled)
+
+
+def _starting_anew(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled graph, whose calls begin a new record of certificates."""
+
+    def run(*arguments: Any) -> Any:
+        certificates.begin()
+        return compiled(*arguments)
+
+    return run
+
+
+def _request(options: Options) -> Request | None:
+    return options.approximate and Request(method=options.approximate, epsilon=float(options.epsilon))
 
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
@@ -57,7 +74,7 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
         dump.stage("normalized", graph)
         sites = find_sites(graph.graph)
         drawn = [region.before(site) for site in sites]
-        specified = rewrite(graph, sites, _supports(options), options.emitter, _pays(options), options.block_mask)
+        specified = rewrite(graph, sites, _supports(options), _emitter(options), _pays(options), options.block_mask)
         _check_block_mask(sites, options)
         dump.stage("rewritten", graph)
         report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
@@ -77,6 +94,12 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
         raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     report.graph_before, report.graph_after = module, graph
     return (graph if report.fused else module), report
+
+
+def _emitter(options: Options) -> str:
+    """What the op is told: the emitter, and the approximation that is allowed."""
+    request = _request(options)
+    return options.emitter if request is None else request.attach(options.emitter)
 
 
 def _supports(options: Options) -> Callable[[AttentionSpec, torch.device], str | None]:
@@ -122,10 +145,22 @@ def _report(
                 sizes=tuple(_sizes(part, hints) for part in parts),
                 shapes=tuple(_shapes(part, hints) for part in parts),
                 plans=tuple(_plan(part, hints, options) for part in parts),
+                approximations=tuple(_approximation(part, hints, options) for part in parts),
                 sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) or "" for part in parts),
             )
         )
     return report
+
+
+def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:
+    """What the option `approximate` does with a site, in words."""
+    if (request := _request(options)) is None:
+        return None
+    reason = dispatch.refusal(part.spec, part.device, options.emitter, request)
+    if reason is not None:
+        return f"{request.method}: exact, because {reason}"
+    plan = _plan(part, hints, options)
+    return dispatch.describe(request, plan.problem, plan.machine)
 
 
 def _plan(part: Specified, hints: Mapping[str, int], options: Options) -> Plan:

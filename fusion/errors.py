@@ -60,3 +60,7 @@ class LargeTableError(FusionError, ValueError):
 
 class BlockMaskError(FusionError, ValueError):
     """`options={"block_mask": ...}` does not fit an attention, or cannot be applied to it."""
+
+
+class ApproximationError(FusionError, ValueError):
+    """An approximation was asked for that does not exist."""

@@ -12,6 +12,7 @@ from fusion.errors import OptionError
 Inner = Literal["inductor", "aot_eager", "eager"]
 Emitter = Literal["auto", "mlir", "reference"]
 TileMaps = Literal["auto", "always", "never"]
+Approximate = Literal[None, "polynomial", "certified_sparse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,9 @@ class Options:
         that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
         and heads). None for no such mask. An attention that cannot have it is an error.
     strict: raise `StrictError` instead of leaving an attention unfused.
+    approximate: allow this approximation of attention in inference, where it is certified from the data and predicted
+        to be faster; exact otherwise. See docs/approximate.md.
+    epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.
     """
 
     inner: Inner = "inductor"
@@ -34,6 +38,8 @@ class Options:
     tile_maps: TileMaps = "auto"
     block_mask: Any = None
     strict: bool = False
+    approximate: Approximate = None
+    epsilon: float = 1e-2
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
@@ -59,6 +65,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
         raise OptionError(f"option {name!r} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
     if hint is bool and not isinstance(value, bool):
         raise OptionError(f"option {name!r} is {value!r}; it must be True or False.")
+    if hint is float and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 0.5):
+        raise OptionError(f"option {name!r} is {value!r}; it must be a number above 0 and at most 0.5.")
 
 
 def _check_block_mask(value: Any) -> None:

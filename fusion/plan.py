@@ -210,6 +210,12 @@ def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
     return problem_of(given, sizes)
 
 
+def _weighed(item: Any, features: int | None) -> bool:
+    """Whether a schedule takes part without being named: exact ones, and polynomials where r is known. What
+    certified_sparse leaves out only the data tell."""
+    return item.exact or (features is not None and item.name == "polynomial")
+
+
 def _names(
     schedule: str | None, allow: Collection[str] | None, direction: str, target: Machine, features: int | None
 ) -> tuple[str, ...]:
@@ -229,7 +235,7 @@ def _names(
     if direction == "backward" and allow is None:
         wanted = None
     if wanted is None:
-        return tuple(item.name for item in every if item.exact or features)
+        return tuple(item.name for item in every if _weighed(item, features))
     return tuple(find(name).name for name in wanted)
 
 
@@ -293,7 +299,7 @@ def compare(
     from fusion.cost.choose import candidate
     from fusion.cost.schedules import schedules
 
-    names = [item.name for item in schedules().values() if item.direction == direction and (item.exact or features)]
+    names = [item.name for item in schedules().values() if item.direction == direction and _weighed(item, features)]
     multiples = (2 * target.lanes(), 8)
     weighed = [
         candidate(problem, target, name, multiples, features or 1)

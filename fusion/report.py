@@ -30,6 +30,7 @@ class SiteReport:
     sizes, shapes: values of each spec's sizes, and shapes of its operands, in the example. plans, sources: schedule and
     generated kernel of each spec.
     before, after: the graph around it, for drawing.
+    approximations: what the option `approximate` does with each spec; None without it.
     """
 
     fused: bool
@@ -45,6 +46,7 @@ class SiteReport:
     shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     plans: tuple[Plan, ...] = ()
     sources: tuple[str, ...] = ()
+    approximations: tuple[str | None, ...] = ()
 
     @property
     def advice(self) -> str | None:

@@ -49,6 +49,8 @@ def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]
             )
         if position < len(site.plans):
             lines += _indented("plan", site.plans[position].explain().partition("\nothers")[0])
+        if position < len(site.approximations) and (approximation := site.approximations[position]):
+            lines += _indented("approx", approximation)
         if position < len(site.sources) and (source := site.sources[position]):
             lines.append(f"    kernel   {len(source.splitlines())} lines: report.sites[{number}].sources[{position}]")
     return lines

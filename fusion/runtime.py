@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fusion.approximate import dispatch
+from fusion.approximate.dispatch import Request
 from fusion.codegen import reference
 from fusion.errors import LargeTableError
 from fusion.ir import AttentionSpec, Normalizer, Operand
@@ -53,6 +55,9 @@ def attention_forward(
     operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str
 ) -> tuple[Tensor, Tensor]:
     """`fusion::attention_forward`: see `fusion.op`."""
+    emitter, request = Request.parse(emitter)
+    if request is not None:
+        dispatch.note_exact(request, operands, dispatch.TRAINING)
     return differentiable(spec, operands[0].device.type, emitter).forward(operands, sizes)
 
 
@@ -67,6 +72,7 @@ def attention_backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """`fusion::attention_backward`: see `fusion.op`."""
+    emitter, _ = Request.parse(emitter)
     found = differentiable(spec, operands[0].device.type, emitter).backward(
         grad, out, statistics, operands, sizes, tuple(needs)
     )
@@ -137,15 +143,33 @@ class Guarded:
         return reference.run(self.spec, operands, sizes)
 
 
+class _GuardedApproximation:
+    """An approximation that is left for the exact kernel at its first failure."""
+
+    def __init__(self, spec: AttentionSpec, request: Request, kernel: Executor, exact: Executor):
+        self.spec, self.request, self.kernel, self.exact = spec, request, kernel, exact
+        self.broken: str | None = None
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        if self.broken is None:
+            try:
+                return self.kernel(operands, sizes)
+            except Exception as problem:
+                self.broken = f"the approximation failed before ({type(problem).__name__}: {problem})"
+                log.exception("an approximation failed; %s runs exact from now on", self.spec)
+        dispatch.note_exact(self.request, operands, self.broken)
+        return self.exact(operands, sizes)
+
+
 def kernel_source(spec: AttentionSpec, device: str, emitter: str) -> str | None:
     """The source of the kernel that runs a spec, or None where the reference interpreter does."""
-    found = executor(spec.to_json(), device, emitter)
+    found = executor(spec.to_json(), device, Request.parse(emitter)[0])
     return getattr(found.kernel, "source", None) if isinstance(found, Guarded) else None
 
 
 def kernel_tile(spec: AttentionSpec, device: str, emitter: str) -> tuple[int, int] | None:
     """(B_r, B_c) of the kernel that runs a spec, where its emitter fixes it per spec."""
-    found = executor(spec.to_json(), device, emitter)
+    found = executor(spec.to_json(), device, Request.parse(emitter)[0])
     return getattr(found.kernel, "tile", None) if isinstance(found, Guarded) else None
 
 
@@ -196,6 +220,13 @@ def _compile(spec: AttentionSpec, device: str) -> Executor:
 
 
 def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
+    emitter, request = Request.parse(emitter)
+    if request is not None:
+        exact = executor(spec.to_json(), device, emitter)
+        kernel = dispatch.build(
+            spec, device, emitter, request, exact, lambda other: executor(other.to_json(), device, emitter), machine()
+        )
+        return _GuardedApproximation(spec, request, kernel, exact)
     if emitter != "reference":
         reason = unsupported(spec, torch.device(device))
         if reason is None:

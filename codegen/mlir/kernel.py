@@ -32,10 +32,12 @@ from fusion.ir.tile_map import CELL_KEYS
 
 def emit(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
     """The kernel of a spec whose Q and K have d columns and V d_v."""
-    return _Kernel(spec, tiling, target, d, d_v).text()
+    return AttentionKernel(spec, tiling, target, d, d_v).text()
 
 
-class _Kernel(TileKernel):
+class AttentionKernel(TileKernel):
+    """Writes the function; see the module. A selective kernel is made from it (`skipping`)."""
+
     def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
         super().__init__(spec, tiling, target, d, d_v)
         p = self.products

@@ -18,6 +18,7 @@ from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skeleton import KernelText
+from fusion.codegen.mlir.skipping import emit_selective
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
 from fusion.errors import FusionError
@@ -85,8 +86,8 @@ def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int
 
 
 def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple[int, ...]]:
-    """(operands, sizes, output, workspace, bytes per thread, key steps, items, blocks, flag, chunks, counter) ->
-    parameter slots."""
+    """(operands, sizes, output, workspace, bytes per thread, key steps, items, blocks, flag, chunks, counter,
+    selection) -> parameter slots."""
     computed = {
         ("ptr", "workspace"): "workspace",
         ("ptr", "flag"): "flag",
@@ -97,6 +98,9 @@ def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple
         ("items",): "items",
         ("blocks",): "blocks",
         ("chunks",): "chunks",
+        ("ptr", "marks"): "selection[0]",
+        ("ptr", "skipped"): "selection[1]",
+        ("share",): "selection[2]",
     }
 
     def term(slot: tuple) -> str:
@@ -116,17 +120,23 @@ def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple
     body = "\n".join([*lines, "    u = out.stride()", f"    return ({', '.join(map(term, text.slots))},)"])
     namespace: dict[str, Callable[..., tuple[int, ...]]] = {}
     exec(
-        f"def slots(o, s, out, workspace, per_thread, steps, items, blocks, flag, chunks, counter):\n{body}", namespace
+        f"def slots(o, s, out, workspace, per_thread, steps, items, blocks, flag, chunks, counter, selection):\n{body}",
+        namespace,
     )
     return namespace["slots"]
 
 
 class Variant:
-    """One compiled kernel: for given d and d_v, and one strategy of products, or (no tiling) for few queries."""
+    """One compiled kernel: for given d and d_v, and one strategy of products, or (no tiling) for few queries.
+    selective: only tiles that are marked are computed."""
 
-    def __init__(self, spec: AttentionSpec, tiling: Tiling | None, target: Target, d: int, d_v: int):
+    def __init__(
+        self, spec: AttentionSpec, tiling: Tiling | None, target: Target, d: int, d_v: int, selective: bool = False
+    ):
         self.text: KernelText = (
-            emit_rows(spec, target, d, d_v) if tiling is None else emit(spec, tiling, target, d, d_v)
+            emit_rows(spec, target, d, d_v)
+            if tiling is None
+            else (emit_selective if selective else emit)(spec, tiling, target, d, d_v)
         )
         self.code: MachineCode = compile_text(self.text.source, "attention")
         self.tiling = tiling
@@ -134,8 +144,15 @@ class Variant:
         self.layout = struct.Struct(f"{len(self.text.slots)}q")
         self.run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address)
 
-    def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], out: torch.Tensor, shape: Shape) -> None:
-        """Write the attention to `out`."""
+    def __call__(
+        self,
+        operands: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        out: torch.Tensor,
+        shape: Shape,
+        selection: tuple[int, ...] = (),
+    ) -> None:
+        """Write the attention to `out`. selection: what a selective kernel is given (see `skipping`)."""
         text, memory = self.text, _memory
         blocks = -(-shape.n_q // text.rows)
         items = shape.count * blocks
@@ -158,6 +175,7 @@ class Variant:
             memory.flag_address,
             chunks,
             memory.counter_address,
+            selection,
         )
         self.layout.pack_into(memory.params, 0, *values)
         if threads == 1:

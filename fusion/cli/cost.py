@@ -16,6 +16,7 @@ Give --M for the two-level model of the theory (I/O alone decides), or --machine
 EXAMPLES = """examples:
   fusion cost --N 4096 --d 64 --M 16384
   fusion cost --N 4096 --d 128 --heads 32 --heads-kv 8 --dtype bf16 --causal --machine h200
+  fusion cost --N 8192 --d 16 --bound 1 --epsilon 1e-2
   fusion cost --schedule flash --symbolic
   fusion cost --N 4096 --d 64 --sweep M --output io.png"""
 
@@ -42,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--machine", help="cpu (this computer), a100, h100, h200, b200, mi300x (default cpu)")
     parser.add_argument("--schedule", help="only this schedule, with its plan explained")
     parser.add_argument("--features", type=int, help="polynomial features, to weigh the approximate schedule too")
+    parser.add_argument("--bound", type=float, help="B, with |score| <= B: weigh the polynomial that this allows")
+    parser.add_argument(
+        "--epsilon", type=float, default=1e-2, help="error of the weights, with --bound (default %(default)s)"
+    )
     parser.add_argument("--backward", action="store_true", help="the backward pass")
     parser.add_argument(
         "--symbolic", action="store_true", help="print formulas, derived optima and bounds instead of numbers"
@@ -83,9 +88,25 @@ def _direction(arguments: argparse.Namespace) -> str:
     return "backward" if arguments.backward else "forward"
 
 
+def _approximation(arguments: argparse.Namespace, problem: Any, target: Machine) -> str:
+    """With --bound: sets the number of features, and says where exact and polynomial attention cross."""
+    from fusion.approximate import cost
+    from fusion.codegen.mlir import polynomial as kernels
+
+    amx = target.kind == "cpu" and kernels.supports(target) is None
+    choice = cost.choose(problem.d, arguments.bound, arguments.epsilon, problem.causal, False, amx)
+    text = cost.crossing_text(target, problem, arguments.bound, arguments.epsilon, amx, timed=target.kind == "cpu")
+    if choice is None:
+        return text
+    arguments.features = choice.features
+    n = cost.io_crossing(target, problem, choice.features)
+    return text + (f"\nby I/O alone from N = {n} on" if n else "\nby I/O alone never")
+
+
 def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
     from fusion.plan import compare, plan
 
+    crossing = "" if arguments.bound is None else _approximation(arguments, problem, target)
     options = {"direction": _direction(arguments), "features": arguments.features}
     chosen = plan(problem, target, arguments.schedule, **options)
     weighed = compare(problem, target, **options)
@@ -109,6 +130,8 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
         if item.reason:
             print(f"\n{item.schedule} does not fit: {item.reason}")
     print(f"\n* chosen: {chosen}")
+    if crossing:
+        print(f"\npolynomial, {crossing}")
     if target.kind != "model" and any(item.ideal for item in weighed):
         print(">= no kernel of it here: its time if the busiest resource were never idle")
     return 0

@@ -306,6 +306,32 @@ def _polynomial() -> Schedule:
     )
 
 
+def _certified_sparse() -> Schedule:
+    """The smallest and the largest key of every block, coordinate by coordinate, bound its scores: query-stationary
+    over the blocks whose bounds do not rule them out, a share s of the tiles.
+    """
+    summaries = Phase(
+        name="summaries", reads=N_k * d, writes=2 * d * C, footprint=(B_c + 2) * d, flops=sympy.Integer(0)
+    )
+    attend = Phase(
+        name="attend",
+        reads=N_q * d + R * C * 2 * d + s * R * N_k * DIMS,
+        writes=N_q * d_v + N_q,
+        footprint=B_r * DIMS + B_c * DIMS + B_r * B_c + 3 * B_r + 2 * d,
+        flops=4 * N_q * C * d + 2 * s * PAIRS * DIMS,
+        exps=N_q * C + s * (PAIRS + N_q * C),
+    )
+    return Schedule(
+        name="certified_sparse",
+        title="approximate: key blocks that provably do not matter are left out",
+        source="derived here",
+        phases=(summaries, attend),
+        order="N d + (s + 1 / B_c) N^2 d^2 / M",
+        slow=N_q + 2 * d * C,
+        exact=False,
+    )
+
+
 FLASH = _flash("flash", "query-stationary: Q, O stay, K, V stream", "2307.08691", sympy.Integer(1), "N^2 d^2 / M")
 BLOCK_SPARSE = _flash(
     "block_sparse", "query-stationary over live tiles", "2205.14135, Prop. 4", s, "N d + s N^2 d^2 / M"
@@ -319,6 +345,7 @@ FORWARD = (
     BLOCK_SPARSE,
     _materialized(),
     _polynomial(),
+    _certified_sparse(),
 )
 
 _ALIASES = {

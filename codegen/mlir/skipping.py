@@ -1,0 +1,148 @@
+"""The exact kernel with tiles left out: those that a table rules out, and those whose scores turn out too low to matter.
+
+Parameters: `marks`, bytes [work item][set of groups that go together][key block], 0 for tiles not to be looked at;
+`share`, the bits of the float32 epsilon / N_k; `skipped`, float32 [work item][2], where the kernel writes the sum of
+the shares of the normaliser that a row of the item left out at most by looking, and the number of tiles that it
+computed.
+
+A tile that has been looked at (its scores are known) is left out if for each of its rows
+
+    exp(highest score - m) <= share * l        with the running maximum m and sum l of that row
+
+Each of its keys then has at most that share of the row's final sum: l only grows while m stays, and is rescaled with m.
+Tiles are visited one after the other: there is nothing to overlap with a tile that may not take place.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.kernel import AttentionKernel
+from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.skeleton import KernelText
+from fusion.codegen.mlir.softmax import RowProgram
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import Tile, Tiling
+from fusion.codegen.mlir.vectormath import LOG2E
+from fusion.ir.expr import SCORE, Expr
+from fusion.ir.spec import AttentionSpec
+
+
+def share_bits(share: float) -> int:
+    """The parameter for epsilon / N_k."""
+    return struct.unpack("<i", struct.pack("<f", share))[0]
+
+
+def emit_selective(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
+    """The kernel of a spec of plain scaled scores, unmasked or with one mask."""
+    return _Selective(spec, tiling, target, d, d_v).text()
+
+
+class _Selective(AttentionKernel):
+    item: Value
+    count: Value
+
+    def _tile_areas(self) -> None:
+        super()._tile_areas()
+        if self.programs.masked is not SCORE and self.programs.full is not SCORE:
+            raise ValueError("a selective kernel takes plain scaled scores")
+        self.sets = -(-self.tiling.groups // self.together)
+        self.left_out = self._area(self.tiling.groups * 4 * self.lanes, "left_out")
+        self.computed = self._area(64, "computed")
+
+    def _item(self, top: Scope, item: Value) -> None:
+        self.item = item
+        super()._item(top, item)
+
+    def _attend(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
+        b, self.count = self.b, count
+        worst = zero = b.constant(0.0, self.vector)
+        for g in range(self.tiling.groups):
+            b.store(zero, b.at(self.left_out, g * self.lanes, "f32"))
+        b.store(b.constant(0.0, "f32"), self.computed)
+        super()._attend(scope, readers, first, count, groups, padded_groups, low, high)
+        for g in range(self.tiling.groups):
+            worst = b.most(worst, b.load(b.at(self.left_out, g * self.lanes, "f32"), self.vector, "left"))
+        most = b.op(f"vector.reduction <maxnumf>, {worst} : {worst.type} into f32", "f32", "worst")
+        target = b.at(self.params[("ptr", "skipped")], b.mul(self.item, 2), "f32")
+        b.store(most, target)
+        b.store(b.load(self.computed, "f32", "computed"), b.at(target, 1, "f32"))
+
+    def _visit_overlapped(self, scope, first, count, groups, low, high, skipping) -> None:
+        self._visit_in_turn(scope, first, count, groups, low, high, skipping)
+
+    def _rows_and_keys(self, scope: Scope, first, count, g, j0, high, skipping) -> tuple[Scope, Value]:
+        b, keys = self.b, self.tiling.keys
+        tile, n = super()._rows_and_keys(scope, first, count, g, j0, high, skipping)
+        columns = b.div(b.add(self.n_k, keys - 1), keys, "key_blocks")
+        row = b.add(b.mul(self.item, self.sets), b.div(g, self.together))
+        place = b.add(b.mul(row, columns), b.div(j0, keys))
+        mark = b.load(b.at(self.params[("ptr", "marks")], place, "i8"), "i8", "mark")
+        return tile, b.select(b.compare("ne", mark, b.constant(0, "i8"), "marked"), n, 0, "n_keys")
+
+    def _tile(self, tile: Tile) -> None:
+        b, p = self.b, self.products
+        sets = b.div(b.add(tile.here, p.group_step - 1), p.group_step, "sets")
+        with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
+            self._scores(tile, step, b.mul(number, p.group_step))
+        with b.when(self._matters(tile)):
+            b.store(b.add(b.load(self.computed, "f32"), b.constant(1.0, "f32")), self.computed)
+            for program in self._variants(tile):
+                self._maxima_of(tile, program)
+            self._take_over(tile)
+            self._weights(tile, 0, tile.block.padded)
+            values, weights, output = self._second_product(tile)
+            p.accumulate_sets(values, tile.steps, weights, output, sets)
+        with b.otherwise():
+            self._note(tile)
+
+    def _maxima_of(self, tile: Tile, program: Expr) -> None:
+        if program is SCORE:  # `_matters` has left them where they belong
+            return
+        self._no_maxima(tile)
+        with self.b.loop(0, tile.here, hint="member") as member:
+            self._stage(tile, member, program)
+            self._maxima(tile, member, program, 0, tile.block.count)
+
+    def _matters(self, tile: Tile) -> Value:
+        """Whether the tile whose raw scores lie in memory has to be computed; leaves each lane's maximum in `highest`."""
+        b = self.b
+        share = b.op(f"arith.trunci {self.params[('share',)]} : i64 to i32", "i32", "share_bits")
+        share = b.broadcast(b.bitcast(share, "f32", "share"), self.lanes)
+        lowest = b.constant(float("-inf"), self.vector)
+        with b.carry(0, tile.here, 1, [b.constant(0, "i1")], hint="member") as (loop, member, (any_,)):
+            raw = RowProgram(program=SCORE, weight=None, scope=self._member_lanes(tile, member), staged=[])
+            highest = self._softmax(tile, member).apply(raw, 0, tile.block.count, lowest)
+            b.store(highest, self._part(self.highest, member, 4 * self.lanes, "h_at"))
+            part, total = self._share(tile, member, highest)
+            high = b.compare("ugt", part, b.mul(total, share), "high")
+            high = b.binary("arith.andi", high, self._rows(tile, member))
+            found = b.op(f"vector.reduction <or>, {high} : {high.type} into i1", "i1", "found")
+            loop.yields(b.binary("arith.ori", any_, found, "any"))
+        return loop.results[0]
+
+    def _share(self, tile: Tile, member: Value, highest: Value) -> tuple[Value, Value]:
+        """(exp(highest - m), l) of a group."""
+        b = self.b
+        group = self._group_memory(b.add(tile.g, member), member)
+        m = b.load(group.maximum, self.vector, "m")
+        # No sum reaches 2**64 shares: beyond that, and before the first tile (m = -inf) and with NaN, a tile matters.
+        raised = b.least(b.mul(b.sub(highest, m), self.exponent.scale * LOG2E), 64.0)
+        return self.context.math.exp2(raised, 5), b.load(group.total, self.vector, "l")
+
+    def _rows(self, tile: Tile, member: Value) -> Value:
+        """Lanes that are rows of the item."""
+        b = self.b
+        return self._valid(b.sub(self.count, b.mul(b.add(tile.g, member), self.lanes)))
+
+    def _note(self, tile: Tile) -> None:
+        """Add what a tile that is left out could have had to the shares of its rows."""
+        b = self.b
+        keys = b.op(f"arith.uitofp {tile.block.count} : i64 to f32", "f32", "keys")
+        with b.loop(0, tile.here, hint="member") as member:
+            highest = b.load(self._part(self.highest, member, 4 * self.lanes, "h_at"), self.vector, "h")
+            part, total = self._share(tile, member, highest)
+            place = b.at(self.left_out, b.mul(b.add(tile.g, member), self.lanes), "f32")
+            share = b.select(self._rows(tile, member), b.div(b.mul(part, keys), total), 0.0)
+            b.store(b.add(b.load(place, self.vector), share), place)

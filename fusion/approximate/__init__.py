@@ -1,0 +1,7 @@
+"""Approximate attention, when asked for: certified, and exact where the certificate would not hold.
+
+    options={"approximate": "polynomial" | "certified_sparse", "epsilon": 1e-2}
+
+`polynomials` has the approximations of the exponential, `eligible` says which attention may be approximated at all,
+`polynomial` and `sparse` run a call, `certificates` keeps what was certified. See docs/approximate.md.
+"""

@@ -1,0 +1,76 @@
+"""What was certified of every approximate call, and where the exact kernel ran instead."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Of the heads of one attention call that were treated alike.
+
+    method: "polynomial" or "certified_sparse", as asked for; ran: the same, or "exact". heads: the batch coordinates of
+    the heads, e.g. ((0, 3), (0, 5)). reason: why exact ran. epsilon: the error asked for. weight_error: a bound on the
+    sum over keys of |error of a weight| / sum of the weights, in every row; 0 where exact ran. output_error: the bound
+    2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows. bound: B, such that every
+    |score| <= B after the keys are centred. degree, features: of the polynomial. live: share of the tiles that were
+    computed (certified_sparse). n_q, n_k: queries and keys.
+    """
+
+    method: str
+    ran: str
+    heads: tuple[tuple[int, ...], ...]
+    epsilon: float
+    n_q: int
+    n_k: int
+    reason: str | None = None
+    weight_error: float = 0.0
+    output_error: float = 0.0
+    bound: float | None = None
+    degree: int | None = None
+    features: int | None = None
+    live: float | None = None
+
+    def __str__(self) -> str:
+        where = f"{len(self.heads)} head{'s' if len(self.heads) != 1 else ''} x {self.n_q} queries x {self.n_k} keys"
+        bound = "" if self.bound is None else f"B = {self.bound:.3g}, "
+        if self.ran == "exact":
+            return f"{self.method}: {where} ran exact ({bound}{self.reason})"
+        what = f"degree {self.degree}, {self.features} features, " if self.degree is not None else ""
+        what += f"{self.live:.0%} of the tiles, " if self.live is not None else ""
+        return (
+            f"{self.method}: {where}, {bound}{what}weights within {self.weight_error:.2g} (asked {self.epsilon:g}), "
+            f"outputs within {self.output_error:.2g}"
+        )
+
+
+_lock = threading.Lock()
+_last: deque[Certificate] = deque(maxlen=LIMIT)
+
+
+def begin() -> None:
+    """Forget the certificates of the call before: a compiled graph with approximate attention starts."""
+    with _lock:
+        _last.clear()
+
+
+def record(certificate: Certificate) -> None:
+    """Keep a certificate."""
+    with _lock:
+        _last.append(certificate)
+
+
+def last_certificates() -> tuple[Certificate, ...]:
+    """The certificates of the last call of a model compiled with the option `approximate` (of its last graph, where it
+    has several), in the order in which the attentions ran."""
+    with _lock:
+        return tuple(_last)
+
+
+def output_error(weight_error: float, largest_value: float) -> float:
+    """2 e / (1 - e) * max |v_j|: numerator and normaliser are each off by at most e of the normaliser."""
+    return 2 * weight_error / (1 - weight_error) * largest_value if weight_error < 1 else float("inf")

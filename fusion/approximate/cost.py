@@ -1,0 +1,168 @@
+"""Predicted seconds of exact and approximate attention on one machine, and where they cross.
+
+The rates of the AMX kernels are derived from their instruction counts and checked against measurements
+(docs/approximate.md): a core makes 280 multiply-adds a cycle in the tile products of the feature kernels and 410
+in the exact kernel, a feature costs a third of a cycle to make, and a score a half to one (exponential, maximum,
+splitting into planes).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from fusion.approximate.polynomials import Polynomial, feature_count, minimax
+from fusion.cost.problem import Problem
+from fusion.machine import Machine
+
+FEATURE_MACS, SCORE_MACS, FEATURE_CYCLES = 280.0, 410.0, 0.36
+SCORE_CYCLES = {1: 0.41, 2: 0.6, 3: 0.82}
+PRODUCTS = {1: 1, 2: 3, 3: 6}
+PLANES_OF = {"bfloat16": 1, "float16": 2, "float32": 3}
+ROUND_TRIP = 1e-4
+"""Seconds of a call's tensor operations around the kernels, besides those that grow with the sizes."""
+UNIT = 2.0**-8
+"""Relative error of rounding to bf16."""
+MAX_FEATURES = 60000
+
+
+def exact_seconds(machine: Machine, problem: Problem, amx: bool) -> float:
+    """Of our exact kernel."""
+    if not amx:
+        from fusion.plan import plan
+
+        return plan(problem, machine, "block_sparse" if problem.masked else "flash").time
+    planes = PLANES_OF.get(problem.dtype, 3)
+    cycles = SCORE_CYCLES[planes] + (problem.d + problem.d_v) * PRODUCTS[planes] / SCORE_MACS
+    pairs = problem.problems * problem.n_q * problem.n_k * problem.live_share(64)
+    return pairs * cycles / (_clock(machine) * machine.cores)
+
+
+def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, amx: bool) -> float:
+    """Of the polynomial schedule: features of both sides, made and multiplied once."""
+    columns = -(-(problem.d_v + 1) // 16) * 16
+    rows = problem.problems * problem.n_q + max(1, problem.batch * problem.heads_kv) * problem.n_k
+    if amx:
+        cycles = FEATURE_CYCLES + columns * PRODUCTS[planes] / FEATURE_MACS
+        seconds = rows * features * cycles / (_clock(machine) * machine.cores)
+    else:
+        seconds = rows * features * (2 * columns + 8) / machine.flops("float32")
+    inside = 0.0
+    if problem.causal:
+        chunk = min(problem.n_q, chunk_rows(problem.d_v, features))
+        square = replace(problem, n_q=chunk, n_k=chunk, dtype="float32", causal=False)
+        inside = exact_seconds(machine, square, amx) * problem.n_q / max(1, chunk)
+    moved = rows * 16 * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
+    return seconds + inside + moved + ROUND_TRIP
+
+
+def chunk_rows(d_v: int, features: int) -> int:
+    """Rows of a causal chunk: as many as make its own scores cost what reading and writing the state does."""
+    return 512 if features * (d_v + 1) < 1 << 18 else 1024
+
+
+def _clock(machine: Machine) -> float:
+    return machine.clock or 2.5e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A polynomial and how it is computed. planes: of the top degree (0: in float32 throughout). rounding: what the
+    planes add to the error of the weights. error: of the weights, everything included."""
+
+    polynomial: Polynomial
+    planes: int
+    features: int
+    rounding: float
+
+    @property
+    def error(self) -> float:
+        return self.polynomial.error + self.rounding
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(d: int, bound: float, epsilon: float, causal: bool, exact_values: bool, amx: bool) -> Choice | None:
+    """The cheapest polynomial whose certified error is at most epsilon, or None.
+
+    bound: B of the data. exact_values: V is bf16 already, and loses nothing as one plane. Fewer planes come before
+    another degree: the latter multiplies the features by d / degree.
+    """
+    for degree in range(1, 17):
+        features = feature_count(d, degree)
+        if features > MAX_FEATURES:
+            return None
+        polynomial = minimax(degree, bound)
+        if polynomial.error > epsilon:
+            continue
+        for planes in (1, 2) if amx else (0,):
+            rounding = _rounding(polynomial, planes, causal, exact_values)
+            if polynomial.error + rounding <= epsilon:
+                return Choice(polynomial=polynomial, planes=planes, features=features, rounding=rounding)
+    return None
+
+
+def _rounding(p: Polynomial, planes: int, causal: bool, exact_values: bool) -> float:
+    """What rounding can add to the sum of a row's weights, relative to that sum.
+
+    A monomial's term passes through up to four roundings: the features of key and query, the value, the state. In two
+    planes each is off by 2**-16, and the product that is left out by as much. All terms of degree g add up to at most
+    |c_g| B^g for a key, and with centred keys the mean weight of a row is at least 1 (the exponential is convex); a
+    causal row sees other keys, whose weights are at least exp(-B).
+    """
+    two = 6 * UNIT**2
+    if planes == 0:
+        return 0.0
+    one = (3 if exact_values else 4) * UNIT * (1 + 2 * UNIT)
+    top = p.magnitude(p.degree, None) * (one if planes == 1 else two)
+    low = p.magnitude(0, p.degree) * two
+    least = float(2.718281828459045**-p.bound) if causal else 1.0
+    return (top + low) / (least * (1 - p.error))
+
+
+def crossing(machine: Machine, problem: Problem, bound: float, epsilon: float, amx: bool) -> tuple[Choice | None, int]:
+    """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster).
+
+    0 where no polynomial is certified, or none is faster up to N = 2**26."""
+    choice = choose(problem.d, bound, epsilon, problem.causal, problem.dtype == "bfloat16", amx)
+    if choice is None:
+        return None, 0
+    for step in range(7 * 8, 26 * 8 + 1):
+        n = int(2 ** (step / 8))
+        here = replace(problem, n_q=n, n_k=n)
+        if polynomial_seconds(machine, here, choice.features, choice.planes, amx) < exact_seconds(machine, here, amx):
+            return choice, n
+    return choice, 0
+
+
+def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
+    """The least power of two N = N_q = N_k from which the polynomial schedule moves fewer elements than `flash`, each
+    at its best tile, by more than the log-sum-exp that only `flash` writes; 0 where there is none up to 2**26."""
+    from fusion.errors import NoFittingTileError
+    from fusion.plan import plan
+
+    for power in range(4, 27):
+        here = replace(problem, n_q=2**power, n_k=2**power)
+        try:
+            ours, flash = plan(here, machine, "polynomial", features=features), plan(here, machine, "flash")
+            if ours.io < flash.io - here.problems * here.n_q:
+                return 2**power
+        except NoFittingTileError:
+            return 0
+    return 0
+
+
+def crossing_text(
+    machine: Machine, problem: Problem, bound: float, epsilon: float, amx: bool, timed: bool = True
+) -> str:
+    """One line for people: the polynomial for |scores| <= bound and from which N on it is predicted to be faster
+    (timed: where there is a kernel to predict the time of)."""
+    if timed:
+        choice, n = crossing(machine, problem, bound, epsilon, amx)
+    else:
+        choice, n = choose(problem.d, bound, epsilon, problem.causal, problem.dtype == "bfloat16", amx), 0
+    if choice is None:
+        return f"B = {bound:g}: no polynomial of at most {MAX_FEATURES} features is certified to {epsilon:g}: exact"
+    what = f"B = {bound:g}: degree {choice.polynomial.degree}, {choice.features} features, error {choice.error:.2g}"
+    if not timed:
+        return what
+    return f"{what}; faster than exact from N = {n} on" if n else f"{what}; never faster than exact"

@@ -1,0 +1,63 @@
+"""Which attention may be approximated: plain scaled scores under a softmax, unmasked or causal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.ir.expr import ROW_SUM, SCORE, Expr, I, J, Kind, const, node
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+DEAD = -1e30
+"""A fill below this has no weight beside any score that float32 can hold the exponential of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """Scores scale * q.k under a softmax; causal: key j is live for query i where j <= i."""
+
+    scale: float
+    causal: bool
+
+
+def plain(spec: AttentionSpec) -> Plain | str:
+    """What the spec is, or why it is not of this kind."""
+    if spec.normalizer is Normalizer.NONE:
+        return "the weights have no softmax"
+    if spec.weight is not const(1.0) or spec.sinks:
+        return "the weights are changed after the softmax, or it has sinks"
+    if spec.row_scale is not None and spec.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
+        return "the rows are scaled in a way of their own"
+    if any(o.dtype not in ("float32", "bfloat16", "float16") for o in spec.operands[:3]):
+        return "Q, K and V must be float32, bfloat16 or float16"
+    score, causal = spec.score, False
+    if spec.mask is not None:
+        if spec.mask.live is not node("ile", (J, I), Kind.BOOL):
+            return "the mask is neither absent nor causal from the first key on"
+        if spec.mask.fill > DEAD:
+            return "masked scores are not far enough below the others"
+        score, causal = _live_branch(score), True
+    scale = _scale(score)
+    if scale is None:
+        return "the score program is not a constant times the score"
+    return Plain(scale=scale, causal=causal)
+
+
+def _live_branch(score: Expr) -> Expr:
+    """The branch of a selection that holds the score."""
+    if score.op != "where":
+        return score
+    return score.args[1] if score.args[2].is_const else score.args[2]
+
+
+def _scale(score: Expr) -> float | None:
+    """s in `s * score`, or None."""
+    if score is SCORE:
+        return 1.0
+    if score.op in ("fmul", "div") and len(score.args) == 2:
+        left, right = score.args
+        if score.op == "fmul" and left.is_const:
+            left, right = right, left
+        if right.is_const and (inner := _scale(left)) is not None:
+            factor = float(right.attr)  # type: ignore[arg-type]
+            return inner * factor if score.op == "fmul" else inner / factor
+    return None

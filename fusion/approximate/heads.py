@@ -1,0 +1,110 @@
+"""The heads of one call as plain tensors, and the exact kernel for some of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.reference.forward import Execution
+from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size
+from fusion.ir.spec import AttentionSpec, Operand, Output
+
+Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
+HEADS = "approximate_heads"
+
+
+@dataclass(slots=True)
+class Heads:
+    """q: [H, N_q, d] for the H heads (all batch coordinates as one); k: [U, N_k, d], v: [U, N_k, d_v] for the U
+    distinct key heads; owner: [H] int64, the key head of each head. In the dtypes of the operands."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    owner: Tensor
+    batch: tuple[int, ...]
+    execution: Execution
+
+    @property
+    def n_q(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def n_k(self) -> int:
+        return self.k.shape[1]
+
+    def coordinates(self, heads: Tensor) -> tuple[tuple[int, ...], ...]:
+        """Batch coordinates of these heads."""
+        found = torch.unravel_index(heads, self.batch) if self.batch else ()
+        return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if self.batch else ((),)
+
+    def store(self, out: Tensor) -> Tensor:
+        """[H, N_q, d_v] in the dimensions and layout that the spec asks for."""
+        return self.execution.store(out.view(*self.batch, self.n_q, out.shape[-1]))
+
+
+def gather(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
+    """Q, K and V of a call, head by head."""
+    execution = Execution(spec, operands, sizes)
+    batch, d, d_v = execution.batch, execution.d, execution.d_v
+    q = _rows(execution, 0, spec.q, I, execution.n_q, C, d).reshape(-1, execution.n_q, d)
+    owner, firsts = _owners(execution, (*spec.k, *spec.v), len(q))
+    k = _rows(execution, 1, spec.k, J, execution.n_k, C, d)
+    v = _rows(execution, 2, spec.v, J, execution.n_k, E, d_v)
+    if len(firsts) < len(q):
+        at = torch.unravel_index(firsts, batch)
+        k, v = k[at], v[at]
+    return Heads(
+        q=q, k=k.reshape(-1, execution.n_k, d), v=v.reshape(-1, execution.n_k, d_v), owner=owner, batch=batch,
+        execution=execution,
+    )  # fmt: skip
+
+
+def _rows(execution: Execution, number: int, index: tuple[Expr, ...], rows: Expr, n: int, columns: Expr, width: int):
+    """[b.., n, width], a view where the index allows one, in the operand's own dtype."""
+    dtype, execution.dtype = execution.dtype, execution.operands[number].dtype
+    found = execution.gather(number, index, rows, n, columns, width)
+    execution.dtype = dtype
+    return found
+
+
+def _owners(execution: Execution, index: tuple[Expr, ...], heads: int) -> tuple[Tensor, Tensor]:
+    """(owner of every head, a first head of every owner): heads whose K and V are the same rows share one."""
+    every = torch.arange(heads)
+    positions, batch = [], execution.batch
+    for expr in index:
+        names = coordinates(expr)
+        if not names & {"j", "c", "e"}:
+            positions.append(execution.value(expr, {}).expand(*batch, 1, 1).reshape(-1) if batch else every * 0)
+        elif any(name.startswith("b") for name in names):
+            return every, every  # rows that move with the head: all are taken for different
+    if not positions:
+        return every * 0, every[:1]
+    distinct, owner = torch.unique(torch.stack(positions, 1), dim=0, return_inverse=True)
+    if len(distinct) == heads:
+        return every, every
+    firsts = torch.full((len(distinct),), heads).scatter_reduce(0, owner, every, "amin")
+    return owner, firsts
+
+
+class ExactHeads:
+    """The exact kernel of a spec for heads given as plain tensors: the same score program over other operands."""
+
+    def __init__(self, spec: AttentionSpec, build: Callable[[AttentionSpec], Executor]):
+        b0 = coord("b0")
+        plain = [Operand(dtype=o.dtype, rank=3, name=o.name) for o in spec.operands[:3]]
+        self.spec = dataclasses.replace(
+            spec, sizes=(*spec.sizes, HEADS), batch=(size(HEADS),), operands=tuple(plain), q=(b0, I, C), k=(b0, J, C),
+            v=(b0, J, E), output=Output(dims=("b0", "i", "e"), order=("b0", "i", "e")),
+        )  # fmt: skip
+        self._build, self._run = build, None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[h, N_q, d], [h, N_k, d], [h, N_k, d_v] to [h, N_q, d_v]. sizes: those of the call."""
+        if self._run is None:
+            self._run = self._build(self.spec)
+        return self._run([q, k, v], [*sizes, len(q)])

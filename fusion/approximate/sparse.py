@@ -1,0 +1,264 @@
+"""A call of attention that leaves out what provably does not matter, in two steps.
+
+*Without looking.* Keys are taken in blocks, queries in tiles. For a query row and a key block, the block's box
+(coordinate-wise minimum and maximum of its keys) and its ball (mean and radius) bound every score in the block from
+above. The exact scores of the few blocks whose means score highest bound the logarithm of the row's normaliser from
+below. A block's share of the normaliser is then at most
+
+    keys in it * exp(upper - lower)
+
+and a row tile leaves out the blocks of least share as long as these add up to half of epsilon for each of its rows.
+Attempted for heads where a sample of rows and of tiles says that it pays.
+
+*By looking.* The kernel computes the scores of what remains, and omits exponentials and the product with V of tiles in
+which no key can have more than epsilon / (2 N_k) of its row's sum (`codegen/mlir/skipping.py`). Costs next to nothing.
+
+The certificate is what was left out, summed up for each row; the largest sum counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.approximate.certificates import Certificate, output_error, record
+from fusion.approximate.eligible import Plain
+from fusion.approximate.heads import ExactHeads, Executor, Heads, gather
+from fusion.ir.expr import SCORE, const
+from fusion.ir.ops import apply, where
+from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+
+METHOD = "certified_sparse"
+SHORTEST = 1024
+"""Keys below which there is nothing to gain."""
+SAMPLES, SAMPLED_BLOCKS, SAMPLED_TILES = 16, 4, 32
+"""Rows that are looked at in full; of how many key blocks, and of how many row tiles, one is tried before all are."""
+HOPEFUL, WORTHWHILE = 0.2, 0.6
+"""Shares of the keys that a perfect choice would need, and of the tiles that the bounds leave, up to which it pays."""
+CANDIDATES = 2
+TILES_TOGETHER = 64
+MARGIN = 0.99
+"""Of epsilon, for the float32 rounding of the bounds."""
+
+
+def refusal(spec: AttentionSpec, plain: Plain, emitter: str) -> str | None:
+    """Why there is no selective kernel for an admitted spec, or None."""
+    if emitter == "reference":
+        return "the reference interpreter skips nothing"
+    if plain.scale <= 0:
+        return "the scale is not positive"
+    from fusion.codegen import mlir
+
+    return mlir.supports(spec, Machine.detect())
+
+
+class SparseAttention:
+    """The executor of an eligible spec; arguments as of `PolynomialAttention`."""
+
+    def __init__(
+        self, spec: AttentionSpec, plain: Plain, exact: Executor, build: Callable[[AttentionSpec], Executor],
+        machine: Machine, epsilon: float, *, always: bool = False,
+    ):  # fmt: skip
+        from fusion.codegen.mlir.selective import SelectiveKernel
+
+        self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
+        self.kernel = SelectiveKernel(canonical(ExactHeads(spec, build).spec, plain), machine)
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        heads = gather(self.spec, operands, sizes)
+        if (reason := self._refusal(heads)) is None:
+            rows = (heads.q, heads.k[heads.owner] if len(heads.k) < len(heads.q) else heads.k,
+                    heads.v[heads.owner] if len(heads.v) < len(heads.q) else heads.v)  # fmt: skip
+            hopeful, bounded = self._sampled(*rows[:2])
+            found = self._run(heads, rows, sizes, bounded) if hopeful else "too many keys have weight in every head"
+            if isinstance(found, Tensor):
+                return found
+            reason = found
+        record(self._exact(heads, torch.arange(len(heads.q)), reason))
+        return self.exact(operands, sizes)
+
+    def _refusal(self, heads: Heads) -> str | None:
+        if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
+            return "the call is empty"
+        if self.plain.causal and heads.n_q != heads.n_k:
+            return "causal with unequal numbers of queries and keys"
+        if not self.always and (heads.n_k < SHORTEST or heads.n_q < SHORTEST):
+            return f"fewer than {SHORTEST} queries or keys"
+        return None
+
+    def _run(self, heads: Heads, rows: Sequence[Tensor], sizes: Sequence[int], bounded: list[int]) -> Tensor | str:
+        marks, unseen = self._marks(rows[0], rows[1], bounded)
+        q, k, v = rows
+        found = self.kernel(q, k, v, [*sizes, len(heads.q)], marks, self.epsilon * MARGIN / 2 / heads.n_k)
+        if found is None:
+            return "values are too large for split planes"
+        self._certify(heads, unseen + found[1] / MARGIN, found[2])
+        return heads.store(found[0])
+
+    def _marks(self, q: Tensor, k: Tensor, bounded: list[int]) -> tuple[Tensor, Tensor]:
+        """(uint8 [H, row tiles, key tiles] of the tiles to look at, the share left out unseen [H])."""
+        row_tiles = -(-q.shape[1] // (self.kernel.rows * self.kernel.sets)) * self.kernel.sets
+        marks = torch.ones(len(q), row_tiles, -(-k.shape[1] // self.kernel.keys), dtype=torch.uint8)
+        unseen = torch.zeros(len(q))
+        for head in bounded:
+            scaled, keys = q[head].float() * self.plain.scale, k[head].float()
+            if not self.always:
+                sample, _ = self.select(scaled, keys, every=SAMPLED_TILES)
+                if self._live(sample, SAMPLED_TILES) > WORTHWHILE:
+                    continue
+            found, unseen[head] = self.select(scaled, keys)
+            marks[head] = found
+        return marks, unseen
+
+    def _sampled(self, q: Tensor, k: Tensor) -> tuple[bool, list[int]]:
+        """(whether in some head few keys have a weight above epsilon / N_k, so that a perfect choice could leave out
+        the others; the heads whose boxes could tell them), judged by a sample of rows and, for the boxes, of blocks."""
+        if self.always:
+            return True, list(range(len(q)))
+        n_q, n_k, keys = q.shape[1], k.shape[1], self.kernel.keys
+        rows = torch.linspace(n_q // 2, n_q - 1, SAMPLES).long()
+        dead = rows[:, None] < torch.arange(n_k) if self.plain.causal else None
+        hopeful, bounded = False, []
+        for head in range(len(q)):
+            some, every = q[head, rows].float() * self.plain.scale, k[head].float()
+            scores = some @ every.T
+            if dead is not None:
+                scores.masked_fill_(dead, -math.inf)
+            total = scores.logsumexp(-1, keepdim=True)
+            if float((scores > total + math.log(self.epsilon / n_k)).float().mean()) > HOPEFUL:
+                continue
+            hopeful = True
+            blocks = Summaries(
+                every[: n_k // keys * keys].view(-1, keys, k.shape[-1])[::SAMPLED_BLOCKS].flatten(0, 1), keys
+            )
+            upper = torch.cat([some.clamp_min(0), some.clamp_max(0), -total], 1) @ blocks.boxes
+            share = upper.add_(math.log(keys * SAMPLED_BLOCKS)).sort(-1).values.exp_().cumsum(-1)
+            if float((share > self.epsilon / 2).float().mean()) <= WORTHWHILE:
+                bounded.append(head)
+        return hopeful, bounded
+
+    def _live(self, marks: Tensor, every: int = 1) -> float:
+        """The share of the tiles of one head that exact attention computes."""
+        if not self.plain.causal:
+            return float(marks.float().mean())
+        return float(marks.sum() / _causal_tiles(marks.shape, self.kernel.rows, self.kernel.keys, every).sum())
+
+    def select(self, q: Tensor, k: Tensor, every: int = 1) -> tuple[Tensor, Tensor]:
+        """(marks [row tiles, key tiles], the share of the normaliser left out at most), of every n-th row tile of one
+        head.
+
+        q: [N_q, d], scaled; k: [N_k, d]; float32. Worked on in pieces that stay in the cache (and in the allocator:
+        large temporaries cost a page fault for every 4 KiB at every call).
+        """
+        rows = self.kernel.rows
+        tiles = tiles_of_rows(q, rows * self.kernel.sets).view(-1, rows, q.shape[-1])[::every]
+        blocks, marks, dropped = Summaries(k, self.kernel.keys), [], torch.zeros(())
+        for first in range(0, len(tiles), TILES_TOGETHER):
+            piece, largest = self._select(tiles[first : first + TILES_TOGETHER], blocks, first, every)
+            marks.append(piece)
+            dropped = torch.maximum(dropped, largest)
+        return torch.cat(marks), dropped
+
+    def _select(self, tiles: Tensor, blocks: Summaries, first: int, every: int) -> tuple[Tensor, Tensor]:
+        """The same of some row tiles [t, rows, d] of one head, number `first` * `every` and on."""
+        rows, keys = self.kernel.rows, self.kernel.keys
+        first_row = (first + torch.arange(len(tiles))) * (every * rows)
+        lower = self._lower(tiles, blocks, first_row).flatten()[:, None]
+        flat = tiles.flatten(0, 1)
+        norm = flat.norm(dim=-1, keepdim=True)
+        box = torch.cat([flat.clamp_min(0), flat.clamp_max(0), -lower], 1) @ blocks.boxes
+        share = box.view(len(tiles), rows, -1).amax(1)
+        ball = torch.cat([flat, norm, -lower], 1) @ blocks.balls
+        share = torch.minimum(share, ball.view(len(tiles), rows, -1).amax(1)).add_(math.log(keys))
+        if self.plain.causal:
+            share.masked_fill_(torch.arange(blocks.count) * keys > first_row[:, None] + rows - 1, -math.inf)
+        ascending, order = share.sort(-1)
+        total = ascending.exp_().cumsum(-1)
+        kept = ~(total <= self.epsilon * MARGIN / 2)
+        largest = total.masked_fill_(kept, 0.0).max() / MARGIN
+        return torch.zeros_like(kept).scatter_(-1, order, kept), largest
+
+    def _lower(self, tiles: Tensor, blocks: Summaries, first_row: Tensor) -> Tensor:
+        """[t, rows]: a lower bound of the logarithm of each row's normaliser: the exact scores of the few blocks whose
+        means have the highest scores with the tile's mean."""
+        rows, keys = self.kernel.rows, self.kernel.keys
+        count = min(CANDIDATES, len(blocks.whole))
+        if count == 0:
+            return torch.full(tiles.shape[:2], -math.inf)
+        likely = tiles.mean(1) @ blocks.mean[: len(blocks.whole)].T
+        if self.plain.causal:
+            likely.masked_fill_(torch.arange(len(blocks.whole)) * keys > first_row[:, None], -math.inf)
+        best = likely.topk(count, -1).indices
+        wanted = blocks.whole[best].view(len(tiles), count * keys, -1)
+        scores = torch.bmm(tiles, wanted.transpose(1, 2))
+        if self.plain.causal:
+            position = (best[..., None] * keys + torch.arange(keys)).flatten(1)
+            line = first_row[:, None] + torch.arange(rows)
+            scores.masked_fill_(position[:, None] > line[..., None], -math.inf)
+        highest = scores.amax(-1, keepdim=True)
+        return (scores - highest).exp_().sum(-1).log_().add_(highest[..., 0])
+
+    def _certify(self, heads: Heads, left_out: Tensor, computed: Tensor) -> None:
+        shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
+        tiles = shape[0] * shape[1]
+        if self.plain.causal:
+            tiles = int(_causal_tiles(shape, self.kernel.rows, self.kernel.keys, 1).sum())
+        largest = heads.v.float().norm(dim=-1).amax(-1)[heads.owner]
+        for head, (error, count) in enumerate(zip(left_out.tolist(), computed.tolist(), strict=True)):
+            record(
+                Certificate(
+                    method=METHOD, ran=METHOD, heads=heads.coordinates(torch.tensor([head])), epsilon=self.epsilon,
+                    n_q=heads.n_q, n_k=heads.n_k, weight_error=error,
+                    output_error=output_error(error, float(largest[head])), live=count / tiles,
+                )
+            )  # fmt: skip
+
+    def _exact(self, heads: Heads, chosen: Tensor, reason: str) -> Certificate:
+        return Certificate(
+            method=METHOD, ran="exact", heads=heads.coordinates(chosen), epsilon=self.epsilon, n_q=heads.n_q,
+            n_k=heads.n_k, reason=reason,
+        )  # fmt: skip
+
+
+def _causal_tiles(shape: Sequence[int], rows: int, keys: int, every: int) -> Tensor:
+    """[row tiles, key tiles]: whether any row of a tile sees any key of it."""
+    last_row = (torch.arange(shape[-2]) * every + 1) * rows - 1
+    return torch.arange(shape[-1]) * keys <= last_row[:, None]
+
+
+def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
+    """The same attention with its score program written as one product, under one selection where it is masked."""
+    score = apply("fmul", SCORE, const(plain.scale))
+    if spec.mask is not None:
+        score = where(spec.mask.live, score, const(-math.inf))
+        return dataclasses.replace(spec, score=score, mask=dataclasses.replace(spec.mask, fill=-math.inf))
+    return dataclasses.replace(spec, score=score)
+
+
+def tiles_of_rows(x: Tensor, multiple: int) -> Tensor:
+    """x [N, d] with its last row repeated until N is a multiple."""
+    missing = -len(x) % multiple
+    return x if not missing else torch.cat([x, x[-1:].expand(missing, -1)])
+
+
+class Summaries:
+    """What is kept of the blocks of keys k [N_k, d] of one head.
+
+    whole: [full blocks, keys, d], the keys themselves; mean: [blocks, d]. boxes: [2 d + 1, blocks], the largest and the
+    smallest of each coordinate, and ones; times (positive part of q, negative part, x) they give upper bounds of the
+    scores plus x. balls: [d + 2, blocks], the mean, the radius about it, and ones, for (q, |q|, x).
+    """
+
+    def __init__(self, k: Tensor, keys: int):
+        self.whole = k[: len(k) // keys * keys].view(-1, keys, k.shape[-1])
+        blocks = tiles_of_rows(k, keys).view(-1, keys, k.shape[-1])
+        self.count, self.mean = len(blocks), blocks.mean(1)
+        radius = (blocks - self.mean[:, None]).norm(dim=-1).amax(-1, keepdim=True) * (1 + 1e-5)
+        one = torch.ones_like(radius)
+        self.boxes = torch.cat([blocks.amax(1), blocks.amin(1), one], 1).T.contiguous()
+        self.balls = torch.cat([self.mean, radius, one], 1).T.contiguous()

@@ -1,0 +1,228 @@
+"""Measured errors never exceed what is certified, whatever the data; what is not certified is exact."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusion
+from fusion import runtime
+from fusion.approximate import dispatch
+from fusion.approximate.eligible import plain
+from fusion.approximate.polynomial import PolynomialAttention
+from fusion.approximate.sparse import SparseAttention
+from fusion.codegen import mlir
+from fusion.codegen.mlir import polynomial as kernels
+from fusion.machine import machine
+
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Of kernel and output beside the certified error, relative to the largest value."""
+
+
+def spec_of(q, k, v, causal):
+    """The spec that the backend finds."""
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    torch._dynamo.reset()
+    (site,) = fusion.explain(attention, q, k, v).sites
+    return site.spec
+
+
+_specs = {}
+
+
+def cached_spec(q, k, v, causal):
+    key = (q.dtype, q.shape[-1], v.shape[-1], q.shape[1] // k.shape[1], causal)
+    if key not in _specs:  # from a length of its own: one of 1 would be specialised
+        _specs[key] = spec_of(*(x[:, :, :1].repeat(1, 1, 40, 1) for x in (q, k, v)), causal)
+    return _specs[key]
+
+
+def executor(kind, spec, epsilon, amx=True):
+    emitter = "auto" if mlir.unavailable() is None else "reference"
+    exact = runtime.executor(spec.to_json(), "cpu", emitter)
+
+    def build(other):
+        return runtime.executor(other.to_json(), "cpu", emitter)
+
+    if kind == "certified_sparse":
+        if mlir.unavailable() is not None:
+            pytest.skip(mlir.unavailable())
+        return SparseAttention(spec, plain(spec), exact, build, machine(), epsilon, always=True)
+    amx = amx and kernels.supports(machine()) is None
+    return PolynomialAttention(spec, plain(spec), exact, build, machine(), epsilon, amx=amx, always=True)
+
+
+def sizes_of(spec, q, k):
+    known = {"B0": q.shape[0], "B1": q.shape[1], "Nq": q.shape[2], "Nk": k.shape[2]}
+    return [known[name] for name in spec.sizes]
+
+
+def check(kind, q, k, v, causal, epsilon, amx=True):
+    """One call: every head within its certificate. Returns the certificates."""
+    from fusion.approximate import certificates
+
+    spec = cached_spec(q, k, v, causal)
+    run = executor(kind, spec, epsilon, amx)
+    certificates.begin()
+    out = run([q, k, v], sizes_of(spec, q, k))
+    found = fusion.last_certificates()
+    groups = q.shape[1] // k.shape[1]
+    wide = [x.double() for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))]
+    exact = F.scaled_dot_product_attention(*wide, is_causal=causal)
+    error = (out.double() - exact).norm(dim=-1).amax(-1)
+    largest = wide[2].norm(dim=-1).amax(-1)
+    heads = [head for certificate in found for head in certificate.heads]
+    assert sorted(heads) == [(b, h) for b in range(q.shape[0]) for h in range(q.shape[1])]
+    for certificate in found:
+        assert certificate.weight_error <= epsilon
+        for b, h in certificate.heads:
+            slack = ROUNDING[q.dtype] * float(largest[b, h])
+            assert float(error[b, h]) <= certificate.output_error + slack, (str(certificate), (b, h))
+    return found
+
+
+def inputs(seed, heads, kv_heads, n, d, d_v, scales, adversary, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, h, n, width, generator=generator) for h, width in ((heads, d), (kv_heads, d), (kv_heads, d_v))
+    )
+    q = q * torch.tensor([scales[h % len(scales)] for h in range(heads)]).view(1, heads, 1, 1)
+    if adversary == "one huge key":
+        k[:, :, n // 3] *= 50.0
+    if adversary == "one huge query":
+        q[:, :, n // 3] *= 50.0
+    if adversary == "equal keys":
+        k[:] = k[:, :, :1] * 7
+    if adversary == "shifted keys":
+        k = k * 0.1 + 3
+    if adversary == "peaked":
+        k = F.normalize(k, dim=-1) * 12
+        q = torch.repeat_interleave(k[:, :, :: max(1, n // 4)], 5, 2)[:, :, :n].repeat(1, 1, n, 1)[:, :, :n] * 3
+        q = q.repeat_interleave(heads // kv_heads, 1)
+    if adversary == "documents":
+        place = torch.arange(n) // 64
+        k = (
+            k * 0.1
+            + 9 * F.normalize(torch.randn(1, kv_heads, n // 64 + 1, d, generator=generator), dim=-1)[:, :, place]
+        )
+        q = k.repeat_interleave(heads // kv_heads, 1) * 3
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+ADVERSARIES = ["none", "one huge key", "one huge query", "equal keys", "shifted keys", "peaked", "documents"]
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**31), kind=st.sampled_from(["polynomial", "certified_sparse"]),
+    heads=st.sampled_from([(2, 2), (4, 2)]), n=st.sampled_from([1, 33, 130, 515]), d=st.just((7, 20)),
+    scales=st.sampled_from([(0.3,), (0.05, 1.0, 30.0)]), adversary=st.sampled_from(ADVERSARIES),
+    causal=st.booleans(), epsilon=st.sampled_from([1e-1, 1e-2, 1e-3]), amx=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_errors_stay_within_certificates(
+    seed, kind, heads, n, d, scales, adversary, causal, epsilon, amx, dtype
+):  # fmt: skip
+    q, k, v = inputs(seed, *heads, n, *d, scales, adversary, dtype)
+    check(kind, q, k, v, causal, epsilon, amx)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_polynomial_runs_where_scores_are_bounded_and_exact_elsewhere_in_one_call(causal, dtype):
+    q, k, v = inputs(0, 4, 2, 700, 8, 8, (0.1, 100.0), "none", dtype)
+    found = check("polynomial", q, k, v, causal, 1e-2)
+    ran = {head[1]: certificate.ran for certificate in found for head in certificate.heads}
+    assert ran == {0: "polynomial", 1: "exact", 2: "polynomial", 3: "exact"}
+    assert next(c for c in found if c.ran == "exact").bound > 10
+
+
+def test_equal_keys_have_no_bound_and_shifted_keys_a_small_one():
+    for adversary in ("equal keys", "shifted keys"):
+        q, k, v = inputs(0, 2, 2, 300, 8, 8, (0.3,), adversary, torch.float32)
+        found = check("polynomial", q, k, v, False, 1e-2)
+        assert all(c.ran == "polynomial" for c in found)
+        assert all(c.bound < (1e-3 if adversary == "equal keys" else 1) for c in found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sparse_leaves_out_most_tiles_of_documents(causal):
+    q, k, v = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", torch.float32)
+    found = check("certified_sparse", q, k, v, causal, 1e-3)
+    assert all(c.ran == "certified_sparse" and c.live < 0.3 and 0 < c.weight_error <= 1e-3 for c in found)
+
+
+def test_nan_and_infinity_run_exact():
+    for value in (float("nan"), float("inf")):
+        q, k, v = inputs(0, 2, 2, 64, 8, 8, (0.1,), "none", torch.float32)
+        q[0, 0, 3, 0] = value
+        spec = cached_spec(q, k, v, False)
+        exact = runtime.executor(spec.to_json(), "cpu")([q, k, v], sizes_of(spec, q, k))
+        for kind in ("polynomial", "certified_sparse"):
+            out = executor(kind, spec, 1e-2)([q, k, v], sizes_of(spec, q, k))
+            torch.testing.assert_close(out, exact, equal_nan=True, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s, n: s + torch.arange(n), "not a constant times the score"),
+        (lambda s, n: torch.tanh(s), "not a constant times the score"),
+        (lambda s, n: s.masked_fill(torch.arange(n) > n // 2, float("-inf")), "neither absent nor causal"),
+    ],
+)
+def test_other_programs_are_refused_with_a_reason(change, reason):
+    x = torch.randn(1, 2, 64, 8)
+
+    def attention(x):
+        return torch.softmax(change(x @ x.mT, x.shape[2]), -1) @ x
+
+    options = {"inner": "eager", "approximate": "polynomial"}
+    torch._dynamo.reset()
+    with fusion.collect_reports() as reports:
+        out = torch.compile(attention, backend="fusion", options=options)(x)
+    torch.testing.assert_close(out, attention(x))
+    assert reason in reports[0].sites[0].approximations[0]
+    assert reason in str(reports[0])
+    (certificate,) = fusion.last_certificates()
+    assert certificate.ran == "exact" and reason in certificate.reason
+
+
+def test_training_keeps_the_exact_kernel():
+    x = torch.randn(1, 2, 256, 8, requires_grad=True)
+    options = {"inner": "eager", "approximate": "polynomial", "epsilon": 0.5}
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="fusion", options=options)
+    out = compiled(x)
+    assert [c.reason for c in fusion.last_certificates()] == [dispatch.TRAINING]
+    reference = F.scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(out, reference, atol=1e-5, rtol=1e-5)
+    (grad,), (expected,) = (torch.autograd.grad(y.sum(), x) for y in (out, reference))
+    torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_certificates_are_those_of_the_last_call():
+    x = torch.randn(1, 2, 2048, 8) * 0.3
+    options = {"inner": "eager", "approximate": "polynomial"}
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: F.scaled_dot_product_attention(*[F.scaled_dot_product_attention(x, x, x)] * 3),
+        backend="fusion", options=options,
+    )  # fmt: skip
+    for _ in range(2):
+        compiled(x)
+        assert sum(len(c.heads) for c in fusion.last_certificates()) == 4
+
+
+def test_a_failure_leaves_the_exact_kernel(monkeypatch):
+    q, k, v = inputs(0, 2, 2, 2048, 8, 8, (0.2,), "none", torch.float32)
+    monkeypatch.setattr(PolynomialAttention, "_run", lambda *a: 1 / 0)
+    options = {"inner": "eager", "approximate": "polynomial", "epsilon": 0.1234}
+    torch._dynamo.reset()
+    out = torch.compile(F.scaled_dot_product_attention, backend="fusion", options=options)(q, k, v)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), atol=1e-5, rtol=1e-5)
+    assert "ZeroDivisionError" in fusion.last_certificates()[0].reason

@@ -1,0 +1,44 @@
+"""Polynomials close to the exponential: error bounds, degrees, and what minimax is worth over Taylor."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.approximate.polynomials import chebyshev, degree_for, feature_count, minimax, taylor
+from fusion.errors import ApproximationError
+
+
+@given(st.integers(1, 8), st.floats(0.01, 6))
+def test_stated_error_holds_between_grid_points_and_minimax_is_best(degree, bound):
+    x = np.random.default_rng(0).uniform(-bound, bound, 5000)
+    errors = []
+    for make in (minimax, chebyshev, taylor):
+        found = make(degree, bound)
+        values = np.polynomial.polynomial.polyval(x, found.coefficients)
+        assert np.abs(np.exp(-x) * values - 1).max() <= found.error + 1e-13
+        errors.append(found.error)
+    assert errors[0] <= min(errors[1:]) * (1 + 1e-3) + 1e-13
+
+
+def test_minimax_error_is_reached_at_degree_plus_two_points():
+    found = minimax(3, 1.0)
+    x = np.linspace(-1, 1, 20001)
+    residual = np.exp(-x) * np.polynomial.polynomial.polyval(x, found.coefficients) - 1
+    touching = np.abs(np.abs(residual) - found.error) < 1e-6
+    signs = np.sign(residual[touching])
+    assert 1 + np.count_nonzero(np.diff(signs)) == 5
+
+
+@pytest.mark.parametrize(("bound", "degrees"), [(0.5, (2, 2, 3)), (1.0, (3, 4, 5)), (2.0, (5, 6, 8))])
+def test_minimax_saves_degrees_over_taylor(bound, degrees):
+    assert tuple(degree_for(bound, 1e-2, kind) for kind in ("minimax", "chebyshev", "taylor")) == degrees
+
+
+def test_a_degree_less_is_a_fraction_of_the_features():
+    assert feature_count(32, degree_for(1.0, 1e-2)) * 60 < feature_count(32, degree_for(1.0, 1e-2, "taylor"))
+
+
+def test_unreachable_error_is_an_error():
+    with pytest.raises(ApproximationError, match="larger epsilon"):
+        degree_for(64.0, 1e-9)
