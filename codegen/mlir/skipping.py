@@ -1,4 +1,4 @@
-"""The exact kernel with tiles left out: those that a table rules out, and those whose scores turn out too low to matter.
+"""The exact kernel with tiles left out: those that a table rules out, and those whose scores turn out too low.
 
 Parameters: `marks`, bytes [work item][set of groups that go together][key block], 0 for tiles not to be looked at;
 `share`, the bits of the float32 epsilon / N_k; `skipped`, float32 [work item][2], where the kernel writes the sum of
@@ -106,7 +106,7 @@ class _Selective(AttentionKernel):
             self._maxima(tile, member, program, 0, tile.block.count)
 
     def _matters(self, tile: Tile) -> Value:
-        """Whether the tile whose raw scores lie in memory has to be computed; leaves each lane's maximum in `highest`."""
+        """Whether the tile whose raw scores lie in memory has to be computed; leaves maxima in `highest`."""
         b = self.b
         share = b.op(f"arith.trunci {self.params[('share',)]} : i64 to i32", "i32", "share_bits")
         share = b.broadcast(b.bitcast(share, "f32", "share"), self.lanes)

@@ -26,7 +26,7 @@ from fusion.codegen.mlir.backward_plan import (
 )
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.compile import MachineCode, compile_text
-from fusion.codegen.mlir.kernel import _Kernel
+from fusion.codegen.mlir.kernel import AttentionKernel
 from fusion.codegen.mlir.scope import MEMORY_TYPE, SIZE_LIMIT, Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.softmax import GroupSoftmax
@@ -47,7 +47,7 @@ MAX_SCATTERED = 1 << 22
 # --- forward ----------------------------------------------------------------------------------------------------
 
 
-class _ForwardWithStatistics(_Kernel):
+class _ForwardWithStatistics(AttentionKernel):
     """The forward kernel; each row's `unit`, `shift` and `factor` (see `backward.STATISTICS`) are written with the
     output. A factor is written negative where a weight of the row is above CONCENTRATED."""
 
