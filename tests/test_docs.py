@@ -27,7 +27,8 @@ def test_options_page_lists_the_options() -> None:
     for field in fields(Options):
         assert listed[field.name][3].strip() in {f"`{field.default!r}`", f'`"{field.default}"`'}, field.name
         for choice in get_args(get_type_hints(Options)[field.name]):
-            assert f'`"{choice}"`' in listed[field.name][2], f"{field.name}: {choice}"
+            written = "`None`" if choice is None else f'`"{choice}"`'
+            assert written in listed[field.name][2], f"{field.name}: {choice}"
 
 
 def test_make_targets_exist() -> None:

@@ -67,7 +67,8 @@ class SparseAttention:
         from fusion.codegen.mlir.selective import SelectiveKernel
 
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
-        self.kernel = SelectiveKernel(canonical(ExactHeads(spec, build).spec, plain), machine)
+        self.some = ExactHeads(spec, build)
+        self.kernel = SelectiveKernel(canonical(self.some.spec, plain), machine)
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         heads = gather(self.spec, operands, sizes)
@@ -75,7 +76,7 @@ class SparseAttention:
             rows = (heads.q, heads.k[heads.owner] if len(heads.k) < len(heads.q) else heads.k,
                     heads.v[heads.owner] if len(heads.v) < len(heads.q) else heads.v)  # fmt: skip
             hopeful, bounded = self._sampled(*rows[:2])
-            found = self._run(heads, rows, sizes, bounded) if hopeful else "too many keys have weight in every head"
+            found = self._run(heads, rows, sizes, hopeful, bounded) if hopeful else "too many keys have weight"
             if isinstance(found, Tensor):
                 return found
             reason = found
@@ -91,14 +92,27 @@ class SparseAttention:
             return f"fewer than {SHORTEST} queries or keys"
         return None
 
-    def _run(self, heads: Heads, rows: Sequence[Tensor], sizes: Sequence[int], bounded: list[int]) -> Tensor | str:
-        marks, unseen = self._marks(rows[0], rows[1], bounded)
-        q, k, v = rows
-        found = self.kernel(q, k, v, [*sizes, len(heads.q)], marks, self.epsilon * MARGIN / 2 / heads.n_k)
+    def _run(
+        self, heads: Heads, rows: Sequence[Tensor], sizes: Sequence[int], hopeful: list[int], bounded: list[int]
+    ) -> Tensor | str:
+        """The output, of `hopeful` heads by the selective kernel; or why they need the exact one as well."""
+        every, chosen = torch.arange(len(heads.q)), torch.tensor(hopeful)
+        whole = len(chosen) == len(every)
+        q, k, v = rows if whole else (x[chosen] for x in rows)
+        marks, unseen = self._marks(q, k, [hopeful.index(head) for head in bounded])
+        found = self.kernel(q, k, v, [*sizes, len(q)], marks, self.epsilon * MARGIN / 2 / heads.n_k)
         if found is None:
             return "values are too large for split planes"
-        self._certify(heads, unseen + found[1] / MARGIN, found[2])
-        return heads.store(found[0])
+        self._certify(heads, hopeful, unseen + found[1] / MARGIN, found[2])
+        if whole:
+            return heads.store(found[0])
+        others = every[~torch.isin(every, chosen)]
+        out = found[0].new_empty(len(every), *found[0].shape[1:])
+        out[chosen] = found[0]
+        q, k, v = (x[others] for x in rows)
+        out[others] = self.some(q, k, v, sizes)
+        record(self._exact(heads, others, "too many keys have weight"))
+        return heads.store(out)
 
     def _marks(self, q: Tensor, k: Tensor, bounded: list[int]) -> tuple[Tensor, Tensor]:
         """(uint8 [H, row tiles, key tiles] of the tiles to look at, the share left out unseen [H])."""
@@ -115,15 +129,15 @@ class SparseAttention:
             marks[head] = found
         return marks, unseen
 
-    def _sampled(self, q: Tensor, k: Tensor) -> tuple[bool, list[int]]:
-        """(whether in some head few keys have a weight above epsilon / N_k, so that a perfect choice could leave out
+    def _sampled(self, q: Tensor, k: Tensor) -> tuple[list[int], list[int]]:
+        """(the heads in which few keys have a weight above epsilon / N_k, so that a perfect choice could leave out
         the others; the heads whose boxes could tell them), judged by a sample of rows and, for the boxes, of blocks."""
         if self.always:
-            return True, list(range(len(q)))
+            return [*range(len(q))], [*range(len(q))]
         n_q, n_k, keys = q.shape[1], k.shape[1], self.kernel.keys
         rows = torch.linspace(n_q // 2, n_q - 1, SAMPLES).long()
         dead = rows[:, None] < torch.arange(n_k) if self.plain.causal else None
-        hopeful, bounded = False, []
+        hopeful, bounded = [], []
         for head in range(len(q)):
             some, every = q[head, rows].float() * self.plain.scale, k[head].float()
             scores = some @ every.T
@@ -132,7 +146,7 @@ class SparseAttention:
             total = scores.logsumexp(-1, keepdim=True)
             if float((scores > total + math.log(self.epsilon / n_k)).float().mean()) > HOPEFUL:
                 continue
-            hopeful = True
+            hopeful.append(head)
             blocks = Summaries(
                 every[: n_k // keys * keys].view(-1, keys, k.shape[-1])[::SAMPLED_BLOCKS].flatten(0, 1), keys
             )
@@ -203,13 +217,13 @@ class SparseAttention:
         highest = scores.amax(-1, keepdim=True)
         return (scores - highest).exp_().sum(-1).log_().add_(highest[..., 0])
 
-    def _certify(self, heads: Heads, left_out: Tensor, computed: Tensor) -> None:
+    def _certify(self, heads: Heads, chosen: Sequence[int], left_out: Tensor, computed: Tensor) -> None:
         shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
         tiles = shape[0] * shape[1]
         if self.plain.causal:
             tiles = int(_causal_tiles(shape, self.kernel.rows, self.kernel.keys, 1).sum())
         largest = heads.v.float().norm(dim=-1).amax(-1)[heads.owner]
-        for head, (error, count) in enumerate(zip(left_out.tolist(), computed.tolist(), strict=True)):
+        for head, error, count in zip(chosen, left_out.tolist(), computed.tolist(), strict=True):
             record(
                 Certificate(
                     method=METHOD, ran=METHOD, heads=heads.coordinates(torch.tensor([head])), epsilon=self.epsilon,

@@ -226,3 +226,16 @@ def test_a_failure_leaves_the_exact_kernel(monkeypatch):
     out = torch.compile(F.scaled_dot_product_attention, backend="fusion", options=options)(q, k, v)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), atol=1e-5, rtol=1e-5)
     assert "ZeroDivisionError" in fusion.last_certificates()[0].reason
+
+
+def test_sparse_takes_the_peaked_heads_of_a_call_and_exact_the_others():
+    peaked = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", torch.float32)
+    diffuse = inputs(0, 2, 2, 2048, 16, 16, (0.1,), "none", torch.float32)
+    q, k, v = (torch.cat([x, y], 1) for x, y in zip(peaked, diffuse, strict=True))
+    options = {"inner": "eager", "approximate": "certified_sparse", "epsilon": 1e-3}
+    torch._dynamo.reset()
+    out = torch.compile(F.scaled_dot_product_attention, backend="fusion", options=options)(q, k, v)
+    ran = {head[1]: c.ran for c in fusion.last_certificates() for head in c.heads}
+    assert ran == {0: "certified_sparse", 1: "certified_sparse", 2: "exact", 3: "exact"}
+    error = (out - F.scaled_dot_product_attention(q, k, v)).norm(dim=-1).max()
+    assert error <= max(c.output_error for c in fusion.last_certificates()) + 1e-4
