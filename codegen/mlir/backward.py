@@ -65,7 +65,8 @@ def emit_backward(
 
 class _Backward(KernelFunction):
     def __init__(self, spec, plan, role, needs, results, tiling, target, d, d_v, fused, settles):
-        super().__init__(spec, target, d, d_v, 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5))
+        degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
+        super().__init__(spec, target, d, d_v, degree, flush=tiling.planes > 0)
         self.plan, self.role, self.results, self.tiling, self.widths = plan, role, results, tiling, (d, d_v)
         self.collected = plan.of(role, needs)
         self.settles = settles

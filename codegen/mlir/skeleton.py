@@ -26,6 +26,9 @@ llvm.func @omp_get_num_threads() -> i32
 """ + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
 
+FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
     """MLIR text and what the launcher must know: parameter slots in order, rows per item, the workspace of a thread in
@@ -54,12 +57,17 @@ class Workspace:
 
 
 class KernelFunction:
-    """Base of the kernels: see `kernel` and `row_kernel`. degree: of the exponential's polynomial."""
+    """Base of the kernels: see `kernel` and `row_kernel`. degree: of the exponential's polynomial.
+
+    flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come out there,
+    and the processor takes some hundred cycles for each vector with one. For products that take such inputs for 0
+    anyway (AMX).
+    """
 
     thread: Value
     threads: Value
 
-    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int):
+    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False):
         self.spec, self.target, self.d, self.d_v = spec, target, d, d_v
         self.b = b = Builder()
         self.lanes = target.lanes
@@ -67,7 +75,7 @@ class KernelFunction:
         self.context = Context(
             b=b,
             params=Params(b, Value("%params", PTR)),
-            math=VectorMath(b, target.avx512, degree),
+            math=VectorMath(b, target.avx512, degree, flushes=flush),
             operands=spec.operands,
             lanes=self.lanes,
         )
@@ -78,6 +86,7 @@ class KernelFunction:
         self.batch_names = frozenset(f"b{axis}" for axis in range(len(spec.batch)))
         self.layout = Workspace()
         self.base = self._thread_base()
+        self.modes = self._flush() if flush else None
 
     def _thread_base(self) -> Value:
         b = self.b
@@ -88,6 +97,16 @@ class KernelFunction:
             return b.at(
                 self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine"
             )
+
+    def _flush(self) -> Value:
+        """Change the floating-point mode; returns where the caller's is kept, and after it ours."""
+        modes, b = self._area(64, "modes"), self.b
+        with b.at_entry():
+            ours = b.at(modes, 1, "i32")
+            b.intrinsic("x86.sse.stmxcsr", modes)
+            b.store(b.binary("arith.ori", b.load(modes, "i32", "mode"), FLUSH_TO_ZERO), ours)
+            b.intrinsic("x86.sse.ldmxcsr", ours)
+        return modes
 
     def _area(self, size: int, hint: str) -> Value:
         offset = self.layout.area(size)
@@ -100,6 +119,8 @@ class KernelFunction:
 
     def _function(self) -> str:
         """The module's text."""
+        if self.modes is not None:
+            self.b.intrinsic("x86.sse.ldmxcsr", self.modes)
         return f"{HEADER}func.func @attention(%params: {PTR}) {{\n{self.b.text()}\n  return\n}}\n}}\n"
 
     def _slots(self) -> tuple[tuple, ...]:

@@ -69,7 +69,7 @@ class TileKernel(KernelFunction):
 
     def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
-        super().__init__(spec, target, d, d_v, degree)
+        super().__init__(spec, target, d, d_v, degree, flush=tiling.planes > 0)
         self.tiling = tiling
         whole = (self.programs.masked, self.programs.full, self.weight)
         self.by_distance = distance_parts(*whole)

@@ -61,20 +61,22 @@ def horner(b: Builder, x: Value, coefficients: tuple[float, ...], hint: str = "p
 class VectorMath:
     """Writes functions for one builder.
 
-    avx512: use `vreduceps` and `vscalefps`. degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3
-    gives 1e-4.
+    avx512: use `vreduceps` and `vscalefps`. flushes: the processor makes results below 2**-126 zero. degree: of the
+    exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4.
     """
 
-    def __init__(self, b: Builder, avx512: bool, degree: int = 5):
-        self.b, self.avx512, self.degree = b, avx512, degree
+    def __init__(self, b: Builder, avx512: bool, degree: int = 5, flushes: bool = False):
+        self.b, self.avx512, self.degree, self.flushes = b, avx512, degree, flushes
 
     def exp2(self, x: Value, degree: int | None = None) -> Value:
-        """2**x; 0 for x below -126 (no denormal results, except with AVX-512, where they are right)."""
+        """2**x; 0 for x below -126: denormal results would take some hundred cycles each."""
         b, degree = self.b, degree or self.degree
         coefficients = exp2_polynomial(degree)
         if self.avx512 and shape_of(x.type)[0] == 16:
             mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
             down = b.constant(0x09, "i32")  # round toward minus infinity, no exceptions
+            if not self.flushes:
+                x = b.select(b.compare("olt", x, -126.0), -math.inf, x, "x")
             f = b.intrinsic("x86.avx512.mask.reduce.ps.512", x, down, x, mask, rounding, type_=x.type, hint="frac")
             p = horner(b, f, coefficients)
             return b.intrinsic("x86.avx512.mask.scalef.ps.512", p, x, p, mask, rounding, type_=x.type, hint="exp")

@@ -68,3 +68,12 @@ def assert_same_specials(got, spec, operands, sizes) -> None:
         assert torch.equal(mask(got), mask(eager.to(got.dtype))), f"{mask.__name__} in other places"
     regular = torch.isfinite(eager)
     torch.testing.assert_close(got.float()[regular], eager[regular].to(got.dtype).float(), rtol=2e-2, atol=2e-2)
+
+
+def test_the_floating_point_mode_is_the_callers_again() -> None:
+    """Kernels may flush denormal results while they run; torch must not notice."""
+    c = case("plain", "bfloat16", 64)
+    operands, sizes = draw(c, {"B": 1, "H": 4, "Nq": 300, "Nk": 300})
+    Kernel(c.spec, tilings_for(c.spec, TARGETS["best"]), TARGETS["best"])(operands, sizes)
+    smallest = torch.full((4096,), 2.0**-126)
+    assert (smallest * 0.5 != 0).all()
