@@ -102,6 +102,8 @@ def interleave(entries: list[Entry], *, seconds: float, rounds: int = 5) -> None
             for entry in running[turn % len(running) :] + running[: turn % len(running)]:
                 call, times = entry.call, repeats[entry.name]
                 assert call is not None
+                if times == 1:
+                    call()  # not timed: threads of the one before may still be spinning, and its data fill the caches
                 start = time.perf_counter()
                 for _ in range(times):
                     call()
