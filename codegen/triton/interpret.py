@@ -54,15 +54,17 @@ def _language_restored() -> Iterator[None]:
     device functions that a kernel calls, and then nothing compiles any more in this process."""
     import triton.language as tl
 
-    places = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+    modules = (tl, tl.core, tl.math, tl.standard)
+    places = (*modules, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
     before = [dict(vars(place)) for place in places]
     try:
         yield
     finally:
         for place, members in zip(places, before, strict=True):
             now = dict(vars(place))
-            for name in now.keys() - members.keys():
-                delattr(place, name)
+            if place not in modules:  # what is new in a module is read by functions that were rewritten there
+                for name in now.keys() - members.keys():
+                    delattr(place, name)
             for name, member in members.items():
                 if now.get(name) is not member:
                     setattr(place, name, member)
