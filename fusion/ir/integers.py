@@ -236,7 +236,7 @@ def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
 
 def is_below(expr: Expr, limit: Expr, bounds: Bounds) -> bool:
     """Whether 0 <= expr < limit is provable from the bounds."""
-    if not is_nonnegative(expr, bounds):
+    if not never_negative(expr, bounds):
         return False
     top = extreme(expr, bounds, True)
     if top is None:

@@ -114,3 +114,9 @@ def test_modules_of_torch():
         eager, exact = model(x, padding), model.double()(x.double(), padding)
     assert [site.reason for report in reports for site in report.sites] == [None, None]
     assert_as_exact_as_eager(actual, eager, exact, torch.float32)
+
+
+def test_a_table_of_distances_is_read_in_place():
+    """Not gathered to a bias of every row and key first."""
+    *_, sites = _compile(spellings.table_bias, _inputs())
+    assert [operand.rank for operand in sites[0].spec.operands[3:]] == [2]

@@ -49,8 +49,25 @@ def test_every_operation_is_pythons(data):
         assert _value(integers.mod(left, divisor, BOUNDS), at) == a % d
     if integers.is_below(left, right, BOUNDS):
         assert 0 <= a < b
-    if integers.never_negative(integers.sub(left, right), BOUNDS):
+    difference = integers.sub(left, right)
+    if integers.never_negative(difference, BOUNDS):
         assert a >= b
+    limit = data.draw(expressions())
+    if integers.is_below(difference, limit, BOUNDS):
+        assert 0 <= a - b < _value(limit, at)
+    for divisor in (H, integers.mul(H, W), integers.integer(3)):
+        d = _value(divisor, at)
+        assert _value(integers.floordiv(difference, divisor, BOUNDS), at) == (a - b) // d
+        assert _value(integers.mod(difference, divisor, BOUNDS), at) == (a - b) % d
+
+
+def test_a_position_in_a_table_of_distances_is_inside_it():
+    length, bounds = integers.integer(7), {X: integers.integer(7), Y: integers.integer(7)}
+    place = integers.add(integers.sub(Y, X), 6)
+    assert integers.is_below(place, integers.integer(13), bounds)
+    assert not integers.is_below(place, integers.integer(12), bounds)
+    assert not integers.is_below(integers.sub(place, 1), integers.integer(13), bounds)
+    assert integers.is_below(Y, length, bounds)
 
 
 def test_a_reshape_and_back_is_the_coordinate():
