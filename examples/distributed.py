@@ -1,0 +1,172 @@
+"""Train a small GPT on two processes of this machine: data parallel, sharded, and with its heads split between them.
+
+    python examples/distributed.py [data|sharded|heads ...]
+
+The model is plain PyTorch, and `DistributedDataParallel`, `fully_shard` (FSDP2) and `parallelize_module` (tensor
+parallelism by DTensor) are applied as usual. With the first two the whole model is compiled with `backend="fusion"`;
+with split heads each block's attention is, where its inputs are the local heads of the process: fusion does not look
+into graphs whose parameters are DTensors. Every way starts from the same weights and sees the same tokens as an eager
+run in one process, and has to arrive at its losses.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, multiprocessing, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion
+
+Options = dict[str, str | bool]
+Model = Callable[[Tensor], Tensor]
+
+PROCESSES, STEPS, LAYERS = 2, 4, 2
+BATCH, LENGTH, TOKENS = 4, 128, 64
+HEADS, HEAD_WIDTH = 4, 16
+WIDTH = HEADS * HEAD_WIDTH
+TOLERANCE = 1e-4
+"""Between losses of about 4: sums over processes round in another order, and every step adds to that."""
+
+
+class Attention(nn.Module):
+    """Attention as it is written down: `q`, `k`, `v` `[batch, heads, N, HEAD_WIDTH]`, `bias` `[N, N]`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) / HEAD_WIDTH**0.5 + bias).softmax(-1) @ v
+
+
+class Block(nn.Module):
+    """Attention, then an MLP. The number of heads is not written down: a process may hold some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """`x` is `[batch, N, WIDTH]`, `bias` `[N, N]` with -inf after the diagonal; the result is like `x`."""
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        x = x + self.out(self.attention(q, k, v, bias).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Tokens `[batch, N]` in, scores `[batch, N, TOKENS]` of the next token out. Causal, with ALiBi."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        position = torch.arange(ids.shape[1], device=ids.device)
+        distance = position - position[:, None]
+        bias = (distance / 8).masked_fill(distance > 0, float("-inf"))
+        x = self.token(ids)
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.head(x)
+
+
+def data_parallel(model: GPT, options: Options) -> Model:
+    """Every process has all weights and half of the batch; gradients are averaged."""
+    return torch.compile(DistributedDataParallel(model), backend="fusion", options=options)
+
+
+def sharded(model: GPT, options: Options) -> Model:
+    """Every process has half of each weight and half of the batch; weights are gathered when a block needs them."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return torch.compile(fully_shard(model, mesh=mesh), backend="fusion", options=options)
+
+
+def heads_split(model: GPT, options: Options) -> Model:
+    """Every process has half of the heads and the whole batch."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    plan = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+    plan |= {name: RowwiseParallel() for name in ("out", "down")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+        block.attention.compile(backend="fusion", options=options)
+    return model
+
+
+WAYS: dict[str, Callable[[GPT, Options], Model]] = {"data": data_parallel, "sharded": sharded, "heads": heads_split}
+
+
+def train(model: Model, parameters: Sequence[nn.Parameter], share: slice) -> Tensor:
+    """Losses `[STEPS]` on this process's share of every batch."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(parameters, lr=0.2)
+    losses = []
+    for _ in range(STEPS):
+        batch = torch.randint(0, TOKENS, (BATCH, LENGTH + 1), generator=generator)[share]
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def initial() -> GPT:
+    """The model with the weights that every run starts from."""
+    torch.manual_seed(0)
+    return GPT()
+
+
+def work(rank: int, way: str, folder: str, options: Options) -> None:
+    """One process: trains, and the first writes the mean losses of all and how many attentions it compiled fused."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{way}", rank=rank, world_size=PROCESSES)
+    model = initial()
+    compiled = WAYS[way](model, options)
+    rows = BATCH // PROCESSES
+    share = slice(None) if way == "heads" else slice(rank * rows, (rank + 1) * rows)
+    losses = train(compiled, list(model.parameters()), share)
+    dist.all_reduce(losses)
+    if rank == 0:
+        torch.save((losses / PROCESSES, counters["fusion"]["fused"]), f"{folder}/{way}.pt")
+    dist.destroy_process_group()
+
+
+def run(way: str, options: Options) -> tuple[Tensor, int]:
+    """Losses `[STEPS]` of a way to train, and the number of attentions that were compiled to kernels: blocks that
+    share their compiled code count once."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(work, (way, folder, options), nprocs=PROCESSES)
+        return torch.load(Path(folder) / f"{way}.pt")
+
+
+def main(ways: Sequence[str]) -> int:
+    """Run the named ways, all by default; 1 if one came to other losses than eager or fused nothing."""
+    model = initial()
+    expected = train(model, list(model.parameters()), slice(None))
+    print(f"{'eager':>8} " + " ".join(f"{loss:.5f}" for loss in expected.tolist()))
+    wrong = 0
+    for way in ways or WAYS:
+        losses, fused = run(way, {"inner": "eager"})
+        difference = (losses - expected).abs().max().item()
+        wrong += not (difference <= TOLERANCE and fused)
+        figures = " ".join(f"{loss:.5f}" for loss in losses.tolist())
+        print(f"{way:>8} {figures}   attentions compiled: {fused}, largest difference {difference:.1e}")
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    assert fusion  # registers the backend where the package is not installed
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""examples/distributed.py: two gloo processes arrive at the losses of one eager process, with attention fused."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="this build of torch has no distributed with gloo"
+)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("distributed", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    # The processes that are started find their function by its module's name, on the same path.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "distributed", module)
+        patch.syspath_prepend(str(EXAMPLE.parent))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def expected(example):
+    model = example.initial()
+    return example.train(model, list(model.parameters()), slice(None))
+
+
+@pytest.mark.parametrize("way", ["data", "sharded", "heads"])
+def test_losses_are_those_of_one_eager_process(example, expected, way):
+    losses, fused = example.run(way, {"inner": "eager", "strict": True})
+    assert fused >= 1
+    torch.testing.assert_close(losses, expected, rtol=0, atol=example.TOLERANCE)
+    assert expected.std() > 10 * example.TOLERANCE, "losses that do not move would agree whatever the gradients are"
