@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,12 @@ from torch import Tensor, multiprocessing, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion
 
-Options = dict[str, str | bool]
+Options = dict[str, Any]
 Model = Callable[[Tensor], Tensor]
 
 PROCESSES, STEPS, LAYERS = 2, 4, 2
@@ -91,13 +92,14 @@ def sharded(model: GPT, options: Options) -> Model:
     mesh = init_device_mesh("cpu", (PROCESSES,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return torch.compile(fully_shard(model, mesh=mesh), backend="fusion", options=options)
+    fully_shard(model, mesh=mesh)
+    return torch.compile(model, backend="fusion", options=options)
 
 
 def heads_split(model: GPT, options: Options) -> Model:
     """Every process has half of the heads and the whole batch."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    plan = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
     plan |= {name: RowwiseParallel() for name in ("out", "down")}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
