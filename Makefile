@@ -1,8 +1,10 @@
 # Every target does its own set-up: a virtual environment in the checkout, with the tested versions of constraints.txt.
 # PYTHON chooses the interpreter the environment is made from; VENV=path uses another environment.
+# JOBS is how many tests run at a time.
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
@@ -27,7 +29,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """What holds for every test: fixed seeds, two threads at most, the same random cases, no state of Dynamo left over."""
 
 import os
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,35 @@ hypothesis.settings.register_profile(
     "search", deadline=None, max_examples=500, print_blob=True, suppress_health_check=_SLOW
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
+
+# What architecture tests found, by the run's title: the table at the end of the run. With several workers (-n) each
+# hands its part over when it ends.
+OUTCOMES = pytest.StashKey[dict[str, list]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: architectures that do not run by default (run them with `-m slow`)")
+    config.stash[OUTCOMES] = {}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["outcomes"] = pickle.dumps(session.config.stash[OUTCOMES])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    for title, found in pickle.loads(getattr(node, "workeroutput", {}).get("outcomes", pickle.dumps({}))).items():
+        node.config.stash[OUTCOMES].setdefault(title, []).extend(found)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if found := config.stash[OUTCOMES]:
+        from tests.models.harness import table
+
+        for title in found:
+            terminalreporter.section(title)
+            terminalreporter.write_line(table(found[title]))
 
 
 @pytest.fixture(autouse=True)

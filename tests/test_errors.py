@@ -16,6 +16,9 @@ from fusion.codegen.mlir import launch
 from fusion.codegen.mlir.export import MlirExportError, attention_module
 from fusion.codegen.mlir.launch import UnsupportedSizeError
 from fusion.codegen.mlir.scope import SIZE_LIMIT
+from fusion.codegen.mlir.skipping import emit_selective
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.target import target_of
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import offline
 from fusion.codegen.triton import source as triton_source
@@ -25,6 +28,9 @@ from fusion.cost.optimum import optimum
 from fusion.cost.problem import Problem
 from fusion.errors import ProblemError, UnknownScheduleError
 from fusion.ir import AttentionSpec
+from fusion.ir.expr import const
+from fusion.ir.ops import apply
+from fusion.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -106,6 +112,9 @@ def test_of_specs(spec):
 
 
 def test_of_emitters(spec):
+    rising, machine = replace(spec, score=apply("fadd", spec.score, const(1.0))), target_of(Machine.detect())
+    with pytest.raises(ValueError, match="a selective kernel takes plain scaled scores"):
+        emit_selective(rising, tilings_for(rising, machine)[0], machine, 4, 4)
     double = replace(spec, operands=tuple(replace(operand, dtype="float64") for operand in spec.operands))
     with pytest.raises(ValueError, match="no CPU kernel for .*: operand q has dtype float64"):
         mlir.compile(double)
