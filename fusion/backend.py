@@ -19,7 +19,7 @@ from fusion.dump import Dump
 from fusion.errors import BlockMaskError, StrictError
 from fusion.ir import AttentionSpec
 from fusion.options import Options
-from fusion.passes import nodes, region
+from fusion.passes import checkpointing, nodes, region
 from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
@@ -64,13 +64,22 @@ def _request(options: Options) -> Request | None:
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
+    graph, report = _fuse(module, example_inputs, options)
+    _count(report)
+    if options.strict and (refused := [site for site in report.sites if not site.fused]):
+        raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
+    return graph, report
+
+
+def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     if not may_hold_attention(module):
         return module, Report(notes=[NO_ATTENTION])
     started = time.perf_counter()
     dump = Dump()
     try:
         dump.stage("dynamo", module)
-        graph = normalize(module, example_inputs)
+        bodies, inside = _fuse_checkpointed(module, options)
+        graph = normalize(module, example_inputs, bodies)
         dump.stage("normalized", graph)
         sites = find_sites(graph.graph)
         drawn = [region.before(site) for site in sites]
@@ -87,13 +96,26 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
             ) from problem
         log.warning("left the graph to the inner compiler: %s: %s", type(problem).__name__, problem, exc_info=True)
         return module, Report(notes=[f"left to the inner compiler: {type(problem).__name__}: {problem}"])
-    log.info("fused %d of %d attentions in %.3f s", report.fused, len(sites), time.perf_counter() - started)
-    _count(report)
+    report.sites = inside.sites + report.sites
+    report.notes += inside.notes
+    log.info("fused %d of %d attentions in %.3f s", report.fused, len(report.sites), time.perf_counter() - started)
     dump.finish(report)
-    if options.strict and (refused := [site for site in report.sites if not site.fused]):
-        raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     report.graph_before, report.graph_after = module, graph
     return (graph if report.fused else module), report
+
+
+def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str, GraphModule], Report]:
+    """The checkpointed graphs of a graph in which something was fused, by name, and what was found in all of them."""
+    fused: dict[str, GraphModule] = {}
+    whole = Report()
+    for name, (body, values) in checkpointing.bodies(module).items():
+        graph, report = _fuse(body, values, options)
+        whole.sites += report.sites
+        whole.notes += [note for note in report.notes if note != NO_ATTENTION]
+        if report.fused:
+            checkpointing.lift_seeds(graph)
+            fused[name] = graph
+    return fused, whole
 
 
 def _emitter(options: Options) -> str:

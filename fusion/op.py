@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import runtime
+from fusion import autograd, runtime
 from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec
 from fusion.ir.tile_map import MapSpec
@@ -96,51 +96,48 @@ def _fake_backward(
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    operands, ctx.sizes, ctx.spec, ctx.emitter = inputs
-    out, statistics = output
+def _save(ctx: Any, arguments: Sequence[Any], result: tuple[Tensor, Tensor]) -> None:
+    operands, *ctx.described = arguments
+    out, statistics = result
     ctx.save_for_backward(out, statistics, *operands)
     ctx.mark_non_differentiable(statistics)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple:
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> list[Tensor | None]:
     out, statistics, *operands = ctx.saved_tensors
     return _gradients(ctx, grad, out, statistics, operands)
 
 
-def _save_operands(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    operands, ctx.sizes, ctx.spec, ctx.emitter = inputs
+def _save_operands(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
+    operands, *ctx.described = arguments
     ctx.save_for_backward(*operands)
 
 
-def _recompute_and_differentiate(ctx: Any, grad: Tensor) -> tuple:
+def _recompute_and_differentiate(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     operands = list(ctx.saved_tensors)
     with torch.no_grad():
-        out, statistics = torch.ops.fusion.attention_forward(operands, ctx.sizes, ctx.spec, ctx.emitter)
+        out, statistics = torch.ops.fusion.attention_forward(operands, *ctx.described)
     return _gradients(ctx, grad, out, statistics, operands)
 
 
-def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands: list[Tensor]) -> tuple:
-    """One gradient or None per operand, and nothing for the other arguments (an empty list counts as a structure)."""
-    needs = [bool(n) and o.is_floating_point() for n, o in zip(ctx.needs_input_grad[0], operands, strict=True)]
-    found = iter(
-        torch.ops.fusion.attention_backward(grad, out, statistics, operands, ctx.sizes, ctx.spec, ctx.emitter, needs)
-    )
-    none = None if len(ctx.sizes) else []
-    return [next(found) if needed else None for needed in needs], none, None, None
+def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands: list[Tensor]) -> list[Tensor | None]:
+    """One gradient or None per operand."""
+    asked = ctx.needs_input_grad[1:]  # the first says how the operator was called
+    needs = [bool(n) and o.is_floating_point() for n, o in zip(asked, operands, strict=True)]
+    found = iter(torch.ops.fusion.attention_backward(grad, out, statistics, operands, *ctx.described, needs))
+    return [next(found) if needed else None for needed in needs]
 
 
-def _no_gradient(ctx: Any, grad: Tensor | None) -> tuple:
-    return [None] * ctx.count, None if ctx.sizes else [], None
+def _no_gradient(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
+    return [None] * ctx.count
 
 
-def _save_counts(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    operands, sizes, _ = inputs
-    ctx.count, ctx.sizes = len(operands), len(sizes)
-    ctx.mark_non_differentiable(output)
+def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
+    ctx.count = len(arguments[0])
+    ctx.mark_non_differentiable(result)
 
 
-def _refuse(ctx: Any, *grads: Any) -> None:
+def _refuse(ctx: Any, *grads: Any) -> list[Tensor | None]:
     raise DoubleBackwardError(
         "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, "
         "torch.func.hessian); "
@@ -149,15 +146,13 @@ def _refuse(ctx: Any, *grads: Any) -> None:
     )
 
 
-def _save_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
+def _save_nothing(ctx: Any, arguments: Sequence[Any], result: Any) -> None:
     """The backward of the backward only raises."""
 
 
 torch.library.register_fake("fusion::attention", _fake, lib=_library)
 torch.library.register_fake("fusion::attention_below_autograd", _fake, lib=_library)
 torch.library.register_fake("fusion::tile_map", _fake_tile_map, lib=_library)
-_library.impl("tile_map", tile_map, "CPU")
-torch.library.register_autograd("fusion::tile_map", _no_gradient, setup_context=_save_counts, lib=_library)
 torch.library.register_fake("fusion::attention_forward", _fake_forward, lib=_library)
 torch.library.register_fake("fusion::attention_backward", _fake_backward, lib=_library)
 for _key in ("CPU", "CUDA"):
@@ -165,9 +160,9 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention_below_autograd", runtime.attention, _key)
     _library.impl("attention_forward", runtime.attention_forward, _key)
     _library.impl("attention_backward", runtime.attention_backward, _key)
-torch.library.register_autograd(
-    "fusion::attention", _recompute_and_differentiate, setup_context=_save_operands, lib=_library
-)
+_library.impl("tile_map", tile_map, "CPU")
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_autograd("fusion::attention_forward", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd("fusion::attention_backward", _refuse, setup_context=_save_nothing, lib=_library)
+autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands)
+autograd.register(_library, "attention_forward", _differentiate, _save)
+autograd.register(_library, "attention_backward", _refuse, _save_nothing)
+autograd.register(_library, "tile_map", _no_gradient, _save_count)

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute
 from fusion.passes import nodes
+from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import factors, is_contraction
 from fusion.passes.folding import forget
 from fusion.passes.nodes import Unsupported, packet, shape
@@ -75,7 +76,12 @@ _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer")
 
 
 def may_hold_attention(module: GraphModule) -> bool:
-    """Whether a graph, as Dynamo made it, has any product of two activations: else there is nothing to look for."""
+    """Whether a graph, as Dynamo made it, has any product of two activations: else there is nothing to look for.
+
+    Checkpointed graphs within it count.
+    """
+    if any(may_hold_attention(body) for body, _ in bodies(module).values()):
+        return True
     for node in module.graph.nodes:
         if node.op == "call_module":
             return True

@@ -7,7 +7,7 @@ placeholders are carried over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,27 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.passes import autocast, nodes
 from fusion.passes.autocast import write_casts
+from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.encoder import DECOMPOSITIONS
 from fusion.passes.vmap import VmapAsBroadcast
 
 aten = torch.ops.aten
 
 
-def normalize(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
-    """The same computation as pre-dispatch ATen, with `meta["val"]` on every node. The argument is not changed."""
+def normalize(
+    module: GraphModule, example_inputs: Sequence[Any], bodies: Mapping[str, GraphModule] | None = None
+) -> GraphModule:
+    """The same computation as pre-dispatch ATen, with `meta["val"]` on every node. The argument is not changed.
+
+    bodies: what to call in the place of its checkpointed graphs, by the names of their attributes.
+    """
     _refuse_transforms(module)
     _refuse_custom_gradients(module)
     fakes = _fake_inputs(module, example_inputs)
 
     def run(*args: Any) -> Any:
         with torch.fx.traceback.preserve_node_meta():
-            return _Retrace(module).run(*args)
+            return _Retrace(module, bodies or {}).run(*args)
 
     # Activation checkpointing counts what autograd saves: not what it saves for this trace.
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):
@@ -79,13 +85,16 @@ def _refuse_transforms(module: GraphModule) -> None:
 class _Retrace(torch.fx.Interpreter):
     """Runs Dynamo's graph; vmap and torch's fused encoder modules run as the operations they stand for."""
 
-    def __init__(self, module: GraphModule):
+    def __init__(self, module: GraphModule, bodies: Mapping[str, GraphModule]):
         super().__init__(module)
         self.vmap = VmapAsBroadcast(module)
+        self.checkpoints = Checkpoints(module, bodies)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.vmap.handles(target):
             return self.vmap.call(target, args)
+        if self.checkpoints.handles(target):
+            return self.checkpoints.call(args, kwargs)
         if (
             target is autocast.enter
         ):  # the class sets the state as well as recording it: results are then what they will be

@@ -1,0 +1,71 @@
+"""Activation checkpointing inside a compiled function: each checkpointed part is a graph of its own.
+
+Dynamo writes `torch.utils.checkpoint` as a call that carries the graph it runs. Attentions in there are fused like any
+others; the call around them stays as it is, so that the inner compiler recomputes what it would have recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.utils._pytree import tree_map
+
+from fusion.passes import nodes
+
+
+def bodies(module: GraphModule) -> dict[str, tuple[GraphModule, list[Any]]]:
+    """The checkpointed graphs of a graph, by the name of the attribute, each with the values that it is called with."""
+    found: dict[str, tuple[GraphModule, list[Any]]] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is tag_activation_checkpoint:
+            name = str(node.args[0].target)
+            given = [nodes.value(a) if isinstance(a, Node) else a for a in node.args[1:]]
+            found.setdefault(name, (module.get_submodule(name), given))  # type: ignore[arg-type]
+    return found
+
+
+def lift_seeds(body: GraphModule) -> None:
+    """Make the seeds of dropout inputs, after all others: what is computed again then has the mask of the first time,
+    whatever the inner compiler does about random numbers."""
+    last = [node for node in body.graph.nodes if node.op == "placeholder"][-1:]
+    for node in list(body.graph.nodes):
+        if node.meta.get("is_seed"):
+            with body.graph.inserting_after(*last):
+                last = [body.graph.placeholder(f"seed_{node.name}")]
+            last[0].meta |= node.meta
+            node.replace_all_uses_with(last[0])
+            body.graph.erase_node(node)
+    body.recompile()
+
+
+class Checkpoints:
+    """Runs the calls of one graph's checkpointed graphs while it is traced again: each stays one call."""
+
+    def __init__(self, module: GraphModule, fused: Mapping[str, GraphModule]):
+        self.fused = {id(module.get_submodule(name)): body for name, body in fused.items()}
+
+    def handles(self, target: Any) -> bool:
+        """Whether a call is that of a checkpointed graph."""
+        return target is tag_activation_checkpoint
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the call; what happens in it is not."""
+        body, *given = args
+        body = self.fused.get(id(body), body)
+        mode = get_proxy_mode()
+        if mode is None:
+            raise nodes.Unsupported("a checkpointed part outside of a trace")
+        seeds = [p.meta["val"] for p in body.graph.nodes if p.op == "placeholder" and p.meta.get("is_seed")]
+        given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
+        with disable_proxy_modes_tracing():
+            result = Interpreter(body).run(*given)
+        tracer = mode.tracer
+        tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
+        proxies = tree_map(tracer.unwrap_proxy, (body, *given))
+        call = tracer.create_proxy("call_function", tag_activation_checkpoint, proxies, kwargs)
+        return track_tensor_tree(result, call, constant=None, tracer=tracer)
