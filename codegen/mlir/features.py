@@ -13,12 +13,17 @@ top degree in `planes` of them: one plane errs by 2**-8 in a term that is small,
 
 Layouts, with blocks of BLOCK keys or queries and everything padded with zeros:
 
-    x        float32 [head][block][d + 2][BLOCK]      coordinates, a row of ones, a row of zeros
-    values   bf16    [head][step of 32 keys][e tile][plane][16 pairs][16 e][2]
+    rows     float32 [head][block][BLOCK][d, up to a multiple of 16]      keys or queries as they are
+    values   float32 [head][block][BLOCK][e]
     parents, variables   int64 [features]             rows of the parents' area, and of x
     state    float32 [head][features][e]
     planes   bf16    [head][chunk of 32 features][e tile][plane][16 e][32]
     out      float32 [head][block][e][BLOCK]
+
+and in the workspace of a thread, besides the parents and a chunk of features:
+
+    x        float32 [d, up to a multiple of 16][BLOCK]      coordinates; then a row of ones and a row of zeros
+    packed   bf16    [step of 32 keys][e tile][plane][16 pairs][16 e][2]       the values of a block
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from dataclasses import dataclass
 from fusion.codegen.mlir.builder import PTR, TILE, Builder, Value
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.scope import Params
+from fusion.codegen.mlir.transpose import transpose
 
 BLOCK = 128
 """Keys or queries whose parents are in the cache at a time."""
@@ -53,6 +59,11 @@ class FeatureShape:
     def low_padded(self) -> int:
         return round_up(self.low, CHUNK)
 
+    @property
+    def width(self) -> int:
+        """Coordinates of a row in memory; row `width` of x is ones, the next one zeros."""
+        return round_up(self.d, 16)
+
 
 class _Kernel:
     def __init__(self, shape: FeatureShape, block: int):
@@ -66,7 +77,8 @@ class _Kernel:
             self.params[("ptr", "workspace")], b.mul(thread, self.params[("workspace_bytes",)]), "i8", "mine"
         )
         self.parents_area = self.workspace
-        self.stage = b.at(self.workspace, round_up(shape.low * block * 4, 64), "i8", "stage")
+        self.x = b.at(self.workspace, shape.low * block * 4, "i8", "x")
+        self.stage = b.at(self.x, (shape.width + 2) * block * 4, "i8", "stage")
 
     def items(self):
         """The loop over work items: each turn takes the next one from a common counter, until none is left."""
@@ -78,21 +90,35 @@ class _Kernel:
 
     # -- features ------------------------------------------------------------------------------------------------
 
-    def _source(self, feature: Value, x: Value) -> tuple[Value, Value]:
+    def _source(self, feature: Value) -> tuple[Value, Value]:
         """Addresses of the rows whose product a feature is."""
         b, row = self.b, 4 * self.block
         parent, variable = (
             b.load(b.at(self.params[("ptr", name)], feature, "i64"), "i64", name) for name in ("parents", "variables")
         )
-        return b.at(self.parents_area, b.mul(parent, row), "i8"), b.at(x, b.mul(variable, row), "i8")
+        return b.at(self.parents_area, b.mul(parent, row), "i8"), b.at(self.x, b.mul(variable, row), "i8")
 
-    def make_parents(self, x: Value) -> None:
-        """Rows of all features below the top degree, for the block whose coordinates are at x."""
+    def turn(self, rows: Value) -> None:
+        """Write x for the keys or queries at `rows`."""
+        b, width = self.b, self.shape.width
+        with b.loop(0, self.block, 16, hint="lane") as lane:
+            for column in range(0, width, 16):
+                corner = b.at(rows, b.add(b.mul(lane, width), column), "f32")
+                found = [b.load(b.at(corner, width * r, "f32"), F32, "row") for r in range(16)]
+                target = b.at(self.x, b.add(lane, column * self.block), "f32")
+                for c, line in enumerate(transpose(b, found)):
+                    b.store(line, b.at(target, c * self.block, "f32"), align=64)
+            for row, value in ((width, 1.0), (width + 1, 0.0)):
+                b.store(b.constant(value, F32), b.at(self.x, b.add(lane, row * self.block), "f32"), align=64)
+
+    def make_parents(self, rows: Value) -> None:
+        """x, and the rows of all features below the top degree, for the block at `rows`."""
         b = self.b
+        self.turn(rows)
         with b.loop(0, self.block, 16, hint="lane") as lane:
             b.store(b.constant(1.0, F32), b.at(self.parents_area, lane, "f32"), align=64)
         with b.loop(1, self.shape.low, hint="low") as feature:
-            parent, variable = self._source(feature, x)
+            parent, variable = self._source(feature)
             target = b.at(self.parents_area, b.mul(feature, 4 * self.block), "i8")
             with b.loop(0, self.block, 64, hint="lane") as lane:
                 for part in range(0, 64, 16):
@@ -202,6 +228,10 @@ class _Items:
 class _State(_Kernel):
     """One item: the features of some chunks of one head, over all its keys."""
 
+    def __init__(self, shape: FeatureShape):
+        super().__init__(shape, BLOCK)
+        self.packed = self.b.at(self.stage, BLOCK // 32 * 2 * CHUNK * 64, "i8", "packed")
+
     def write(self) -> None:
         b, p = self.b, self.params
         chunks, groups, blocks = p[("chunks",)], p[("groups",)], p[("blocks",)]
@@ -210,15 +240,28 @@ class _State(_Kernel):
             first, last = (b.div(b.mul(chunks, b.add(group, k)), groups) for k in (0, 1))
             with b.loop(0, blocks, hint="block") as block:
                 number = b.add(b.mul(head, blocks), block)
-                x = b.at(p[("ptr", "x")], b.mul(number, (self.shape.d + 2) * self.block), "f32", "x")
-                self.make_parents(x)
+                self.make_parents(b.at(p[("ptr", "rows")], b.mul(number, self.shape.width * self.block), "f32", "rows"))
+                self._pack(b.at(p[("ptr", "values")], b.mul(number, self.shape.e * self.block), "f32", "values"))
                 with b.loop(first, last, hint="chunk") as chunk:
-                    self.by_planes(chunk, lambda planes: self._chunk(head, number, chunk, x, planes))
+                    self.by_planes(chunk, lambda planes: self._chunk(head, chunk, planes))
 
-    def _chunk(self, head: Value, number: Value, chunk: Value, x: Value, planes: int) -> None:
+    def _pack(self, values: Value) -> None:
+        """The planes of a block of values as right operands of the tile product."""
+        b, e = self.b, self.shape.e
+        with b.loop(0, self.block // 2, hint="pair") as pair:
+            place = b.add(b.mul(b.div(pair, 16), e // 16 * 1024), b.mul(b.rem(pair, 16), 32))
+            place = b.at(self.packed, place, "bf16")
+            lines = [b.at(values, b.mul(b.add(b.mul(pair, 2), k), e), "f32") for k in (0, 1)]
+            for column in range(0, e, 16):
+                even, odd = (self.split(b.load(b.at(line, column, "f32"), F32, "v"), 2) for line in lines)
+                for plane in (0, 1):
+                    words = b.binary("arith.ori", b.binary("arith.shrui", even[plane], 16), odd[plane], "pair")
+                    b.store(words, b.at(place, column // 16 * 1024 + plane * 512, "bf16"), align=64)
+
+    def _chunk(self, head: Value, chunk: Value, planes: int) -> None:
         b, steps = self.b, self.block // 32
         with b.loop(0, CHUNK, hint="f") as f:
-            rows = self._source(b.add(b.mul(chunk, CHUNK), f), x)
+            rows = self._source(b.add(b.mul(chunk, CHUNK), f))
             place = b.at(self.stage, b.mul(f, 32), "bf16")
             for step in range(steps):
                 halves = [self._product(rows, 32 * step + h) for h in (0, 16)]
@@ -227,7 +270,6 @@ class _State(_Kernel):
         e, tiles = self.shape.e, self.shape.e // 16
         state = b.mul(b.add(b.mul(head, b.mul(self.params[("chunks",)], CHUNK)), b.mul(chunk, CHUNK)), e)
         state = b.at(self.params[("ptr", "state")], state, "f32", "state")
-        values = b.at(self.params[("ptr", "values")], b.mul(number, steps * tiles * 1024), "bf16", "values")
         for column in range(0, tiles, 2):
             count = min(2, tiles - column)
             cells = [b.at(state, 16 * half * e + 16 * (column + t), "f32") for half in (0, 1) for t in range(count)]
@@ -235,7 +277,7 @@ class _State(_Kernel):
             with b.carry(0, steps, 1, start, hint="step") as (loop, step, sums):
                 stage = b.at(self.stage, b.mul(step, 2 * CHUNK * 32), "bf16")
                 left = [[b.at(stage, plane * CHUNK * 32 + half * 512, "bf16") for plane in (0, 1)] for half in (0, 1)]
-                base = b.at(values, b.mul(step, tiles * 1024), "bf16")
+                base = b.at(self.packed, b.mul(step, tiles * 1024), "bf16")
                 right = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)]
                          for t in range(count)]  # fmt: skip
                 loop.yields(*self.multiply(list(sums), left, right, planes))
@@ -251,20 +293,19 @@ class _Readout(_Kernel):
         blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
         with self.items() as item:
             head = b.div(item, blocks)
-            x = b.at(p[("ptr", "x")], b.mul(item, (self.shape.d + 2) * self.block), "f32", "x")
-            self.make_parents(x)
+            self.make_parents(b.at(p[("ptr", "rows")], b.mul(item, self.shape.width * self.block), "f32", "rows"))
             out = b.at(p[("ptr", "out")], b.mul(item, self.shape.e * self.block), "f32", "out")
             for start, end, planes in ((0, low, 2), (low, p[("chunks",)], self.shape.planes)):
                 with b.loop(start, end, CHUNKS_TOGETHER, hint="chunk") as chunk:
                     count = b.least(b.sub(end, chunk), CHUNKS_TOGETHER)
-                    self._chunks(head, chunk, b.as_value(count, "i64"), x, out, planes)
+                    self._chunks(head, chunk, b.as_value(count, "i64"), out, planes)
 
-    def _chunks(self, head: Value, chunk: Value, count: Value, x: Value, out: Value, planes: int) -> None:
+    def _chunks(self, head: Value, chunk: Value, count: Value, out: Value, planes: int) -> None:
         b, groups = self.b, self.block // 16
         chunk_elements = groups * 2 * 512
         with b.loop(0, b.mul(count, 16), hint="pair") as pair:
             feature = b.add(b.mul(chunk, CHUNK), b.mul(pair, 2))
-            sources = [self._source(b.add(feature, k), x) for k in (0, 1)]
+            sources = [self._source(b.add(feature, k)) for k in (0, 1)]
             place = b.add(b.mul(b.div(pair, 16), chunk_elements), b.mul(b.rem(pair, 16), 32))
             place = b.at(self.stage, place, "bf16")
             for group in range(groups):
@@ -298,9 +339,10 @@ class _Readout(_Kernel):
 
 def emit_state(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
     """(MLIR text of the function `state`, parameter slots, bytes of workspace per thread)."""
-    kernel = _State(shape, BLOCK)
+    kernel = _State(shape)
     kernel.write()
-    return kernel.text("state"), _slots(kernel), round_up(shape.low * BLOCK * 4, 64) + BLOCK // 32 * 2 * CHUNK * 64
+    stage = BLOCK // 32 * 2 * CHUNK * 64
+    return kernel.text("state"), _slots(kernel), _common(shape, BLOCK) + stage + BLOCK * 2 * 2 * shape.e
 
 
 def emit_readout(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
@@ -308,7 +350,12 @@ def emit_readout(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
     kernel = _Readout(shape, QUERY_BLOCK)
     kernel.write()
     stage = CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024
-    return kernel.text("readout"), _slots(kernel), round_up(shape.low * QUERY_BLOCK * 4, 64) + stage
+    return kernel.text("readout"), _slots(kernel), _common(shape, QUERY_BLOCK) + stage
+
+
+def _common(shape: FeatureShape, block: int) -> int:
+    """Bytes of parents and x."""
+    return (shape.low + shape.width + 2) * block * 4
 
 
 def _slots(kernel: _Kernel) -> tuple[tuple, ...]:

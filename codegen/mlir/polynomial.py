@@ -71,7 +71,7 @@ class FeatureKernels:
         table = monomials(d, degree)
         self.table = table
         self.shape = FeatureShape(d=d, e=e, low=table.below_top, planes=planes)
-        self.parents, self.variables, self.position = _padded_table(table, self.shape.low_padded)
+        self.parents, self.variables, self.position = _padded_table(table, self.shape)
         self.chunks = len(self.parents) // CHUNK
         self.state_kernel = _Compiled("state", emit_state(self.shape))
         self.readout_kernel = _Compiled("readout", emit_readout(self.shape))
@@ -91,58 +91,75 @@ class FeatureKernels:
         threads = torch.get_num_threads()
         if heads * groups % threads and heads * groups < 4 * threads:
             groups = min(self.chunks, -(-groups // threads) * threads)
-        x = _coordinates(k, BLOCK)
-        values = _value_tiles(v, blocks * BLOCK, self.e)
+        rows, values = _rows(k, BLOCK, self.shape.width), _values(v, blocks * BLOCK, self.e)
         self.state_kernel(
-            heads * groups, x=x, values=values, parents=self.parents, variables=self.variables, state=state,
+            heads * groups, rows=rows, values=values, parents=self.parents, variables=self.variables, state=state,
             chunks=self.chunks, groups=groups, blocks=blocks,
         )  # fmt: skip
         return state
 
     def readout(self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor, columns: int) -> torch.Tensor:
         """[heads, N, columns + 1]: for q [heads, N, d] the sums over keys of p(q.k) [v, 1]. weights: coefficient of
-        every padded feature."""
+        every padded feature, [features] or [heads, features]."""
         heads, n, _ = q.shape
-        blocks = -(-n // QUERY_BLOCK)
-        planes = _state_planes(state * weights[:, None])
-        out = q.new_zeros(heads, blocks, self.e, QUERY_BLOCK)
-        self.readout_kernel(
-            heads * blocks, x=_coordinates(q, QUERY_BLOCK), planes=planes, parents=self.parents,
-            variables=self.variables, out=out, chunks=self.chunks, blocks=blocks,
-        )  # fmt: skip
+        out = self._read(q, state, weights)
         return out[:, :, : columns + 1].transpose(2, 3).reshape(heads, -1, columns + 1)[:, :n]
 
+    def attend(self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor, columns: int) -> torch.Tensor:
+        """[heads, N, columns]: the same, divided by the last column."""
+        heads, n, _ = q.shape
+        read = self._read(q, state, weights)
+        out = q.new_empty(heads, read.shape[1] * QUERY_BLOCK, columns)
+        sums = read[:, :, columns, :, None]
+        torch.div(read[:, :, :columns].transpose(2, 3), sums, out=out.view(heads, -1, QUERY_BLOCK, columns))
+        return out[:, :n]
+
+    def _read(self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[heads, blocks of QUERY_BLOCK queries, e, QUERY_BLOCK]"""
+        heads, n, _ = q.shape
+        blocks = -(-n // QUERY_BLOCK)
+        planes = _state_planes(state * weights[..., None])
+        out = q.new_zeros(heads, blocks, self.e, QUERY_BLOCK)
+        self.readout_kernel(
+            heads * blocks, rows=_rows(q, QUERY_BLOCK, self.shape.width), planes=planes, parents=self.parents,
+            variables=self.variables, out=out, chunks=self.chunks, blocks=blocks,
+        )  # fmt: skip
+        return out
+
     def weights(self, coefficients: torch.Tensor) -> torch.Tensor:
-        """What each padded feature is worth in p(q.k): coefficients [degree + 1] of the polynomial times the
-        multinomials."""
-        found = torch.zeros(len(self.parents))
-        found[self.position] = (coefficients.double()[self.table.degrees] * self.table.multinomials).float()
+        """[.., padded features]: what each is worth in p(q.k), coefficients [.., degree + 1] times the multinomials."""
+        found = torch.zeros(*coefficients.shape[:-1], len(self.parents))
+        found[..., self.position] = (coefficients.double()[..., self.table.degrees] * self.table.multinomials).float()
         return found
 
 
-def _padded_table(table: Monomials, low_padded: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _padded_table(table: Monomials, shape: FeatureShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(parents, variables) of the features, padded to whole chunks below and at the top degree, and the position of
     every feature among them. Feature 0 is the row of ones times the row of ones; padding is times the row of zeros."""
-    d, low, total = table.d, table.below_top, len(table.parents)
+    low, total, low_padded = table.below_top, len(table.parents), shape.low_padded
     position = torch.arange(total)
     position[low:] += low_padded - low
     length = round_up(low_padded + total - low, CHUNK)
-    parents, variables = torch.zeros(length, dtype=torch.int64), torch.full((length,), d + 1)
+    parents, variables = torch.zeros(length, dtype=torch.int64), torch.full((length,), shape.width + 1)
     parents[position], variables[position] = table.parents, table.variables
+    variables[0] = shape.width
     return parents, variables, position
 
 
-def _coordinates(x: torch.Tensor, block: int) -> torch.Tensor:
-    """[heads, N, d] to [heads, blocks, d + 2, block]."""
-    heads, n, d = x.shape
-    blocks = -(-n // block)
-    found = x.new_zeros(heads, blocks, d + 2, block)
-    whole = n // block
-    found[:, :whole, :d] = x[:, : whole * block].view(heads, whole, block, d).transpose(2, 3)
-    if whole < blocks:
-        found[:, whole, :d, : n - whole * block] = x[:, whole * block :].transpose(1, 2)
-    found[:, :, d] = 1.0
-    return found
+def _rows(x: torch.Tensor, block: int, width: int) -> torch.Tensor:
+    """[heads, N, d] with rows of zeros up to whole blocks, and columns of zeros up to `width`."""
+    missing = -x.shape[1] % block, width - x.shape[2]
+    return torch.nn.functional.pad(x, (0, missing[1], 0, missing[0])) if any(missing) else x.contiguous()
+
+
+def _values(v: torch.Tensor, padded: int, e: int) -> torch.Tensor:
+    """[v, 1, 0..] as float32 [heads, padded, e]; rows of zeros beyond the end."""
+    heads, n, columns = v.shape
+    full = torch.empty(heads, padded, e)
+    full[:, :n, :columns] = v
+    full[:, :n, columns:] = (torch.arange(columns, e) == columns).float()
+    full[:, n:] = 0.0
+    return full
 
 
 def _planes(x: torch.Tensor) -> torch.Tensor:
@@ -151,16 +168,6 @@ def _planes(x: torch.Tensor) -> torch.Tensor:
     planes[0] = x
     planes[1] = x.sub_(planes[0].float())
     return planes
-
-
-def _value_tiles(v: torch.Tensor, padded: int, e: int) -> torch.Tensor:
-    """[v, 1] as B tiles [heads, steps, e tiles, planes, 16 pairs, 16, 2]; keys beyond the end have a one of zero."""
-    heads, n, columns = v.shape
-    full = v.new_zeros(heads, padded, e)
-    full[:, :n, :columns] = v
-    full[:, :n, columns] = 1.0
-    planes = _planes(full).view(2, heads, padded // 32, 16, 2, e // 16, 16)
-    return planes.permute(1, 2, 5, 0, 3, 6, 4).contiguous()
 
 
 def _state_planes(state: torch.Tensor) -> torch.Tensor:

@@ -81,16 +81,19 @@ def features(x: torch.Tensor, table: Monomials, first: int = 0, last: int | None
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: Sequence[float], causal: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: Sequence[float] | torch.Tensor, chunk: int = 0
 ) -> torch.Tensor:
     """[.., N_q, d], [.., N_k, d], [.., N_k, d_v] to [.., N_q, d_v], without scaling of the scores.
 
-    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists. causal: key j for query i >= j, in
-    chunks: a state of the chunks before, and inside of a chunk the polynomial itself.
+    coefficients: c_0, c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own.
+
+    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists. chunk: if not 0, causal (key j for
+    query i >= j) in chunks of so many rows: a state of the chunks before, and the exponential itself inside of a chunk.
     """
-    if causal:
-        return _causal(q, k, v, coefficients)
-    total = _sums(q, k, v, coefficients)
+    powers = torch.as_tensor(coefficients, dtype=torch.float64)
+    if chunk:
+        return _causal(q, k, v, powers, chunk)
+    total = _sums(q, k, v, powers)
     return total[..., :-1] / total[..., -1:]
 
 
@@ -98,30 +101,31 @@ def _with_ones(v: torch.Tensor) -> torch.Tensor:
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
-def _weights(table: Monomials, coefficients: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    return (torch.tensor(coefficients, dtype=torch.float64)[table.degrees] * table.multinomials).to(dtype)
+def _weights(table: Monomials, coefficients: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[.., r]"""
+    return (coefficients[..., table.degrees] * table.multinomials).to(dtype)
 
 
-def _sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
+def _sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
     """[.., N_q, d_v + 1]: the sums over all keys of p(q.k) [v, 1]."""
-    table = monomials(q.shape[-1], len(coefficients) - 1)
+    table = monomials(q.shape[-1], coefficients.shape[-1] - 1)
     weights, values = _weights(table, coefficients, q.dtype), _with_ones(v)
     total = torch.zeros_like(q[..., :1])
-    for first in range(0, len(weights), FEATURE_BLOCK):
+    for first in range(0, weights.shape[-1], FEATURE_BLOCK):
         last = first + FEATURE_BLOCK
         state = features(k, table, first, last).transpose(-1, -2) @ values
-        total = total + features(q, table, first, last) @ (state * weights[first:last, None])
+        total = total + features(q, table, first, last) @ (state * weights[..., first:last, None])
     return total
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: Sequence[float], chunk: int = 256):
-    table = monomials(q.shape[-1], len(coefficients) - 1)
-    weights, values = _weights(table, coefficients, q.dtype)[:, None], _with_ones(v)
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: torch.Tensor, chunk: int):
+    table = monomials(q.shape[-1], coefficients.shape[-1] - 1)
+    weights, values = _weights(table, coefficients, q.dtype)[..., None], _with_ones(v)
     state, outputs = torch.zeros_like(weights * values[..., :1, :]), []
     for first in range(0, q.shape[-2], chunk):
         here = (..., slice(first, first + chunk), slice(None))
         scores = q[here] @ k[here].transpose(-1, -2)
-        inside = sum((c * scores**g for g, c in enumerate(coefficients)), torch.zeros_like(scores))
+        inside = scores.exp()
         total = features(q[here], table) @ (state * weights) + inside.tril() @ values[here]
         state = state + features(k[here], table).transpose(-1, -2) @ values[here]
         outputs.append(total[..., :-1] / total[..., -1:])

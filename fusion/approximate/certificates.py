@@ -17,8 +17,9 @@ class Certificate:
     the heads, e.g. ((0, 3), (0, 5)). reason: why exact ran. epsilon: the error asked for. weight_error: a bound on the
     sum over keys of |error of a weight| / sum of the weights, in every row; 0 where exact ran. output_error: the bound
     2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows. bound: B, such that every
-    |score| <= B after the keys are centred. degree, features: of the polynomial. live: share of the tiles that were
-    computed (certified_sparse). n_q, n_k: queries and keys.
+    |score| <= B after the keys are centred. moment: what the mean square score of a row is at most (of the keys that
+    are approximated, relative to their mean weight). degree, features: of the polynomial. live: share of the tiles that
+    were computed (certified_sparse). n_q, n_k: queries and keys.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Certificate:
     weight_error: float = 0.0
     output_error: float = 0.0
     bound: float | None = None
+    moment: float | None = None
     degree: int | None = None
     features: int | None = None
     live: float | None = None
@@ -38,6 +40,7 @@ class Certificate:
     def __str__(self) -> str:
         where = f"{len(self.heads)} head{'s' if len(self.heads) != 1 else ''} x {self.n_q} queries x {self.n_k} keys"
         bound = "" if self.bound is None else f"B = {self.bound:.3g}, "
+        bound += "" if self.moment is None else f"mean square {self.moment:.2g}, "
         if self.ran == "exact":
             return f"{self.method}: {where} ran exact ({bound}{self.reason})"
         what = f"degree {self.degree}, {self.features} features, " if self.degree is not None else ""

@@ -9,6 +9,7 @@ splitting into planes).
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 from fusion.approximate.polynomials import Polynomial, feature_count, minimax
@@ -24,6 +25,8 @@ ROUND_TRIP = 1e-4
 UNIT = 2.0**-8
 """Relative error of rounding to bf16."""
 MAX_FEATURES = 60000
+CAUSAL_CHUNK = 512
+"""Rows of a causal chunk: as many as make its own scores cost about what making and reading the state does."""
 
 
 def exact_seconds(machine: Machine, problem: Problem, amx: bool) -> float:
@@ -49,16 +52,11 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
         seconds = rows * features * (2 * columns + 8) / machine.flops("float32")
     inside = 0.0
     if problem.causal:
-        chunk = min(problem.n_q, chunk_rows(problem.d_v, features))
+        chunk = min(problem.n_q, CAUSAL_CHUNK)
         square = replace(problem, n_q=chunk, n_k=chunk, dtype="float32", causal=False)
         inside = exact_seconds(machine, square, amx) * problem.n_q / max(1, chunk)
     moved = rows * 16 * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
     return seconds + inside + moved + ROUND_TRIP
-
-
-def chunk_rows(d_v: int, features: int) -> int:
-    """Rows of a causal chunk: as many as make its own scores cost what reading and writing the state does."""
-    return 512 if features * (d_v + 1) < 1 << 18 else 1024
 
 
 def _clock(machine: Machine) -> float:
@@ -67,47 +65,56 @@ def _clock(machine: Machine) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A polynomial and how it is computed. planes: of the top degree (0: in float32 throughout). rounding: what the
-    planes add to the error of the weights. error: of the weights, everything included."""
+    """A polynomial and how it is computed. moment: the mean square score of a row that it was chosen for. planes: of
+    the top degree (0: in float32 throughout). rounding: what the planes add to the error of the weights. error: of the
+    weights of a row, everything included."""
 
     polynomial: Polynomial
+    moment: float
     planes: int
     features: int
     rounding: float
 
     @property
     def error(self) -> float:
-        return self.polynomial.error + self.rounding
+        return self.polynomial.row_error(self.moment) + self.rounding
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(d: int, bound: float, epsilon: float, causal: bool, exact_values: bool, amx: bool) -> Choice | None:
+def choose(
+    d: int, bound: float, epsilon: float, exact_values: bool, amx: bool, moment: float | None = None, least: float = 1.0
+) -> Choice | None:
     """The cheapest polynomial whose certified error is at most epsilon, or None.
 
-    bound: B of the data. exact_values: V is bf16 already, and loses nothing as one plane. Fewer planes come before
-    another degree: the latter multiplies the features by d / degree.
+    bound: B of the data. moment: a bound on the mean square score of a row, relative to its mean weight (by default
+    what follows from B). least: what the mean weight of a row is at least: 1 with centred keys, since the exponential
+    is convex. exact_values: V is bf16 already, and loses nothing as one plane. Fewer planes come before another degree:
+    the latter multiplies the features by d / degree.
     """
+    moment = bound * bound / least if moment is None else min(moment, bound * bound / least)
     for degree in range(1, 17):
         features = feature_count(d, degree)
         if features > MAX_FEATURES:
             return None
-        polynomial = minimax(degree, bound)
-        if polynomial.error > epsilon:
-            continue
-        for planes in (1, 2) if amx else (0,):
-            rounding = _rounding(polynomial, planes, causal, exact_values)
-            if polynomial.error + rounding <= epsilon:
-                return Choice(polynomial=polynomial, planes=planes, features=features, rounding=rounding)
+        # Either may be the better one: the first gains where the moment is far below B squared.
+        for polynomial in (minimax(degree, bound, moment), minimax(degree, bound)):
+            if polynomial.row_error(moment) > epsilon:
+                continue
+            for planes in (1, 2) if amx else (0,):
+                rounding = _rounding(polynomial, planes, least, exact_values)
+                if polynomial.row_error(moment) + rounding <= epsilon:
+                    return Choice(
+                        polynomial=polynomial, moment=moment, planes=planes, features=features, rounding=rounding
+                    )
     return None
 
 
-def _rounding(p: Polynomial, planes: int, causal: bool, exact_values: bool) -> float:
+def _rounding(p: Polynomial, planes: int, least: float, exact_values: bool) -> float:
     """What rounding can add to the sum of a row's weights, relative to that sum.
 
     A monomial's term passes through up to four roundings: the features of key and query, the value, the state. In two
     planes each is off by 2**-16, and the product that is left out by as much. All terms of degree g add up to at most
-    |c_g| B^g for a key, and with centred keys the mean weight of a row is at least 1 (the exponential is convex); a
-    causal row sees other keys, whose weights are at least exp(-B).
+    |c_g| B^g for a key; the sum of the weights is at least `least` for each key.
     """
     two = 6 * UNIT**2
     if planes == 0:
@@ -115,15 +122,14 @@ def _rounding(p: Polynomial, planes: int, causal: bool, exact_values: bool) -> f
     one = (3 if exact_values else 4) * UNIT * (1 + 2 * UNIT)
     top = p.magnitude(p.degree, None) * (one if planes == 1 else two)
     low = p.magnitude(0, p.degree) * two
-    least = float(2.718281828459045**-p.bound) if causal else 1.0
-    return (top + low) / (least * (1 - p.error))
+    return (top + low) / least
 
 
 def crossing(machine: Machine, problem: Problem, bound: float, epsilon: float, amx: bool) -> tuple[Choice | None, int]:
     """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster).
 
     0 where no polynomial is certified, or none is faster up to N = 2**26."""
-    choice = choose(problem.d, bound, epsilon, problem.causal, problem.dtype == "bfloat16", amx)
+    choice = choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", amx, least=_least(problem, bound))
     if choice is None:
         return None, 0
     for step in range(7 * 8, 26 * 8 + 1):
@@ -132,6 +138,11 @@ def crossing(machine: Machine, problem: Problem, bound: float, epsilon: float, a
         if polynomial_seconds(machine, here, choice.features, choice.planes, amx) < exact_seconds(machine, here, amx):
             return choice, n
     return choice, 0
+
+
+def _least(problem: Problem, bound: float) -> float:
+    """What is known of a row's mean weight without data: with centred keys 1, of some of them exp(-B)."""
+    return math.exp(-bound) if problem.causal else 1.0
 
 
 def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
@@ -159,7 +170,7 @@ def crossing_text(
     if timed:
         choice, n = crossing(machine, problem, bound, epsilon, amx)
     else:
-        choice, n = choose(problem.d, bound, epsilon, problem.causal, problem.dtype == "bfloat16", amx), 0
+        choice, n = choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", amx, least=_least(problem, bound)), 0
     if choice is None:
         return f"B = {bound:g}: no polynomial of at most {MAX_FEATURES} features is certified to {epsilon:g}: exact"
     what = f"B = {bound:g}: degree {choice.polynomial.degree}, {choice.features} features, error {choice.error:.2g}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,22 @@ from fusion.ir.spec import AttentionSpec, Operand, Output
 
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 HEADS = "approximate_heads"
+
+
+@contextlib.contextmanager
+def ieee_products() -> Iterator[None]:
+    """Matrix products of float32 tensors in float32: bounds would not hold in the reduced precision that
+    `torch.set_float32_matmul_precision` may have asked for."""
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    if before in ("none", "ieee"):
+        yield
+        return
+    setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 @dataclass(slots=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fusion.approximate import cost
 from fusion.approximate.certificates import Certificate, output_error, record
+from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
-from fusion.approximate.heads import ExactHeads, Executor, Heads, gather
+from fusion.approximate.heads import ExactHeads, Executor, Heads, gather, ieee_products
 from fusion.codegen.reference import polynomial as reference
 from fusion.cost.problem import Problem
 from fusion.ir.spec import AttentionSpec
@@ -23,8 +25,27 @@ METHOD = "polynomial"
 SAMPLED = 32
 SNAP = 32
 """B is rounded up to the next 1/SNAP of an octave, so that few polynomials are ever computed."""
-MARGIN = 1 + 1e-5
-"""Covers the float32 rounding of the norms."""
+MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
+"""Cover the float32 rounding of norms (as a factor), and of moments (times B squared, on top)."""
+STEPS = 8
+"""Moments are rounded up to the next 1/STEPS of an octave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Centred:
+    """What is computed of a call before anything is decided, in float32.
+
+    keys: [U, N_k, d] minus their mean, of norm at most 1. values: [U, N_k, d_v]. queries: [H, N_q, d] times everything
+    that the keys were divided by. Per head, [H]: bounds, B; moments, a bound on the mean square score of a row over the
+    keys that are approximated, relative to their mean weight; least, a lower bound of this mean weight.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    bounds: Tensor
+    moments: Tensor
+    least: Tensor
 
 
 class PolynomialAttention:
@@ -44,18 +65,17 @@ class PolynomialAttention:
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        heads = gather(self.spec, operands, sizes)
-        reason = self._refusal(heads)
-        if reason is None:
-            centred, values, scaled_q, bounds = self._centred(heads)
-            groups = self._groups(heads, bounds)
-            if groups.keys() != {None}:
-                return self._run(heads, sizes, centred, values, scaled_q, bounds, groups)
-            reason = "no polynomial is both certified and predicted to be faster"
-            bound = float(bounds.max())
-        else:
-            bound = None
-        record(self._exact_certificate(heads, torch.arange(len(heads.q)), reason, bound))
+        with ieee_products():
+            heads = gather(self.spec, operands, sizes)
+            reason, bound = self._refusal(heads), None
+            if reason is None:
+                data = self._centred(heads)
+                groups = self._groups(heads, data)
+                if groups.keys() != {None}:
+                    return self._run(heads, sizes, data, groups)
+                reason = "no polynomial is both certified and predicted to be faster"
+                bound = float(data.bounds.max())
+            record(self._exact_certificate(heads, torch.arange(len(heads.q)), reason, bound))
         return self.exact(operands, sizes)
 
     def _refusal(self, heads: Heads) -> str | None:
@@ -73,10 +93,13 @@ class PolynomialAttention:
 
     def _any_bounded(self, heads: Heads) -> bool:
         """Whether a sample of the rows leaves hope for any head: looking at all of them costs more."""
-        q, k = heads.q[:, ::SAMPLED].float(), heads.k[:, ::SAMPLED].float()
-        keys = (k - k.mean(1, keepdim=True)).norm(dim=-1).amax(-1)[heads.owner]
-        bounds = q.norm(dim=-1).amax(-1) * keys * abs(self.plain.scale) * 0.95
-        return any(self._choice(heads, bound) is not None for bound in bounds.tolist())
+        k = heads.k[:, ::SAMPLED].float()
+        keys = k - k.mean(1, keepdim=True)
+        q = heads.q[:, ::SAMPLED].float() * self.plain.scale
+        bounds = q.norm(dim=-1).amax(-1) * keys.norm(dim=-1).amax(-1)[heads.owner] * 0.95
+        moments = (q @ keys.mT[heads.owner]).square_().mean(-1).amax(-1) * 0.8
+        pairs = zip(bounds.tolist(), moments.tolist(), strict=True)
+        return any(self._choice(heads, bound, moment, 1.0) is not None for bound, moment in pairs)
 
     def _seconds(self, heads: Heads, features: int, planes: int) -> tuple[bool, float, float]:
         """(whether polynomial is predicted to be faster, its seconds, those of exact), for all heads."""
@@ -89,66 +112,99 @@ class PolynomialAttention:
         exact = cost.exact_seconds(self.machine, problem, self.amx)
         return ours < exact, ours, exact
 
-    def _centred(self, heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys minus their mean, of norm at most 1; values; queries times everything that keys were divided by; B of
-        every head: the largest norm of such a query (Cauchy-Schwarz). All float32."""
+    def _centred(self, heads: Heads) -> Centred:
         keys = heads.k.float()
-        keys = keys - keys.mean(1, keepdim=True)  # a tensor of our own: divided in place below
+        ones = keys.new_full((1, 1, heads.n_k), 1 / heads.n_k).expand(len(keys), 1, heads.n_k)
+        keys = keys - torch.bmm(ones, keys)  # a tensor of our own: divided in place below
         largest = keys.norm(dim=-1).amax(-1) * MARGIN
         unit = torch.where(largest > 0, largest, 1.0)
+        keys = keys.div_(unit[:, None, None])
         queries = heads.q.float() * (self.plain.scale * unit[heads.owner])[:, None, None]
         bounds = queries.norm(dim=-1).amax(-1) * MARGIN
         bounds = torch.where(largest[heads.owner] > 0, bounds, bounds * 0.0)
-        return keys.div_(unit[:, None, None]), heads.v.float(), queries, bounds.nan_to_num(math.inf, math.inf)
+        moments, least = self._moments(queries, keys, heads.owner)
+        moments = (moments + MOMENT_MARGIN * bounds * bounds / least).nan_to_num(math.inf, math.inf)
+        return Centred(
+            keys=keys, values=heads.v.float(), queries=queries, bounds=bounds.nan_to_num(math.inf, math.inf),
+            moments=moments, least=least.nan_to_num(0.0),
+        )  # fmt: skip
 
-    def _groups(self, heads: Heads, bounds: Tensor) -> dict[Choice | None, list[int]]:
-        """Heads by the polynomial that they get; None: exact. Heads with the same features share the polynomial of the
-        largest bound among them."""
-        alike: dict[tuple[int, int] | None, list[int]] = defaultdict(list)
-        choices = [self._choice(heads, bound) for bound in bounds.tolist()]
-        for head, choice in enumerate(choices):
-            alike[choice and (choice.polynomial.degree, choice.planes)].append(head)
-        groups: dict[Choice | None, list[int]] = {}
-        for key, members in alike.items():
-            found = [choice for head in members if (choice := choices[head]) is not None]
-            groups[max(found, key=lambda choice: choice.polynomial.bound) if key else None] = members
+    def _moments(self, q: Tensor, k: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+        """(moments, least) of `Centred`. The sum of the squares of a row's scores is q K^T K q; the mean weight is at
+        least the exponential of the mean score (convexity), which is 0 for all keys and q.mean(k) for some of them."""
+        if not self.plain.causal:
+            gram = torch.bmm(k.mT, k).div_(k.shape[1])[owner]
+            return torch.bmm(q, gram).mul_(q).sum(-1).amax(-1), torch.ones(len(q))
+        whole = (k.shape[1] - 1) // CHUNK * CHUNK  # approximated are the keys of the chunks before a row's own
+        if not whole:
+            return torch.zeros(len(q)), torch.ones(len(q))
+        chunks = k[:, :whole].reshape(len(k), -1, CHUNK, k.shape[-1])
+        before = torch.arange(1, chunks.shape[1] + 1)[:, None, None] * CHUNK
+        gram = (chunks.mT @ chunks).cumsum_(1).div_(before)[owner]
+        mean = chunks.sum(2, keepdim=True).cumsum_(1).div_(before)[owner]
+        padding = q.new_zeros(len(q), -q.shape[1] % CHUNK, q.shape[-1])
+        rows = torch.cat([q[:, CHUNK:], padding], 1).view(len(q), -1, CHUNK, q.shape[-1])
+        weight = (rows * mean).sum(-1).exp_() / MARGIN
+        moments = (rows @ gram).mul_(rows).sum(-1).div_(weight)
+        return moments.amax((-1, -2)), weight.amin((-1, -2)).clamp_max(1.0)
+
+    def _groups(self, heads: Heads, data: Centred) -> dict[tuple[int, int] | None, dict[int, Choice]]:
+        """Heads and their polynomials, by what heads have in common that run together: (degree, planes); None: heads
+        that run exact."""
+        groups: dict[tuple[int, int] | None, dict] = defaultdict(dict)
+        figures = zip(data.bounds.tolist(), data.moments.tolist(), data.least.tolist(), strict=True)
+        for head, (bound, moment, least) in enumerate(figures):
+            choice = self._choice(heads, bound, moment, least)
+            groups[choice and (choice.polynomial.degree, choice.planes)][head] = choice
         return groups
 
-    def _choice(self, heads: Heads, bound: float) -> Choice | None:
-        if not math.isfinite(bound) or bound > 64:
+    def _choice(self, heads: Heads, bound: float, moment: float, least: float) -> Choice | None:
+        if not (math.isfinite(bound) and math.isfinite(moment) and bound <= 64 and least > 0):
             return None
-        snapped = 2.0 ** (math.ceil(math.log2(max(bound, 2.0**-10)) * SNAP) / SNAP)
-        d = heads.q.shape[-1]
-        choice = cost.choose(d, snapped, self.epsilon, self.plain.causal, self.exact_values, self.amx)
+        bound, moment = _snapped(bound, SNAP), _snapped(moment, STEPS)
+        least = 1 / _snapped(1 / least, STEPS)
+        choice = cost.choose(heads.q.shape[-1], bound, self.epsilon, self.exact_values, self.amx, moment, least)
         if choice is None or not (self.always or self._seconds(heads, choice.features, choice.planes)[0]):
             return None
         return choice
 
-    def _run(self, heads: Heads, sizes, keys, values, queries, bounds, groups) -> Tensor:
-        out = queries.new_empty(len(queries), heads.n_q, values.shape[-1])
-        largest = values.norm(dim=-1).amax(-1)[heads.owner]
-        for choice, members in groups.items():
-            chosen = torch.tensor(members)
+    def _run(self, heads: Heads, sizes: Sequence[int], data: Centred, groups) -> Tensor:
+        out = data.queries.new_empty(len(heads.q), heads.n_q, heads.v.shape[-1])
+        largest = data.values.norm(dim=-1).amax(-1)[heads.owner]
+        for key, choices in groups.items():
+            chosen = torch.tensor(list(choices))
             owner = heads.owner[chosen]
-            if choice is None:
+            if key is None:
                 out[chosen] = self.some(heads.q[chosen], heads.k[owner], heads.v[owner], sizes).float()
-                bound = float(bounds[chosen].max())
+                bound = float(data.bounds[chosen].max())
                 record(self._exact_certificate(heads, chosen, "no polynomial is certified and faster at this B", bound))
                 continue
             if len(groups) == 1:
-                out = self._attend(queries, keys, values, heads.owner, choice)
+                out = self._attend(data.queries, data.keys, data.values, heads.owner, list(choices.values()))
             else:
                 used, owner = torch.unique(owner, return_inverse=True)
-                out[chosen] = self._attend(queries[chosen], keys[used], values[used], owner, choice)
+                out[chosen] = self._attend(
+                    data.queries[chosen], data.keys[used], data.values[used], owner, list(choices.values())
+                )
+            self._certify(heads, data, choices, largest)
+        return heads.store(out)
+
+    def _certify(self, heads: Heads, data: Centred, choices: dict[int, Choice], largest: Tensor) -> None:
+        """Record one certificate for all heads with the same polynomial."""
+        alike: dict[Choice, list[int]] = defaultdict(list)
+        for head, choice in choices.items():
+            alike[choice].append(head)
+        for choice, members in alike.items():
+            chosen = torch.tensor(members)
             record(
                 Certificate(
                     method=METHOD, ran=METHOD, heads=heads.coordinates(chosen), epsilon=self.epsilon, n_q=heads.n_q,
-                    n_k=heads.n_k, weight_error=choice.error, bound=float(bounds[chosen].max()),
+                    n_k=heads.n_k, weight_error=choice.error, bound=float(data.bounds[chosen].max()),
+                    moment=float(data.moments[chosen].max()),
                     output_error=output_error(choice.error, float(largest[chosen].max())),
                     degree=choice.polynomial.degree, features=choice.features,
                 )
             )  # fmt: skip
-        return heads.store(out)
 
     def _exact_certificate(self, heads: Heads, chosen: Tensor, reason: str, bound: float | None) -> Certificate:
         return Certificate(
@@ -156,36 +212,40 @@ class PolynomialAttention:
             n_k=heads.n_k, reason=reason, bound=bound,
         )  # fmt: skip
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, choice: Choice) -> Tensor:
-        """[h, N_q, d_v], normalised."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, choices: list[Choice]) -> Tensor:
+        """[h, N_q, d_v], normalised. choices: of every head, all of one degree."""
+        powers = torch.tensor([choice.polynomial.coefficients for choice in choices], dtype=torch.float64)
         if not self.amx:
-            return reference.attend(q, k[owner], v[owner], choice.polynomial.coefficients, self.plain.causal)
+            return reference.attend(q, k[owner], v[owner], powers, CHUNK if self.plain.causal else 0)
         from fusion.codegen.mlir import polynomial as mlir
 
         d_v = v.shape[-1]
-        run = mlir.kernels(q.shape[-1], -(-(d_v + 1) // 16) * 16, choice.polynomial.degree, choice.planes)
-        weights = run.weights(torch.tensor(choice.polynomial.coefficients, dtype=torch.float64))
+        run = mlir.kernels(q.shape[-1], -(-(d_v + 1) // 16) * 16, powers.shape[1] - 1, choices[0].planes)
+        weights = run.weights(powers)
         if self.plain.causal:
-            total = _causal(run, q, k, v, owner, weights, cost.chunk_rows(d_v, choice.features))
-        else:
-            state = run.state(k, v)
-            total = run.readout(q, state[owner] if len(k) < len(q) else state, weights, d_v)
-        return total[..., :-1] / total[..., -1:]
+            return _causal(run, q, k, v, owner, weights)
+        state = run.state(k, v)
+        return run.attend(q, state[owner] if len(k) < len(q) else state, weights, d_v)
 
 
-def _causal(run, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, weights: Tensor, chunk: int) -> Tensor:
-    """[h, N, d_v + 1], unnormalised: in chunks, with the state of the chunks before, and exactly inside of a chunk."""
+def _snapped(x: float, steps: int) -> float:
+    """x, rounded up to the next 1/steps of an octave, and at least 2**-20."""
+    return 2.0 ** (math.ceil(math.log2(max(x, 2.0**-20)) * steps) / steps)
+
+
+def _causal(run, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, weights: Tensor) -> Tensor:
+    """[h, N, d_v]: in chunks, with the state of the chunks before, and exactly inside of a chunk."""
     heads, n, _ = q.shape
     total = q.new_empty(heads, n, v.shape[-1] + 1)
     state = None
-    for first in range(0, n, chunk):
-        here = slice(first, first + chunk)
+    for first in range(0, n, CHUNK):
+        here = slice(first, first + CHUNK)
         scores = (q[:, here] @ k[owner][:, here].transpose(1, 2)).exp_().tril_()
         inside = total[:, here]
         inside[..., :-1] = scores @ v[owner][:, here]
         inside[..., -1] = scores.sum(-1)
         if state is not None:
             inside += run.readout(q[:, here], state[owner], weights, v.shape[-1])
-        if first + chunk < n:
+        if first + CHUNK < n:
             state = run.state(k[:, here], v[:, here], state)
-    return total
+    return total[..., :-1] / total[..., -1:]

@@ -3,6 +3,14 @@
 A common factor of all weights cancels in the softmax, so the error that counts is that of exp(-x) p(x) against 1. The
 best polynomial under that weight (minimax) is found by Remez's exchange; the Taylor and Chebyshev series are here to be
 compared with. Coefficients are of powers of x, lowest first.
+
+What a row needs is less than that: its errors *summed* over the keys, against the sum of its weights. Where the mean
+square of the row's scores is known to be at most m (cheap to bound from the data), a bound of the form
+
+    |exp(x) - p(x)| <= error * exp(x) + spread * x^2        for |x| <= B
+
+makes that sum at most error + spread * m of the weights, provided that these add up to at least the number of keys.
+`minimax` with a moment m minimises it: scores near the limit B may be off by more, since there are few of them.
 """
 
 from __future__ import annotations
@@ -17,36 +25,52 @@ from fusion.errors import ApproximationError
 
 MAX_DEGREE = 16
 GRID = 4001
+TOLERANCE = 1e-4
+"""How far from the best a polynomial may be before another exchange."""
+FLOOR = 1.0
+"""error / spread of a polynomial for a moment, in units of the moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polynomial:
-    """coefficients: c_0, c_1, ... of powers of x. bound: B. error: max over |x| <= B of |exp(-x) p(x) - 1|."""
+    """coefficients: c_0, c_1, ... of powers of x. bound: B. error, spread: |exp(x) - p(x)| <= error * exp(x) + spread *
+    x^2 over |x| <= B (spread 0: a bound on the relative error of every single weight)."""
 
     coefficients: tuple[float, ...]
     bound: float
     error: float
+    spread: float = 0.0
 
     @property
     def degree(self) -> int:
         return len(self.coefficients) - 1
+
+    def row_error(self, moment: float) -> float:
+        """What errs in the weights of a row, relative to their sum, if its mean square score is at most `moment`."""
+        return self.error + self.spread * moment
 
     def magnitude(self, low: int = 0, high: int | None = None) -> float:
         """sum of |c_g| B^g over the degrees low <= g < high: what all monomials of these degrees can add up to."""
         return sum(abs(c) * self.bound**g for g, c in list(enumerate(self.coefficients))[low:high])
 
 
-def relative_error(coefficients: np.ndarray, bound: float) -> float:
-    """max over |x| <= bound of |exp(-x) p(x) - 1|, from a grid and a bound on what lies between its points."""
+def relative_error(coefficients: np.ndarray, bound: float, floor: float | None = None) -> float:
+    """max over |x| <= bound of |exp(-x) p(x) - 1|, divided by floor + x^2 exp(-x) where `floor` is given; an upper
+    bound of it, from a grid and a bound on what lies between its points."""
     x = bound * np.cos(np.linspace(0, math.pi, GRID))
     powers = np.polynomial.polynomial
     p = powers.polyval(x, coefficients)
-    found = float(np.abs(np.exp(-x) * p - 1).max(initial=0.0))
+    decay = np.exp(-x)
+    found = np.abs(decay * p - 1)
     # Between two points of distance h the function leaves its chord by at most h^2/8 times its second derivative.
     first, second = (powers.polyval(x, powers.polyder(coefficients, k)) for k in (1, 2))
-    curvature = float(np.abs(np.exp(-x) * (second - 2 * first + p)).max(initial=0.0))
+    curvature = float(np.abs(decay * (second - 2 * first + p)).max(initial=0.0))
     step = bound * math.pi / (GRID - 1)
-    return found + 2 * curvature * step**2 / 8 + 1e-15
+    found = np.maximum(found[1:], found[:-1]) + 2 * curvature * step**2 / 8 + 1e-15
+    if floor is not None:
+        nearest = np.where(x[1:] * x[:-1] > 0, np.minimum(np.abs(x[1:]), np.abs(x[:-1])), 0.0)
+        found /= floor + nearest**2 * np.minimum(decay[1:], decay[:-1])
+    return float(found.max(initial=0.0))
 
 
 def taylor(degree: int, bound: float) -> Polynomial:
@@ -61,24 +85,27 @@ def chebyshev(degree: int, bound: float) -> Polynomial:
     return _polynomial(_unscaled(series, bound), bound)
 
 
-@functools.lru_cache(maxsize=1024)
-def minimax(degree: int, bound: float) -> Polynomial:
-    """The polynomial of least relative error on [-bound, bound] (Remez)."""
+@functools.lru_cache(maxsize=4096)
+def minimax(degree: int, bound: float, moment: float | None = None) -> Polynomial:
+    """The polynomial of least relative error on [-bound, bound] (Remez); with a moment, of about the least
+    `row_error(moment)`."""
     if bound == 0:
         return Polynomial(coefficients=(1.0,) + (0.0,) * degree, bound=0.0, error=0.0)
+    floor = None if moment is None else FLOOR * moment
     t = np.cos(np.linspace(0, math.pi, GRID))
     nodes = np.cos(np.arange(degree + 2) * math.pi / (degree + 1))
     weight, basis = np.exp(-bound * t), np.polynomial.chebyshev.chebvander(t, degree)
+    allowed = _allowed(t, bound, floor)
     best: Polynomial | None = None
     for _ in range(30):
         system = np.polynomial.chebyshev.chebvander(nodes, degree) * np.exp(-bound * nodes)[:, None]
-        signs = (-1.0) ** np.arange(degree + 2)
+        signs = (-1.0) ** np.arange(degree + 2) * _allowed(nodes, bound, floor)
         solved = np.linalg.solve(np.column_stack([system, signs]), np.ones(degree + 2))
-        found = _polynomial(_unscaled(solved[:-1], bound), bound)
+        found = _polynomial(_unscaled(solved[:-1], bound), bound, floor)
         if best is None or found.error < best.error:
             best = found
-        residual = weight * (basis @ solved[:-1]) - 1
-        if np.abs(residual).max() <= abs(solved[-1]) * (1 + 1e-9) + 1e-14:
+        residual = (weight * (basis @ solved[:-1]) - 1) / allowed
+        if np.abs(residual).max() <= abs(solved[-1]) * (1 + TOLERANCE) + 1e-14:
             break
         exchanged = _extrema(t, residual, degree + 2)
         if exchanged is None:
@@ -86,6 +113,12 @@ def minimax(degree: int, bound: float) -> Polynomial:
         nodes = exchanged
     assert best is not None
     return best
+
+
+def _allowed(t: np.ndarray, bound: float, floor: float | None) -> np.ndarray:
+    """How far exp(-x) p(x) may be from 1 at x = bound * t, up to a factor."""
+    x = bound * t
+    return np.ones_like(t) if floor is None else floor + x * x * np.exp(-x)
 
 
 def _extrema(t: np.ndarray, residual: np.ndarray, count: int) -> np.ndarray | None:
@@ -104,10 +137,11 @@ def _unscaled(series: np.ndarray, bound: float) -> np.ndarray:
     return powers / bound ** np.arange(len(powers))
 
 
-def _polynomial(coefficients: np.ndarray, bound: float) -> Polynomial:
-    return Polynomial(
-        coefficients=tuple(float(c) for c in coefficients), bound=bound, error=relative_error(coefficients, bound)
-    )
+def _polynomial(coefficients: np.ndarray, bound: float, floor: float | None = None) -> Polynomial:
+    level, powers = relative_error(coefficients, bound, floor), tuple(float(c) for c in coefficients)
+    if floor is None:
+        return Polynomial(coefficients=powers, bound=bound, error=level)
+    return Polynomial(coefficients=powers, bound=bound, error=level * floor, spread=level)
 
 
 def degree_for(bound: float, epsilon: float, kind: str = "minimax") -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import Any
 
 from fusion.errors import ProblemError
@@ -94,7 +95,8 @@ def _approximation(arguments: argparse.Namespace, problem: Any, target: Machine)
     from fusion.codegen.mlir import polynomial as kernels
 
     amx = target.kind == "cpu" and kernels.supports(target) is None
-    choice = cost.choose(problem.d, arguments.bound, arguments.epsilon, problem.causal, False, amx)
+    least = math.exp(-arguments.bound) if problem.causal else 1.0
+    choice = cost.choose(problem.d, arguments.bound, arguments.epsilon, False, amx, least=least)
     text = cost.crossing_text(target, problem, arguments.bound, arguments.epsilon, amx, timed=target.kind == "cpu")
     if choice is None:
         return text
