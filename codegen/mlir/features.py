@@ -14,11 +14,11 @@ top degree in `planes` of them: one plane errs by 2**-8 in a term that is small,
 Layouts, with blocks of BLOCK keys or queries and everything padded with zeros:
 
     rows     float32 [head][block][BLOCK][d, up to a multiple of 16]      keys or queries as they are
-    values   float32 [head][block][BLOCK][e]
+    values   float32 [head][block][BLOCK][d_v, up to a multiple of 16]
     parents, variables   int64 [features]             rows of the parents' area, and of x
     state    float32 [head][features][e]
     planes   bf16    [head][chunk of 32 features][e tile][plane][16 e][32]
-    out      float32 [head][block][e][BLOCK]
+    out      float32 [head][block][BLOCK][d_v, up to a multiple of 16], or [e] where it is not divided by the last sum
 
 and in the workspace of a thread, besides the parents and a chunk of features:
 
@@ -47,17 +47,27 @@ PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0))}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureShape:
-    """What a pair of kernels is made for. d: coordinates; e: padded columns of V with the column of ones, a multiple
-    of 16; low: features below the top degree; low_padded: the same, up to a whole chunk; planes: of the top degree."""
+    """What a pair of kernels is made for. d: coordinates; d_v: columns of V; e: the same with the column of ones, up to
+    a multiple of 16; low: features below the top degree; low_padded: the same, up to a whole chunk; planes: of the top
+    degree."""
 
     d: int
-    e: int
+    d_v: int
     low: int
     planes: int
 
     @property
     def low_padded(self) -> int:
         return round_up(self.low, CHUNK)
+
+    @property
+    def e(self) -> int:
+        return round_up(self.d_v + 1, 16)
+
+    @property
+    def value_width(self) -> int:
+        """Columns of a row of values in memory."""
+        return round_up(self.d_v, 16)
 
     @property
     def width(self) -> int:
@@ -111,10 +121,9 @@ class _Kernel:
             for row, value in ((width, 1.0), (width + 1, 0.0)):
                 b.store(b.constant(value, F32), b.at(self.x, b.add(lane, row * self.block), "f32"), align=64)
 
-    def make_parents(self, rows: Value) -> None:
-        """x, and the rows of all features below the top degree, for the block at `rows`."""
+    def make_parents(self) -> None:
+        """The rows of all features below the top degree, from x."""
         b = self.b
-        self.turn(rows)
         with b.loop(0, self.block, 16, hint="lane") as lane:
             b.store(b.constant(1.0, F32), b.at(self.parents_area, lane, "f32"), align=64)
         with b.loop(1, self.shape.low, hint="low") as feature:
@@ -240,20 +249,30 @@ class _State(_Kernel):
             first, last = (b.div(b.mul(chunks, b.add(group, k)), groups) for k in (0, 1))
             with b.loop(0, blocks, hint="block") as block:
                 number = b.add(b.mul(head, blocks), block)
-                self.make_parents(b.at(p[("ptr", "rows")], b.mul(number, self.shape.width * self.block), "f32", "rows"))
-                self._pack(b.at(p[("ptr", "values")], b.mul(number, self.shape.e * self.block), "f32", "values"))
+                self.turn(b.at(p[("ptr", "rows")], b.mul(number, self.shape.width * self.block), "f32", "rows"))
+                # Keys beyond the end have no monomial that is not 0: not even the one of degree 0.
+                ones, left = self.shape.width * self.block, b.sub(p[("n",)], b.mul(block, self.block))
+                with b.loop(b.least(left, self.block), self.block, hint="beyond") as lane:
+                    b.store(b.constant(0.0, "f32"), b.at(self.x, b.add(lane, ones), "f32"))
+                self.make_parents()
+                values = b.mul(number, self.shape.value_width * self.block)
+                self._pack(b.at(p[("ptr", "values")], values, "f32", "values"))
                 with b.loop(first, last, hint="chunk") as chunk:
                     self.by_planes(chunk, lambda planes: self._chunk(head, chunk, planes))
 
     def _pack(self, values: Value) -> None:
         """The planes of a block of values as right operands of the tile product."""
-        b, e = self.b, self.shape.e
+        b, e, width, d_v = self.b, self.shape.e, self.shape.value_width, self.shape.d_v
+        one = b.dense([float(lane == d_v % 16) for lane in range(16)], F32, "one")
         with b.loop(0, self.block // 2, hint="pair") as pair:
             place = b.add(b.mul(b.div(pair, 16), e // 16 * 1024), b.mul(b.rem(pair, 16), 32))
             place = b.at(self.packed, place, "bf16")
-            lines = [b.at(values, b.mul(b.add(b.mul(pair, 2), k), e), "f32") for k in (0, 1)]
+            lines = [b.at(values, b.mul(b.add(b.mul(pair, 2), k), width), "f32") for k in (0, 1)]
             for column in range(0, e, 16):
-                even, odd = (self.split(b.load(b.at(line, column, "f32"), F32, "v"), 2) for line in lines)
+                read = [b.load(b.at(line, column, "f32"), F32, "v") for line in lines] if column < width else [one, one]
+                if d_v - d_v % 16 == column < width:
+                    read = [b.add(x, one) for x in read]  # on a zero
+                even, odd = (self.split(x, 2) for x in read)
                 for plane in (0, 1):
                     words = b.binary("arith.ori", b.binary("arith.shrui", even[plane], 16), odd[plane], "pair")
                     b.store(words, b.at(place, column // 16 * 1024 + plane * 512, "bf16"), align=64)
@@ -288,19 +307,45 @@ class _State(_Kernel):
 class _Readout(_Kernel):
     """One item: a block of queries, over all features."""
 
+    def __init__(self, shape: FeatureShape):
+        super().__init__(shape, QUERY_BLOCK)
+        stage = CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024
+        self.sums = self.b.at(self.stage, stage, "i8", "sums")
+
     def write(self) -> None:
         b, p = self.b, self.params
         blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
         with self.items() as item:
             head = b.div(item, blocks)
-            self.make_parents(b.at(p[("ptr", "rows")], b.mul(item, self.shape.width * self.block), "f32", "rows"))
-            out = b.at(p[("ptr", "out")], b.mul(item, self.shape.e * self.block), "f32", "out")
+            self.turn(b.at(p[("ptr", "rows")], b.mul(item, self.shape.width * self.block), "f32", "rows"))
+            self.make_parents()
+            with b.loop(0, self.shape.e * self.block, 16, hint="zero") as place:
+                b.store(b.constant(0.0, F32), b.at(self.sums, place, "f32"), align=64)
             for start, end, planes in ((0, low, 2), (low, p[("chunks",)], self.shape.planes)):
                 with b.loop(start, end, CHUNKS_TOGETHER, hint="chunk") as chunk:
                     count = b.least(b.sub(end, chunk), CHUNKS_TOGETHER)
-                    self._chunks(head, chunk, b.as_value(count, "i64"), out, planes)
+                    self._chunks(head, chunk, b.as_value(count, "i64"), planes)
+            divided = b.compare("ne", p[("divided",)], 0, "divided")
+            with b.when(divided):
+                self._write_rows(item, self.shape.value_width, divide=True)
+            with b.otherwise():
+                self._write_rows(item, self.shape.e, divide=False)
 
-    def _chunks(self, head: Value, chunk: Value, count: Value, out: Value, planes: int) -> None:
+    def _write_rows(self, item: Value, width: int, divide: bool) -> None:
+        """The sums of a block, a row per query, with the first `width` columns."""
+        b, block = self.b, self.block
+        out = b.at(self.params[("ptr", "out")], b.mul(item, width * block), "f32", "out")
+        with b.loop(0, block, 16, hint="lane") as lane:
+            sums = b.at(self.sums, lane, "f32")
+            total = b.load(b.at(sums, self.shape.d_v * block, "f32"), F32, "total", align=64) if divide else None
+            for column in range(0, width, 16):
+                read = [b.load(b.at(sums, (column + c) * block, "f32"), F32, "sum", align=64) for c in range(16)]
+                if total is not None:
+                    read = [b.div(x, total) for x in read]
+                for r, line in enumerate(transpose(b, read)):
+                    b.store(line, b.at(out, b.add(b.mul(b.add(lane, r), width), column), "f32"))
+
+    def _chunks(self, head: Value, chunk: Value, count: Value, planes: int) -> None:
         b, groups = self.b, self.block // 16
         chunk_elements = groups * 2 * 512
         with b.loop(0, b.mul(count, 16), hint="pair") as pair:
@@ -320,11 +365,11 @@ class _Readout(_Kernel):
         for column in range(0, tiles, 2):
             width = min(2, tiles - column)
             with b.loop(0, groups, 2, hint="g") as g:
-                self._accumulate(state, out, g, column, width, count, planes)
+                self._accumulate(state, g, column, width, count, planes)
 
-    def _accumulate(self, state: Value, out: Value, g: Value, column: int, width: int, count: Value, planes: int):
+    def _accumulate(self, state: Value, g: Value, column: int, width: int, count: Value, planes: int):
         b, tiles, stride = self.b, self.shape.e // 16, 4 * self.block
-        corner = b.at(out, b.mul(g, 16), "f32")
+        corner = b.at(self.sums, b.mul(g, 16), "f32")
         cells = [b.at(corner, 16 * (column + t) * self.block + 16 * k, "f32") for t in range(width) for k in (0, 1)]
         stage = b.at(self.stage, b.mul(g, 1024), "bf16")
         with b.carry(0, count, 1, [self.load_tile(cell, stride, "o") for cell in cells], hint="c") as (loop, c, sums):
@@ -347,10 +392,10 @@ def emit_state(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
 
 def emit_readout(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
     """The same of the function `readout`."""
-    kernel = _Readout(shape, QUERY_BLOCK)
+    kernel = _Readout(shape)
     kernel.write()
     stage = CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024
-    return kernel.text("readout"), _slots(kernel), _common(shape, QUERY_BLOCK) + stage
+    return kernel.text("readout"), _slots(kernel), _common(shape, QUERY_BLOCK) + stage + QUERY_BLOCK * 4 * shape.e
 
 
 def _common(shape: FeatureShape, block: int) -> int:

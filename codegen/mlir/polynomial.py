@@ -58,19 +58,19 @@ class _Compiled:
 
 
 @functools.lru_cache(maxsize=64)
-def kernels(d: int, e: int, degree: int, planes: int) -> FeatureKernels:
-    """The two kernels for features of `degree` in d coordinates, e padded columns of values, compiled once."""
-    return FeatureKernels(d, e, degree, planes)
+def kernels(d: int, d_v: int, degree: int, planes: int) -> FeatureKernels:
+    """The two kernels for features of `degree` in d coordinates, d_v columns of values, compiled once."""
+    return FeatureKernels(d, d_v, degree, planes)
 
 
 class FeatureKernels:
     """State and readout of one shape. All tensors are float32; heads are one dimension."""
 
-    def __init__(self, d: int, e: int, degree: int, planes: int):
-        self.d, self.e, self.degree = d, e, degree
+    def __init__(self, d: int, d_v: int, degree: int, planes: int):
         table = monomials(d, degree)
         self.table = table
-        self.shape = FeatureShape(d=d, e=e, low=table.below_top, planes=planes)
+        self.shape = FeatureShape(d=d, d_v=d_v, low=table.below_top, planes=planes)
+        self.e = self.shape.e
         self.parents, self.variables, self.position = _padded_table(table, self.shape)
         self.chunks = len(self.parents) // CHUNK
         self.state_kernel = _Compiled("state", emit_state(self.shape))
@@ -81,8 +81,8 @@ class FeatureKernels:
         return f"{self.state_kernel.source}\n{self.readout_kernel.source}"
 
     def state(self, k: torch.Tensor, v: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Add to S [heads, padded features, e] the keys k [heads, N, d] with v [heads, N, columns <= e - 1]: their
-        features times [v, 1]."""
+        """Add to S [heads, padded features, e] the keys k [heads, N, d] with v [heads, N, d_v]: their features
+        times [v, 1]."""
         heads, n, _ = k.shape
         blocks = -(-n // BLOCK)
         state = k.new_zeros(heads, len(self.parents), self.e) if into is None else into
@@ -91,40 +91,27 @@ class FeatureKernels:
         threads = torch.get_num_threads()
         if heads * groups % threads and heads * groups < 4 * threads:
             groups = min(self.chunks, -(-groups // threads) * threads)
-        rows, values = _rows(k, BLOCK, self.shape.width), _values(v, blocks * BLOCK, self.e)
+        rows, values = _rows(k, BLOCK, self.shape.width), _rows(v, BLOCK, self.shape.value_width)
         self.state_kernel(
             heads * groups, rows=rows, values=values, parents=self.parents, variables=self.variables, state=state,
-            chunks=self.chunks, groups=groups, blocks=blocks,
+            chunks=self.chunks, groups=groups, blocks=blocks, n=n,
         )  # fmt: skip
         return state
 
-    def readout(self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor, columns: int) -> torch.Tensor:
-        """[heads, N, columns + 1]: for q [heads, N, d] the sums over keys of p(q.k) [v, 1]. weights: coefficient of
-        every padded feature, [features] or [heads, features]."""
-        heads, n, _ = q.shape
-        out = self._read(q, state, weights)
-        return out[:, :, : columns + 1].transpose(2, 3).reshape(heads, -1, columns + 1)[:, :n]
-
-    def attend(self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor, columns: int) -> torch.Tensor:
-        """[heads, N, columns]: the same, divided by the last column."""
-        heads, n, _ = q.shape
-        read = self._read(q, state, weights)
-        out = q.new_empty(heads, read.shape[1] * QUERY_BLOCK, columns)
-        sums = read[:, :, columns, :, None]
-        torch.div(read[:, :, :columns].transpose(2, 3), sums, out=out.view(heads, -1, QUERY_BLOCK, columns))
-        return out[:, :n]
-
-    def _read(self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[heads, blocks of QUERY_BLOCK queries, e, QUERY_BLOCK]"""
+    def readout(
+        self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor, divided: bool = False
+    ) -> torch.Tensor:
+        """[heads, N, d_v + 1]: for q [heads, N, d] the sums over keys of p(q.k) [v, 1]; divided: the first d_v of them,
+        divided by the last. weights: coefficient of every padded feature, [features] or [heads, features]."""
         heads, n, _ = q.shape
         blocks = -(-n // QUERY_BLOCK)
         planes = _state_planes(state * weights[..., None])
-        out = q.new_zeros(heads, blocks, self.e, QUERY_BLOCK)
+        out = torch.empty(heads, blocks * QUERY_BLOCK, self.shape.value_width if divided else self.e)
         self.readout_kernel(
             heads * blocks, rows=_rows(q, QUERY_BLOCK, self.shape.width), planes=planes, parents=self.parents,
-            variables=self.variables, out=out, chunks=self.chunks, blocks=blocks,
+            variables=self.variables, out=out, chunks=self.chunks, blocks=blocks, divided=int(divided),
         )  # fmt: skip
-        return out
+        return out[:, :n, : self.shape.d_v + (not divided)]
 
     def weights(self, coefficients: torch.Tensor) -> torch.Tensor:
         """[.., padded features]: what each is worth in p(q.k), coefficients [.., degree + 1] times the multinomials."""
@@ -150,16 +137,6 @@ def _rows(x: torch.Tensor, block: int, width: int) -> torch.Tensor:
     """[heads, N, d] with rows of zeros up to whole blocks, and columns of zeros up to `width`."""
     missing = -x.shape[1] % block, width - x.shape[2]
     return torch.nn.functional.pad(x, (0, missing[1], 0, missing[0])) if any(missing) else x.contiguous()
-
-
-def _values(v: torch.Tensor, padded: int, e: int) -> torch.Tensor:
-    """[v, 1, 0..] as float32 [heads, padded, e]; rows of zeros beyond the end."""
-    heads, n, columns = v.shape
-    full = torch.empty(heads, padded, e)
-    full[:, :n, :columns] = v
-    full[:, :n, columns:] = (torch.arange(columns, e) == columns).float()
-    full[:, n:] = 0.0
-    return full
 
 
 def _planes(x: torch.Tensor) -> torch.Tensor:

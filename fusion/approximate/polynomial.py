@@ -219,13 +219,12 @@ class PolynomialAttention:
             return reference.attend(q, k[owner], v[owner], powers, CHUNK if self.plain.causal else 0)
         from fusion.codegen.mlir import polynomial as mlir
 
-        d_v = v.shape[-1]
-        run = mlir.kernels(q.shape[-1], -(-(d_v + 1) // 16) * 16, powers.shape[1] - 1, choices[0].planes)
+        run = mlir.kernels(q.shape[-1], v.shape[-1], powers.shape[1] - 1, choices[0].planes)
         weights = run.weights(powers)
         if self.plain.causal:
             return _causal(run, q, k, v, owner, weights)
         state = run.state(k, v)
-        return run.attend(q, state[owner] if len(k) < len(q) else state, weights, d_v)
+        return run.readout(q, state[owner] if len(k) < len(q) else state, weights, divided=True)
 
 
 def _snapped(x: float, steps: int) -> float:
@@ -245,7 +244,7 @@ def _causal(run, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, weights: Tensor
         inside[..., :-1] = scores @ v[owner][:, here]
         inside[..., -1] = scores.sum(-1)
         if state is not None:
-            inside += run.readout(q[:, here], state[owner], weights, v.shape[-1])
+            inside += run.readout(q[:, here], state[owner], weights)
         if first + CHUNK < n:
             state = run.state(k[:, here], v[:, here], state)
     return total[..., :-1] / total[..., -1:]
