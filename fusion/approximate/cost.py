@@ -12,7 +12,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from fusion.approximate.polynomials import Polynomial, feature_count, minimax
+from fusion.approximate.polynomials import Polynomial, feature_count, least_row_error, minimax
 from fusion.cost.problem import Problem
 from fusion.machine import Machine
 
@@ -20,8 +20,10 @@ FEATURE_MACS, SCORE_MACS, FEATURE_CYCLES = 280.0, 410.0, 0.36
 SCORE_CYCLES = {1: 0.41, 2: 0.6, 3: 0.82}
 PRODUCTS = {1: 1, 2: 3, 3: 6}
 PLANES_OF = {"bfloat16": 1, "float16": 2, "float32": 3}
-ROUND_TRIP = 1e-4
+ROUND_TRIP = 5e-4
 """Seconds of a call's tensor operations around the kernels, besides those that grow with the sizes."""
+PASSES = 8
+"""How often these operations move each of Q, K and V."""
 UNIT = 2.0**-8
 """Relative error of rounding to bf16."""
 MAX_FEATURES = 60000
@@ -55,7 +57,7 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
         chunk = min(problem.n_q, CAUSAL_CHUNK)
         square = replace(problem, n_q=chunk, n_k=chunk, dtype="float32", causal=False)
         inside = exact_seconds(machine, square, amx) * problem.n_q / max(1, chunk)
-    moved = rows * 16 * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
+    moved = rows * PASSES * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
     return seconds + inside + moved + ROUND_TRIP
 
 
@@ -82,8 +84,9 @@ class Choice:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    d: int, bound: float, epsilon: float, exact_values: bool, amx: bool, moment: float | None = None, least: float = 1.0
-) -> Choice | None:
+    d: int, bound: float, epsilon: float, exact_values: bool, amx: bool, moment: float | None = None,
+    least: float = 1.0, limit: int = MAX_FEATURES,
+) -> Choice | None:  # fmt: skip
     """The cheapest polynomial whose certified error is at most epsilon, or None.
 
     bound: B of the data. moment: a bound on the mean square score of a row, relative to its mean weight (by default
@@ -94,10 +97,13 @@ def choose(
     moment = bound * bound / least if moment is None else min(moment, bound * bound / least)
     for degree in range(1, 17):
         features = feature_count(d, degree)
-        if features > MAX_FEATURES:
+        if features > limit:
             return None
         # Either may be the better one: the first gains where the moment is far below B squared.
-        for polynomial in (minimax(degree, bound, moment), minimax(degree, bound)):
+        for given in (moment, None):
+            if least_row_error(degree, bound, given) > epsilon:
+                continue
+            polynomial = minimax(degree, bound, given)
             if polynomial.row_error(moment) > epsilon:
                 continue
             for planes in (1, 2) if amx else (0,):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +14,13 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.reference.forward import Execution
-from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size
+from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size, walk
 from fusion.ir.spec import AttentionSpec, Operand, Output
 
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 HEADS = "approximate_heads"
+KEPT = 64
+"""Sizes for which a gatherer remembers what does not depend on the data."""
 
 
 @contextlib.contextmanager
@@ -56,41 +61,71 @@ class Heads:
 
     def coordinates(self, heads: Tensor) -> tuple[tuple[int, ...], ...]:
         """Batch coordinates of these heads."""
-        found = torch.unravel_index(heads, self.batch) if self.batch else ()
-        return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if self.batch else ((),)
+        return _coordinates(tuple(heads.tolist()), self.batch)
 
     def store(self, out: Tensor) -> Tensor:
         """[H, N_q, d_v] in the dimensions and layout that the spec asks for."""
         return self.execution.store(out.view(*self.batch, self.n_q, out.shape[-1]))
 
 
-def gather(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
-    """Q, K and V of a call, head by head."""
-    execution = Execution(spec, operands, sizes)
-    batch, d, d_v = execution.batch, execution.d, execution.d_v
-    q = _rows(execution, 0, spec.q, I, execution.n_q, C, d).reshape(-1, execution.n_q, d)
-    owner, firsts = _owners(execution, (*spec.k, *spec.v), len(q))
-    k = _rows(execution, 1, spec.k, J, execution.n_k, C, d)
-    v = _rows(execution, 2, spec.v, J, execution.n_k, E, d_v)
-    if len(firsts) < len(q):
-        at = torch.unravel_index(firsts, batch)
-        k, v = k[at], v[at]
-    return Heads(
-        q=q, k=k.reshape(-1, execution.n_k, d), v=v.reshape(-1, execution.n_k, d_v), owner=owner, batch=batch,
-        execution=execution,
-    )  # fmt: skip
+@functools.lru_cache(maxsize=256)
+def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    found = torch.unravel_index(torch.tensor(heads), batch) if batch else ()
+    return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if batch else ((),)
 
 
-def _rows(execution: Execution, number: int, index: tuple[Expr, ...], rows: Expr, n: int, columns: Expr, width: int):
-    """[b.., n, width], a view where the index allows one, in the operand's own dtype."""
-    dtype, execution.dtype = execution.dtype, execution.operands[number].dtype
-    found = execution.gather(number, index, rows, n, columns, width)
-    execution.dtype = dtype
-    return found
+class Gatherer:
+    """Q, K and V of the calls of one spec, head by head. What depends on the sizes alone is kept."""
+
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
+        self.fixed = not any(part.op == "load" for part in walk(*spec.k, *spec.v))
+        self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = {}
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
+        spec, key = self.spec, tuple(sizes)
+        if (known := self._known.get(key)) is None:
+            execution = Execution(spec, operands, sizes)
+            owner, firsts = _owners(execution, (*spec.k, *spec.v))
+            if self.fixed:
+                if len(self._known) >= KEPT:
+                    self._known.clear()
+                empty = copy.copy(execution)
+                empty.operands = ()
+                self._known[key] = empty, owner, firsts
+        else:
+            execution, owner, firsts = known
+            execution = copy.copy(execution)
+            execution.operands = operands
+        batch, d, d_v = execution.batch, execution.d, execution.d_v
+        q = self._rows(execution, 0, I, execution.n_q, C, d).reshape(-1, execution.n_q, d)
+        k = self._rows(execution, 1, J, execution.n_k, C, d)
+        v = self._rows(execution, 2, J, execution.n_k, E, d_v)
+        if len(firsts) < len(q):
+            at = torch.unravel_index(firsts, batch)
+            k, v = k[at], v[at]
+        return Heads(
+            q=q, k=k.reshape(-1, execution.n_k, d), v=v.reshape(-1, execution.n_k, d_v), owner=owner, batch=batch,
+            execution=execution,
+        )  # fmt: skip
+
+    def _rows(self, execution: Execution, number: int, rows: Expr, n: int, columns: Expr, width: int) -> Tensor:
+        """[b.., n, width], a view where the index allows one, in the operand's own dtype."""
+        index, operand = (self.spec.q, self.spec.k, self.spec.v)[number], execution.operands[number]
+        shape, names = (*execution.batch, n, width), (*execution.axes, rows, columns)
+        if len(index) == len(names) and set(index) == set(names):  # the usual case, without what the general one costs
+            found = operand.permute([index.index(name) for name in names])
+            if found.shape == shape:
+                return found
+        dtype, execution.dtype = execution.dtype, operand.dtype
+        found = execution.gather(number, index, rows, n, columns, width)
+        execution.dtype = dtype
+        return found
 
 
-def _owners(execution: Execution, index: tuple[Expr, ...], heads: int) -> tuple[Tensor, Tensor]:
+def _owners(execution: Execution, index: tuple[Expr, ...]) -> tuple[Tensor, Tensor]:
     """(owner of every head, a first head of every owner): heads whose K and V are the same rows share one."""
+    heads = math.prod(execution.batch)
     every = torch.arange(heads)
     positions, batch = [], execution.batch
     for expr in index:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,14 +16,16 @@ from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
-from fusion.approximate.heads import ExactHeads, Executor, Heads, gather, ieee_products
+from fusion.approximate.heads import KEPT, ExactHeads, Executor, Gatherer, Heads, ieee_products
+from fusion.approximate.polynomials import feature_count
 from fusion.codegen.reference import polynomial as reference
 from fusion.cost.problem import Problem
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
 METHOD = "polynomial"
-SAMPLED = 32
+SAMPLED, OPTIMISM = 32, 0.85
+"""Queries and keys of each head that are looked at before all are, and by how much the sample's figures are lowered."""
 SNAP = 32
 """B is rounded up to the next 1/SNAP of an octave, so that few polynomials are ever computed."""
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
@@ -61,12 +64,13 @@ class PolynomialAttention:
     ):  # fmt: skip
         self.spec, self.plain, self.exact, self.machine, self.epsilon = spec, plain, exact, machine, epsilon
         self.amx, self.always = amx, always
-        self.some = ExactHeads(spec, build)
+        self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
+        self._predicted: dict[tuple[int, ...], bool] = {}
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         with ieee_products():
-            heads = gather(self.spec, operands, sizes)
+            heads = self.gather(operands, sizes)
             reason, bound = self._refusal(heads), None
             if reason is None:
                 data = self._centred(heads)
@@ -83,7 +87,7 @@ class PolynomialAttention:
             return "the call is empty"
         if self.plain.causal and heads.n_q != heads.n_k:
             return "causal with unequal numbers of queries and keys"
-        if not self.always and not self._seconds(heads, 1 + heads.q.shape[-1], 1)[0]:
+        if not self.always and not self._pays(heads, 1 + heads.q.shape[-1], 1):
             return "even degree 1 is predicted to be slower at this length"
         if not self.always and not self._any_bounded(heads):
             return (
@@ -93,24 +97,34 @@ class PolynomialAttention:
 
     def _any_bounded(self, heads: Heads) -> bool:
         """Whether a sample of the rows leaves hope for any head: looking at all of them costs more."""
-        k = heads.k[:, ::SAMPLED].float()
-        keys = k - k.mean(1, keepdim=True)
-        q = heads.q[:, ::SAMPLED].float() * self.plain.scale
-        bounds = q.norm(dim=-1).amax(-1) * keys.norm(dim=-1).amax(-1)[heads.owner] * 0.95
-        moments = (q @ keys.mT[heads.owner]).square_().mean(-1).amax(-1) * 0.8
+        # Few numbers: numpy takes a fraction of the time of as many tensor operations.
+        k, q = (x[:, :: -(-x.shape[1] // SAMPLED)].float().numpy() for x in (heads.k, heads.q))
+        with np.errstate(all="ignore"):  # what is not finite has no polynomial
+            keys = (k - k.mean(1, keepdims=True))[heads.owner.numpy()]
+            scores = np.matmul(q, keys.transpose(0, 2, 1)) * (self.plain.scale * OPTIMISM)
+            moments = (scores * scores).mean(-1).max(-1)
+            squares = (q * q).sum(-1).max(-1) * (keys * keys).sum(-1).max(-1)
+            bounds = np.sqrt(squares) * abs(self.plain.scale) * OPTIMISM
         pairs = zip(bounds.tolist(), moments.tolist(), strict=True)
         return any(self._choice(heads, bound, moment, 1.0) is not None for bound, moment in pairs)
 
-    def _seconds(self, heads: Heads, features: int, planes: int) -> tuple[bool, float, float]:
-        """(whether polynomial is predicted to be faster, its seconds, those of exact), for all heads."""
+    def _pays(self, heads: Heads, features: int, planes: int) -> bool:
+        """Whether the polynomial is predicted to be faster, for all heads."""
+        key = (len(heads.q), len(heads.k), heads.n_q, heads.n_k, heads.q.shape[-1], heads.v.shape[-1], features, planes)
+        if (known := self._predicted.get(key)) is None:
+            if len(self._predicted) >= KEPT:
+                self._predicted.clear()
+            known = self._predicted[key] = self._predict(heads, features, planes)
+        return known
+
+    def _predict(self, heads: Heads, features: int, planes: int) -> bool:
         h, u = len(heads.q), len(heads.k)
         problem = Problem(
             n_q=heads.n_q, n_k=heads.n_k, d=heads.q.shape[-1], d_v=heads.v.shape[-1], heads=h,
             heads_kv=u if h % u == 0 else h, dtype=self.spec.dtype, causal=self.plain.causal,
         )  # fmt: skip
         ours = cost.polynomial_seconds(self.machine, problem, features, planes, self.amx)
-        exact = cost.exact_seconds(self.machine, problem, self.amx)
-        return ours < exact, ours, exact
+        return ours < cost.exact_seconds(self.machine, problem, self.amx)
 
     def _centred(self, heads: Heads) -> Centred:
         keys = heads.k.float()
@@ -163,10 +177,21 @@ class PolynomialAttention:
             return None
         bound, moment = _snapped(bound, SNAP), _snapped(moment, STEPS)
         least = 1 / _snapped(1 / least, STEPS)
-        choice = cost.choose(heads.q.shape[-1], bound, self.epsilon, self.exact_values, self.amx, moment, least)
-        if choice is None or not (self.always or self._seconds(heads, choice.features, choice.planes)[0]):
+        limit = cost.MAX_FEATURES if self.always else self._limit(heads)
+        choice = cost.choose(heads.q.shape[-1], bound, self.epsilon, self.exact_values, self.amx, moment, least, limit)
+        if choice is None or not (self.always or self._pays(heads, choice.features, choice.planes)):
             return None
         return choice
+
+    def _limit(self, heads: Heads) -> int:
+        """The largest number of features of a degree that is predicted to pay."""
+        found = 0
+        for degree in range(1, 17):
+            features = feature_count(heads.q.shape[-1], degree)
+            if features > cost.MAX_FEATURES or not self._pays(heads, features, 1):
+                break
+            found = features
+        return found
 
     def _run(self, heads: Heads, sizes: Sequence[int], data: Centred, groups) -> Tensor:
         out = data.queries.new_empty(len(heads.q), heads.n_q, heads.v.shape[-1])

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain
-from fusion.approximate.heads import ExactHeads, Executor, Heads, gather
+from fusion.approximate.heads import ExactHeads, Executor, Gatherer, Heads
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec
@@ -67,11 +67,11 @@ class SparseAttention:
         from fusion.codegen.mlir.selective import SelectiveKernel
 
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
-        self.some = ExactHeads(spec, build)
+        self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
         self.kernel = SelectiveKernel(canonical(self.some.spec, plain), machine)
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        heads = gather(self.spec, operands, sizes)
+        heads = self.gather(operands, sizes)
         if (reason := self._refusal(heads)) is None:
             rows = (heads.q, heads.k[heads.owner] if len(heads.k) < len(heads.q) else heads.k,
                     heads.v[heads.owner] if len(heads.v) < len(heads.q) else heads.v)  # fmt: skip

@@ -99,6 +99,12 @@ def inputs(seed, heads, kv_heads, n, d, d_v, scales, adversary, dtype):
         k[:] = k[:, :, :1] * 7
     if adversary == "shifted keys":
         k = k * 0.1 + 3
+    if adversary == "few far keys":  # what moments allow for: most scores near 0, a few at the limit, with other values
+        far = torch.arange(n) % 31 == 0
+        line = F.normalize(torch.ones(d), dim=-1)
+        k = torch.where(far[:, None], line * 2, k * 0.02)
+        q = line * q[..., :1].sign() * 0.45 + 0.01 * q
+        v = torch.where(far[:, None], v.abs() + 1, -v.abs())
     if adversary == "peaked":
         k = F.normalize(k, dim=-1) * 12
         q = torch.repeat_interleave(k[:, :, :: max(1, n // 4)], 5, 2)[:, :, :n].repeat(1, 1, n, 1)[:, :, :n] * 3
@@ -113,7 +119,8 @@ def inputs(seed, heads, kv_heads, n, d, d_v, scales, adversary, dtype):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-ADVERSARIES = ["none", "one huge key", "one huge query", "equal keys", "shifted keys", "peaked", "documents"]
+ADVERSARIES = ["none", "one huge key", "one huge query", "equal keys", "shifted keys", "few far keys", "peaked"]
+ADVERSARIES += ["documents"]
 
 
 @settings(max_examples=15)
@@ -147,6 +154,40 @@ def test_equal_keys_have_no_bound_and_shifted_keys_a_small_one():
         found = check("polynomial", q, k, v, False, 1e-2)
         assert all(c.ran == "polynomial" for c in found)
         assert all(c.bound < (1e-3 if adversary == "equal keys" else 1) for c in found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_spread_scores_need_fewer_features_than_scores_at_the_limit(causal):
+    """The mean square of the scores is certified: 1/d of the limit where keys lie in all directions."""
+    q, k, v = (F.normalize(x, dim=-1) for x in torch.randn(3, 1, 2, 1200, 24))
+    k[:, 1] = k[:, 1, :1] * torch.randn(1200, 1).sign()  # the same limit, all of them at it
+    q[:, 1] = k[:, 1]
+    found = check("polynomial", q * 24**0.5, k, v, causal, 1e-2)
+    spread, far = sorted(found, key=lambda c: c.heads)
+    assert (spread.degree, far.degree) == (2, 3) and spread.moment < 0.3 < far.moment
+    assert spread.bound == pytest.approx(far.bound, rel=0.2)
+
+
+def test_far_keys_that_are_few_come_close_to_the_certificate():
+    q, k, v = inputs(0, 2, 2, 1000, 16, 4, (1.0,), "few far keys", torch.float32)
+    (certificate,) = check("polynomial", q * 4, k, v, False, 5e-2)
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (q * 4, k, v)))
+    spec = cached_spec(q, k, v, False)
+    error = (executor("polynomial", spec, 5e-2)([q * 4, k, v], sizes_of(spec, q, k)) - exact).norm(dim=-1).max()
+    assert certificate.ran == "polynomial" and error > 0.02 * certificate.output_error
+
+
+def test_bounds_hold_where_products_of_lower_precision_are_allowed():
+    q, k, v = inputs(0, 2, 2, 600, 16, 16, (0.3,), "none", torch.float32)
+    expected = check("polynomial", q, k, v, False, 1e-2)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        setting = torch.backends.mkldnn.matmul.fp32_precision
+        assert [c.moment for c in check("polynomial", q, k, v, False, 1e-2)] == [c.moment for c in expected]
+        assert torch.backends.mkldnn.matmul.fp32_precision == setting
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("causal", [False, True])

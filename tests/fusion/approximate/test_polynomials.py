@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.approximate.polynomials import chebyshev, degree_for, feature_count, minimax, taylor
+from fusion.approximate.polynomials import chebyshev, degree_for, feature_count, least_row_error, minimax, taylor
 from fusion.errors import ApproximationError
 
 
@@ -19,6 +19,24 @@ def test_stated_error_holds_between_grid_points_and_minimax_is_best(degree, boun
         assert np.abs(np.exp(-x) * values - 1).max() <= found.error + 1e-13
         errors.append(found.error)
     assert errors[0] <= min(errors[1:]) * (1 + 1e-3) + 1e-13
+
+
+@given(st.integers(1, 6), st.floats(0.01, 6), st.floats(1e-4, 1))
+def test_stated_row_error_holds_for_every_distribution_of_scores(degree, bound, share):
+    moment = share * bound**2
+    found = minimax(degree, bound, moment)
+    x = np.random.default_rng(0).uniform(-bound, bound, 5000)
+    x[:3] = -bound, 0.0, bound
+    off = np.abs(np.exp(x) - np.polynomial.polynomial.polyval(x, found.coefficients))
+    assert (off <= (found.error * np.exp(x) + found.spread * x * x) * (1 + 1e-9) + 1e-12).all()
+    assert found.row_error(moment) == found.error + found.spread * moment
+    assert least_row_error(degree, bound, moment) <= found.row_error(moment)
+    assert least_row_error(degree, bound) <= minimax(degree, bound).error
+
+
+@pytest.mark.parametrize(("degree", "gain"), [(1, 5), (2, 5), (3, 5)])
+def test_a_moment_is_worth_half_a_degree_and_more(degree, gain):
+    assert minimax(degree, 1.0, 1 / 32).row_error(1 / 32) * gain < minimax(degree, 1.0).error
 
 
 def test_minimax_error_is_reached_at_degree_plus_two_points():
