@@ -94,7 +94,10 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
             raise BlockMaskError(
                 f"block_mask was asked for, but the graph could not be analysed: {problem}"
             ) from problem
-        log.warning("left the graph to the inner compiler: %s: %s", type(problem).__name__, problem, exc_info=True)
+        unexpected = not isinstance(problem, nodes.Unsupported)
+        log.warning(
+            "left the graph to the inner compiler: %s: %s", type(problem).__name__, problem, exc_info=unexpected
+        )
         return module, Report(notes=[f"left to the inner compiler: {type(problem).__name__}: {problem}"])
     report.sites = inside.sites + report.sites
     report.notes += inside.notes

@@ -112,7 +112,7 @@ def compare(
         errors = {name: _error(result, exact) for name, result in results.items()}
         allowed = _allowed(results["eager"], exact, errors["eager"])
         working = {name: run for name, run in runs.items() if name not in failures}
-        peaks = {name: _peak(lambda run=run: run(*args, **kwargs)) for name, run in working.items()}
+        peaks = {name: peak_memory(lambda run=run: run(*args, **kwargs)) for name, run in working.items()}
         times, turns = _in_turns(
             {name: (lambda run=run: run(*args, **kwargs)) for name, run in working.items()}, seconds
         )
@@ -193,7 +193,7 @@ def _allowed(eager: Sequence[Tensor], exact: Sequence[Tensor] | None, error: flo
     return 2 * (error + eps * max((t.max().item() for t in finite if t.numel()), default=0.0))
 
 
-def _peak(call: Callable[[], Any]) -> int | None:
+def peak_memory(call: Callable[[], Any]) -> int | None:
     """Bytes allocated at most during one call, beyond what is held before it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -112,9 +112,13 @@ def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
 
 
 def _laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
-    target = empty_gradient(tensor, operand)
-    same = gradient.dtype is target.dtype and gradient.stride() == target.stride()
-    return gradient if same else target.copy_(gradient)
+    """The gradient as `empty_gradient` would hold it; a dense bias has a large one, which is not copied for nothing."""
+    strides, step = [0] * operand.rank, 1
+    for dim in reversed(operand.order or range(operand.rank)):
+        strides[dim], step = step, step * max(tensor.shape[dim], 1)
+    if gradient.dtype is tensor.dtype and list(gradient.stride()) == strides:
+        return gradient
+    return empty_gradient(tensor, operand).copy_(gradient)
 
 
 def executor(spec: str, device: str, emitter: str = "auto") -> Executor:

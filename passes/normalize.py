@@ -35,6 +35,7 @@ def normalize(
     """
     _refuse_transforms(module)
     _refuse_custom_gradients(module)
+    _refuse_distributed(module)
     fakes = _fake_inputs(module, example_inputs)
 
     def run(*args: Any) -> Any:
@@ -71,6 +72,16 @@ def _refuse_custom_gradients(module: GraphModule) -> None:
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():
             if node.op == "call_function" and getattr(node.target, "__name__", "") == "autograd_function_apply":
                 raise nodes.Unsupported("the graph calls a torch.autograd.Function, whose own gradient must be kept")
+
+
+def _refuse_distributed(module: GraphModule) -> None:
+    """DTensors have placements that only their own dispatch follows, and no rule for a fused attention."""
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and type(nodes.value(node)).__name__ == "DTensor":
+            raise nodes.Unsupported(
+                f"{node.name} is a DTensor; compile the part of the model that works on local tensors, such as the "
+                "attention module itself (examples/distributed.py has one with split heads)"
+            )
 
 
 def _refuse_transforms(module: GraphModule) -> None:

@@ -216,7 +216,10 @@ class _Backward(KernelFunction):
         else:
             self.loads = [LaneLoad(self.context, scope, expr) for expr in self.dense]
         self._note_identity()
-        self.sinks = [GradientSink(self.context, scope, entry, self.thread) for entry in self.collected]
+        self.sinks = [
+            GradientSink(self.context, scope, entry, self.thread, self.plan.written_once(entry))
+            for entry in self.collected
+        ]
         return scope
 
     def _reader(self, scope: Scope, number: int) -> RowReader:

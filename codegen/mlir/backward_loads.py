@@ -87,11 +87,12 @@ class GradientSink:
     """Where the elements of a DENSE or SCATTERED gradient go: a float32 buffer of the operand's shape, with strides
     of its own.
 
-    Of a scattered gradient every thread has a copy, `sink_bytes` apart.
+    Of a scattered gradient every thread has a copy, `sink_bytes` apart. Where no two scores meet in an element (`once`)
+    it is written; otherwise it is added to what is there.
     """
 
-    def __init__(self, context: Context, scope: Scope, entry: LoadGradient, thread: Value):
-        self.context, self.entry, self.b = context, entry, context.b
+    def __init__(self, context: Context, scope: Scope, entry: LoadGradient, thread: Value, once: bool):
+        self.context, self.entry, self.once, self.b = context, entry, once, context.b
         if entry.form not in (Form.DENSE, Form.SCATTERED):
             return
         number, params, b = entry.operand, context.params, self.b
@@ -119,10 +120,12 @@ class GradientSink:
             else:
                 offset = b.add(offset, b.mul(row.integer(index), stride))
         at, mask = b.at(self.pointer, offset, "f32"), row.lanes.valid
-        zero = b.constant(0.0, term.type)
-        types = f"({PTR}, {mask.type}, {term.type}) -> {term.type}"
-        text = f"llvm.intr.masked.load {at}, {mask}, {zero} {{alignment = 4 : i32}} : {types}"
-        total = b.add(b.op(text, term.type, "sum"), term, "sum")
+        total = term
+        if not self.once:
+            zero = b.constant(0.0, term.type)
+            types = f"({PTR}, {mask.type}, {term.type}) -> {term.type}"
+            text = f"llvm.intr.masked.load {at}, {mask}, {zero} {{alignment = 4 : i32}} : {types}"
+            total = b.add(b.op(text, term.type, "sum"), term, "sum")
         b.line(
             f"llvm.intr.masked.store {total}, {at}, {mask} {{alignment = 4 : i32}} : "
             f"{term.type}, {mask.type} into {PTR}"

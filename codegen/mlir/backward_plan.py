@@ -88,6 +88,11 @@ class BackwardPlan:
         out."""
         return self.normalized and any(needs[entry.operand] for entry in self.loads)
 
+    def written_once(self, entry: LoadGradient) -> bool:
+        """Whether no two (b.., i, j) meet in an element of this gradient: it is written instead of added to."""
+        alone = sum(other.operand == entry.operand for other in self.loads) == 1
+        return entry.form is Form.DENSE and not self.inner and alone
+
     def sums(self, role: Role, needs: Sequence[bool]) -> int:
         """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share
         in each."""

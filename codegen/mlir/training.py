@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +44,26 @@ from fusion.ir.spec import AttentionSpec
 CONCENTRATED = 1 / 8
 #: elements of a table whose gradient every thread collects in a copy of its own
 MAX_SCATTERED = 1 << 22
+
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+_ADVICE = 14
+
+
+def in_huge_pages(tensor: Tensor) -> None:
+    """Ask the operating system to back a fresh tensor of many MiB by huge pages: the first write to each page of 4 KiB
+    takes longer than computing what is written. Where it does not know them, nothing happens."""
+    size = tensor.numel() * tensor.element_size()
+    if size < 4 * HUGE or not sys.platform.startswith("linux"):
+        return
+    first = -(-tensor.data_ptr() // HUGE) * HUGE
+    _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t((tensor.data_ptr() + size - first) // HUGE * HUGE), _ADVICE)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 # --- forward ----------------------------------------------------------------------------------------------------
@@ -361,8 +383,9 @@ class _Call:
         return tensor, tensor.permute([index.index(name) for name in names])
 
     def _make_sink(self, entry) -> None:
-        """A zeroed float32 buffer of the operand's shape, the key's dimension innermost; a copy per thread where
-        scattered."""
+        """A float32 buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
+
+        Zeroed unless the kernel writes all of it."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
         if entry.operand in self.sinks:
             return
@@ -375,8 +398,20 @@ class _Call:
         last = column_dimension(entry.load) if entry.form is Form.DENSE else None
         order = [dim for dim in range(operand.dim()) if dim != last] + ([] if last is None else [last])
         copies = self.threads if entry.form is Form.SCATTERED else 1
-        packed = torch.zeros(copies, *(shape[dim] for dim in order))
+        packed = torch.empty(copies, *(shape[dim] for dim in order))
+        in_huge_pages(packed)
+        if not self._covers(entry):
+            packed.zero_()
         self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
+
+    def _covers(self, entry) -> bool:
+        """Whether the kernel writes every element of a gradient: all tiles are visited, and all is read by them."""
+        if not self.plan.written_once(entry) or self.spec.mask is not None:
+            return False
+        names = [*(coord(f"b{axis}") for axis in range(len(self.batch))), I, J]
+        extents = dict(zip(names, (*self.batch, self.n_q, self.n_k), strict=True))
+        shape = self.operands[entry.operand].shape
+        return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
     # --- the call -----------------------------------------------------------------------------------------------
 

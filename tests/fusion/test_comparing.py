@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.comparing import ComparisonError, _peak
+from fusion.comparing import ComparisonError, peak_memory
 
 
 def attend(q, k, v):
@@ -44,7 +44,7 @@ def test_peak_memory_is_what_a_call_holds_at_most():
         b = torch.empty(3000, dtype=torch.float32)
         return b.sum() + keep.sum()
 
-    assert 12000 <= _peak(call) < 13000
+    assert 12000 <= peak_memory(call) < 13000
 
 
 def test_a_collected_report_cannot_be_compared():

@@ -63,9 +63,9 @@ class Entry:
             model = other
         return reference(model, inputs)
 
-    def inputs(self, model: torch.nn.Module, *, batch: int = 2) -> dict[str, Any]:
+    def inputs(self, model: torch.nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str, Any]:
         """Keyword arguments for `model`; the second sample of a batch is padded where the model takes a mask."""
-        return kinds.make(self.kind, model, batch=batch)
+        return kinds.make(self.kind, model, batch=batch, seed=seed)
 
 
 # Weights that the general gain leaves with nearly uniform attention.
