@@ -1,22 +1,25 @@
 """Training one attention on a CPU: time of forward and backward, and memory that a step adds, against peers in one run.
 
     python benchmarks/train_cpu.py [--lengths 512 1024 2048] [--heads 4] [--dtype float32] [--seconds 4]
+    python benchmarks/train_cpu.py --memory --seconds 0 --lengths 512 1024 2048 4096 8192
 
-Peers: `scaled_dot_product_attention` in eager mode where it can express the case, and Inductor on the eager code. All
-run in turns
-within one process, so that what disturbs the machine disturbs all of them; medians are printed. Memory is the largest
-resident size during a step, in a process of its own, less that before the first one.
+Peers: the eager code (`scaled_dot_product_attention` where it can express the case), and Inductor on it. All run in
+turns within one process, so that what disturbs the machine disturbs all of them; medians are printed. Memory is the
+largest resident size during a step, in a process of its own, less that before it; behind the lengths stands the
+exponent of N by which it grows from the first to the last (1 linear, 2 quadratic). With --seconds 0 no times are taken.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import ctypes
+import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch._inductor.config
@@ -57,7 +60,7 @@ def inputs(case: str, length: int, heads: int, dtype: torch.dtype) -> list[torch
 def contestants(case: str) -> dict[str, Call]:
     function = CASES[case]
     peers = {"fusion": torch.compile(function, backend="fusion"), "inductor": torch.compile(function)}
-    return peers | ({} if case == "bias" else {"sdpa": function})
+    return peers | {"eager" if case == "bias" else "sdpa": function}
 
 
 def step(function: Call, tensors: list[torch.Tensor], upstream: torch.Tensor) -> float:
@@ -84,17 +87,24 @@ def measure(case: str, length: int, heads: int, dtype: torch.dtype, seconds: flo
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
+def resident(line: str) -> int:
+    """KiB that this process holds (VmRSS), or held at most since the last reset (VmHWM). Linux."""
+    return next(int(row.split()[1]) for row in Path("/proc/self/status").read_text().splitlines() if line in row)
+
+
 def peak(name: str, case: str, length: int, heads: int, dtype: torch.dtype) -> float:
-    """MiB that steps add to this process, which must be a fresh one: compilation happens on a short problem first."""
+    """MiB that a step adds to this process, which must be a fresh one: compilation happens on short problems first."""
     function = contestants(case)[name]
-    for n in (256, 512):  # two lengths: the second compilation has dynamic sizes
+    for n in (256, 320):  # two lengths: the second compilation has dynamic sizes
         small = inputs(case, n, heads, dtype)
         step(function, small, torch.randn_like(small[0]))
     tensors = inputs(case, length, heads, dtype)
     upstream = torch.randn_like(tensors[0])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed counts as free
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
     step(function, tensors, upstream)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (resident("VmHWM") - before) / 1024
 
 
 def peak_elsewhere(name: str, case: str, length: int, arguments: argparse.Namespace) -> float:
@@ -119,13 +129,22 @@ def main() -> None:
         return
     print(f"{torch.get_num_threads()} threads, {arguments.heads} heads of {WIDTH}, {arguments.dtype}; times in ms")
     for case in arguments.cases:
-        for length in arguments.lengths:
+        for length in arguments.lengths if arguments.seconds else ():
             found = measure(case, length, arguments.heads, dtype, arguments.seconds)
-            ours = found["fusion"]
-            cells = [f"{name} {1e3 * value:8.2f} ({value / ours:4.2f}x)" for name, value in found.items()]
-            if arguments.memory:
-                cells += [f"{n} +{peak_elsewhere(n, case, length, arguments):.0f} MiB" for n in found]
+            cells = [f"{name} {1e3 * value:8.2f} ({value / found['fusion']:4.2f}x)" for name, value in found.items()]
             print(f"{case:8}{length:6}  " + "  ".join(cells), flush=True)
+        for name in contestants(case) if arguments.memory else ():
+            print(f"{case:8} {memory(name, case, arguments)}", flush=True)
+
+
+def memory(name: str, case: str, arguments: argparse.Namespace) -> str:
+    """Peak memory by length, and the exponent of its growth, in words."""
+    held = [peak_elsewhere(name, case, length, arguments) for length in arguments.lengths]
+    lengths = arguments.lengths
+    cells = "  ".join(f"N={length} +{size:.1f} MiB" for length, size in zip(lengths, held, strict=True))
+    if len(held) < 2 or min(held) <= 0:
+        return f"{name:9} {cells}"
+    return f"{name:9} {cells}  ~ N^{math.log(held[-1] / held[0]) / math.log(lengths[-1] / lengths[0]):.2f}"
 
 
 if __name__ == "__main__":
