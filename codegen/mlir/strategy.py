@@ -31,14 +31,18 @@ def supports(spec: AttentionSpec, machine: Machine) -> str | None:
     return None
 
 
-def tilings_for(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:
-    """The first choice, and where that is products of split planes, multiply-adds for inputs that cannot be split."""
+def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
+    """The first choice, and where that is products of split planes, multiply-adds for inputs that cannot be split.
+
+    most_planes: fewer than 3 round (see `fusion.approximate.rounding`).
+    """
     together = target.tile_groups
     keys = _keys(target, together, score_bytes=4, step=12 * target.tile_rows)
     multiply_add = Tiling(groups=2 * together, together=together, keys=keys, planes=0)
     if not target.amx:
         return (multiply_add,)
     planes = max(PLANES[dtype] for dtype in (spec.dtype, *(operand.dtype for operand in spec.operands[:3])))
+    planes = min(planes, most_planes)
     if planes > 1 and spec.normalizer is Normalizer.NONE:
         return (multiply_add,)  # weights may be infinite, which has no planes
     keys = _keys(target, 2, score_bytes=4 + 2 * planes, step=64)

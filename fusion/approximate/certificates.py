@@ -19,7 +19,8 @@ class Certificate:
     2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows. bound: B, such that every
     |score| <= B after the keys are centred. moment: what the mean square score of a row is at most (of the keys that
     are approximated, relative to their mean weight). degree, features: of the polynomial. live: share of the tiles that
-    were computed (certified_sparse). n_q, n_k: queries and keys.
+    were computed (certified_sparse). planes: bfloat16 planes of float32 products, where these are fewer than the exact
+    kernel takes. n_q, n_k: queries and keys.
     """
 
     method: str
@@ -36,6 +37,7 @@ class Certificate:
     degree: int | None = None
     features: int | None = None
     live: float | None = None
+    planes: int | None = None
 
     def __str__(self) -> str:
         where = f"{len(self.heads)} head{'s' if len(self.heads) != 1 else ''} x {self.n_q} queries x {self.n_k} keys"
@@ -45,6 +47,7 @@ class Certificate:
             return f"{self.method}: {where} ran exact ({bound}{self.reason})"
         what = f"degree {self.degree}, {self.features} features, " if self.degree is not None else ""
         what += f"{self.live:.0%} of the tiles, " if self.live is not None else ""
+        what += f"products in {self.planes} planes, " if self.planes is not None else ""
         return (
             f"{self.method}: {where}, {bound}{what}weights within {self.weight_error:.2g} (asked {self.epsilon:g}), "
             f"outputs within {self.output_error:.2g}"

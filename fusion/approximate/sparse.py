@@ -14,6 +14,9 @@ Attempted for heads where a sample of rows and of tiles says that it pays.
 which no key can have more than epsilon / (2 N_k) of its row's sum (`codegen/mlir/skipping.py`). Costs next to nothing.
 
 The certificate is what was left out, summed up for each row; the largest sum counts.
+
+Heads in which nothing can be left out, and heads where looking would be all there is, run in fewer bfloat16 planes
+instead, where that is certified (`rounding`); the others run exact.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain
-from fusion.approximate.heads import ExactHeads, Executor, Gatherer, Heads
+from fusion.approximate.heads import ExactHeads, Executor, Gatherer, Heads, ieee_products
+from fusion.approximate.rounding import TwoPlanes
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec
@@ -57,6 +62,23 @@ def refusal(spec: AttentionSpec, plain: Plain, emitter: str) -> str | None:
     return mlir.supports(spec, Machine.detect())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """rows: Q, K and V of every head. Heads that leave out tiles, with (marks, share left out unseen) of those that do
+    so without looking; heads whose products are rounded; the error of doing so, for every head."""
+
+    rows: Sequence[Tensor]
+    selective: list[int]
+    rounded: list[int]
+    errors: list[float]
+    marks: dict[int, tuple[Tensor, Tensor]]
+
+
+def _by_head(heads: Heads) -> list[Tensor]:
+    """Q, K and V of every head, shared keys repeated."""
+    return [heads.q, *(x[heads.owner] if len(x) < len(heads.q) else x for x in (heads.k, heads.v))]
+
+
 class SparseAttention:
     """The executor of an eligible spec; arguments as of `PolynomialAttention`."""
 
@@ -69,19 +91,36 @@ class SparseAttention:
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
         self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
         self.kernel = SelectiveKernel(canonical(self.some.spec, plain), machine)
+        self.rounding = (
+            TwoPlanes(spec, self.some.spec, plain.scale, machine) if TwoPlanes.admits(spec, machine) else None
+        )
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        heads = self.gather(operands, sizes)
-        if (reason := self._refusal(heads)) is None:
-            rows = (heads.q, heads.k[heads.owner] if len(heads.k) < len(heads.q) else heads.k,
-                    heads.v[heads.owner] if len(heads.v) < len(heads.q) else heads.v)  # fmt: skip
-            hopeful, bounded = self._sampled(*rows[:2])
-            found = self._run(heads, rows, sizes, hopeful, bounded) if hopeful else "too many keys have weight"
-            if isinstance(found, Tensor):
-                return found
-            reason = found
-        record(self._exact(heads, torch.arange(len(heads.q)), reason))
+        with ieee_products():
+            heads = self.gather(operands, sizes)
+            if (reason := self._refusal(heads)) is None:
+                reason = "too many keys have weight, or rounding is not certified"
+                parts = self._parts(heads)
+                if len(parts.rounded) == len(heads.q):
+                    assert self.rounding is not None
+                    out = self.rounding.whole(operands, sizes)
+                    self._certify(heads, parts.rounded, [parts.errors[head] for head in parts.rounded])
+                    return out
+                if parts.selective or parts.rounded:
+                    return self._run(heads, sizes, parts, reason)
+            record(self._exact(heads, torch.arange(len(heads.q)), reason))
         return self.exact(operands, sizes)
+
+    def _parts(self, heads: Heads) -> _Parts:
+        """What is done with each head."""
+        q, k, _ = rows = _by_head(heads)
+        hopeful, bounded = self._sampled(q, k)
+        errors = self.rounding.errors(heads) if self.rounding is not None else [math.inf] * len(q)
+        certified = {head for head, error in enumerate(errors) if error <= self.epsilon * MARGIN}
+        marks = {head: found for head in bounded if (found := self._marks(q[head], k[head])) is not None}
+        selective = [head for head in hopeful if head in marks or head not in certified]
+        rounded = sorted(certified.difference(selective))
+        return _Parts(rows=rows, selective=selective, rounded=rounded, errors=errors, marks=marks)
 
     def _refusal(self, heads: Heads) -> str | None:
         if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
@@ -92,42 +131,56 @@ class SparseAttention:
             return f"fewer than {SHORTEST} queries or keys"
         return None
 
-    def _run(
-        self, heads: Heads, rows: Sequence[Tensor], sizes: Sequence[int], hopeful: list[int], bounded: list[int]
-    ) -> Tensor | str:
-        """The output, of `hopeful` heads by the selective kernel; or why they need the exact one as well."""
-        every, chosen = torch.arange(len(heads.q)), torch.tensor(hopeful)
-        whole = len(chosen) == len(every)
-        q, k, v = rows if whole else (x[chosen] for x in rows)
-        marks, unseen = self._marks(q, k, [hopeful.index(head) for head in bounded])
-        found = self.kernel(q, k, v, [*sizes, len(q)], marks, self.epsilon * MARGIN / 2 / heads.n_k)
-        if found is None:
-            return "values are too large for split planes"
-        self._certify(heads, hopeful, unseen + found[1] / MARGIN, found[2])
-        if whole:
-            return heads.store(found[0])
-        others = every[~torch.isin(every, chosen)]
-        out = found[0].new_empty(len(every), *found[0].shape[1:])
-        out[chosen] = found[0]
-        q, k, v = (x[others] for x in rows)
-        out[others] = self.some(q, k, v, sizes)
-        record(self._exact(heads, others, "too many keys have weight"))
+    def _run(self, heads: Heads, sizes: Sequence[int], parts: _Parts, reason: str) -> Tensor:
+        every, out = torch.arange(len(heads.q)), None
+        left = set(every.tolist())
+        if parts.selective and (found := self._select_tiles(heads, sizes, parts)) is not None:
+            left -= set(parts.selective)
+            if not left:
+                return heads.store(found)
+            out = found.new_empty(len(every), *found.shape[1:])
+            out[parts.selective] = found
+        for chosen, runner in ((parts.rounded, self.rounding), (sorted(left.difference(parts.rounded)), None)):
+            if not chosen:
+                continue
+            q, k, v = (x[chosen] for x in parts.rows)
+            found = (self.some if runner is None else runner.some)(q, k, v, sizes)
+            out = found.new_empty(len(every), *found.shape[1:]) if out is None else out
+            out[chosen] = found
+            if runner is None:
+                record(self._exact(heads, every[chosen], reason))
+            else:
+                self._certify(heads, chosen, [parts.errors[head] for head in chosen])
+        assert out is not None
         return heads.store(out)
 
-    def _marks(self, q: Tensor, k: Tensor, bounded: list[int]) -> tuple[Tensor, Tensor]:
-        """(uint8 [H, row tiles, key tiles] of the tiles to look at, the share left out unseen [H])."""
-        row_tiles = -(-q.shape[1] // (self.kernel.rows * self.kernel.sets)) * self.kernel.sets
-        marks = torch.ones(len(q), row_tiles, -(-k.shape[1] // self.kernel.keys), dtype=torch.uint8)
+    def _select_tiles(self, heads: Heads, sizes: Sequence[int], parts: _Parts) -> Tensor | None:
+        """The output of the selective heads, or None where they turn out to need the exact kernel."""
+        chosen = parts.selective
+        q, k, v = parts.rows if len(chosen) == len(heads.q) else (x[chosen] for x in parts.rows)
+        marks = torch.ones(len(q), *self._tiles(q.shape[1], k.shape[1]), dtype=torch.uint8)
         unseen = torch.zeros(len(q))
-        for head in bounded:
-            scaled, keys = q[head].float() * self.plain.scale, k[head].float()
-            if not self.always:
-                sample, _ = self.select(scaled, keys, every=SAMPLED_TILES)
-                if self._live(sample, SAMPLED_TILES) > WORTHWHILE:
-                    continue
-            found, unseen[head] = self.select(scaled, keys)
-            marks[head] = found
-        return marks, unseen
+        for number, head in enumerate(chosen):
+            if head in parts.marks:
+                marks[number], unseen[number] = parts.marks[head]
+        found = self.kernel(q, k, v, [*sizes, len(q)], marks, self.epsilon * MARGIN / 2 / heads.n_k)
+        if found is None:
+            return None
+        self._certify(heads, chosen, (unseen + found[1] / MARGIN).tolist(), found[2].tolist())
+        return found[0]
+
+    def _tiles(self, n_q: int, n_k: int) -> tuple[int, int]:
+        """Row tiles, in whole work items, and key tiles."""
+        return -(-n_q // (self.kernel.rows * self.kernel.sets)) * self.kernel.sets, -(-n_k // self.kernel.keys)
+
+    def _marks(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of a head: (uint8 [row tiles, key tiles], the tiles to look at; the share left out unseen), where it pays."""
+        scaled, keys = q.float() * self.plain.scale, k.float()
+        if not self.always:
+            sample, _ = self.select(scaled, keys, every=SAMPLED_TILES)
+            if self._live(sample, SAMPLED_TILES) > WORTHWHILE:
+                return None
+        return self.select(scaled, keys)
 
     def _sampled(self, q: Tensor, k: Tensor) -> tuple[list[int], list[int]]:
         """(the heads in which few keys have a weight above epsilon / N_k, so that a perfect choice could leave out
@@ -217,18 +270,21 @@ class SparseAttention:
         highest = scores.amax(-1, keepdim=True)
         return (scores - highest).exp_().sum(-1).log_().add_(highest[..., 0])
 
-    def _certify(self, heads: Heads, chosen: Sequence[int], left_out: Tensor, computed: Tensor) -> None:
+    def _certify(
+        self, heads: Heads, chosen: Sequence[int], errors: Sequence[float], computed: Sequence[float] | None = None
+    ) -> None:
+        """Record what is certified of these heads. computed: tiles of each; where not given, they ran in two planes."""
         shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
         tiles = shape[0] * shape[1]
         if self.plain.causal:
             tiles = int(_causal_tiles(shape, self.kernel.rows, self.kernel.keys, 1).sum())
-        largest = heads.v.float().norm(dim=-1).amax(-1)[heads.owner]
-        for head, error, count in zip(chosen, left_out.tolist(), computed.tolist(), strict=True):
+        largest = heads.v.float().norm(dim=-1).amax(-1)[heads.owner].tolist()
+        for number, (head, error) in enumerate(zip(chosen, errors, strict=True)):
             record(
                 Certificate(
                     method=METHOD, ran=METHOD, heads=heads.coordinates(torch.tensor([head])), epsilon=self.epsilon,
-                    n_q=heads.n_q, n_k=heads.n_k, weight_error=error,
-                    output_error=output_error(error, float(largest[head])), live=count / tiles,
+                    n_q=heads.n_q, n_k=heads.n_k, weight_error=error, output_error=output_error(error, largest[head]),
+                    live=None if computed is None else computed[number] / tiles, planes=2 if computed is None else None,
                 )
             )  # fmt: skip
 

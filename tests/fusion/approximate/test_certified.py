@@ -190,6 +190,42 @@ def test_bounds_hold_where_products_of_lower_precision_are_allowed():
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.skipif(kernels.supports(machine()) is not None, reason="no AMX")
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_two_planes_hold_are_rounded_and_others_are_not(causal):
+    """Every number is as far from two planes as one can be, all to the same side, so that nothing cancels."""
+    worst = 1 + 2.0**-8 - 2.0**-17
+    q, k, v = inputs(0, 3, 3, 700, 16, 8, (1.0,), "none", torch.float32)
+    k = k.sign() * worst
+    q = k * torch.tensor([0.25, 2.0, 40.0]).view(1, 3, 1, 1)
+    v = v.sign() * worst
+    spec, epsilon = cached_spec(q, k, v, causal), 1e-3
+    run = SparseAttention(spec, plain(spec), None, None, machine(), epsilon)  # type: ignore[arg-type]
+    assert run.rounding is not None
+    heads = run.gather([q, k, v], sizes_of(spec, q, k))
+    errors = run.rounding.errors(heads)
+    assert errors[0] < epsilon < errors[2]
+    out = run.rounding.whole([q, k, v], sizes_of(spec, q, k))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+    error = (out - exact).norm(dim=-1).amax(-1)[0]
+    largest = v.norm(dim=-1).max()
+    for head in (0, 1):
+        assert error[head] <= (2 * errors[head] / (1 - errors[head]) + 1e-6) * largest
+    found = check("certified_sparse", q[:, :1], k[:, :1], v[:, :1], causal, epsilon)
+    assert [c.ran for c in found] == ["certified_sparse"]
+
+
+@pytest.mark.skipif(kernels.supports(machine()) is not None, reason="no AMX")
+def test_numbers_whose_second_plane_vanishes_are_not_rounded():
+    q, k, v = inputs(0, 2, 2, 64, 16, 8, (1.0,), "none", torch.float32)
+    spec = cached_spec(q, k, v, False)
+    run = SparseAttention(spec, plain(spec), None, None, machine(), 1e-3)  # type: ignore[arg-type]
+    assert run.rounding is not None
+    heads = run.gather([q * 2.0**-118, k * 2.0**110, v], sizes_of(spec, q, k))
+    assert run.rounding.errors(heads) == [float("inf")] * 2
+    assert max(run.rounding.errors(run.gather([q, k, v], sizes_of(spec, q, k)))) < 1e-2
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_sparse_leaves_out_most_tiles_of_documents(causal):
     q, k, v = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", torch.float32)
@@ -269,14 +305,16 @@ def test_a_failure_leaves_the_exact_kernel(monkeypatch):
     assert "ZeroDivisionError" in fusion.last_certificates()[0].reason
 
 
-def test_sparse_takes_the_peaked_heads_of_a_call_and_exact_the_others():
+def test_sparse_leaves_out_tiles_of_peaked_heads_and_rounds_or_runs_exact_the_others():
     peaked = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", torch.float32)
-    diffuse = inputs(0, 2, 2, 2048, 16, 16, (0.1,), "none", torch.float32)
+    diffuse = inputs(0, 2, 2, 2048, 16, 16, (0.1, 10.0), "none", torch.float32)
     q, k, v = (torch.cat([x, y], 1) for x, y in zip(peaked, diffuse, strict=True))
     options = {"inner": "eager", "approximate": "certified_sparse", "epsilon": 1e-3}
     torch._dynamo.reset()
     out = torch.compile(F.scaled_dot_product_attention, backend="fusion", options=options)(q, k, v)
-    ran = {head[1]: c.ran for c in fusion.last_certificates() for head in c.heads}
-    assert ran == {0: "certified_sparse", 1: "certified_sparse", 2: "exact", 3: "exact"}
+    ran = {head[1]: (c.ran, c.planes) for c in fusion.last_certificates() for head in c.heads}
+    assert ran[0] == ran[1] == ("certified_sparse", None)
+    if machine().kind == "cpu" and kernels.supports(machine()) is None:
+        assert ran[2] == ("certified_sparse", 2)
     error = (out - F.scaled_dot_product_attention(q, k, v)).norm(dim=-1).max()
     assert error <= max(c.output_error for c in fusion.last_certificates()) + 1e-4

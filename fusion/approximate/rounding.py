@@ -1,0 +1,78 @@
+"""Attention whose float32 products are computed in two bfloat16 planes instead of three: half of the tile products.
+
+Exact attention on AMX tiles splits a float32 number into three bf16 numbers, and multiplies six pairs of them. Two hold
+a number to 2^-17 of itself, and of their four products three are computed; the fourth is at most 2^-16 of the whole. So
+
+    |error of a score| <= (2 * 2^-17 + 2^-16) * sum over c of |q_c k_c| <= TWO_PLANES * |q| |k|
+
+A score that is off by t has a weight that is off by exp(t) - 1 of itself. The products of weights and values are
+rounded in the same way, relative to what they add up to. All of this is known from the largest norms, before anything
+is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.approximate.heads import Heads
+from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+
+TWO_PLANES = 2.0**-15 * (1 + 2.0**-6)
+"""Error of a product of two float32 numbers in two planes each, relative to the product of their sizes; terms of second
+order are in the factor."""
+MARGIN = 1 + 1e-5
+"""Covers the float32 rounding of the norms."""
+LARGE = 2.0**60
+"""Norms up to which the parts of numbers below 2**-126, which tiles take for 0, add up to nothing in a score."""
+
+
+class TwoPlanes:
+    """The exact kernel of a spec on two planes; for specs that `admits` takes."""
+
+    def __init__(self, spec: AttentionSpec, one_by_one: AttentionSpec, scale: float, machine: Machine):
+        """one_by_one: the same attention over heads as plain tensors (of `ExactHeads`)."""
+        from fusion.codegen.mlir.launch import Kernel
+        from fusion.codegen.mlir.strategy import tilings_for
+        from fusion.codegen.mlir.target import target_of
+
+        self.scale = scale
+        self.specs = spec, one_by_one
+        self._target = target_of(machine)
+        self._make = lambda spec: Kernel(spec, tilings_for(spec, self._target, most_planes=2), self._target)
+        self._kernels: list[Kernel | None] = [None, None]
+
+    @staticmethod
+    def admits(spec: AttentionSpec, machine: Machine) -> bool:
+        """Whether products of this spec take three planes."""
+        from fusion.codegen.mlir.strategy import tilings_for
+        from fusion.codegen.mlir.target import target_of
+
+        return tilings_for(spec, target_of(machine))[0].planes == 3
+
+    def errors(self, heads: Heads) -> list[float]:
+        """Of every head: a bound on sum over j |error of w_ij| / sum over j w_ij, in every row, with what rounding adds
+        to the products with V."""
+        q, k = (x.float().norm(dim=-1).amax(-1) * MARGIN for x in (heads.q, heads.k))
+        k = k[heads.owner]
+        bounds = torch.where((q < LARGE) & (k < LARGE), q * k * abs(self.scale), math.inf).tolist()
+        if abs(self.scale) > LARGE:
+            return [math.inf] * len(bounds)
+        return [math.expm1(TWO_PLANES * x) + TWO_PLANES if x < 1e4 else math.inf for x in bounds]
+
+    def whole(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """All heads of a call, in the layout of the spec."""
+        return self._kernel(0)(operands, sizes)
+
+    def some(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[h, N_q, d], [h, N_k, d], [h, N_k, d_v] to [h, N_q, d_v]. sizes: those of the call."""
+        return self._kernel(1)([q, k, v], [*sizes, len(q)])
+
+    def _kernel(self, number: int):
+        if (found := self._kernels[number]) is None:
+            found = self._kernels[number] = self._make(self.specs[number])
+        return found
