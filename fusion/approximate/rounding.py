@@ -31,6 +31,12 @@ LARGE = 2.0**60
 """Norms up to which the parts of numbers below 2**-126, which tiles take for 0, add up to nothing in a score."""
 
 
+def centred(k: Tensor) -> Tensor:
+    """Keys [.., N_k, d] minus their mean, which changes all scores of a row by the same and is no error; float32."""
+    k = k.float()
+    return k - k.mean(-2, keepdim=True)
+
+
 class TwoPlanes:
     """The exact kernel of a spec on two planes; for specs that `admits` takes."""
 
@@ -54,10 +60,10 @@ class TwoPlanes:
 
         return tilings_for(spec, target_of(machine))[0].planes == 3
 
-    def errors(self, heads: Heads) -> list[float]:
+    def errors(self, heads: Heads, keys: Tensor | None = None) -> list[float]:
         """Of every head: a bound on sum over j |error of w_ij| / sum over j w_ij, in every row, with what rounding adds
-        to the products with V."""
-        q, k = (x.float().norm(dim=-1).amax(-1) * MARGIN for x in (heads.q, heads.k))
+        to the products with V. keys: in the place of those of the heads, [U, N_k, d]."""
+        q, k = (x.float().norm(dim=-1).amax(-1) * MARGIN for x in (heads.q, heads.k if keys is None else keys))
         k = k[heads.owner]
         bounds = torch.where((q < LARGE) & (k < LARGE), q * k * abs(self.scale), math.inf).tolist()
         if abs(self.scale) > LARGE:

@@ -15,8 +15,8 @@ which no key can have more than epsilon / (2 N_k) of its row's sum (`codegen/mli
 
 The certificate is what was left out, summed up for each row; the largest sum counts.
 
-Heads in which nothing can be left out, and heads where looking would be all there is, run in fewer bfloat16 planes
-instead, where that is certified (`rounding`); the others run exact.
+Heads in which nothing can be left out without looking run in fewer bfloat16 planes instead, where that is certified
+(`rounding`); the others run exact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain
 from fusion.approximate.heads import ExactHeads, Executor, Gatherer, Heads, ieee_products
-from fusion.approximate.rounding import TwoPlanes
+from fusion.approximate.rounding import TwoPlanes, centred
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec
@@ -65,13 +65,15 @@ def refusal(spec: AttentionSpec, plain: Plain, emitter: str) -> str | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """rows: Q, K and V of every head. Heads that leave out tiles, with (marks, share left out unseen) of those that do
-    so without looking; heads whose products are rounded; the error of doing so, for every head."""
+    so without looking; heads whose products are rounded; the error of doing so, for every head; whether
+    it takes centred keys."""
 
     rows: Sequence[Tensor]
     selective: list[int]
     rounded: list[int]
     errors: list[float]
     marks: dict[int, tuple[Tensor, Tensor]]
+    centre: bool
 
 
 def _by_head(heads: Heads) -> list[Tensor]:
@@ -101,7 +103,7 @@ class SparseAttention:
             if (reason := self._refusal(heads)) is None:
                 reason = "too many keys have weight, or rounding is not certified"
                 parts = self._parts(heads)
-                if len(parts.rounded) == len(heads.q):
+                if len(parts.rounded) == len(heads.q) and not parts.centre:
                     assert self.rounding is not None
                     out = self.rounding.whole(operands, sizes)
                     self._certify(heads, parts.rounded, [parts.errors[head] for head in parts.rounded])
@@ -115,12 +117,17 @@ class SparseAttention:
         """What is done with each head."""
         q, k, _ = rows = _by_head(heads)
         hopeful, bounded = self._sampled(q, k)
-        errors = self.rounding.errors(heads) if self.rounding is not None else [math.inf] * len(q)
-        certified = {head for head, error in enumerate(errors) if error <= self.epsilon * MARGIN}
+        limit, centre, errors = self.epsilon * MARGIN, False, [math.inf] * len(q)
+        if self.rounding is not None:
+            errors = self.rounding.errors(heads)
+            centre = max(errors) > limit
+            if centre:
+                errors = self.rounding.errors(heads, centred(heads.k))
+        certified = {head for head, error in enumerate(errors) if error <= limit}
         marks = {head: found for head in bounded if (found := self._marks(q[head], k[head])) is not None}
-        selective = [head for head in hopeful if head in marks or head not in certified]
+        selective = [head for head in hopeful if head in marks]
         rounded = sorted(certified.difference(selective))
-        return _Parts(rows=rows, selective=selective, rounded=rounded, errors=errors, marks=marks)
+        return _Parts(rows=rows, selective=selective, rounded=rounded, errors=errors, marks=marks, centre=centre)
 
     def _refusal(self, heads: Heads) -> str | None:
         if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
@@ -144,6 +151,8 @@ class SparseAttention:
             if not chosen:
                 continue
             q, k, v = (x[chosen] for x in parts.rows)
+            if runner is not None and parts.centre:
+                k = centred(k)
             found = (self.some if runner is None else runner.some)(q, k, v, sizes)
             out = found.new_empty(len(every), *found.shape[1:]) if out is None else out
             out[chosen] = found
