@@ -195,12 +195,11 @@ class AttentionKernel(TileKernel):
 
     def _visit(self, scope, readers, first, count, groups, padded_groups, low, high, skipping=None) -> None:
         """Keys [low, high). Where `skipping` (i1) holds, each register tile visits only the keys that its rows need."""
-        b, p, lanes = self.b, self.products, self.lanes
+        b, lanes = self.b, self.lanes
         with b.loop(0, padded_groups, hint="g") as g:
             memory = self._group_memory(g)
             b.store(b.constant(float("-inf"), self.vector), memory.maximum)
-            b.store(b.constant(0.0, self.vector), memory.total)
-            with b.loop(0, p.e_padded, hint="e") as e:
+            with b.loop(0, memory.rows, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
         self._pack(readers, low, high)
         visit = self._visit_overlapped if self.products.overlaps else self._visit_in_turn
@@ -260,6 +259,9 @@ class AttentionKernel(TileKernel):
         """Scale, transpose and write one group."""
         b, memory, lanes = self.b, self._group_memory(g), self.lanes
         rows = self._lane_scope(scope, first, count, g)
+        if self.several is not None:
+            with b.when(self.several):
+                self._settle(g, 1, 0)
         factor = None
         if self.spec.normalizer is not Normalizer.NONE:
             m, total = (b.load(at, self.vector, name) for at, name in ((memory.maximum, "m"), (memory.total, "l")))

@@ -6,7 +6,8 @@ Packing K and V pays off only over many queries. Here a work item is one row; fo
     score program     with the key as the lane coordinate, statistics for the whole row
     o += p V          one weight at a time against a row of V
 
-What is read from memory is K and V, once per row, in their own dtype.
+What is read from memory is K and V, once per row, in their own dtype. Output and sum begin anew every `CHAPTER` keys
+(see `tile`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import CHAPTER
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir.expr import SCORE, I, J, coord
@@ -34,6 +36,7 @@ class _RowKernel(KernelFunction):
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         self.query = self._area(4 * self.d_padded, "query")
         self.output = self._area(4 * self.e_padded, "output")
+        self.chapter = self._area(4 * self.e_padded, "chapter")
         self.chances = self._area(4 * self.lanes, "weights")
         self.staging = self._area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
 
@@ -94,7 +97,31 @@ class _RowKernel(KernelFunction):
         with b.loop(0, self.e_padded, lanes, hint="e") as e:
             at = b.at(self.output, e, "f32")
             b.store(zero if keep is None else b.select(keep, b.load(at, self.vector), zero), at)
-        with b.carry(low, high, lanes, [lowest, zero], hint="j0") as (loop, j0, (m, total)):
+        with b.carry(low, high, CHAPTER, [lowest, zero], hint="chapter") as (chapters, start, (m, total)):
+            m_new, own = self._chapter(scope, readers, start, b.least(b.add(start, CHAPTER), high), m)
+            factor = None
+            if self.spec.normalizer is not Normalizer.NONE:
+                factor = self._factor(m, m_new)
+                total = b.mul(total, factor)
+            with b.loop(0, self.e_padded, lanes, hint="e") as e:
+                at = b.at(self.output, e, "f32")
+                before, new = (b.load(x, self.vector, "o") for x in (at, b.at(self.chapter, e, "f32")))
+                b.store(b.add(before if factor is None else b.mul(before, factor), new), at)
+            chapters.yields(m_new, b.add(total, own))
+        total = chapters.results[1]
+        total = b.op(f"vector.reduction <add>, {total} : {self.vector} into f32", "f32", "sum")
+        return chapters.results[0], b.broadcast(total, lanes)
+
+    def _chapter(
+        self, scope: Scope, readers: list[RowReader], low: Value, high: Value, m: Value
+    ) -> tuple[Value, Value]:
+        """Keys [low, high), which come after others whose maximum was m: the maximum of all, the sum of these per lane,
+        and their weighted sum of V in `chapter`."""
+        b, lanes = self.b, self.lanes
+        zero = b.constant(0.0, self.vector)
+        with b.loop(0, self.e_padded, lanes, hint="e") as e:
+            b.store(zero, b.at(self.chapter, e, "f32"))
+        with b.carry(low, high, lanes, [m, zero], hint="j0") as (loop, j0, (m, total)):
             x, weight = self._scores(scope, readers[1], j0, high)
             if self.spec.normalizer is Normalizer.NONE:
                 p, m_new, total_new, factor = x, m, total, None
@@ -105,8 +132,7 @@ class _RowKernel(KernelFunction):
             b.store(p, self.chances)
             self._add_values(readers[2], j0, factor)
             loop.yields(m_new, total_new)
-        total = b.op(f"vector.reduction <add>, {loop.results[1]} : {self.vector} into f32", "f32", "sum")
-        return loop.results[0], b.broadcast(total, lanes)
+        return loop.results[0], loop.results[1]
 
     def _scores(self, scope: Scope, keys: RowReader, j0: Value, high: Value) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
@@ -131,7 +157,7 @@ class _RowKernel(KernelFunction):
 
     def _softmax(self, x: Value, m: Value, total: Value) -> tuple[Value, Value, Value, Value]:
         """(weights, maximum, sum per lane, factor for what was summed before)."""
-        b, scale = self.b, self.programs.scale
+        b = self.b
         # A NaN does not become the maximum: it goes through the exponential.
         ordered = b.select(b.compare("ord", x, x), x, float("-inf"))
         top = b.op(f"vector.reduction <maxnumf>, {ordered} : {self.vector} into f32", "f32", "top")
@@ -139,18 +165,23 @@ class _RowKernel(KernelFunction):
         m_new = b.select(b.compare("ogt", top, m), top, m, "m")
         c, shift = self.exponent.coefficients(m_new)
         p = self.context.math.exp2(b.fma(x, c, shift))
-        factor = self.context.math.exp2(b.mul(b.sub(m, m_new), scale * LOG2E))
-        same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
-        factor = b.select(same, 1.0, factor, "factor")  # before the first live key there is nothing to scale
+        factor = self._factor(m, m_new)
         return p, m_new, b.fma(total, factor, p), factor
 
+    def _factor(self, m: Value, m_new: Value) -> Value:
+        """What sums in units of the maximum m are multiplied by when it becomes m_new."""
+        b = self.b
+        factor = self.context.math.exp2(b.mul(b.sub(m, m_new), self.programs.scale * LOG2E))
+        same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
+        return b.select(same, 1.0, factor, "factor")  # before the first live key there is nothing to scale
+
     def _add_values(self, values: RowReader, j0: Value, factor: Value | None) -> None:
-        """output = output * factor + weights x V."""
+        """chapter = chapter * factor + weights x V."""
         b, lanes = self.b, self.lanes
         rows = values.rows(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging)
         weights = [b.broadcast(b.load(b.at(self.chances, r, "f32"), "f32", "p"), lanes) for r in range(lanes)]
         with b.loop(0, self.e_padded, lanes, hint="e") as e:
-            at = b.at(self.output, e, "f32")
+            at = b.at(self.chapter, e, "f32")
             o = b.load(at, self.vector, "o")
             o = o if factor is None else b.mul(o, factor)
             # Two chains, so that additions overlap.

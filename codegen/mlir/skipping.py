@@ -94,6 +94,7 @@ class _Selective(AttentionKernel):
             self._weights(tile, 0, tile.block.padded)
             values, weights, output = self._second_product(tile)
             p.accumulate_sets(values, tile.steps, weights, output, sets)
+            self._end_chapter(tile)
         with b.otherwise():
             self._note(tile)
 
@@ -129,7 +130,11 @@ class _Selective(AttentionKernel):
         m = b.load(group.maximum, self.vector, "m")
         # No sum reaches 2**64 shares: beyond that, and before the first tile (m = -inf) and with NaN, a tile matters.
         raised = b.least(b.mul(b.sub(highest, m), self.exponent.scale * LOG2E), 64.0)
-        return self.context.math.exp2(raised, 5), b.load(group.total, self.vector, "l")
+        total = b.load(group.total, self.vector, "l")
+        if self.several is not None:
+            before = b.load(b.at(group.total, (self.products.e_padded + 1) * self.lanes, "f32"), self.vector, "before")
+            total = b.add(total, b.select(self.several, before, 0.0), "l")
+        return self.context.math.exp2(raised, 5), total
 
     def _rows(self, tile: Tile, member: Value) -> Value:
         """Lanes that are rows of the item."""

@@ -37,7 +37,8 @@ Store = Callable[[Value, Value, Value], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Memory of one group of queries: scores [key][L], factors of the weight program [key][L] or None, packed weights,
-    output [e][L], and vectors of the running maximum (in units of the programs' scale) and sum."""
+    output [e][L] with the running sum as a row after it, and the vector of the running maximum (in units of the
+    programs' scale). rows: how many rows from `output` on are in units of that maximum (`tile.CHAPTER`)."""
 
     scores: Value
     factors: Value | None
@@ -45,6 +46,7 @@ class Group:
     output: Value
     maximum: Value
     total: Value
+    rows: Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +163,9 @@ class GroupSoftmax:
             if self.group.factors is not None:
                 b.store(b.constant(0.0, self.vector), self._row(self.group.factors, j), align=4 * self.lanes)
 
-    def rescale(self, highest: Value, columns: int, exact: bool) -> None:
-        """Take over the block's maximum where it is too far above the one in use (exact: above it at all): rescale sum
-        and output
-        [columns][L]."""
+    def rescale(self, highest: Value, exact: bool) -> None:
+        """Take over the block's maximum where it is too far above the one in use (exact: above it at all): rescale
+        output and sum."""
         b, group = self.b, self.group
         old = b.load(group.maximum, self.vector, "m_old")
         limit = 0.0 if exact else RESCALE_ABOVE / (self.scale * LOG2E)
@@ -175,8 +176,7 @@ class GroupSoftmax:
             b.store(new, group.maximum)
             factor = self.context.math.exp2(b.mul(b.sub(old, new), self.scale * LOG2E), 5)
             factor = b.select(b.compare("oeq", old, float("-inf")), 0.0, factor, "factor")
-            b.store(b.mul(b.load(group.total, self.vector, "l"), factor), group.total)
-            with b.loop(0, columns, hint="e") as e:
+            with b.loop(0, group.rows, hint="e") as e:
                 cell = self._row(group.output, e)
                 b.store(b.mul(b.load(cell, self.vector, "o"), factor), cell)
 

@@ -13,6 +13,10 @@ Where the products run on a unit of their own (AMX), two tiles are in the works 
 The processor overlaps the two by itself where their instructions stand close together: the products take pieces of
 vector work that they write between tile instructions. No memory is needed twice: the weights of a key step are made
 before the next tile's scores of that step are stored over the scores that they were made of.
+
+Sums over many keys lose digits: each addition rounds to the last place of what has been added up so far. So output and
+sum begin anew every `CHAPTER` keys and are added to those of the chapters before (where the result is float32; others
+have no such digits).
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from fusion.ir.expr import Expr, I, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 MEMBERS = (0, 1)  # of the set of groups that overlapping products take
+CHAPTER = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +98,11 @@ class TileKernel(KernelFunction):
         self.scores = self._area(together * keys * row, "scores")
         self.factors = self._area(together * keys * row, "factors") if self.weight is not None else None
         self.weights = self._area(together * p.weight_bytes(keys), "weights")
-        self.output = self._area(groups * p.e_padded * row, "output")
+        # Per group: the output and, as one more row, the sum; then the same of the chapters before.
+        self.chapters = 2 if self.spec.out_dtype == "float32" else 1
+        self.output_bytes = self.chapters * (p.e_padded + 1) * row
+        self.output = self._area(groups * self.output_bytes, "output")
         self.maxima = self._area(groups * row, "maxima")
-        self.totals = self._area(groups * row, "totals")
         self.highest = self._area(together * row, "highest")
         entries = keys + (together + 1) * lanes
         self.tables = [DistanceTable(self.context, part, self._area(4 * entries, "table")) for part in self.by_distance]
@@ -107,14 +114,44 @@ class TileKernel(KernelFunction):
     def _group_memory(self, g: Value, member: Value | int = 0) -> Group:
         """Memory of group g, number `member` of those that are worked on together."""
         p, keys, lanes, part = self.products, self.tiling.keys, self.lanes, self._part
+        output = part(self.output, g, self.output_bytes, "o_rows")
         return Group(
             scores=part(self.scores, member, keys * lanes * 4, "s_rows"),
             factors=None if self.factors is None else part(self.factors, member, keys * lanes * 4, "w_rows"),
             weights=part(self.weights, member, p.weight_bytes(keys), "p_rows"),
-            output=part(self.output, g, p.e_padded * lanes * 4, "o_rows"),
+            output=output,
             maximum=part(self.maxima, g, 4 * lanes, "m_at"),
-            total=part(self.totals, g, 4 * lanes, "l_at"),
+            total=self.b.at(output, p.e_padded * lanes, "f32"),
+            rows=self.sum_rows,
         )
+
+    def _top(self) -> Scope:
+        top, b, own = super()._top(), self.b, self.products.e_padded + 1
+        with b.at_entry():
+            self.several = b.compare("sgt", self.n_k, CHAPTER, "several") if self.chapters > 1 else None
+            one = b.constant(own, "i64")
+            self.sum_rows = one if self.several is None else b.select(self.several, 2 * own, one, "sum_rows")
+        return top
+
+    def _end_chapter(self, tile: Tile) -> None:
+        """Where a tile is the last of its chapter, add its groups' output and sum to those before."""
+        if self.several is None:
+            return
+        b = self.b
+        chapters = [b.div(b.add(tile.block.first, n), CHAPTER, "chapter") for n in (0, self.tiling.keys)]
+        with b.when(b.binary("arith.andi", self.several, b.compare("ne", *chapters), "ends")):
+            with b.loop(0, tile.here, hint="member") as member:
+                self._settle(b.add(tile.g, member), 0, 1)
+
+    def _settle(self, g: Value, source: int, target: int) -> None:
+        """Add a group's running rows (0) to those of the chapters before (1), or the other way round, and clear
+        them."""
+        b, own = self.b, (self.products.e_padded + 1) * self.lanes
+        base = self._group_memory(g).output
+        with b.loop(0, self.products.e_padded + 1, hint="e") as e:
+            at = [b.at(base, b.add(b.mul(e, self.lanes), own * part), "f32") for part in (source, target)]
+            b.store(b.add(*(b.load(cell, self.vector, "o") for cell in at)), at[1])
+            b.store(b.constant(0.0, self.vector), at[0])
 
     def _make_tile(
         self, scope: Scope, first: Value, count: Value, groups: Value, g: Value, j0: Value, n: Value
@@ -143,6 +180,7 @@ class TileKernel(KernelFunction):
         self._weights(tile, 0, tile.block.padded)
         values, weights, output = self._second_product(tile)
         p.accumulate_sets(values, tile.steps, weights, output, sets)
+        self._end_chapter(tile)
 
     def _overlap(self, old: Tile, new: Tile) -> None:
         """The second half of a tile and the first half of the next; either may have no keys."""
@@ -171,6 +209,7 @@ class TileKernel(KernelFunction):
             self._all_maxima(new, program, b.mul(both, step_keys), new.block.count)
         with b.when(b.compare("slt", both, old.steps)):
             p.accumulate(values, old.steps, *pair, first=both)
+        self._end_chapter(old)
         with b.when(b.compare("sgt", new.steps, 0)):
             self._take_over(new)
 
@@ -254,8 +293,8 @@ class TileKernel(KernelFunction):
         b, p = self.b, self.products
         at = b.at(self.packed_values, b.mul(b.div(tile.block.first, p.key_step), p.value_bytes()), "i8")
         weights = Groups(first=self.weights, stride=p.weight_bytes(self.tiling.keys))
-        row = p.e_padded * self.lanes * 4
-        return at, weights, Groups(first=b.at(self.output, b.mul(tile.g, row), "i8"), stride=row)
+        output = Groups(first=self._part(self.output, tile.g, self.output_bytes, "o_rows"), stride=self.output_bytes)
+        return at, weights, output
 
     def _variants(self, tile: Tile) -> Iterator[Expr]:
         """The programs that may apply to a tile, each in the branch where it does."""
@@ -340,7 +379,7 @@ class TileKernel(KernelFunction):
                 self._take_maximum(softmax, b.add(tile.g, member), highest)
 
     def _take_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
-        softmax.rescale(highest, self.products.e_padded, exact=self.spec.row_scale is not None)
+        softmax.rescale(highest, exact=self.spec.row_scale is not None)
 
     def _weights(self, tile: Tile, low: Value | int, high: Value) -> None:
         """Scores to weights for keys [low, high) of the block and all groups."""

@@ -54,6 +54,14 @@ def test_other_targets(name: str, target: str) -> None:
     check(c, kernel(c, target))
 
 
+@pytest.mark.parametrize("n_q", [40, 2])
+@pytest.mark.parametrize("target", ["best", "multiply-add", "avx2"])
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_sums_over_many_keys(name: str, target: str, n_q: int) -> None:
+    c = case(name)
+    check(c, kernel(c, target), shapes=({"B": 1, "H": 1, "Nq": n_q, "Nk": 40_000},))
+
+
 @pytest.mark.parametrize("layout", ["heads_inside", "columns", "gaps"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_strides_and_grouped_heads(layout: str, dtype: str) -> None:
