@@ -127,8 +127,8 @@ def _emitter(options: Options) -> str:
     return options.emitter if request is None else request.attach(options.emitter)
 
 
-def _supports(options: Options) -> Callable[[AttentionSpec, torch.device], str | None]:
-    return (lambda spec, device: None) if options.emitter == "reference" else runtime.prepare
+def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int]], str | None]:
+    return (lambda spec, device, sizes: None) if options.emitter == "reference" else runtime.prepare
 
 
 def _pays(options: Options) -> Pays | None:
@@ -190,9 +190,10 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
 
 def _plan(part: Specified, hints: Mapping[str, int], options: Options) -> Plan:
     """What the kernel is predicted to cost at the sizes of this trace."""
-    tile = runtime.kernel_tile(part.spec, part.device, options.emitter)
+    sizes = _sizes(part, hints)
+    tile = runtime.kernel_tile(part.spec, part.device, options.emitter, tuple(sizes.values()))
     machine = None if part.device == "cpu" else part.device
-    return plan(part.spec, machine, sizes=_sizes(part, hints), tile=tile)
+    return plan(part.spec, machine, sizes=sizes, tile=tile)
 
 
 def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:

@@ -171,19 +171,22 @@ def kernel_source(spec: AttentionSpec, device: str, emitter: str) -> str | None:
     return getattr(found.kernel, "source", None) if isinstance(found, Guarded) else None
 
 
-def kernel_tile(spec: AttentionSpec, device: str, emitter: str) -> tuple[int, int] | None:
-    """(B_r, B_c) of the kernel that runs a spec, where its emitter fixes it per spec."""
+def kernel_tile(spec: AttentionSpec, device: str, emitter: str, sizes: Sequence[int]) -> tuple[int, int] | None:
+    """(B_r, B_c) that a call of a spec with these sizes gets, where its emitter says so."""
     found = executor(spec.to_json(), device, Request.parse(emitter)[0])
-    return getattr(found.kernel, "tile", None) if isinstance(found, Guarded) else None
+    tile: Any = getattr(found.kernel, "tile", None) if isinstance(found, Guarded) else None
+    return tile(sizes) if callable(tile) else None
 
 
-def prepare(spec: AttentionSpec, device: torch.device) -> str | None:
-    """Build the kernel of a spec now; why there is none, or None."""
+def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int]) -> str | None:
+    """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
     reason = unsupported(spec, device)
     if reason is not None:
         return reason
     try:
         found = executor(spec.to_json(), device.type)
+        if isinstance(found, Guarded) and hasattr(found.kernel, "prepare"):
+            found.kernel.prepare(sizes)
     except Exception as problem:
         log.warning("no kernel for %s", spec, exc_info=True)
         return f"its kernel could not be built ({type(problem).__name__}: {problem})"
@@ -219,8 +222,9 @@ def _compile(spec: AttentionSpec, device: str) -> Executor:
 
         return triton.compile(spec)
     from fusion.codegen import mlir
+    from fusion.cost.from_spec import tile_times
 
-    return mlir.compile(spec, machine=machine())
+    return mlir.compile(spec, machine(), tile_times(spec, machine()))
 
 
 def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:

@@ -21,7 +21,7 @@ from fusion.passes.specify import Specified, specify
 from fusion.passes.tile_maps import Mapped, mapped, with_map
 
 aten = torch.ops.aten
-Supports = Callable[[AttentionSpec, torch.device], str | None]
+Supports = Callable[[AttentionSpec, torch.device, Sequence[int]], str | None]
 Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]]], bool]
 
 
@@ -35,9 +35,9 @@ def rewrite(
 ) -> dict[int, list[Specified]]:
     """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
 
-    supports: (spec, device) -> why no kernel can be made for it, or None. emitter: handed to the op. pays: whether a
-    map of the tiles of a mask is worth its cost; None makes no maps. block_mask: the user's mask for every attention.
-    Mutates the graph of `module`, which is the compiler's own copy.
+    supports: (spec, device, sizes) -> why no kernel can be made for it, or None. emitter: handed to the op. pays:
+    whether a map of the tiles of a mask is worth its cost; None makes no maps. block_mask: the user's mask for every
+    attention. Mutates the graph of `module`, which is the compiler's own copy.
     """
     specified: dict[int, list[Specified]] = {}
     symbols = _Symbols(module.graph)
@@ -49,11 +49,13 @@ def rewrite(
             specified[number] = [_specify(site, a, symbols, block_mask) for a in site.attentions]
         except Unsupported as problem:
             site.reason, site.blame = str(problem), problem.node
+    hints = nodes.size_hints(module.graph)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
     for number, parts in list(specified.items()):
         device = nodes.value(sites[number].root).device
-        if (reason := next((r for part in parts if (r := supports(part.spec, device))), None)) is not None:
+        reasons = (supports(part.spec, device, [nodes.evaluate_size(n, hints) for n in part.sizes]) for part in parts)
+        if (reason := next(filter(None, reasons), None)) is not None:
             sites[number].reason = reason
             del specified[number]
     _refuse_escaping(module.graph, sites, specified)

@@ -2,7 +2,7 @@
 OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
-    compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
+    compile(spec, machine, times)  the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
     compile_training(spec, machine)   the pair of `forward` (with row statistics) and `backward`; None where there is
     none
 
@@ -15,7 +15,7 @@ torch-mlir is imported before a kernel is compiled.
 from __future__ import annotations
 
 from fusion.codegen.mlir.compile import KernelCompilationError, unavailable
-from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.launch import Kernel, TileTimes
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.codegen.mlir.training import TrainingKernel
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 
-def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = None) -> Kernel:
-    """The kernel of a spec. One kernel per spec and machine is made in a process; `plan` is taken for its tile, where
-    it has one.
+def compile(spec: AttentionSpec, machine: Machine | None = None, times: TileTimes | None = None) -> Kernel:
+    """The kernel of a spec. One kernel per spec and machine is made in a process. times: the cost model that chooses
+    tiles (`fusion.cost.from_spec.tile_times`); without it there is one tile for all lengths.
 
     Raises KernelCompilationError (a defect here), or ValueError where `supports` has a reason.
     """
@@ -44,9 +44,9 @@ def compile(spec: AttentionSpec, machine: Machine | None = None, plan: object = 
     if (reason := supports(spec, machine)) is not None:
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
     target = target_of(machine)
-    key = (spec, target)
+    key = (spec, target, times is None)
     if key not in _kernels:
-        _kernels[key] = Kernel(spec, tilings_for(spec, target), target)
+        _kernels[key] = Kernel(spec, tilings_for(spec, target), target, times)
     return _kernels[key]
 
 

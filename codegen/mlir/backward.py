@@ -34,13 +34,14 @@ from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import Tiling
+from fusion.codegen.mlir.tile import CHAPTER, Tiling
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, coord
 from fusion.ir.spec import AttentionSpec, Operand
 
 GRAD = "grad"
+QUERY_CHAPTER = 4 * CHAPTER  # keys after which the sums of a whole head's dQ begin anew: they pass through the caches
 
 
 def emit_backward(
@@ -110,8 +111,11 @@ class _Backward(KernelFunction):
         self.slopes = self._area(groups * rows * row, "slopes")
         self.score_weights = self._area(groups * p.weight_bytes(rows), "score_weights")
         self.value_weights = self._area(groups * q.weight_bytes(rows), "value_weights")
-        self.out_a = self._area(groups * p.e_padded * row, "out_a")
-        self.out_b = self._area(groups * q.e_padded * row, "out_b")
+        # Sums begin anew every CHAPTER rows, as in the forward kernel; those of the chapters before lie behind them.
+        self.chapters = 2 if self.spec.out_dtype == "float32" else 1
+        self.out_bytes = {product: groups * product.e_padded * row for product in (p, q)}
+        self.out_a = self._area(self.chapters * self.out_bytes[p], "out_a")
+        self.out_b = self._area(self.chapters * self.out_bytes[q], "out_b")
         self.staging = self._area(8 * max(p.staging_elements(), q.staging_elements()), "staging")
         self.finished = self._area(self.lanes * max(p.e_padded, q.e_padded) * 4, "finished")
         self.staged = [self._area(rows * row, "staged") for _ in self.dense]
@@ -124,7 +128,7 @@ class _Backward(KernelFunction):
         fixed = self.layout.size
         sizes = (p.key_bytes(), p.value_bytes(), q.key_bytes(), q.value_bytes())
         if self.queries is not None:
-            sizes = (*sizes, self.queries.step_bytes())
+            sizes = (*sizes, *[self.queries.step_bytes()] * self.chapters)
         self.step_bytes = sum(sizes)
         self.packed: list[Value] = []
         with b.at_entry():
@@ -169,12 +173,35 @@ class _Backward(KernelFunction):
         )
         with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
             scope = self._element_scope(top, o, n)
+            size = 0
             if self.queries is not None:
-                self._clear(self.packed[4], b.mul(self.params[("key_steps",)], self.queries.step_bytes()))
+                size = b.mul(self.params[("key_steps",)], self.queries.step_bytes())
+                for area in self.packed[4:]:
+                    self._clear(area, size)
             with b.loop(start, blocks, step, hint="block") as block, self._when_wanted(block):
                 self._block(Scope(context=self.context, parent=scope), block)
+                if self.queries is not None and self.chapters > 1:
+                    rows = self.tiling.groups * self.lanes
+                    with b.when(self._ends_chapter(b.mul(block, rows), rows, QUERY_CHAPTER)):
+                        self._settle(self.packed[4], self.packed[5], size)
             if self.queries is not None:
+                if self.chapters > 1:
+                    with b.when(b.compare("sgt", self.n_lanes, QUERY_CHAPTER)):
+                        self._settle(self.packed[5], self.packed[4], size)
                 self._write_queries(scope)
+
+    def _ends_chapter(self, first: Value, count: int, chapter: int) -> Value:
+        b = self.b
+        before, after = (b.div(b.add(first, n), chapter, "chapter") for n in (0, count))
+        return b.compare("ne", before, after, "ends")
+
+    def _settle(self, source: Value, target: Value, size: Value | int) -> None:
+        """Add `size` bytes of sums to others, and clear them."""
+        b, vector = self.b, vector_of("f32", 16)
+        with b.loop(0, size, 64, hint="at") as at:
+            places = [b.at(base, at, "i8") for base in (source, target)]
+            b.store(b.add(*(b.load(place, vector, "o") for place in places)), places[1])
+            b.store(b.constant(0.0, vector), places[0])
 
     def _when_wanted(self, block: Value) -> contextlib.AbstractContextManager[object]:
         if not self.settles:
@@ -300,9 +327,10 @@ class _Backward(KernelFunction):
             with b.when(b.compare("slt", groups, self.tiling.groups, "partial")):
                 self._clear(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
         zero = b.constant(0.0, self.vector)
-        for area, product in ((self.out_a, p), (self.out_b, self.outer_product)):
-            with b.loop(0, b.mul(padded, product.e_padded), hint="e") as e:
-                b.store(zero, b.at(area, b.mul(e, self.lanes), "f32"))
+        outputs = ((self.out_a, self.out_bytes[p]), (self.out_b, self.out_bytes[self.outer_product]))
+        several = b.compare("sgt", self.n_rows, CHAPTER, "several")
+        for area, size in outputs:
+            self._clear(area, b.select(several, b.constant(self.chapters * size, "i64"), b.constant(size, "i64")))
         with b.loop(0, self.slots * self.tiling.groups, hint="n") as n:
             b.store(zero, b.at(self.sums, b.mul(n, self.lanes), "f32"))
         low, high = self._row_range(scope, first, count, groups)
@@ -311,6 +339,15 @@ class _Backward(KernelFunction):
             n = b.least(b.sub(high, r0), self.tiling.keys, "n_rows")
             with b.when(self._may_meet(scope, first, count, r0, n)):
                 self._tile(scope, first, count, groups, padded, r0, n)
+            if self.chapters > 1:
+                ends = b.binary("arith.andi", several, self._ends_chapter(r0, self.tiling.keys, CHAPTER))
+                with b.when(ends):
+                    for area, size in outputs:
+                        self._settle(area, b.at(area, size, "i8"), size)
+        if self.chapters > 1:
+            with b.when(several):
+                for area, size in outputs:
+                    self._settle(b.at(area, size, "i8"), area, size)
         with b.loop(0, groups, hint="g") as g:
             self._finish(scope, first, count, g)
 

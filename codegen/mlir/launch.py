@@ -1,4 +1,4 @@
-"""Calling a kernel: parameters, workspace, output, and a parallel region on torch's own OpenMP threads."""
+"""Calling a kernel: the tile of the call, parameters, workspace, output, a region on torch's OpenMP threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import functools
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.skipping import emit_selective
+from fusion.codegen.mlir.strategy import register_tile
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
 from fusion.errors import FusionError
@@ -198,7 +200,14 @@ WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
 CHUNKS_PER_THREAD = 4
 FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
 FEW_QUERIES = 8
-ROWS = -1  # the number of the variant for few queries, among the tilings
+ROWS = None  # in place of a tiling: the variant for few queries
+WORTH_COMPILING = 2e-4  # predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it
+CALLS_KEPT = 4096
+
+Tile = tuple[int, int]  # (B_r, B_c): query rows of a work item, keys of a block
+#: (values of the spec's sizes, register tile, tiles of interest) -> predicted seconds of these and of all others that
+#: may be best, for the planner's choice
+TileTimes = Callable[[Sequence[int], Tile, Collection[Tile]], Mapping[Tile, float]]
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,41 +227,77 @@ def chunks_of(count: int, blocks: int, threads: int) -> int:
 class Kernel:
     """A spec's kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
 
-    Another length compiles nothing. Another d or d_v (where the spec has them as run-time sizes) compiles another
-    variant at its first call, and so do inputs too large for the split into bfloat16 planes, which are computed again
-    with multiply-adds.
+    tilings: how products are formed and, without `times`, the tile; what takes over where numbers cannot be split into
+    bfloat16 planes. times: the cost model, which then chooses the tile of every call. A kernel runs any lengths: a
+    variant that exists is kept unless another tile promises to save WORTH_COMPILING. Another d or d_v (where the spec
+    has them as run-time sizes) compiles another variant at its first call.
     """
 
-    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
-        self.spec, self.tilings, self.target = spec, tuple(tilings), target
+    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, times: TileTimes | None = None):
+        self.spec, self.tilings, self.target, self.times = spec, tuple(tilings), target, times
         self._extents = extents_function(spec)
-        self._variants: dict[tuple[int, int, int], Variant] = {}
+        self._variants: dict[tuple[int, int, Tiling | None], Variant] = {}
+        self._chosen: dict[tuple[int, ...], Tiling] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
         self._dims = [names.index(name) for name in spec.output.dims]
         self._packed = spec.output.dims == spec.output.order
         self._slowest_last = [spec.output.dims.index(name) for name in reversed(spec.output.order)]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
-        if spec.d.op == "const" and spec.d_v.op == "const":
-            self.variant(int(spec.d.attr), int(spec.d_v.attr))  # type: ignore[arg-type]
 
-    @property
-    def tile(self) -> tuple[int, int]:
-        """(B_r, B_c) of the first choice: query rows of a work item, keys of a block."""
-        return self.tilings[0].groups * self.target.lanes, self.tilings[0].keys
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Compile what a call with these sizes will run."""
+        *_, n_q, n_k, d, d_v = self._extents(sizes)
+        if min(n_q, n_k, d, d_v) > 0:
+            self.variant(d, d_v, self._tiling(sizes, n_q, d, d_v))
+
+    def tile(self, sizes: Sequence[int]) -> Tile:
+        """(B_r, B_c) of a call with these sizes."""
+        *_, n_q, _, d, d_v = self._extents(sizes)
+        tiling = self._tiling(sizes, n_q, d, d_v)
+        return (1, self.target.lanes) if tiling is ROWS else self._tile(tiling)
+
+    def _tile(self, tiling: Tiling) -> Tile:
+        return tiling.groups * self.target.lanes, tiling.keys
+
+    def _tiling(self, sizes: Sequence[int], n_q: int, d: int, d_v: int) -> Tiling | None:
+        if n_q <= FEW_QUERIES:
+            return ROWS
+        if self.times is None:
+            return self.tilings[0]
+        key = tuple(sizes)
+        if (found := self._chosen.get(key)) is None:
+            if len(self._chosen) >= CALLS_KEPT:
+                self._chosen.clear()
+            found = self._chosen[key] = self._choose(self.times, sizes, d, d_v)
+        return found
+
+    def _choose(self, times: TileTimes, sizes: Sequence[int], d: int, d_v: int) -> Tiling:
+        """The tile of least predicted time; one that is compiled already unless that saves enough."""
+        base = self.tilings[0]
+        compiled = [
+            self._tile(tiling)
+            for *widths, tiling in list(self._variants)
+            if tiling is not ROWS and widths == [d, d_v] and tiling.planes == base.planes
+        ]
+        seconds = times(sizes, register_tile(base, self.target), compiled)
+        best = min(seconds, key=seconds.__getitem__)
+        if compiled:
+            kept = min(compiled, key=seconds.__getitem__)
+            best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
+        return replace(base, groups=best[0] // self.target.lanes, keys=best[1])
 
     @property
     def source(self) -> str:
         """The MLIR text of the first variant; empty before the first call where d is known only then."""
         return next((variant.text.source for variant in self._variants.values()), "")
 
-    def variant(self, d: int, d_v: int, choice: int = 0) -> Variant:
+    def variant(self, d: int, d_v: int, tiling: Tiling | None) -> Variant:
         """The variant for these sizes, compiled at first use."""
-        key = (d, d_v, choice)
+        key = (d, d_v, tiling)
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    tiling = None if choice == ROWS else self.tilings[choice]
                     found = self._variants[key] = Variant(self.spec, tiling, self.target, d, d_v)
         return found
 
@@ -269,12 +314,12 @@ class Kernel:
                 f"a size of {max(n_q, n_k, *sizes)} was met; CPU kernels take sizes below {SIZE_LIMIT}"
             )
         shape = Shape(count, n_q, n_k, d + d_v)
-        choice = ROWS if n_q <= FEW_QUERIES else 0
-        variant = self._variants.get((d, d_v, choice)) or self.variant(d, d_v, choice)
+        tiling = self._tiling(sizes, n_q, d, d_v)
+        variant = self._variants.get((d, d_v, tiling)) or self.variant(d, d_v, tiling)
         variant(operands, sizes, out, shape)
         if variant.text.may_flag and _memory.flag.value:
             _memory.flag.value = 0
-            self.variant(d, d_v, 1)(operands, sizes, out, shape)
+            self.variant(d, d_v, self.tilings[1])(operands, sizes, out, shape)
         return out
 
     def _output(self, extents: list[int]) -> torch.Tensor:

@@ -32,7 +32,8 @@ def supports(spec: AttentionSpec, machine: Machine) -> str | None:
 
 
 def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
-    """The first choice, and where that is products of split planes, multiply-adds for inputs that cannot be split.
+    """How products are formed, with a tile for any lengths; and where that is by split planes, multiply-adds for inputs
+    that cannot be split.
 
     most_planes: fewer than 3 round (see `fusion.approximate.rounding`).
     """
@@ -47,6 +48,13 @@ def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tu
         return (multiply_add,)  # weights may be infinite, which has no planes
     keys = _keys(target, 2, score_bytes=4 + 2 * planes, step=64)
     return (Tiling(groups=4, together=2, keys=keys, planes=planes), multiply_add)
+
+
+def register_tile(tiling: Tiling, target: Target) -> tuple[int, int]:
+    """(rows, keys) that B_r and B_c of a tiling are multiples of."""
+    if tiling.planes:
+        return 2 * target.lanes, 32
+    return (tiling.together or target.tile_groups) * target.lanes, target.tile_rows
 
 
 def _keys(target: Target, together: int, score_bytes: int, step: int) -> int:

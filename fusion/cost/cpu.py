@@ -1,22 +1,25 @@
 """Predicted time of the query-stationary CPU kernel.
 
-A thread takes a contiguous run of work items (head, block of B_r queries). For a head it has not met yet it packs K
-and V into the layout of its matrix instructions; for an item it packs Q, and for every block of B_c keys forms the
-scores of all rows, exponentiates them, and adds to the output. Lanes are queries. Matrix instructions take bf16 tiles
-(AMX, float32 as six products of three bf16 planes, float16 as three of two) or are float32 multiply-adds.
+Threads take work items (head, block of B_r queries). For a head it has not met yet a thread packs K and V into the
+layout of its matrix instructions; for an item it packs Q, and for every block of B_c keys forms the scores of one
+register tile of rows after the other, exponentiates them, and adds to the output. Lanes are queries. Matrix
+instructions take bf16 tiles (AMX; float32 as six products of three bf16 planes, float16 as three of two) or are float32
+multiply-adds. Each register tile visits only the keys that its own rows need, so masks cost the same for every B_r.
 
-What the tile decides: rows and keys that are padded, dead scores under a mask, how often the output is reloaded (each
-key block), how often packed K and V stream past (each row block), whether a tile's parts stay in L1, and how evenly
-the items fall on the cores. The constants below are in cycles of the stated clock. They were fitted, for least loss of
-the chosen tile against the best measured one, to single-thread runs of the kernel (bfloat16, float32 in three planes,
-float32 multiply-adds; fastest of many rounds) on a machine with AVX-512 and AMX. Differences between tiles are a few
-per cent there, so single constants mean less than their sum; benchmarks/model_fit.py shows what they are worth.
+What the tile decides: how often packed K and V stream past from the second cache or, where they outgrow it, from beyond
+(each row block: N^2 (d + d_v) / B_r, the I/O of the schedule), how often the output is taken up again (each key block),
+whether a tile's scores stay in the first cache, what the ends of an item cost (the products and the softmax of
+different tiles overlap, but not across items), and how evenly items fall on the cores.
+
+The constants in `COSTS` are fitted to single-thread runs over shapes and tiles on a machine with AVX-512 and AMX, by
+non-negative least squares on relative errors; `python benchmarks/model_fit.py` shows what they are worth, and prints
+new ones with `--fit`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -26,26 +29,54 @@ from fusion.cost.timing import Times
 from fusion.machine import Machine
 
 _PLANES = {"bfloat16": 1, "float16": 2}
-_PLANE_PRODUCTS = {1: 1, 2: 3, 3: 6}
+_PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
+CHUNKS_PER_THREAD = 4  # work items are dealt in that many portions
+SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
-TILE_EFFICIENCY = 0.78  # of the AMX rate, tile loads included
-FMA_EFFICIENCY = 1.2  # of the multiply-add rate at the stated clock, which cores exceed
-CYCLES_PER_SCORES = {0: 5.0, 1: 5.0, 2: 6.5, 3: 8.0}  # a vector of scores: maximum, exponential, sum; by planes packed
-CYCLES_PER_OUTPUT = 0.6  # for one vector of the output, loaded and stored once per key block
-CYCLES_PER_PACKED = 8.0  # for one vector of Q, K or V brought into the kernel's layout
-CYCLES_PER_OPERATION = 1.0  # for one vector through one more operation of the score program
-CYCLES_PER_ITEM = 500.0
-CYCLES_PER_BLOCK = 54.0  # a row group meets a key block: loop set-up, statistics; for each plane (3 without)
-L2_BYTES_PER_CYCLE = 88.0  # what does not stay in L1; mostly hidden by prefetching
-HIDDEN = 0.3  # how far matrix products hide cache traffic: by the power of products per byte
-SPILL_FROM, SPILL_OVER = 0.7, 0.77  # a cache begins to lose a tile at this share of its capacity, over this range
-L3_BYTES_PER_CYCLE = 8.0  # packed K and V that outgrow L2
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Cycles of the stated clock, each for one: `product`, a register tile's multiply-adds at the peak rate (1 is the
+    peak); `softmax`, a vector of scores (maximum, exponential, sum, packing); `operation`, a vector through one more
+    operation of the score program; `visit`, a register tile of rows meets a key block; `output`, a vector of output
+    taken up and put back there; `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `far`,
+    64 bytes of packed K and V from beyond the second; `end`, a vector of scores that has nothing to overlap with;
+    `item`, a work item; `packed`, a vector of Q, K, V or the result between memory and the kernel's layout."""
+
+    product: float
+    softmax: float
+    operation: float
+    visit: float
+    output: float
+    near: float
+    far: float
+    end: float
+    item: float
+    packed: float
+
+
+#: By planes: 0 for multiply-adds
+COSTS = {
+    0: Costs(product=1, softmax=5, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=8),
+    1: Costs(product=1, softmax=5, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=8),
+    2: Costs(product=1, softmax=6, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=12),
+    3: Costs(product=1, softmax=8, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=20),
+}
+
+#: What is reported: resource -> the costs that belong to it
+RESOURCES = {
+    "products": ("product",),
+    "softmax": ("softmax", "operation", "end"),
+    "output": ("visit", "output"),
+    "cache": ("near", "far"),
+    "packing": ("packed", "item"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
     """What the kernel does with this problem on this machine: planes (0 is multiply-add), element bytes of its packed
-    operands, register tile in keys and rows, padded head dimensions."""
+    operands, register tile in keys and rows, padded head dimensions, bytes of a score and its weight."""
 
     planes: int
     size: int
@@ -53,10 +84,11 @@ class _Kernel:
     row_step: int
     d: int
     e: int
+    score: int
 
     @property
     def products(self) -> int:
-        return _PLANE_PRODUCTS[self.planes] if self.planes else 1
+        return _PLANE_PRODUCTS[self.planes]
 
 
 def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _Kernel:
@@ -70,19 +102,22 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
         row_step=multiples[0],
         d=_up(d, 32) if amx else d,
         e=_up(e, 16) if amx else _up(e, multiples[1]),
+        score=4 + (2 * planes or 4),
     )
 
 
 def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, multiples: tuple[int, int], *, skip: bool) -> Times:
-    """Seconds for each tile; `skip`: tiles that the mask hides are left out. multiples: the register tile (rows,
-    keys).
-    """
-    kernel = _kernel(problem, machine, multiples)
-    parts = [
-        _tile_time(machine, problem, kernel, int(rows), int(keys), skip)
-        for rows, keys in zip(tiles["B_r"], tiles["B_c"], strict=True)
-    ]
-    resources = {name: np.array([part[name] for part in parts]) for name in parts[0]}
+    """Seconds for each tile; `skip`: keys that the mask hides are left out. multiples: the register tile (rows,
+    keys)."""
+    planes = _kernel(problem, machine, multiples).planes
+    clock, costs = machine.clock or 2.5e9, asdict(COSTS[planes])
+    parts = []
+    for rows, keys in zip(tiles["B_r"], tiles["B_c"], strict=True):
+        counts = cpu_counts(machine, problem, (int(rows), int(keys)), multiples, skip=skip)
+        cycles = {name: count * costs[name] for name, count in counts.items()}
+        parts.append({name: sum(cycles[cost] for cost in group) / clock for name, group in RESOURCES.items()})
+    resources = {name: np.array([part[name] for part in parts]) for name in RESOURCES}
+    resources["launch"] = np.full(len(parts), machine.launch)
     return Times(total=sum(resources.values()), resources=resources)
 
 
@@ -96,54 +131,61 @@ def predict(
     return dict(zip(chosen, times.total.tolist(), strict=True))
 
 
-def _tile_time(
-    machine: Machine, problem: Problem, kernel: _Kernel, rows: int, keys: int, skip: bool
+def cpu_counts(
+    machine: Machine, problem: Problem, tile: tuple[int, int], multiples: tuple[int, int], *, skip: bool
 ) -> dict[str, float]:
-    """Seconds by resource of the busiest thread."""
-    n_q, n_k = max(1, problem.n_q), max(1, problem.n_k)
-    start, end = problem.key_ranges(rows) if skip else _all_keys(n_q, n_k, rows)
-    met = (end - start) * problem.density if skip else end - start
-    cost = _item_cycles(machine, problem, kernel, rows, keys, met, n_q, n_k)
-    threads = max(1, min(machine.cores, problem.problems * len(start)))
-    low, high = _busiest(sum(cost.values()), problem.problems, threads)
-    cycles = {name: _run(np.broadcast_to(part, met.shape), low, high) for name, part in cost.items()}
-    heads = -(-high // len(start)) - low // len(start)
-    cycles["packing"] += (
-        heads * n_k * (kernel.d + kernel.e) / machine.lanes() * CYCLES_PER_PACKED * max(1, kernel.planes)
-    )
-    clock = machine.clock or 2.5e9
-    return {name: value / clock for name, value in cycles.items()} | {"launch": machine.launch}
+    """How often the busiest thread pays each of the `Costs`; products and bytes in the units stated there."""
+    kernel = _kernel(problem, machine, multiples)
+    per_item = _item_counts(machine, problem, kernel, tile, skip)
+    items = len(per_item["item"])
+    threads = max(1, min(machine.cores, problem.problems * items))
+    weight = per_item["softmax"] + 1e-9
+    share = _busiest(weight, problem.problems, threads) / (weight.sum() * problem.problems)
+    totals = {name: float(count.sum()) * problem.problems * share for name, count in per_item.items()}
+    heads_met = -(-max(1, problem.batch) * max(1, problem.heads_kv) // threads)
+    totals["packed"] += heads_met * max(1, problem.n_k) * (kernel.d + kernel.e) / machine.lanes()
+    return totals
 
 
-def _item_cycles(
-    machine: Machine, problem: Problem, kernel: _Kernel, rows: int, keys: int, met: np.ndarray, n_q: int, n_k: int
+def _item_counts(
+    machine: Machine, problem: Problem, kernel: _Kernel, tile: tuple[int, int], skip: bool
 ) -> dict[str, np.ndarray]:
-    """Cycles of every block of rows of one head, by resource. met: keys that the block meets."""
-    lanes, clock = machine.lanes(), machine.clock or 2.5e9
-    here = np.full(len(met), rows)
-    here[-1] = n_q - rows * (len(met) - 1)
-    padded, vectors = _up(here, kernel.row_step), _up(here, lanes) / lanes
+    """The counts of every block of rows of one head. A `set` is a register tile of rows."""
+    (rows, keys), lanes, clock = tile, machine.lanes(), machine.clock or 2.5e9
+    n_q, n_k, step, dims = max(1, problem.n_q), max(1, problem.n_k), kernel.row_step, kernel.d + kernel.e
+    start, end = problem.key_ranges(step) if skip else _all_keys(n_q, n_k, step)
+    met = (end - start) * (problem.density if skip else 1.0)
+    sets = len(met)
+    item = np.arange(sets) // max(1, rows // step)
     taken, blocks = _up(met, kernel.key_step), np.ceil(met / keys)
-    width = np.minimum(keys, taken)
-    groups = padded / kernel.row_step
-    rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
-    rate *= TILE_EFFICIENCY if kernel.planes else FMA_EFFICIENCY
-    score_cycles = CYCLES_PER_SCORES[kernel.planes] + problem.score_flops * CYCLES_PER_OPERATION
-    query, value, score = padded * kernel.d * kernel.size, width * kernel.e * kernel.size, padded * width * 4
-    stream = taken * (kernel.d + kernel.e) * kernel.size
-    output, weight = padded * kernel.e * 4, padded * width * kernel.size
+    here = np.full(sets, step)
+    here[-1] = n_q - step * (sets - 1)
+    widest = np.zeros(item[-1] + 1)
+    np.maximum.at(widest, item, met)
+
+    def per_item(values: np.ndarray) -> np.ndarray:
+        return np.bincount(item, np.broadcast_to(values, met.shape))
+
+    vectors = _up(here, lanes) / lanes * taken
     nearest, second = (level.capacity for level in machine.levels[:2])
-    outgrown = _spilled(query + score + weight + value + output, nearest)
-    again = (groups - 1) * taken * kernel.e * kernel.size + taken / kernel.key_step * query
-    again = again + padded * taken * (3 * 4 + 2 * kernel.size) + 2 * output * blocks
-    near = stream + again * outgrown  # hidden behind arithmetic in so far as each byte has more of it to wait for
-    far = stream * _spilled(n_k * (kernel.d + kernel.e) * kernel.size + query + score + weight, second)
+    scores, block = step * keys * kernel.score, keys * dims * kernel.size
+    own = rows * (kernel.d * kernel.size + 4 * kernel.e)
+    again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
+    streamed = np.where(np.arange(sets) % max(1, rows // step) == 0, 1.0, again) * taken * dims * kernel.size
+    rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest)
+    beyond = widest * dims * kernel.size * _spilled(n_k * dims * kernel.size + own + scores, second)
+    rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
-        "products": 2 * padded * taken * (kernel.d + kernel.e) * kernel.products / rate,
-        "softmax": vectors * taken * score_cycles + groups * blocks * CYCLES_PER_BLOCK * (kernel.planes or 3),
-        "output": padded * kernel.e / lanes * blocks * CYCLES_PER_OUTPUT,
-        "cache": (near / L2_BYTES_PER_CYCLE + far / L3_BYTES_PER_CYCLE) / kernel.products**HIDDEN,
-        "packing": padded * (kernel.d + kernel.e) / lanes * CYCLES_PER_PACKED + CYCLES_PER_ITEM,
+        "product": per_item(2 * step * taken * dims * kernel.products / rate),
+        "softmax": per_item(vectors),
+        "operation": per_item(vectors * problem.score_flops),
+        "visit": per_item(blocks),
+        "output": per_item(blocks * step / lanes * kernel.e),
+        "near": per_item((streamed + rewritten) / 64),
+        "far": beyond / 64,
+        "end": np.minimum(keys, widest) * step / lanes,
+        "item": np.ones(len(widest)),
+        "packed": per_item(here * dims / lanes),
     }
 
 
@@ -152,24 +194,26 @@ def _all_keys(n_q: int, n_k: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros(count, dtype=np.int64), np.full(count, n_k)
 
 
-def _spilled(size: np.ndarray, capacity: int) -> np.ndarray:
+def _spilled(size: float, capacity: int) -> float:
     """Share of `size` bytes that a cache does not keep."""
-    return np.clip((size / capacity - SPILL_FROM) / SPILL_OVER, 0, 1)
+    return min(1.0, max(0.0, (size / capacity - SPILL_FROM) / SPILL_OVER))
 
 
-def _busiest(cost: np.ndarray, heads: int, threads: int) -> tuple[int, int]:
-    """First and end item of the costliest of the contiguous runs that the items are dealt in."""
+def _busiest(cost: np.ndarray, heads: int, threads: int) -> float:
+    """What the busiest thread does of `cost` (one head's items, the same for every head), when each takes the next
+    portion of consecutive items as soon as it is free."""
     items = heads * len(cost)
-    edges = [items * thread // threads for thread in range(threads + 1)]
-    runs = list(zip(edges[:-1], edges[1:], strict=True))
-    return max(runs, key=lambda run: _run(cost, *run))
+    portions = min(items, CHUNKS_PER_THREAD * threads) if threads > 1 else 1
+    total, before = float(cost.sum()), np.concatenate([[0.0], np.cumsum(cost)])
 
+    def until(number: int) -> float:
+        return number // len(cost) * total + float(before[number % len(cost)])
 
-def _run(cost: np.ndarray, low: int, high: int) -> float:
-    """Sum of `cost`, repeated for every head, over the items low..high."""
-    total, before = cost.sum(), np.concatenate([[0.0], np.cumsum(cost)])
-    count = len(cost)
-    return float((high // count - low // count) * total + before[high % count] - before[low % count])
+    edges = [until(items * portion // portions) for portion in range(portions + 1)]
+    loads = [0.0] * threads
+    for low, high in zip(edges, edges[1:], strict=False):
+        loads[loads.index(min(loads))] += high - low
+    return max(loads)
 
 
 def _up(size: int | np.ndarray, multiple: int):

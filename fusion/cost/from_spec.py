@@ -1,17 +1,20 @@
-"""The problem that the planner sees in an `AttentionSpec` at given sizes."""
+"""The problem that the planner sees in an `AttentionSpec` at given sizes, and what it predicts for the CPU kernel."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from fusion.cost.cpu import predict
 from fusion.cost.problem import Problem
+from fusion.cost.tiles import cpu_tiles
 from fusion.errors import ProblemError
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, Kind, walk
 from fusion.ir.ops import PRIMITIVES, evaluate
+from fusion.machine import Machine, with_cores
 
 _SAMPLES = 256
 
@@ -41,6 +44,23 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         density=_density(spec, values, n_q, n_k),
         score_flops=sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(spec.score, spec.weight)),
     )
+
+
+def tile_times(
+    spec: AttentionSpec, machine: Machine
+) -> Callable[[Sequence[int], tuple[int, int], Collection[tuple[int, int]]], dict[tuple[int, int], float]]:
+    """A function of (values of `spec.sizes`, register tile (rows, keys), more tiles): the predicted seconds of these
+    and of every legal tile (B_r, B_c) of the CPU kernel, on as many threads as torch uses."""
+
+    def times(
+        sizes: Sequence[int], multiples: tuple[int, int], more: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], float]:
+        problem, here = problem_of(spec, sizes), with_cores(machine, torch.get_num_threads())
+        legal = cpu_tiles(problem, here, *multiples)
+        pairs = zip(legal["B_r"].tolist(), legal["B_c"].tolist(), strict=True)
+        return predict(here, problem, dict.fromkeys([*more, *pairs]), multiples)
+
+    return times
 
 
 def _integer(expr: Expr, sizes: Mapping[str, int]) -> int:

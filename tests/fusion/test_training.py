@@ -164,6 +164,11 @@ def test_gradients_are_as_exact_as_eagers(function, shape, emitter):
     check(function, inputs(shape), emitter)
 
 
+@pytest.mark.parametrize(("n", "m"), [(30, 40_000), (40_000, 30), (3_000, 5_000)])
+def test_sums_over_long_sequences(n, m):
+    check(plain, inputs(None, n=n, m=m))
+
+
 @pytest.mark.parametrize(("function", "shape"), CASES, ids=NAMES)
 def test_bfloat16_gradients(function, shape):
     tensors = [t.detach().bfloat16().requires_grad_() for t in inputs(shape)]

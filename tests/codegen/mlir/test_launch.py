@@ -1,8 +1,12 @@
-"""How work is dealt to threads."""
+"""Which tile a call gets, and how work is dealt to threads."""
 
 import pytest
 
-from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_BLOCKS, chunks_of
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_BLOCKS, WORTH_COMPILING, Kernel, chunks_of
+from fusion.codegen.mlir.strategy import register_tile, tilings_for
+from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -17,3 +21,28 @@ def test_every_thread_has_work_and_short_heads_stay_whole(count: int, blocks: in
     divisors = [n for n in range(threads, CHUNKS_PER_THREAD * threads + 1) if count % n == 0]
     if blocks <= FEW_BLOCKS and divisors and threads > 1:
         assert all(edge % blocks == 0 for edge in edges)
+
+
+def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
+    c, target = case("causal"), TARGETS["best"]
+    base = tilings_for(c.spec, target)
+    rows, keys = register_tile(base[0], target)
+    small, large = (rows, 2 * keys), (3 * rows, 4 * keys)
+    seconds = {small: 1.0, large: 2.0}
+    run = Kernel(c.spec, base, target, lambda sizes, multiples, more: seconds)
+
+    def check(n: int) -> set[tuple[int, int]]:
+        operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": n, "Nk": n})
+        assert_as_exact_as_eager(run(operands, sizes), c.spec, operands, sizes)
+        return {
+            (t.groups * target.lanes, t.keys) for *_, t in run._variants if t is not None and t.planes == base[0].planes
+        }
+
+    assert not run._variants  # nothing is compiled before sizes are known
+    assert check(150) == {small}
+    seconds[large] = 1.0 - WORTH_COMPILING / 2
+    assert check(200) == {small}
+    seconds[large] = 1.0 - 2 * WORTH_COMPILING
+    assert check(150) == {small}  # a call that was met before runs as before
+    assert check(300) == {small, large}
+    assert check(5) == {small, large} and (64, 64, None) in run._variants
