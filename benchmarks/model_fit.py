@@ -1,9 +1,10 @@
 """How well the cost model ranks tiles: predicted against measured time of the CPU kernel over a grid of shapes and
 tiles.
 
-For every shape each legal tile is compiled and timed, all tiles of a shape in turns within one process. Printed: the
+For every shape a grid of tiles is compiled and timed, all tiles of a shape in turns within one process. Printed: the
 raw points, the rank correlation (Spearman) of prediction and measurement within each shape and over all points, and
-how far the planner's own tile is from the best measured one.
+how far the tile that the kernel chooses by the model is from the best measured one. `--fit` prints the constants
+(`fusion.cost.cpu.COSTS`) that suit the points best: non-negative least squares on relative errors.
 
     python benchmarks/model_fit.py --dtype float32 --seconds 50 --output fit.json
 """
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,16 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.strategy import register_tile, tilings_for
 from fusion.codegen.mlir.target import Target, target_of
 from fusion.codegen.mlir.tile import Tiling
-from fusion.cost.cpu import predict
+from fusion.cost.cpu import Costs, cpu_counts
+from fusion.cost.from_spec import problem_of, tile_times
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import add
 from fusion.ir.ops import apply, where
 from fusion.machine import Machine, with_cores
-from fusion.plan import Problem, cpu_tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +47,14 @@ class Shape:
     n: int
     d: int
     causal: bool = False
-    batch: int = 1
 
-    def problem(self, dtype: str) -> Problem:
-        """As the planner sees it."""
-        return Problem(
-            n_q=self.n, n_k=self.n, d=self.d, d_v=self.d, batch=self.batch, heads=self.heads, heads_kv=self.heads,
-            dtype=dtype, causal=self.causal,
-        )  # fmt: skip
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Values of the spec's sizes."""
+        return 1, self.heads, self.n
 
     def __str__(self) -> str:
-        return f"B={self.batch} H={self.heads} N={self.n} d={self.d}{' causal' if self.causal else ''}"
+        return f"H={self.heads} N={self.n} d={self.d}{' causal' if self.causal else ''}"
 
 
 SHAPES = (
@@ -72,6 +70,12 @@ SHAPES = (
     Shape(heads=4, n=2048, d=64, causal=True),
     Shape(heads=2, n=2048, d=128, causal=True),
     Shape(heads=1, n=4096, d=64),
+    Shape(heads=1, n=8192, d=64),
+    Shape(heads=1, n=4096, d=128),
+    Shape(heads=2, n=2048, d=32),
+    Shape(heads=1, n=4096, d=64, causal=True),
+    Shape(heads=2, n=512, d=128),
+    Shape(heads=6, n=256, d=64),
 )
 
 
@@ -108,34 +112,28 @@ def specification(shape: Shape, dtype: str) -> AttentionSpec:
 
 def tiles(shape: Shape, base: Tiling, target: Target) -> Iterator[tuple[int, int]]:
     """(B_r, B_c) that the kernel's register tile allows and the shape is not too small for."""
-    step, rows = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
-    for groups, keys in itertools.product((rows, 2 * rows, 3 * rows, 4 * rows), (32, 64, 128, 256, 512)):
+    rows, step = register_tile(base, target)
+    for count, keys in itertools.product((1, 2, 4, 6, 8, 12), (64, 128, 256, 512)):
         keys = -(-keys // step) * step
-        if (groups == rows or (groups - rows) * target.lanes < shape.n) and (keys <= 64 or keys // 2 < shape.n):
-            yield groups * target.lanes, keys
+        if (count - 1) * rows < shape.n and (keys <= 64 or keys // 2 < shape.n):
+            yield count * rows, keys
 
 
 def kernel_for(
     shape: Shape, dtype: str, tile: tuple[int, int], base: Tiling, target: Target
 ) -> Callable[..., torch.Tensor]:
     """The compiled kernel with that tile. Exchange this function to fit the model to another kernel."""
-    tiling = Tiling(groups=tile[0] // target.lanes, keys=tile[1], planes=base.planes)
+    tiling = replace(base, groups=tile[0] // target.lanes, keys=tile[1])
     spec = specification(shape, dtype)
     kernel = Kernel(spec, (tiling, *tilings_for(spec, target)[1:]), target)
-    return lambda *operands: kernel(operands, (shape.batch, shape.heads, shape.n))
-
-
-def register_tile(base: Tiling, target: Target) -> tuple[int, int]:
-    """(rows, keys) that B_r and B_c are multiples of."""
-    step, groups = (32, 2) if base.planes else (target.tile_rows, target.tile_groups)
-    return groups * target.lanes, step
+    return lambda *operands: kernel(operands, shape.sizes)
 
 
 def measure(
     shape: Shape, dtype: str, base: Tiling, target: Target, chosen: tuple[int, int], seconds: float
 ) -> dict[tuple[int, int], float]:
     """Least seconds of each tile, the planner's among them; they take turns for `seconds`, at least five rounds."""
-    size_ = (shape.batch, shape.heads, shape.n, shape.d)
+    size_ = (1, shape.heads, shape.n, shape.d)
     operands = [torch.randn(size_).to(getattr(torch, dtype)) for _ in range(3)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -205,6 +203,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of the kernel (default %(default)s)")
     parser.add_argument("--no-amx", action="store_true", help="multiply-add products also where AMX exists")
     parser.add_argument("--shapes", type=int, nargs="+", help="numbers of the shapes to measure (default all)")
+    parser.add_argument("--fit", action="store_true", help="print constants that suit these points best")
     parser.add_argument("--output", type=Path, help="JSON file with the raw points")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -216,19 +215,46 @@ def main() -> None:
         )
     print(f"{machine}; kernels for {target}; {arguments.threads} threads")
     shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
-    rows = []
+    rows, counted = [], []
     for dtype, shape in itertools.product(arguments.dtype, shapes):
-        base = tilings_for(specification(shape, dtype), target)[0]
+        spec = specification(shape, dtype)
+        tilings, times = tilings_for(spec, target), tile_times(spec, machine)
         share = arguments.seconds / len(shapes) / len(arguments.dtype)
-        rows_keys = register_tile(base, target)
-        chosen = cpu_tile(shape.problem(dtype), machine, row_multiple=rows_keys[0], col_multiple=rows_keys[1])
-        found = measure(shape, dtype, base, target, chosen, share)
-        rows.append(report(shape, dtype, found, chosen, predict(machine, shape.problem(dtype), list(found), rows_keys)))
+        chosen = Kernel(spec, tilings, target, times).tile(shape.sizes)
+        found = measure(shape, dtype, tilings[0], target, chosen, share)
+        multiples = register_tile(tilings[0], target)
+        predicted = times(shape.sizes, multiples, list(found))
+        rows.append(report(shape, dtype, found, chosen, {tile: predicted[tile] for tile in found}))
+        problem, clock = problem_of(spec, shape.sizes), machine.clock or 2.5e9
+        for tile, seconds in found.items():
+            counts = cpu_counts(machine, problem, tile, multiples, skip=problem.masked)
+            counted.append((tilings[0].planes, counts, (seconds - machine.launch) * clock))
     summary(rows)
+    if arguments.fit:
+        for planes in sorted({planes for planes, *_ in counted}):
+            print(planes, fit([(counts, cycles) for own, counts, cycles in counted if own == planes]))
     if arguments.output:
         arguments.output.write_text(
             json.dumps({"machine": str(machine), "target": str(target), "rows": rows}, indent=1)
         )
+
+
+def fit(points: list[tuple[dict[str, float], float]]) -> Costs:
+    """The costs of least squared relative error, none of them negative: one at a time until nothing changes.
+
+    points: (counts, measured cycles). What costs one operation of a score program is not among what is measured here.
+    """
+    names = [field.name for field in fields(Costs) if field.name != "operation"]
+    shares = torch.tensor([[counts[name] / cycles for name in names] for counts, cycles in points], dtype=torch.float64)
+    scale = shares.mean(0).clamp_min(1e-30)
+    shares = shares / scale
+    gram, wanted = shares.T @ shares, shares.sum(0)
+    costs = torch.zeros(len(names), dtype=torch.float64)
+    for _ in range(20_000):
+        for k in range(len(names)):
+            if gram[k, k] > 0:
+                costs[k] = (costs[k] + (wanted[k] - gram[k] @ costs) / gram[k, k]).clamp_min(0)
+    return Costs(operation=1.0, **{name: float(f"{cost:.3g}") for name, cost in zip(names, costs / scale, strict=True)})
 
 
 def summary(rows: list[dict]) -> None:

@@ -31,6 +31,7 @@ from fusion.machine import Machine
 _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 CHUNKS_PER_THREAD = 4  # work items are dealt in that many portions
+HIDDEN_FROM = 64  # multiply-adds a score
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
 
@@ -38,15 +39,14 @@ SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share
 class Costs:
     """Cycles of the stated clock, each for one: `product`, a register tile's multiply-adds at the peak rate (1 is the
     peak); `softmax`, a vector of scores (maximum, exponential, sum, packing); `operation`, a vector through one more
-    operation of the score program; `visit`, a register tile of rows meets a key block; `output`, a vector of output
-    taken up and put back there; `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `far`,
-    64 bytes of packed K and V from beyond the second; `end`, a vector of scores that has nothing to overlap with;
-    `item`, a work item; `packed`, a vector of Q, K, V or the result between memory and the kernel's layout."""
+    operation of the score program; `output`, a vector of output that is taken up and put back for one more key block;
+    `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `far`, 64 bytes of packed K and V
+    from beyond the second; `end`, a vector of scores that has nothing to overlap with; `item`, a work item; `packed`,
+    a vector of Q, K, V or the result between memory and the kernel's layout."""
 
     product: float
     softmax: float
     operation: float
-    visit: float
     output: float
     near: float
     far: float
@@ -57,17 +57,25 @@ class Costs:
 
 #: By planes: 0 for multiply-adds
 COSTS = {
-    0: Costs(product=1, softmax=5, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=8),
-    1: Costs(product=1, softmax=5, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=8),
-    2: Costs(product=1, softmax=6, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=12),
-    3: Costs(product=1, softmax=8, operation=1, visit=60, output=1, near=1, far=2, end=0, item=500, packed=20),
-}
+    0: Costs(
+        product=0.826, softmax=1.45, operation=1, output=0, near=0.441, far=3.86, end=0, item=0, packed=5.58
+    ),
+    1: Costs(
+        product=1.35, softmax=5.02, operation=1, output=0.901, near=0.19, far=0.737, end=2.35, item=0, packed=4.72
+    ),
+    2: Costs(
+        product=0.476, softmax=8.63, operation=1, output=2.46, near=0.707, far=2.08, end=7.17, item=0, packed=7.86
+    ),
+    3: Costs(
+        product=0.626, softmax=12.2, operation=1, output=1.72, near=0.861, far=2.38, end=6.84, item=228, packed=11.5
+    ),
+}  # fmt: skip
 
 #: What is reported: resource -> the costs that belong to it
 RESOURCES = {
     "products": ("product",),
     "softmax": ("softmax", "operation", "end"),
-    "output": ("visit", "output"),
+    "output": ("output",),
     "cache": ("near", "far"),
     "packing": ("packed", "item"),
 }
@@ -172,14 +180,15 @@ def _item_counts(
     own = rows * (kernel.d * kernel.size + 4 * kernel.e)
     again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
     streamed = np.where(np.arange(sets) % max(1, rows // step) == 0, 1.0, again) * taken * dims * kernel.size
-    rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest)
+    # Products hide that scores come from the second cache, the better the more of them there are to a score.
+    exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
+    rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
     beyond = widest * dims * kernel.size * _spilled(n_k * dims * kernel.size + own + scores, second)
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),
         "softmax": per_item(vectors),
         "operation": per_item(vectors * problem.score_flops),
-        "visit": per_item(blocks),
         "output": per_item(blocks * step / lanes * kernel.e),
         "near": per_item((streamed + rewritten) / 64),
         "far": beyond / 64,

@@ -149,8 +149,8 @@ def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multipl
     K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches
     spill, they do not refuse.
     """
-    rows = sorted({min(_up(problem.n_q, row_multiple), row_multiple * count) for count in (1, 2, 3, 4, 6)})
-    cols = sorted({min(_up(problem.n_k, col_multiple), _up(count, col_multiple)) for count in (32, 64, 128, 256, 512)})
+    rows = sorted({min(_up(problem.n_q, row_multiple), row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
+    cols = sorted({min(_up(problem.n_k, col_multiple), _up(count, col_multiple)) for count in (64, 128, 256, 512)})
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
     near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)
     keep = (near <= machine.level(machine.fast).capacity * 0.75) | (

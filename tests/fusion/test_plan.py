@@ -40,7 +40,7 @@ def test_decoding_splits_the_keys_and_prefill_does_not():
 def test_masked_problems_skip_tiles():
     full, causal = plan(problem()), plan(problem(causal=True))
     assert (full.schedule, causal.schedule) == ("flash", "block_sparse")
-    assert causal.share < 0.6 and causal.time < 0.7 * full.time
+    assert causal.share < 0.75 and causal.time < 0.7 * full.time
     assert plan(problem(causal=True), Machine.two_level(10000)).io < 0.7 * plan(problem(), Machine.two_level(10000)).io
     window = plan(problem(causal=True, window=64))
     assert window.io < causal.io and window.time < causal.time
