@@ -220,7 +220,7 @@ def main() -> None:
         spec = specification(shape, dtype)
         tilings, times = tilings_for(spec, target), tile_times(spec, machine)
         share = arguments.seconds / len(shapes) / len(arguments.dtype)
-        chosen = Kernel(spec, tilings, target, times).tile(shape.sizes)
+        chosen = Kernel(spec, tilings, target, times).tile_of(shape.sizes)
         found = measure(shape, dtype, tilings[0], target, chosen, share)
         multiples = register_tile(tilings[0], target)
         predicted = times(shape.sizes, multiples, list(found))

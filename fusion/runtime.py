@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -174,8 +174,8 @@ def kernel_source(spec: AttentionSpec, device: str, emitter: str) -> str | None:
 def kernel_tile(spec: AttentionSpec, device: str, emitter: str, sizes: Sequence[int]) -> tuple[int, int] | None:
     """(B_r, B_c) that a call of a spec with these sizes gets, where its emitter says so."""
     found = executor(spec.to_json(), device, Request.parse(emitter)[0])
-    tile: Any = getattr(found.kernel, "tile", None) if isinstance(found, Guarded) else None
-    return tile(sizes) if callable(tile) else None
+    tile_of: Any = getattr(found.kernel, "tile_of", None) if isinstance(found, Guarded) else None
+    return None if tile_of is None else tile_of(sizes)
 
 
 def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int]) -> str | None:

@@ -251,7 +251,7 @@ class Kernel:
         if min(n_q, n_k, d, d_v) > 0:
             self.variant(d, d_v, self._tiling(sizes, n_q, d, d_v))
 
-    def tile(self, sizes: Sequence[int]) -> Tile:
+    def tile_of(self, sizes: Sequence[int]) -> Tile:
         """(B_r, B_c) of a call with these sizes."""
         *_, n_q, _, d, d_v = self._extents(sizes)
         tiling = self._tiling(sizes, n_q, d, d_v)

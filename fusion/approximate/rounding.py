@@ -45,11 +45,14 @@ class TwoPlanes:
         from fusion.codegen.mlir.launch import Kernel
         from fusion.codegen.mlir.strategy import tilings_for
         from fusion.codegen.mlir.target import target_of
+        from fusion.cost.from_spec import tile_times
 
         self.scale = scale
         self.specs = spec, one_by_one
         self._target = target_of(machine)
-        self._make = lambda spec: Kernel(spec, tilings_for(spec, self._target, most_planes=2), self._target)
+        self._make = lambda spec: Kernel(
+            spec, tilings_for(spec, self._target, most_planes=2), self._target, tile_times(spec, machine)
+        )
         self._kernels: list[Kernel | None] = [None, None]
 
     @staticmethod

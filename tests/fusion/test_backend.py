@@ -195,4 +195,4 @@ def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
 def test_the_plan_is_that_of_the_kernel():
     site = fusion.explain(attend, *inputs()).sites[0]
     kernel = runtime.executor(site.spec.to_json(), "cpu").kernel
-    assert (site.plan.B_r, site.plan.B_c) == kernel.tile(list(site.sizes[0].values()))
+    assert (site.plan.B_r, site.plan.B_c) == kernel.tile_of(list(site.sizes[0].values()))
