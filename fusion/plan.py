@@ -188,7 +188,8 @@ def plan(
     problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`.
 
     schedule: take this one; otherwise the best of `allow` (by default what there are kernels for). row_multiple,
-    col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default two vectors and 8).
+    col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of the kernel
+    for this machine).
     features: number of polynomial features r.
 
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
@@ -196,9 +197,19 @@ def plan(
     if not isinstance(problem, Problem):
         problem = _from_spec(problem, sizes)
     target = find_machine(machine)
-    multiples = (row_multiple or 2 * target.lanes(), col_multiple or 8)
+    rows, keys = _register_tile(target)
+    multiples = (row_multiple or rows, col_multiple or keys)
     names = _names(schedule, allow, direction, target, features)
     return _plan(problem, target, names, multiples, features or 1, tile)
+
+
+def _register_tile(target: Machine) -> tuple[int, int]:
+    """(rows, keys) of the CPU kernel's register tile on a machine (see `codegen.mlir.target`)."""
+    if "amx_bf16" in target.isa:
+        return 2 * target.lanes(), 32
+    if "avx512f" in target.isa:
+        return 3 * target.lanes(), 8
+    return (3 if "avx2" in target.isa else 2) * target.lanes(), 4
 
 
 def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
@@ -300,7 +311,7 @@ def compare(
     from fusion.cost.schedules import schedules
 
     names = [item.name for item in schedules().values() if item.direction == direction and _weighed(item, features)]
-    multiples = (2 * target.lanes(), 8)
+    multiples = _register_tile(target)
     weighed = [
         candidate(problem, target, name, multiples, features or 1)
         for name in names

@@ -196,3 +196,5 @@ def test_the_plan_is_that_of_the_kernel():
     site = fusion.explain(attend, *inputs()).sites[0]
     kernel = runtime.executor(site.spec.to_json(), "cpu").kernel
     assert (site.plan.B_r, site.plan.B_c) == kernel.tile_of(list(site.sizes[0].values()))
+    unaided = fusion.plan(site.spec, sizes=site.sizes[0])  # the planner alone knows the kernel's register tile
+    assert (unaided.B_r, unaided.B_c, unaided.time) == (site.plan.B_r, site.plan.B_c, site.plan.time)
