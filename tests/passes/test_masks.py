@@ -92,13 +92,27 @@ def _value(expr, **at):
 
 
 def _check_range(mask, live, keys):
-    """The range of every block of rows holds all live keys, and for single rows of a band it is tight."""
+    """The range of every block of rows holds all live keys."""
     for first in range(0, N, 5):
         last = min(first + 4, N - 1)
         low = 0 if mask.key_lo is None else _value(mask.key_lo, i0=first, i1=last)
         high = keys if mask.key_hi is None else _value(mask.key_hi, i0=first, i1=last)
         alive = [j for j in range(keys) for i in range(first, last + 1) if live(i, j)]
         assert all(low <= j < high for j in alive)
+
+
+def _check_tiles(mask, live, rows=8, columns=8):
+    """The tiles that lie in the ranges are those with a live score, counted by brute force."""
+    where = torch.tensor([[bool(live(i, j)) for j in range(N)] for i in range(N)])
+    met, expected = 0, 0
+    for first in range(0, N, rows):
+        last = min(first + rows, N) - 1
+        low = 0 if mask.key_lo is None else max(0, _value(mask.key_lo, i0=first, i1=last))
+        high = N if mask.key_hi is None else min(N, _value(mask.key_hi, i0=first, i1=last))
+        for key in range(0, N, columns):
+            met += low < min(key + columns, N, high) and high > max(key, low)
+            expected += bool(where[first : last + 1, key : key + columns].any())
+    assert met == expected
 
 
 def _check_full(mask, score):
@@ -128,6 +142,7 @@ def test_causal_is_understood(name):
     assert str(mask.full_hi) == "i0 + 1" and mask.full_lo is None
     assert mask.full is not None and not any(part.op == "coord" for part in walk(mask.full))
     _check_full(mask, spec.score)
+    _check_tiles(mask, lambda i, j: j <= i)
 
 
 @pytest.mark.parametrize("name", WINDOW)
@@ -136,6 +151,7 @@ def test_window_is_understood(name):
     assert (_value(mask.key_lo, i0=20, i1=24), _value(mask.key_hi, i0=20, i1=24)) == (14, 31)
     assert (_value(mask.full_lo, i0=20, i1=24), _value(mask.full_hi, i0=20, i1=24)) == (18, 27)
     _check_range(mask, lambda i, j: abs(i - j) < 7, N)
+    _check_tiles(mask, lambda i, j: abs(i - j) < 7)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -144,6 +160,7 @@ def test_other_masks_are_understood(name):
     spec = _site(program).spec
     mask = spec.mask
     _check_range(mask, live, N)
+    _check_tiles(mask, live)
     _check_full(mask, spec.score)
     assert (mask.full is None) == (name == "dilated")
     for i in range(0, N, 3):
@@ -188,6 +205,34 @@ def test_random_affine_predicates_bound_their_keys(terms, divisor, divide):
     if mask is not None and mask.live.op != "const":
         _check_range(mask, lambda i, j: bool(where[i, j]), N)
         _check_full(mask, score)
+
+
+@hypothesis.given(
+    st.integers(-2, 2), st.sampled_from([-2, -1, 1, 2]), st.integers(-40, 40), st.sampled_from(["ile", "ilt"])
+)
+@hypothesis.settings(max_examples=60)
+def test_tiles_of_random_affine_predicates_are_those_of_brute_force(a, b, c, op):
+    """a * i + b * j + c <= 0. Where only the row counts nothing can be skipped: rows without a live key need all."""
+    value = integers.add(integers.mul(a, I), integers.mul(b, J), c)
+    live = decided(apply(op, value, const(0)), {I: integers.integer(N), J: integers.integer(N)})
+    mask = understand(apply("where", live, SCORE, const(-math.inf)))
+    if mask is not None and mask.live.op != "const":
+        _check_tiles(mask, lambda i, j: a * i + b * j + c < (op == "ile"))
+
+
+@hypothesis.given(st.integers(-30, 30), st.integers(0, 40), st.booleans())
+@hypothesis.settings(max_examples=30)
+def test_tiles_of_random_bands_are_those_of_brute_force(shift, width, divided):
+    """shift <= i - j <= shift + width, also of the numbers of chunks of 4."""
+    row, column = (integers.floordiv(x, 4) if divided else x for x in (I, J))
+    shift, width = (shift // 4, width // 4) if divided else (shift, width)
+    low = apply("ile", integers.add(column, shift), row)
+    high = apply("ile", row, integers.add(column, shift + width))
+    live = decided(apply("and", low, high), {I: integers.integer(N), J: integers.integer(N)})
+    mask = understand(apply("where", live, SCORE, const(-math.inf)))
+    if mask is not None and mask.live.op != "const":
+        size = 4 if divided else 1
+        _check_tiles(mask, lambda i, j: shift <= i // size - j // size <= shift + width)
 
 
 def test_coordinates_of_blocks_are_the_only_ones_in_a_range():
