@@ -167,13 +167,13 @@ def test_plain_networks_are_not_searched():
     assert find.may_hold_attention(module)  # call_module nodes hide what they do
 
 
-def test_a_second_length_compiles_no_second_kernel():
-    kernels = len(runtime._executors)
+def test_a_second_length_compiles_no_second_kernel(monkeypatch):
+    monkeypatch.setattr(runtime, "_executors", {})
     compiled = torch.compile(attend, backend="fusion", dynamic=False, options={"inner": "eager"})
     for n in (5, 9, 33):
         given = [torch.randn(1, 2, n, 24) for _ in range(3)]
         torch.testing.assert_close(compiled(*given), attend(*given))
-    assert len(runtime._executors) == kernels + 1
+    assert len(runtime._executors) == 1
 
 
 def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
@@ -192,7 +192,8 @@ def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
         root.handlers[:] = before[1]
 
 
-def test_the_plan_is_that_of_the_kernel():
+def test_the_plan_is_that_of_the_kernel(monkeypatch):
+    monkeypatch.setattr(runtime, "_executors", {})  # an earlier kernel of this spec may keep a tile that is as good
     site = fusion.explain(attend, *inputs()).sites[0]
     kernel = runtime.executor(site.spec.to_json(), "cpu").kernel
     assert (site.plan.B_r, site.plan.B_c) == kernel.tile_of(list(site.sizes[0].values()))
