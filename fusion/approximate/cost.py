@@ -16,12 +16,14 @@ from fusion.approximate.polynomials import Polynomial, feature_count, least_row_
 from fusion.cost.problem import Problem
 from fusion.machine import Machine
 
-FEATURE_MACS, SCORE_MACS, FEATURE_CYCLES = 280.0, 410.0, 0.36
-SCORE_CYCLES = {1: 0.41, 2: 0.6, 3: 0.82}
-PRODUCTS = {1: 1, 2: 3, 3: 6}
-PLANES_OF = {"bfloat16": 1, "float16": 2, "float32": 3}
+FEATURE_MACS, FEATURE_CYCLES = 280.0, 0.36
+PRODUCTS = {1: 1, 2: 3}
 ROUND_TRIP = 5e-4
 """Seconds of a call's tensor operations around the kernels, besides those that grow with the sizes."""
+LOOK = 2e-4
+"""Seconds that a sample of the data takes, most of them for starting from cold caches."""
+LOOK_SHARE = 0.04
+"""What looking may cost of the exact kernel's time where it turns out to be for nothing."""
 PASSES = 8
 """How often these operations move each of Q, K and V."""
 UNIT = 2.0**-8
@@ -31,16 +33,16 @@ CAUSAL_CHUNK = 512
 """Rows of a causal chunk: as many as make its own scores cost about what making and reading the state does."""
 
 
-def exact_seconds(machine: Machine, problem: Problem, amx: bool) -> float:
-    """Of our exact kernel."""
-    if not amx:
-        from fusion.plan import plan
+def exact_seconds(machine: Machine, problem: Problem) -> float:
+    """Of our exact kernel, as the planner predicts it."""
+    from fusion.plan import plan
 
-        return plan(problem, machine, "block_sparse" if problem.masked else "flash").time
-    planes = PLANES_OF.get(problem.dtype, 3)
-    cycles = SCORE_CYCLES[planes] + (problem.d + problem.d_v) * PRODUCTS[planes] / SCORE_MACS
-    pairs = problem.problems * problem.n_q * problem.n_k * problem.live_share(64)
-    return pairs * cycles / (_clock(machine) * machine.cores)
+    return plan(problem, machine, "block_sparse" if problem.masked else "flash").time
+
+
+def worth_a_look(machine: Machine, problem: Problem) -> bool:
+    """Whether exact attention takes long enough for a look at the data not to count."""
+    return LOOK <= LOOK_SHARE * exact_seconds(machine, problem)
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, amx: bool) -> float:
@@ -56,7 +58,7 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
     if problem.causal:
         chunk = min(problem.n_q, CAUSAL_CHUNK)
         square = replace(problem, n_q=chunk, n_k=chunk, dtype="float32", causal=False)
-        inside = exact_seconds(machine, square, amx) * problem.n_q / max(1, chunk)
+        inside = exact_seconds(machine, square) * problem.n_q / max(1, chunk)
     moved = rows * PASSES * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
     return seconds + inside + moved + ROUND_TRIP
 
@@ -141,7 +143,7 @@ def crossing(machine: Machine, problem: Problem, bound: float, epsilon: float, a
     for step in range(7 * 8, 26 * 8 + 1):
         n = int(2 ** (step / 8))
         here = replace(problem, n_q=n, n_k=n)
-        if polynomial_seconds(machine, here, choice.features, choice.planes, amx) < exact_seconds(machine, here, amx):
+        if polynomial_seconds(machine, here, choice.features, choice.planes, amx) < exact_seconds(machine, here):
             return choice, n
     return choice, 0
 

@@ -9,11 +9,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fusion.codegen.reference.forward import Execution
+from fusion.cost.problem import Problem
 from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size, walk
 from fusion.ir.spec import AttentionSpec, Operand, Output
 
@@ -39,6 +42,26 @@ def ieee_products() -> Iterator[None]:
         setting.fp32_precision = before
 
 
+class Extents(NamedTuple):
+    """heads, key heads, queries, keys, columns of Q and K, of V."""
+
+    heads: int
+    heads_kv: int
+    n_q: int
+    n_k: int
+    d: int
+    d_v: int
+
+
+def problem_of(extents: Extents, dtype: str, causal: bool) -> Problem:
+    """What the planner takes."""
+    shared = extents.heads % extents.heads_kv == 0
+    return Problem(
+        n_q=extents.n_q, n_k=extents.n_k, d=extents.d, d_v=extents.d_v, heads=extents.heads,
+        heads_kv=extents.heads_kv if shared else extents.heads, dtype=dtype, causal=causal,
+    )  # fmt: skip
+
+
 @dataclass(slots=True)
 class Heads:
     """q: [H, N_q, d] for the H heads (all batch coordinates as one); k: [U, N_k, d], v: [U, N_k, d_v] for the U
@@ -59,6 +82,10 @@ class Heads:
     def n_k(self) -> int:
         return self.k.shape[1]
 
+    @property
+    def extents(self) -> Extents:
+        return Extents(len(self.q), len(self.k), self.n_q, self.n_k, self.q.shape[-1], self.v.shape[-1])
+
     def coordinates(self, heads: Tensor) -> tuple[tuple[int, ...], ...]:
         """Batch coordinates of these heads."""
         return _coordinates(tuple(heads.tolist()), self.batch)
@@ -74,6 +101,31 @@ def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[
     return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if batch else ((),)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Some rows of every head at equal distances, in float32. q: [H, about `rows`, d]; k: [H, about `keys`, d]; steps:
+    the distances of those rows, and of those keys."""
+
+    q: np.ndarray
+    k: np.ndarray
+    steps: tuple[int, int]
+
+
+class _Places(NamedTuple):
+    """Where a sample lies. at: of queries and keys (shape, strides, offset from the operand's own); owner: the key head
+    of each head, where heads share keys; steps as of `Sample`."""
+
+    at: list[tuple] | None
+    owner: np.ndarray | None
+    steps: tuple[int, int]
+
+
+def _numpy(x: Tensor, inner: int) -> np.ndarray:
+    """A tensor with all but the last `inner` dimensions made one, in float32."""
+    x = x.detach() if x.requires_grad else x
+    return x.float().numpy().reshape(-1, *x.shape[-inner:])
+
+
 class Gatherer:
     """Q, K and V of the calls of one spec, head by head. What depends on the sizes alone is kept."""
 
@@ -81,33 +133,98 @@ class Gatherer:
         self.spec = spec
         self.fixed = not any(part.op == "load" for part in walk(*spec.k, *spec.v))
         self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = {}
+        self._places: dict[tuple, _Places] = {}
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
-        spec, key = self.spec, tuple(sizes)
-        if (known := self._known.get(key)) is None:
-            execution = Execution(spec, operands, sizes)
-            owner, firsts = _owners(execution, (*spec.k, *spec.v))
+        execution, owner, firsts = self._execution(operands, sizes)
+        q, k = self._queries_and_keys(execution, firsts)
+        v = self._keys(execution, 2, E, execution.d_v, firsts)
+        return Heads(
+            q=q.reshape(-1, execution.n_q, execution.d), k=k.reshape(-1, execution.n_k, execution.d),
+            v=v.reshape(-1, execution.n_k, execution.d_v), owner=owner, batch=execution.batch, execution=execution,
+        )  # fmt: skip
+
+    def sample(self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, block: int = 1) -> Sample:
+        """A few rows of the queries and keys of a call. In as few operations as can be: after an attention kernel every
+        one of them starts from cold caches, and takes ten times what it takes in a loop.
+
+        block: keys in a run; k is [H, about `keys`, block, d] if it is not 1.
+        """
+        q, k = operands[0], operands[1]
+        key = (*sizes, rows, keys, block, q.stride(), k.stride())
+        if (places := self._places.get(key)) is None:
+            places = self._place(operands, sizes, rows, keys, block)
+            if len(self._places) >= KEPT:
+                self._places.clear()
             if self.fixed:
-                if len(self._known) >= KEPT:
-                    self._known.clear()
-                empty = copy.copy(execution)
-                empty.operands = ()
-                self._known[key] = empty, owner, firsts
+                self._places[key] = places
+        if places.at is None:  # the rows lie at places that no strides describe
+            execution, _, firsts = self._execution(operands, sizes)
+            some = self._sparse_rows(execution, firsts, places.steps, block)
         else:
+            some = []
+            for x, (shape, strides, offset) in zip((q, k), places.at, strict=True):
+                some.append(x.as_strided(shape, strides, x.storage_offset() + offset))
+        q, k = (_numpy(x, inner) for x, inner in zip(some, (2, 2 + (block > 1)), strict=True))
+        return Sample(q=q, k=k if places.owner is None else k[places.owner], steps=places.steps)
+
+    def _place(self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, block: int) -> _Places:
+        execution, owner, firsts = self._execution(operands, sizes)
+        step = -(-execution.n_k // block // keys) * block
+        steps = max(step, -(-execution.n_q // rows) // step * step), step  # rows at places where keys are, too
+        shared = None if len(firsts) == len(owner) else owner.numpy()
+        at = []
+        for x, operand in zip(self._sparse_rows(execution, firsts, steps, block), operands[:2], strict=True):
+            if x.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
+                return _Places(None, shared, steps)
+            at.append((x.shape, x.stride(), x.storage_offset() - operand.storage_offset()))
+        return _Places(at, shared, steps)
+
+    def _sparse_rows(self, execution: Execution, firsts: Tensor, steps: tuple[int, int], block: int) -> list[Tensor]:
+        """Queries [.., rows, d] and keys [.., keys, d] or [.., keys, block, d] at these distances."""
+        q, k = self._queries_and_keys(execution, firsts)
+        if block == 1:
+            return [q[..., :: steps[0], :], k[..., :: steps[1], :]]
+        whole = k[..., : execution.n_k // block * block, :].unflatten(-2, (-1, block))
+        return [q[..., :: steps[0], :], whole[..., :: steps[1] // block, :, :]]
+
+    def _queries_and_keys(self, execution: Execution, firsts: Tensor) -> tuple[Tensor, Tensor]:
+        q = self._rows(execution, 0, I, execution.n_q, C, execution.d)
+        return q, self._keys(execution, 1, C, execution.d, firsts)
+
+    def _execution(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Execution, Tensor, Tensor]:
+        """(sizes and operands of the call, owner of every head, a first head of every owner)."""
+        spec, key = self.spec, tuple(sizes)
+        if (known := self._known.get(key)) is not None:
             execution, owner, firsts = known
             execution = copy.copy(execution)
             execution.operands = operands
-        batch, d, d_v = execution.batch, execution.d, execution.d_v
-        q = self._rows(execution, 0, I, execution.n_q, C, d).reshape(-1, execution.n_q, d)
-        k = self._rows(execution, 1, J, execution.n_k, C, d)
-        v = self._rows(execution, 2, J, execution.n_k, E, d_v)
-        if len(firsts) < len(q):
-            at = torch.unravel_index(firsts, batch)
-            k, v = k[at], v[at]
-        return Heads(
-            q=q, k=k.reshape(-1, execution.n_k, d), v=v.reshape(-1, execution.n_k, d_v), owner=owner, batch=batch,
-            execution=execution,
-        )  # fmt: skip
+            return execution, owner, firsts
+        execution = Execution(spec, operands, sizes)
+        owner, firsts = _owners(execution, (*spec.k, *spec.v))
+        if self.fixed:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            empty = copy.copy(execution)
+            empty.operands = ()
+            self._known[key] = empty, owner, firsts
+        return execution, owner, firsts
+
+    def _keys(self, execution: Execution, number: int, columns: Expr, width: int, firsts: Tensor) -> Tensor:
+        """K or V, [.., n_k, width], one for each owner; a view where the index allows one."""
+        index, operand = (self.spec.q, self.spec.k, self.spec.v)[number], execution.operands[number]
+        names = (*execution.axes, J, columns)
+        shared = [e.args[0] if e.op == "floordiv" and e.args[1].is_const else e for e in index]
+        # Owners are numbered in the order of the index, which must be that of the batch coordinates.
+        if len(shared) == len(names) and [e for e in shared if e in names[:-2]] == [*names[:-2]]:
+            if set(shared) == set(names):
+                found = operand.permute([shared.index(name) for name in names])
+                if found.shape[:-2].numel() == len(firsts) and found.shape[-2:] == (execution.n_k, width):
+                    return found
+        found = self._rows(execution, number, J, execution.n_k, columns, width)
+        if len(firsts) == math.prod(execution.batch):
+            return found
+        return found[torch.unravel_index(firsts, execution.batch)]
 
     def _rows(self, execution: Execution, number: int, rows: Expr, n: int, columns: Expr, width: int) -> Tensor:
         """[b.., n, width], a view where the index allows one, in the operand's own dtype."""

@@ -16,15 +16,15 @@ from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
-from fusion.approximate.heads import KEPT, ExactHeads, Executor, Gatherer, Heads, ieee_products
+from fusion.approximate.heads import KEPT, ExactHeads, Executor, Extents, Gatherer, Heads, ieee_products, problem_of
 from fusion.approximate.polynomials import feature_count
 from fusion.codegen.reference import polynomial as reference
 from fusion.cost.problem import Problem
 from fusion.ir.spec import AttentionSpec
-from fusion.machine import Machine
+from fusion.machine import Machine, with_cores
 
 METHOD = "polynomial"
-SAMPLED, OPTIMISM = 32, 0.85
+SAMPLED, OPTIMISM = (12, 32), 0.85
 """Queries and keys of each head that are looked at before all are, and by how much the sample's figures are lowered."""
 SNAP = 32
 """B is rounded up to the next 1/SNAP of an octave, so that few polynomials are ever computed."""
@@ -51,6 +51,18 @@ class Centred:
     least: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What the sizes of a call say before its data are looked at. exact: the certificate of such a call, where the
+    exact kernel runs whatever the data are; beyond: the certificate where a sample of the data ends the matter. moment:
+    see `PolynomialAttention._largest_moment`."""
+
+    extents: Extents
+    exact: Certificate | None
+    beyond: Certificate
+    moment: float
+
+
 class PolynomialAttention:
     """The executor of an eligible spec.
 
@@ -66,65 +78,90 @@ class PolynomialAttention:
         self.amx, self.always = amx, always
         self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
         self._predicted: dict[tuple[int, ...], bool] = {}
+        self._known: dict[tuple[int, ...], _Known] = {}
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        known = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
+        if known.exact is not None or not (self.always or self._any_bounded(operands, sizes, known)):
+            record(known.exact or known.beyond)
+            return self.exact(operands, sizes)
         with ieee_products():
             heads = self.gather(operands, sizes)
-            reason, bound = self._refusal(heads), None
-            if reason is None:
-                data = self._centred(heads)
-                groups = self._groups(heads, data)
-                if groups.keys() != {None}:
-                    return self._run(heads, sizes, data, groups)
-                reason = "no polynomial is both certified and predicted to be faster"
-                bound = float(data.bounds.max())
+            data = self._centred(heads)
+            groups = self._groups(heads, data)
+            if groups.keys() != {None}:
+                return self._run(heads, sizes, data, groups)
+            reason, bound = "no polynomial is both certified and predicted to be faster", float(data.bounds.max())
             record(self._exact_certificate(heads, torch.arange(len(heads.q)), reason, bound))
         return self.exact(operands, sizes)
 
-    def _refusal(self, heads: Heads) -> str | None:
+    def _settle(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
+        """What the sizes alone say."""
+        heads, reason, moment = self.gather(operands, sizes), None, 0.0
         if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
-            return "the call is empty"
-        if self.plain.causal and heads.n_q != heads.n_k:
-            return "causal with unequal numbers of queries and keys"
-        if not self.always and not self._pays(heads, 1 + heads.q.shape[-1], 1):
-            return "even degree 1 is predicted to be slower at this length"
-        if not self.always and not self._any_bounded(heads):
-            return (
-                "a sample of queries and keys is beyond every polynomial that is certified and predicted to be faster"
-            )
-        return None
+            reason = "the call is empty"
+        elif self.plain.causal and heads.n_q != heads.n_k:
+            reason = "causal with unequal numbers of queries and keys"
+        elif not self.always and not self._pays(heads.extents, 1 + heads.q.shape[-1], 1):
+            reason = "even degree 1 is predicted to be slower at this length"
+        elif not self.always and not cost.worth_a_look(*self._problem(heads.extents)):
+            reason = "looking at the data would cost too much of the exact kernel's time at this length"
+        elif not self.always and (moment := self._largest_moment(heads.extents)) == 0:
+            reason = "no polynomial is both certified and predicted to be faster at this length"
+        every = torch.arange(len(heads.q))
+        beyond = "a sample of queries and keys is beyond every polynomial that is certified and predicted to be faster"
+        exact = self._exact_certificate(heads, every, reason, None) if reason else None
+        beyond = self._exact_certificate(heads, every, beyond, None)
+        if len(self._known) >= KEPT:
+            self._known.clear()
+        found = self._known[tuple(sizes)] = _Known(extents=heads.extents, exact=exact, beyond=beyond, moment=moment)
+        return found
 
-    def _any_bounded(self, heads: Heads) -> bool:
+    def _any_bounded(self, operands: Sequence[Tensor], sizes: Sequence[int], known: _Known) -> bool:
         """Whether a sample of the rows leaves hope for any head: looking at all of them costs more."""
         # Few numbers: numpy takes a fraction of the time of as many tensor operations.
-        k, q = (x[:, :: -(-x.shape[1] // SAMPLED)].float().numpy() for x in (heads.k, heads.q))
+        sample = self.gather.sample(operands, sizes, *SAMPLED)
         with np.errstate(all="ignore"):  # what is not finite has no polynomial
-            keys = (k - k.mean(1, keepdims=True))[heads.owner.numpy()]
-            scores = np.matmul(q, keys.transpose(0, 2, 1)) * (self.plain.scale * OPTIMISM)
-            moments = (scores * scores).mean(-1).max(-1)
-            squares = (q * q).sum(-1).max(-1) * (keys * keys).sum(-1).max(-1)
-            bounds = np.sqrt(squares) * abs(self.plain.scale) * OPTIMISM
-        pairs = zip(bounds.tolist(), moments.tolist(), strict=True)
-        return any(self._choice(heads, bound, moment, 1.0) is not None for bound, moment in pairs)
+            scores = np.matmul(sample.q, sample.k.transpose(0, 2, 1))
+            count, square = scores.shape[-1], (self.plain.scale * OPTIMISM) ** 2
+            mean = np.add.reduce(scores, -1) / count  # taken away from the scores as centring the keys would
+            moments = square * np.maximum.reduce(np.add.reduce(scores * scores, -1) / count - mean * mean, -1)
+            possible = np.flatnonzero(moments <= known.moment).tolist()
+            if not possible:
+                return False
+            keys = sample.k - sample.k.mean(1, keepdims=True)
+            bounds = (sample.q**2).sum(-1).max(-1) * (keys**2).sum(-1).max(-1) * square
+        return any(self._choice(known.extents, bounds[n] ** 0.5, float(moments[n]), 1.0) is not None for n in possible)
 
-    def _pays(self, heads: Heads, features: int, planes: int) -> bool:
+    def _largest_moment(self, extents: Extents) -> float:
+        """About the largest mean square of a row's scores for which a polynomial is certified and predicted to be
+        faster, if no score is above its root; 0 for none."""
+        low, high = -20.0, 12.0  # log2 of it
+        while high - low > 1 / STEPS:
+            middle = (low + high) / 2
+            found = self._choice(extents, 2 ** (middle / 2), 2**middle, 1.0)
+            low, high = (low, middle) if found is None else (middle, high)
+        return 2**high if low > -20 else 0.0
+
+    def _pays(self, extents: Extents, features: int, planes: int) -> bool:
         """Whether the polynomial is predicted to be faster, for all heads."""
-        key = (len(heads.q), len(heads.k), heads.n_q, heads.n_k, heads.q.shape[-1], heads.v.shape[-1], features, planes)
+        key = (*extents, features, planes)
         if (known := self._predicted.get(key)) is None:
             if len(self._predicted) >= KEPT:
                 self._predicted.clear()
-            known = self._predicted[key] = self._predict(heads, features, planes)
+            known = self._predicted[key] = self._predict(extents, features, planes)
         return known
 
-    def _predict(self, heads: Heads, features: int, planes: int) -> bool:
-        h, u = len(heads.q), len(heads.k)
-        problem = Problem(
-            n_q=heads.n_q, n_k=heads.n_k, d=heads.q.shape[-1], d_v=heads.v.shape[-1], heads=h,
-            heads_kv=u if h % u == 0 else h, dtype=self.spec.dtype, causal=self.plain.causal,
-        )  # fmt: skip
-        ours = cost.polynomial_seconds(self.machine, problem, features, planes, self.amx)
-        return ours < cost.exact_seconds(self.machine, problem, self.amx)
+    def _predict(self, extents: Extents, features: int, planes: int) -> bool:
+        here, problem = self._problem(extents)
+        ours = cost.polynomial_seconds(here, problem, features, planes, self.amx)
+        return ours < cost.exact_seconds(here, problem)
+
+    def _problem(self, extents: Extents) -> tuple[Machine, Problem]:
+        """What the planner takes: the machine with as many cores as torch uses, and the sizes."""
+        here = with_cores(self.machine, torch.get_num_threads())
+        return here, problem_of(extents, self.spec.dtype, self.plain.causal)
 
     def _centred(self, heads: Heads) -> Centred:
         keys = heads.k.float()
@@ -168,27 +205,27 @@ class PolynomialAttention:
         groups: dict[tuple[int, int] | None, dict] = defaultdict(dict)
         figures = zip(data.bounds.tolist(), data.moments.tolist(), data.least.tolist(), strict=True)
         for head, (bound, moment, least) in enumerate(figures):
-            choice = self._choice(heads, bound, moment, least)
+            choice = self._choice(heads.extents, bound, moment, least)
             groups[choice and (choice.polynomial.degree, choice.planes)][head] = choice
         return groups
 
-    def _choice(self, heads: Heads, bound: float, moment: float, least: float) -> Choice | None:
+    def _choice(self, extents: Extents, bound: float, moment: float, least: float) -> Choice | None:
         if not (math.isfinite(bound) and math.isfinite(moment) and bound <= 64 and least > 0):
             return None
         bound, moment = _snapped(bound, SNAP), _snapped(moment, STEPS)
         least = 1 / _snapped(1 / least, STEPS)
-        limit = cost.MAX_FEATURES if self.always else self._limit(heads)
-        choice = cost.choose(heads.q.shape[-1], bound, self.epsilon, self.exact_values, self.amx, moment, least, limit)
-        if choice is None or not (self.always or self._pays(heads, choice.features, choice.planes)):
+        limit = cost.MAX_FEATURES if self.always else self._limit(extents)
+        choice = cost.choose(extents.d, bound, self.epsilon, self.exact_values, self.amx, moment, least, limit)
+        if choice is None or not (self.always or self._pays(extents, choice.features, choice.planes)):
             return None
         return choice
 
-    def _limit(self, heads: Heads) -> int:
+    def _limit(self, extents: Extents) -> int:
         """The largest number of features of a degree that is predicted to pay."""
         found = 0
         for degree in range(1, 17):
-            features = feature_count(heads.q.shape[-1], degree)
-            if features > cost.MAX_FEATURES or not self._pays(heads, features, 1):
+            features = feature_count(extents.d, degree)
+            if features > cost.MAX_FEATURES or not self._pays(extents, features, 1):
                 break
             found = features
         return found

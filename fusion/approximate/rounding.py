@@ -37,6 +37,12 @@ def centred(k: Tensor) -> Tensor:
     return k - k.mean(-2, keepdim=True)
 
 
+def error_of(largest: float) -> float:
+    """A bound on sum over j |error of w_ij| / sum over j w_ij where |q_i| |k_j| scale is at most `largest`, with what
+    rounding adds to the products with V."""
+    return math.expm1(TWO_PLANES * largest) + TWO_PLANES if largest < 1e4 else math.inf
+
+
 class TwoPlanes:
     """The exact kernel of a spec on two planes; for specs that `admits` takes."""
 
@@ -64,14 +70,13 @@ class TwoPlanes:
         return tilings_for(spec, target_of(machine))[0].planes == 3
 
     def errors(self, heads: Heads, keys: Tensor | None = None) -> list[float]:
-        """Of every head: a bound on sum over j |error of w_ij| / sum over j w_ij, in every row, with what rounding adds
-        to the products with V. keys: in the place of those of the heads, [U, N_k, d]."""
+        """`error_of` of every head. keys: in the place of those of the heads, [U, N_k, d]."""
         q, k = (x.float().norm(dim=-1).amax(-1) * MARGIN for x in (heads.q, heads.k if keys is None else keys))
         k = k[heads.owner]
         bounds = torch.where((q < LARGE) & (k < LARGE), q * k * abs(self.scale), math.inf).tolist()
         if abs(self.scale) > LARGE:
             return [math.inf] * len(bounds)
-        return [math.expm1(TWO_PLANES * x) + TWO_PLANES if x < 1e4 else math.inf for x in bounds]
+        return [error_of(x) for x in bounds]
 
     def whole(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All heads of a call, in the layout of the spec."""

@@ -25,22 +25,33 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fusion.approximate import cost
+from fusion.approximate.blocks import Summaries, causal_tiles, tiles_of_rows
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain
-from fusion.approximate.heads import ExactHeads, Executor, Gatherer, Heads, ieee_products
-from fusion.approximate.rounding import TwoPlanes, centred
+from fusion.approximate.heads import KEPT, ExactHeads, Executor, Gatherer, Heads, Sample, ieee_products, problem_of
+from fusion.approximate.rounding import TwoPlanes, centred, error_of
+from fusion.cost.problem import Problem
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec
-from fusion.machine import Machine
+from fusion.machine import Machine, with_cores
 
 METHOD = "certified_sparse"
-SHORTEST = 1024
-"""Keys below which there is nothing to gain."""
+UNCERTIFIED = "too many keys have weight, or rounding is not certified"
+GLANCED, GLANCED_SHARE, OPTIMISM = (12, 128), 0.5, 0.85
+"""Rows and keys of each head that are looked at before more are; the share of such keys that may have weight; by how
+much norms in the sample are lowered."""
+GLANCED_BLOCKS = 8
+SELECTION, BOUNDED = 6.5e-9, 0.5
+"""Seconds of a row's bound of a key block on two threads, beside its products; share of the exact kernel's time that
+all of them may take."""
 SAMPLES, SAMPLED_BLOCKS, SAMPLED_TILES = 16, 4, 32
 """Rows that are looked at in full; of how many key blocks, and of how many row tiles, one is tried before all are."""
 HOPEFUL, WORTHWHILE = 0.2, 0.6
@@ -76,6 +87,16 @@ class _Parts:
     centre: bool
 
 
+class _Likely(NamedTuple):
+    """selective: the heads in which tiles may be left out. rounded: whether any head may do with two planes."""
+
+    selective: list[int]
+    rounded: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.selective) or self.rounded
+
+
 def _by_head(heads: Heads) -> list[Tensor]:
     """Q, K and V of every head, shared keys repeated."""
     return [heads.q, *(x[heads.owner] if len(x) < len(heads.q) else x for x in (heads.k, heads.v))]
@@ -91,6 +112,7 @@ class SparseAttention:
         from fusion.codegen.mlir.selective import SelectiveKernel
 
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
+        self.machine, self._known = machine, {}
         self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
         self.kernel = SelectiveKernel(canonical(self.some.spec, plain), machine)
         self.rounding = (
@@ -98,27 +120,96 @@ class SparseAttention:
         )
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        exact, beyond, selecting = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
+        likely = None if exact is not None or self.always else self._glance(operands, sizes, selecting)
+        if exact is not None or (likely is not None and not likely):
+            record(exact or beyond)
+            return self.exact(operands, sizes)
         with ieee_products():
             heads = self.gather(operands, sizes)
-            if (reason := self._refusal(heads)) is None:
-                reason = "too many keys have weight, or rounding is not certified"
-                parts = self._parts(heads)
-                if len(parts.rounded) == len(heads.q) and not parts.centre:
-                    assert self.rounding is not None
-                    out = self.rounding.whole(operands, sizes)
-                    self._certify(heads, parts.rounded, [parts.errors[head] for head in parts.rounded])
-                    return out
-                if parts.selective or parts.rounded:
-                    return self._run(heads, sizes, parts, reason)
-            record(self._exact(heads, torch.arange(len(heads.q)), reason))
+            parts = self._parts(heads, likely or _Likely([*range(len(heads.q))], self.rounding is not None))
+            if len(parts.rounded) == len(heads.q) and not parts.centre:
+                assert self.rounding is not None
+                out = self.rounding.whole(operands, sizes)
+                self._certify(heads, parts.rounded, [parts.errors[head] for head in parts.rounded])
+                return out
+            if parts.selective or parts.rounded:
+                return self._run(heads, sizes, parts, UNCERTIFIED)
+            record(self._exact(heads, torch.arange(len(heads.q)), UNCERTIFIED))
         return self.exact(operands, sizes)
 
-    def _parts(self, heads: Heads) -> _Parts:
+    def _settle(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Certificate | None, Certificate, bool]:
+        """What the sizes alone say: the certificate of such a call, where the exact kernel runs whatever the data are;
+        the certificate of a call where a glance at the data ends the matter; whether leaving out tiles can pay."""
+        heads, reason = self.gather(operands, sizes), None
+        selecting, every = True, torch.arange(len(heads.q))
+        if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
+            reason = "the call is empty"
+        elif self.plain.causal and heads.n_q != heads.n_k:
+            reason = "causal with unequal numbers of queries and keys"
+        elif not self.always:
+            machine = with_cores(self.machine, torch.get_num_threads())
+            problem = problem_of(heads.extents, self.spec.dtype, self.plain.causal)
+            selecting = self._selection_seconds(machine, problem) <= BOUNDED * cost.exact_seconds(machine, problem)
+            if not cost.worth_a_look(machine, problem):
+                reason = "looking at the data would cost too much of the exact kernel's time at this length"
+            elif not selecting and self.rounding is None:
+                reason = "bounds of the scores would cost as much as the exact kernel"
+        exact = reason and self._exact(heads, every, reason)
+        if len(self._known) >= KEPT:
+            self._known.clear()
+        found = self._known[tuple(sizes)] = exact or None, self._exact(heads, every, UNCERTIFIED), selecting
+        return found
+
+    def _selection_seconds(self, machine: Machine, problem: Problem) -> float:
+        """Predicted, of the bounds of all rows and key blocks: box and ball."""
+        bounds = problem.problems * problem.n_q * -(-problem.n_k // self.kernel.keys)
+        return bounds * (SELECTION * 2 / machine.cores + 6 * (problem.d + 1) / machine.flops("float32"))
+
+    def _glance(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool) -> _Likely:
+        """What a few rows and keys leave hope for; looking at all of them costs more."""
+        sample = self.gather.sample(operands, sizes, *GLANCED)
+        with np.errstate(all="ignore"):  # what is not finite is left to the exact kernel
+            hopeful = self._peaked(operands, sizes, sample) if selecting else []
+            if self.rounding is None:
+                return _Likely(hopeful, False)
+            keys = sample.k - sample.k.mean(1, keepdims=True)
+            q, k, around = (np.sqrt((x * x).sum(-1).max(-1)) for x in (sample.q, sample.k, keys))
+            largest = float((q * np.minimum(k, around)).min()) * abs(self.plain.scale)
+            return _Likely(hopeful, error_of(largest * OPTIMISM) <= self.epsilon * MARGIN)
+
+    def _peaked(self, operands: Sequence[Tensor], sizes: Sequence[int], sample: Sample) -> list[int]:
+        """Heads in which few of the sampled keys have weight, and the boxes of a few blocks show it."""
+        first = sample.q.shape[1] // 2 if self.plain.causal else 0  # rows that see something
+        q, (row_step, key_step) = sample.q[:, first:] * self.plain.scale, sample.steps
+        scores, rows = (
+            np.matmul(q, sample.k.transpose(0, 2, 1)),
+            np.arange(first, sample.q.shape[1])[:, None] * row_step,
+        )
+        if self.plain.causal:
+            scores[:, rows < np.arange(sample.k.shape[1]) * key_step] = -np.inf
+        highest = np.maximum.reduce(scores, -1, keepdims=True)
+        weights = np.exp(scores - highest)
+        total = np.add.reduce(weights, -1, keepdims=True)
+        share = np.add.reduce(weights > self.epsilon / weights.shape[-1] * total, (1, 2)) / weights[0].size
+        if not (share <= GLANCED_SHARE).any():
+            return []
+        keys = self.kernel.keys
+        blocks = self.gather.sample(operands, sizes, GLANCED[0], GLANCED_BLOCKS, keys)
+        corners = np.concatenate([blocks.k.max(2), blocks.k.min(2)], -1).transpose(0, 2, 1)
+        upper = np.matmul(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], -1), corners)
+        lower = highest + np.log(total * key_step)
+        kept = upper - lower > math.log(self.epsilon / 2 / (sample.k.shape[1] * key_step))
+        if self.plain.causal:
+            kept &= np.arange(corners.shape[-1]) * blocks.steps[1] <= rows
+        return np.flatnonzero((share <= GLANCED_SHARE) & (kept.mean((1, 2)) <= WORTHWHILE)).tolist()
+
+    def _parts(self, heads: Heads, likely: _Likely) -> _Parts:
         """What is done with each head."""
         q, k, _ = rows = _by_head(heads)
-        hopeful, bounded = self._sampled(q, k)
+        hopeful, bounded = self._sampled(q, k, likely.selective)
         limit, centre, errors = self.epsilon * MARGIN, False, [math.inf] * len(q)
-        if self.rounding is not None:
+        if self.rounding is not None and likely.rounded:
             errors = self.rounding.errors(heads)
             centre = max(errors) > limit
             if centre:
@@ -128,15 +219,6 @@ class SparseAttention:
         selective = [head for head in hopeful if head in marks]
         rounded = sorted(certified.difference(selective))
         return _Parts(rows=rows, selective=selective, rounded=rounded, errors=errors, marks=marks, centre=centre)
-
-    def _refusal(self, heads: Heads) -> str | None:
-        if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
-            return "the call is empty"
-        if self.plain.causal and heads.n_q != heads.n_k:
-            return "causal with unequal numbers of queries and keys"
-        if not self.always and (heads.n_k < SHORTEST or heads.n_q < SHORTEST):
-            return f"fewer than {SHORTEST} queries or keys"
-        return None
 
     def _run(self, heads: Heads, sizes: Sequence[int], parts: _Parts, reason: str) -> Tensor:
         every, out = torch.arange(len(heads.q)), None
@@ -191,7 +273,7 @@ class SparseAttention:
                 return None
         return self.select(scaled, keys)
 
-    def _sampled(self, q: Tensor, k: Tensor) -> tuple[list[int], list[int]]:
+    def _sampled(self, q: Tensor, k: Tensor, likely: Sequence[int]) -> tuple[list[int], list[int]]:
         """(the heads in which few keys have a weight above epsilon / N_k, so that a perfect choice could leave out
         the others; the heads whose boxes could tell them), judged by a sample of rows and, for the boxes, of blocks."""
         if self.always:
@@ -200,7 +282,7 @@ class SparseAttention:
         rows = torch.linspace(n_q // 2, n_q - 1, SAMPLES).long()
         dead = rows[:, None] < torch.arange(n_k) if self.plain.causal else None
         hopeful, bounded = [], []
-        for head in range(len(q)):
+        for head in likely:
             some, every = q[head, rows].float() * self.plain.scale, k[head].float()
             scores = some @ every.T
             if dead is not None:
@@ -222,7 +304,7 @@ class SparseAttention:
         """The share of the tiles of one head that exact attention computes."""
         if not self.plain.causal:
             return float(marks.float().mean())
-        return float(marks.sum() / _causal_tiles(marks.shape, self.kernel.rows, self.kernel.keys, every).sum())
+        return float(marks.sum() / causal_tiles(marks.shape, self.kernel.rows, self.kernel.keys, every).sum())
 
     def select(self, q: Tensor, k: Tensor, every: int = 1) -> tuple[Tensor, Tensor]:
         """(marks [row tiles, key tiles], the share of the normaliser left out at most), of every n-th row tile of one
@@ -286,7 +368,7 @@ class SparseAttention:
         shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
         tiles = shape[0] * shape[1]
         if self.plain.causal:
-            tiles = int(_causal_tiles(shape, self.kernel.rows, self.kernel.keys, 1).sum())
+            tiles = int(causal_tiles(shape, self.kernel.rows, self.kernel.keys, 1).sum())
         largest = heads.v.float().norm(dim=-1).amax(-1)[heads.owner].tolist()
         for number, (head, error) in enumerate(zip(chosen, errors, strict=True)):
             record(
@@ -304,12 +386,6 @@ class SparseAttention:
         )  # fmt: skip
 
 
-def _causal_tiles(shape: Sequence[int], rows: int, keys: int, every: int) -> Tensor:
-    """[row tiles, key tiles]: whether any row of a tile sees any key of it."""
-    last_row = (torch.arange(shape[-2]) * every + 1) * rows - 1
-    return torch.arange(shape[-1]) * keys <= last_row[:, None]
-
-
 def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
     """The same attention with its score program written as one product, under one selection where it is masked."""
     score = apply("fmul", SCORE, const(plain.scale))
@@ -317,27 +393,3 @@ def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
         score = where(spec.mask.live, score, const(-math.inf))
         return dataclasses.replace(spec, score=score, mask=dataclasses.replace(spec.mask, fill=-math.inf))
     return dataclasses.replace(spec, score=score)
-
-
-def tiles_of_rows(x: Tensor, multiple: int) -> Tensor:
-    """x [N, d] with its last row repeated until N is a multiple."""
-    missing = -len(x) % multiple
-    return x if not missing else torch.cat([x, x[-1:].expand(missing, -1)])
-
-
-class Summaries:
-    """What is kept of the blocks of keys k [N_k, d] of one head.
-
-    whole: [full blocks, keys, d], the keys themselves; mean: [blocks, d]. boxes: [2 d + 1, blocks], the largest and the
-    smallest of each coordinate, and ones; times (positive part of q, negative part, x) they give upper bounds of the
-    scores plus x. balls: [d + 2, blocks], the mean, the radius about it, and ones, for (q, |q|, x).
-    """
-
-    def __init__(self, k: Tensor, keys: int):
-        self.whole = k[: len(k) // keys * keys].view(-1, keys, k.shape[-1])
-        blocks = tiles_of_rows(k, keys).view(-1, keys, k.shape[-1])
-        self.count, self.mean = len(blocks), blocks.mean(1)
-        radius = (blocks - self.mean[:, None]).norm(dim=-1).amax(-1, keepdim=True) * (1 + 1e-5)
-        one = torch.ones_like(radius)
-        self.boxes = torch.cat([blocks.amax(1), blocks.amin(1), one], 1).T.contiguous()
-        self.balls = torch.cat([self.mean, radius, one], 1).T.contiguous()

@@ -10,6 +10,7 @@ import fusion
 from fusion import runtime
 from fusion.approximate import dispatch
 from fusion.approximate.eligible import plain
+from fusion.approximate.heads import Gatherer
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.approximate.sparse import SparseAttention
 from fusion.codegen import mlir
@@ -269,6 +270,47 @@ def test_other_programs_are_refused_with_a_reason(change, reason):
     assert certificate.ran == "exact" and reason in certificate.reason
 
 
+@pytest.mark.parametrize("method", ["polynomial", "certified_sparse"])
+def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
+    """Without looking at all of the data, which costs more than the exact kernel may become slower."""
+    if mlir.unavailable() is not None:
+        pytest.skip(mlir.unavailable())
+    x = torch.randn(3, 1, 4, 4096, 16) * 16
+    spec = cached_spec(*x, False)
+    run = executor(method, spec, 1e-2)
+    run.always = False
+    exact = run.exact([*x], sizes_of(spec, x[0], x[1]))
+    for name in ("_centred", "_parts"):
+        monkeypatch.setattr(type(run), name, lambda *a: 1 / 0, raising=False)
+    for _ in range(2):
+        assert torch.equal(run([*x], sizes_of(spec, x[0], x[1])), exact)
+    assert fusion.last_certificates()[-1].reason.startswith(("a sample of", "too many keys"))
+    few = torch.randn(3, 1, 4, 300, 16) * 1e-3
+    run([*few], sizes_of(spec, few[0], few[1]))
+    assert fusion.last_certificates()[-1].reason.endswith("at this length")
+
+
+@pytest.mark.parametrize("block", [1, 8])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_samples_are_rows_of_the_operands(groups, block):
+    """Of tensors in any layout, as views."""
+    q, k = torch.randn(2, 70, 4, 6).transpose(1, 2), torch.randn(2, 90, 4 // groups, 6).transpose(1, 2)
+    spec = cached_spec(q, k, k, False)
+    gather, sizes = Gatherer(spec), sizes_of(spec, q, k)
+    heads = gather([q, k, k], sizes)
+    torch.testing.assert_close(heads.k[heads.owner], k.repeat_interleave(groups, 1).flatten(0, 1))
+    for _ in range(2):
+        found = gather.sample([q, k, k], sizes, 12, 10, block)
+        assert next(iter(gather._places.values())).at is not None
+        (q_step, k_step), every = found.steps, heads.k[heads.owner]
+        assert q_step % k_step == 0 and len(found.q) == len(found.k) == 8
+        assert torch.equal(torch.from_numpy(found.q), heads.q[:, ::q_step])
+        expected = every[:, ::k_step] if block == 1 else every[:, : 90 // block * block].unflatten(1, (-1, block))
+        assert torch.equal(torch.from_numpy(found.k), expected if block == 1 else expected[:, :: k_step // block])
+        q, k = q + 1, k + 1  # other tensors, at other addresses
+        heads = gather([q, k, k], sizes)
+
+
 def test_training_keeps_the_exact_kernel():
     x = torch.randn(1, 2, 256, 8, requires_grad=True)
     options = {"inner": "eager", "approximate": "polynomial", "epsilon": 0.5}
@@ -296,7 +338,7 @@ def test_certificates_are_those_of_the_last_call():
 
 
 def test_a_failure_leaves_the_exact_kernel(monkeypatch):
-    q, k, v = inputs(0, 2, 2, 2048, 8, 8, (0.2,), "none", torch.float32)
+    q, k, v = inputs(0, 4, 4, 4096, 8, 8, (0.2,), "none", torch.float32)
     monkeypatch.setattr(PolynomialAttention, "_run", lambda *a: 1 / 0)
     options = {"inner": "eager", "approximate": "polynomial", "epsilon": 0.1234}
     torch._dynamo.reset()
@@ -306,8 +348,8 @@ def test_a_failure_leaves_the_exact_kernel(monkeypatch):
 
 
 def test_sparse_leaves_out_tiles_of_peaked_heads_and_rounds_or_runs_exact_the_others():
-    peaked = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", torch.float32)
-    diffuse = inputs(0, 2, 2, 2048, 16, 16, (0.1, 10.0), "none", torch.float32)
+    peaked = inputs(0, 2, 2, 4096, 16, 16, (1.0,), "documents", torch.float32)
+    diffuse = inputs(0, 2, 2, 4096, 16, 16, (0.1, 10.0), "none", torch.float32)
     q, k, v = (torch.cat([x, y], 1) for x, y in zip(peaked, diffuse, strict=True))
     options = {"inner": "eager", "approximate": "certified_sparse", "epsilon": 1e-3}
     torch._dynamo.reset()
