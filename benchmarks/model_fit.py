@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+import results
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import register_tile, tilings_for
 from fusion.codegen.mlir.target import Target, target_of
@@ -132,7 +134,9 @@ def kernel_for(
 def measure(
     shape: Shape, dtype: str, base: Tiling, target: Target, chosen: tuple[int, int], seconds: float
 ) -> dict[tuple[int, int], float]:
-    """Least seconds of each tile, the planner's among them; they take turns for `seconds`, at least five rounds."""
+    """Median seconds of each tile, the planner's among them; they take turns for `seconds`, at least five rounds, in
+    another order in each round. (Copies of one kernel differ by 8 % in their least seconds, by 1 % in their median.)
+    """
     size_ = (1, shape.heads, shape.n, shape.d)
     operands = [torch.randn(size_).to(getattr(torch, dtype)) for _ in range(3)]
 
@@ -154,12 +158,12 @@ def measure(
     times: dict[tuple[int, int], list[float]] = {tile: [] for tile in calls}
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < 5 or time.perf_counter() < end:
-        for tile, call in calls.items():
+        for tile in random.sample(list(calls), len(calls)):
             start = time.perf_counter()
-            call(*operands)
+            calls[tile](*operands)
             times[tile].append(time.perf_counter() - start)
         rounds += 1
-    return {tile: min(found) for tile, found in times.items()}
+    return {tile: statistics.median(found) for tile, found in times.items()}
 
 
 def spearman(first: list[float], second: list[float]) -> float:
@@ -229,14 +233,14 @@ def main() -> None:
         for tile, seconds in found.items():
             counts = cpu_counts(machine, problem, tile, multiples, skip=problem.masked)
             counted.append((tilings[0].planes, counts, (seconds - machine.launch) * clock))
-    summary(rows)
+    print("\n".join(summary(rows)))
     if arguments.fit:
         for planes in sorted({planes for planes, *_ in counted}):
             print(planes, fit([(counts, cycles) for own, counts, cycles in counted if own == planes]))
     if arguments.output:
-        arguments.output.write_text(
-            json.dumps({"machine": str(machine), "target": str(target), "rows": rows}, indent=1)
-        )
+        found = {"environment": results.environment({}), "machine": str(machine), "target": str(target), "rows": rows}
+        arguments.output.write_text(json.dumps(found))
+        arguments.output.with_suffix(".md").write_text(markdown(found))
 
 
 def fit(points: list[tuple[dict[str, float], float]]) -> Costs:
@@ -257,14 +261,45 @@ def fit(points: list[tuple[dict[str, float], float]]) -> Costs:
     return Costs(operation=1.0, **{name: float(f"{cost:.3g}") for name, cost in zip(names, costs / scale, strict=True)})
 
 
-def summary(rows: list[dict]) -> None:
-    """The verdict over all shapes."""
-    points = [point for row in rows for point in row["points"]]
-    pooled = spearman([point["predicted"] for point in points], [point["measured"] for point in points])
-    within = statistics.fmean(row["spearman"] for row in rows)
-    near = sum(row["loss"] <= 0.05 for row in rows)
-    print(f"{len(points)} points: Spearman {pooled:.3f} over all, {within:.2f} on average within a shape")
-    print(f"chosen tile within 5 % of the best measured for {near} of {len(rows)} shapes")
+def summary(rows: list[dict]) -> list[str]:
+    """The verdict over all shapes, per dtype."""
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        own = [row for row in rows if row["dtype"] == dtype]
+        points = [point for row in own for point in row["points"]]
+        pooled = spearman([point["predicted"] for point in points], [point["measured"] for point in points])
+        within = statistics.fmean(row["spearman"] for row in own)
+        near = sum(row["loss"] <= 0.05 for row in own)
+        lines.append(
+            f"{dtype}: {len(points)} points, Spearman {pooled:.3f} over all, {within:.2f} on average within a shape; "
+            f"chosen tile within 5 % of the best measured for {near} of {len(own)} shapes"
+        )
+    return lines
+
+
+def markdown(found: dict) -> str:
+    """The result file to read."""
+    where = found["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    table = [
+        "| shape | dtype | chosen tile | best measured | chosen over best | predicted ms | measured ms | Spearman |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found["rows"]:
+        chosen = next(point for point in row["points"] if list(point["tile"]) == list(row["chosen"]))
+        tiles_ = [f"{rows} x {keys}" for rows, keys in (row["chosen"], row["best"])]
+        times = [f"{chosen[name] * 1e3:.3f}" for name in ("predicted", "measured")]
+        cells = [row["shape"], row["dtype"], *tiles_, f"{row['loss']:+.1%}", *times, f"{row['spearman']:.2f}"]
+        table.append(f"| {' | '.join(cells)} |")
+    head = [
+        f"# The tile that the cost model chooses, {where['date']}",
+        f"{where['cpu']}, {where['threads']} of {where['cores']} cores; {versions}; commit {where['commit']}.",
+        "`python benchmarks/model_fit.py`: medians of turns in random order, every tile of a shape in one process; "
+        "the JSON file of the same name has every point.",
+        "\n".join(f"- {line}" for line in summary(found["rows"])),
+        "\n".join(table),
+    ]
+    return "\n\n".join(head) + "\n"
 
 
 if __name__ == "__main__":

@@ -88,18 +88,17 @@ def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int
 
 
 def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple[int, ...]]:
-    """(operands, sizes, output, workspace, bytes per thread, key steps, items, blocks, flag, chunks, counter,
-    selection) -> parameter slots."""
+    """(operands, sizes, output, workspace, flag, counter, call, selection) -> parameter slots."""
     computed = {
         ("ptr", "workspace"): "workspace",
         ("ptr", "flag"): "flag",
         ("ptr", "counter"): "counter",
         ("ptr", "out"): "out.data_ptr()",
-        ("workspace_bytes",): "per_thread",
-        ("key_steps",): "steps",
-        ("items",): "items",
-        ("blocks",): "blocks",
-        ("chunks",): "chunks",
+        ("workspace_bytes",): "call.per_thread",
+        ("key_steps",): "call.steps",
+        ("items",): "call.items",
+        ("blocks",): "call.blocks",
+        ("chunks",): "call.chunks",
         ("ptr", "marks"): "selection[0]",
         ("ptr", "skipped"): "selection[1]",
         ("share",): "selection[2]",
@@ -121,10 +120,7 @@ def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple
     lines = [f"    t{number} = o[{number}].stride()" for number in strided]
     body = "\n".join([*lines, "    u = out.stride()", f"    return ({', '.join(map(term, text.slots))},)"])
     namespace: dict[str, Callable[..., tuple[int, ...]]] = {}
-    exec(
-        f"def slots(o, s, out, workspace, per_thread, steps, items, blocks, flag, chunks, counter, selection):\n{body}",
-        namespace,
-    )
+    exec(f"def slots(o, s, out, workspace, flag, counter, call, selection):\n{body}", namespace)
     return namespace["slots"]
 
 
@@ -146,53 +142,65 @@ class Variant:
         self.layout = struct.Struct(f"{len(self.text.slots)}q")
         self.run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address)
 
+    def call(self, extents: Sequence[int], threads: int) -> Call:
+        """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads."""
+        *batch, n_q, n_k, d, d_v = extents
+        text, count = self.text, math.prod(batch)
+        blocks = -(-n_q // text.rows)
+        items = count * blocks
+        steps = -(-n_k // text.key_step)
+        work = items * min(text.rows, n_q + 15) * steps * text.key_step * (d + d_v)
+        threads = min(threads, items, work // WORK_PER_THREAD[self.tiling is not None] + 1)
+        return Call(
+            threads=threads,
+            per_thread=-(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128,
+            steps=steps,
+            items=items,
+            blocks=blocks,
+            chunks=chunks_of(count, blocks, threads),
+        )
+
     def __call__(
         self,
         operands: Sequence[torch.Tensor],
         sizes: Sequence[int],
         out: torch.Tensor,
-        shape: Shape,
+        call: Call,
         selection: tuple[int, ...] = (),
     ) -> None:
         """Write the attention to `out`. selection: what a selective kernel is given (see `skipping`)."""
-        text, memory = self.text, _memory
-        blocks = -(-shape.n_q // text.rows)
-        items = shape.count * blocks
-        steps = -(-shape.n_k // text.key_step)
-        work = items * min(text.rows, shape.n_q + 15) * steps * text.key_step * shape.width
-        threads = min(torch.get_num_threads(), items, work // WORK_PER_THREAD[self.tiling is not None] + 1)
-        per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
-        workspace = memory.reserve(threads * per_thread)
-        chunks = chunks_of(shape.count, blocks, threads)
+        memory, threads = _memory, call.threads
+        workspace = memory.reserve(threads * call.per_thread)
         memory.counter.value = 0
-        values = self.slots(
-            operands,
-            sizes,
-            out,
-            workspace,
-            per_thread,
-            steps,
-            items,
-            blocks,
-            memory.flag_address,
-            chunks,
-            memory.counter_address,
-            selection,
+        slots = self.slots(
+            operands, sizes, out, workspace, memory.flag_address, memory.counter_address, call, selection
         )
-        self.layout.pack_into(memory.params, 0, *values)
+        self.layout.pack_into(memory.params, 0, *slots)
         if threads == 1:
             self.run_alone(memory.packed)
         else:
             _parallel()(self.code.address, memory.packed, threads, 0)
 
 
-class Shape(NamedTuple):
-    """Sizes of one call: number of batch elements, n_q, n_k, and d + d_v."""
+class Call(NamedTuple):
+    """What a variant derives from the sizes of a call: threads, bytes of each one's workspace, key steps, work items
+    (`blocks` per batch element), and in how many chunks threads take them."""
 
-    count: int
-    n_q: int
-    n_k: int
-    width: int
+    threads: int
+    per_thread: int
+    steps: int
+    items: int
+    blocks: int
+    chunks: int
+
+
+class _Prepared(NamedTuple):
+    """All that a call needs beside its tensors: what runs it, and the shape and strides of the output."""
+
+    variant: Variant
+    call: Call
+    shape: list[int]
+    strides: list[int]
 
 
 #: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
@@ -238,10 +246,10 @@ class Kernel:
         self._extents = extents_function(spec)
         self._variants: dict[tuple[int, int, Tiling | None], Variant] = {}
         self._chosen: dict[tuple[int, ...], Tiling] = {}
+        self._calls: dict[tuple[int, ...], _Prepared] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
         self._dims = [names.index(name) for name in spec.output.dims]
-        self._packed = spec.output.dims == spec.output.order
         self._slowest_last = [spec.output.dims.index(name) for name in reversed(spec.output.order)]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
 
@@ -302,33 +310,50 @@ class Kernel:
         return found
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-        *batch, n_q, n_k, d, d_v = self._extents(sizes)
-        count = math.prod(batch)
-        out = self._output([*batch, n_q, d_v])
-        if not (count and n_q and d_v):
-            return out
-        if n_k == 0 or d == 0:  # no keys, or vectors without elements: nothing worth a kernel
+        # A short call takes no longer than its bookkeeping: what follows from the sizes is derived once.
+        key = (torch.get_num_threads(), *sizes)
+        prepared = self._calls.get(key)
+        if prepared is None:
+            extents = self._extents(sizes)
+            if not math.prod(extents):
+                return self._nothing(operands, sizes, extents)
+            prepared = self._prepare_call(key, sizes, extents)
+        variant, call, shape, strides = prepared
+        out = torch.empty_strided(shape, strides, dtype=self._out_dtype)
+        variant(operands, sizes, out, call)
+        if variant.text.may_flag and _memory.flag.value:
+            _memory.flag.value = 0
+            extents = self._extents(sizes)
+            *_, d, d_v = extents
+            other = self.variant(d, d_v, self.tilings[1])
+            other(operands, sizes, out, other.call(extents, torch.get_num_threads()))
+        return out
+
+    def _nothing(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], extents: Sequence[int]) -> torch.Tensor:
+        """The result where there are no keys, or vectors without elements, or nothing is asked for."""
+        *batch, n_q, _, _, d_v = extents
+        if math.prod(batch) and n_q and d_v:
             return reference.run(self.spec, operands, sizes)
+        shape, strides = self._layout([*batch, n_q, d_v])
+        return torch.empty_strided(shape, strides, dtype=self._out_dtype)
+
+    def _prepare_call(self, key: tuple[int, ...], sizes: Sequence[int], extents: Sequence[int]) -> _Prepared:
+        *batch, n_q, n_k, d, d_v = extents
         if max(n_q, n_k, *sizes) >= SIZE_LIMIT:
             raise UnsupportedSizeError(
                 f"a size of {max(n_q, n_k, *sizes)} was met; CPU kernels take sizes below {SIZE_LIMIT}"
             )
-        shape = Shape(count, n_q, n_k, d + d_v)
-        tiling = self._tiling(sizes, n_q, d, d_v)
-        variant = self._variants.get((d, d_v, tiling)) or self.variant(d, d_v, tiling)
-        variant(operands, sizes, out, shape)
-        if variant.text.may_flag and _memory.flag.value:
-            _memory.flag.value = 0
-            self.variant(d, d_v, self.tilings[1])(operands, sizes, out, shape)
-        return out
+        variant = self.variant(d, d_v, self._tiling(sizes, n_q, d, d_v))
+        if len(self._calls) >= CALLS_KEPT:
+            self._calls.clear()
+        call = variant.call(extents, key[0])
+        return self._calls.setdefault(key, _Prepared(variant, call, *self._layout([*batch, n_q, d_v])))
 
-    def _output(self, extents: list[int]) -> torch.Tensor:
-        """An uninitialised result in the layout of the spec; extents of the batch coordinates, i and e."""
+    def _layout(self, extents: list[int]) -> tuple[list[int], list[int]]:
+        """Shape and strides of the result; extents of the batch coordinates, i and e."""
         shape = [extents[axis] for axis in self._dims]
-        if self._packed:
-            return torch.empty(shape, dtype=self._out_dtype)
         strides, step = [0] * len(shape), 1
         for position in self._slowest_last:
             strides[position] = step
             step *= max(shape[position], 1)
-        return torch.empty_strided(shape, strides, dtype=self._out_dtype)
+        return shape, strides

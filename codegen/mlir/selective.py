@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.codegen.mlir.launch import Shape, Variant, _memory
+from fusion.codegen.mlir.launch import Variant, _memory
 from fusion.codegen.mlir.skipping import share_bits
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
@@ -43,7 +43,8 @@ class SelectiveKernel:
         out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))
         skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
         selection = (marks.data_ptr(), skipped.data_ptr(), share_bits(share))
-        variant([q, k, v], sizes, out, Shape(heads, n_q, n_k, d + d_v), selection)
+        call = variant.call((heads, n_q, n_k, d, d_v), torch.get_num_threads())
+        variant([q, k, v], sizes, out, call, selection)
         if variant.text.may_flag and _memory.flag.value:
             _memory.flag.value = 0
             return None

@@ -192,8 +192,10 @@ def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
         root.handlers[:] = before[1]
 
 
-def test_the_plan_is_that_of_the_kernel(monkeypatch):
-    monkeypatch.setattr(runtime, "_executors", {})  # an earlier kernel of this spec may keep a tile that is as good
+def test_the_plan_is_that_of_the_kernel():
+    def attend(q, k, v):  # a scale that no other test has: a kernel that exists keeps its tile where others are as good
+        return torch.softmax(q @ k.mT / 3.875, -1) @ v
+
     site = fusion.explain(attend, *inputs()).sites[0]
     kernel = runtime.executor(site.spec.to_json(), "cpu").kernel
     assert (site.plan.B_r, site.plan.B_c) == kernel.tile_of(list(site.sizes[0].values()))
