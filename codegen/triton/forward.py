@@ -11,6 +11,7 @@ All sizes and strides are run-time arguments; d and d_v are constants of the mod
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
@@ -60,7 +61,8 @@ class Forward:
         self.keys.lines[Level.BLOCK] = w.lines[Level.BLOCK]
         self.keys.lines[Level.ROW] = w.lines[Level.ROW]
         mask = spec.mask
-        self.skips = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
+        self.skips = mask is not None and mask.skips
+        self.listed = mask is not None and mask.tile_live is not None
         w.count(self.programs.masked, self.programs.full, spec.weight, *spec.sinks, spec.row_scale)
 
     def text(self) -> KernelText:
@@ -93,29 +95,37 @@ class Forward:
             *self._load("v", v, "e", self.d_v, 2),
             self._product(),
         )
+        end = self.writer.value(self.spec.n_k) if self.listed else "stop"
         columns = [
             "key = (first + tl.arange(0, KEYS))[:, None]",
-            "key_ok = key < stop",
+            f"key_ok = key < {end}",
             "j = (first + tl.arange(0, KEYS))[None, :]",
-            "j_ok = j < stop",
+            f"j_ok = j < {end}",
         ]
         columns += self.keys.lines[Level.TILE]
-        loop = source.block(*source.without_dead(columns, loop), loop)
+        loop = source.block(*self._first(), *source.without_dead(columns, loop), loop)
         before = source.block(self._tile("k", k), self._tile("v", v))
         state = "acc, m, l" if self.softmax else "acc"
-        body = source.block(
-            before, "for first in tl.range(start, stop, KEYS):", source.indented(loop), f"return {state}"
-        )
+        head = f"for {'number' if self.listed else 'first'} in tl.range(start, stop{'' if self.listed else ', KEYS'}):"
+        body = source.block(before, head, source.indented(loop), f"return {state}")
         first = [*(("acc", "m", "l") if self.softmax else ("acc",)), "q", "start", "stop"]
         rest = [name for name in source.free_names(body) if name not in self._globals() | {*first}]
         constants = [name for name in rest if name.isupper() and name not in self.spec.sizes]
         runtime = [name for name in rest if name not in constants]
         self.visit_parameters = [*first, *runtime, *constants]
         doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
+        if self.listed:
+            doc = "Tiles start <= number < stop, LISTED: of a list; BOUNDED: of the last; MASKED: keys may be dead."
         text = source.definition(
             "visit_keys", [*first, *runtime, *(f"{c}: tl.constexpr" for c in constants)], doc, body
         )
         return self.visit_parameters, text
+
+    def _first(self) -> list[str]:
+        """`first`, the first key of a tile, from its number or its place in the list."""
+        if not self.listed:
+            return []
+        return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
 
     def _globals(self) -> set[str]:
         return {"tl", "triton", "float", *self.writer.helpers}
@@ -253,6 +263,8 @@ class Forward:
     def _key_range(self) -> str:
         """start and stop of the keys to visit; full_start and full_stop of those that need no mask, all in whole
         tiles."""
+        if self.listed:
+            return self._listed_tiles()
         mask, n_k = self.spec.mask, self.writer.value(self.spec.n_k)
         lines = ["start = 0", f"stop = {n_k}"]
         if mask is not None and mask.key_lo is not None:
@@ -270,21 +282,38 @@ class Forward:
             f"full_stop = tl.maximum({high} // KEYS * KEYS, full_start)",
         )
 
+    def _listed_tiles(self) -> str:
+        """Where the tiles of the block are listed, and how many (see `tile_lists`)."""
+        return source.block(
+            f"tiles_across = ({self.writer.value(self.spec.n_k)} + KEYS - 1) // KEYS",
+            f"tile_place = ({place_of(self.writer, axes_of(self.spec))}) * blocks + block",
+            "list_at = tile_list_ptr + tl.cast(tile_place, tl.int64) * tiles_across",
+            "full_count = tl.load(tile_counts_ptr + 2 * tile_place)",
+            "partial_count = tl.load(tile_counts_ptr + 2 * tile_place + 1)",
+        )
+
     def _initial(self) -> list[str]:
         lines = [f"acc = tl.full([ROWS, {padded(self.d_v)}], 0.0, tl.float32)"]
         if self.softmax:
             lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
         return lines
 
-    def _call(self, visit: list[str], start: str, stop: str, masked: bool, bounded: bool, indent: int = 4) -> str:
-        given = {"start": start, "stop": stop, "MASKED": str(masked), "BOUNDED": str(bounded)}
+    def _call(
+        self, visit: list[str], start: str, stop: str, masked: bool, bounded: bool, indent: int = 4, listed: bool = True
+    ) -> str:
+        given = {"start": start, "stop": stop, "MASKED": str(masked), "BOUNDED": str(bounded), "LISTED": str(listed)}
         state = "acc, m, l" if self.softmax else "acc"
         return source.call(state, "visit_keys", [given.get(name, name) for name in visit], indent)
 
     def _stages(self, visit: list[str]) -> str:
         """The calls of `visit_keys`."""
         lines = self._initial()
-        if self.programs.full is None:
+        if self.listed:
+            lines += [
+                self._call(visit, "0", "full_count", False, False),
+                self._call(visit, "tiles_across - partial_count", "tiles_across", True, True),
+            ]
+        elif self.programs.full is None:
             lines += [self._call(visit, "start", "whole", True, False), self._call(visit, "whole", "stop", True, True)]
         else:
             assert self.spec.mask is not None
@@ -307,10 +336,14 @@ class Forward:
             if math.isfinite(self.spec.mask.fill)
             else 'float("-inf")'
         )
+        left_out = f"(start > 0) | (stop < {n_k})"
+        every = self._call(visit, "0", "tiles_across" if self.listed else n_k, True, True, 8, listed=False)
+        if self.listed:
+            left_out = "full_count + partial_count < tiles_across"
         return source.block(
             f"dead = (m > {limit}) == 0",
-            f"if (tl.max(dead.to(tl.int32), 0) != 0) & ((start > 0) | (stop < {n_k})):",
-            source.indented(source.block(*self._initial(), self._call(visit, "0", n_k, True, True, 8))),
+            f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
+            source.indented(source.block(*self._initial(), every)),
         )
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -380,12 +413,21 @@ class Forward:
         ]
 
 
-def place_of(writer: Writer) -> str:
-    """The number of a batch element, counted with the last coordinate fastest."""
+def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:
+    """The number of a batch element, counted with the last coordinate fastest, or of some of its coordinates."""
     place = "0"
-    for axis, extent in enumerate(writer.spec.batch):
-        place = f"b{axis}" if axis == 0 else f"({place}) * {writer.value(extent)} + b{axis}"
+    for number, axis in enumerate(range(len(writer.spec.batch)) if axes is None else axes):
+        place = f"({place}) * {writer.value(writer.spec.batch[axis])} + b{axis}" if number else f"b{axis}"
     return place
+
+
+def axes_of(spec: AttentionSpec) -> list[int]:
+    """The batch coordinates that tell lists of live tiles apart (see `tile_lists`)."""
+    mask = spec.mask
+    assert mask is not None
+    facts = (mask.key_lo, mask.key_hi, mask.full_lo, mask.full_hi, mask.tile_live, mask.tile_mixed)
+    names = {name for fact in facts if fact is not None for name in coordinates(fact)}
+    return sorted(int(name[1:]) for name in names if name.startswith("b"))
 
 
 def _factor(text: str) -> str:

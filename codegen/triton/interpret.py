@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-_REDUCTIONS = ("max", "sum")
+_REDUCTIONS = ("max", "sum", "cumsum")
 
 
 @contextlib.contextmanager

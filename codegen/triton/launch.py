@@ -16,6 +16,7 @@ from fusion.codegen.triton import interpret, module
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.split import Combine, Part, may_split, splits_for
+from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
 from fusion.errors import FusionError
 from fusion.ir.expr import Expr
@@ -124,7 +125,7 @@ class Kernel:
         """The module's text; of the first variant, where d is known only at a call; empty before it."""
         if not self._variants and self.spec.d.op == "const" and self.spec.d_v.op == "const":
             d, d_v = int(self.spec.d.attr), int(self.spec.d_v.attr)  # type: ignore[arg-type]
-            return module.module_text(self.spec, [Forward(self.spec, d, d_v, self.statistics).text()], d, d_v)
+            return module.module_text(self.spec, forward_kernels(self.spec, d, d_v, self.statistics), d, d_v)
         return next((variant.source for variant in self._variants.values()), "")
 
     def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False) -> Variant:
@@ -133,7 +134,7 @@ class Kernel:
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    kernels = [Forward(self.spec, d, d_v, self.statistics).text()]
+                    kernels = forward_kernels(self.spec, d, d_v, self.statistics)
                     if split:
                         kernels = [Part(self.spec, d, d_v).text(), Combine(self.spec, d, d_v, self.statistics).text()]
                     found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
@@ -174,6 +175,9 @@ class Kernel:
         arguments = (operands, sizes, results, {"section": section, "splits": splits})
         variant, exact = self.variant(d, d_v, interpreted, splits > 1), precision(self.spec.dtype)
         if splits == 1:
+            if (lists := TileLists.name) in variant.kernels:
+                results |= empty_lists(self.spec, batch, (-(-n_q // tile.rows), -(-n_k // tile.keys)), operands[0].device)
+                variant.launch(lists, len(results["tile_counts"]), list_tile(tile), exact, arguments)
             variant.launch("attention_forward", programs, tile, exact, arguments)
             return
         parts = torch.empty([splits * heads * n_q * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
@@ -188,6 +192,28 @@ class Kernel:
         if device.type == "cpu" or not may_split(self.spec):
             return 1
         return splits_for(programs, n_k, tile.keys, processors(device))
+
+
+def forward_kernels(spec: AttentionSpec, d: int, d_v: int, statistics: bool) -> list[KernelText]:
+    """The kernels of the schedules `flash` and, where a mask has a map, `block_sparse`, in the order of their launch."""
+    kernels = [Forward(spec, d, d_v, statistics).text()]
+    return [TileLists(spec).text(), *kernels] if spec.mask is not None and spec.mask.tile_live is not None else kernels
+
+
+def empty_lists(
+    spec: AttentionSpec, batch: Sequence[int], blocks: tuple[int, int], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Memory for the lists of `tile_lists`; blocks: (those that have a list each, tiles that each may meet)."""
+    lists = places(spec, batch) * blocks[0]
+    return {
+        "tile_list": torch.empty([lists * blocks[1]], dtype=torch.int32, device=device),
+        "tile_counts": torch.empty([lists, 2], dtype=torch.int32, device=device),
+    }
+
+
+def list_tile(tile: Tile) -> Tile:
+    """The sizes of a kernel's tile for the kernel that makes its lists: one warp looks up all of a block's tiles."""
+    return Tile(rows=tile.rows, keys=tile.keys, warps=1, stages=1)
 
 
 def check_sizes(extents: Sequence[int]) -> None:

@@ -54,7 +54,7 @@ class Programs:
 def programs_of(spec: AttentionSpec) -> Programs:
     """The variants of a spec's program."""
     score = spec.score
-    full = None if spec.mask is None or spec.mask.tile_mixed is not None else spec.mask.full
+    full = None if spec.mask is None else spec.mask.full
     if spec.normalizer is Normalizer.NONE:
         return Programs(masked=score, full=full, scale=1.0, guarded=False)
     guarded = not _tame(score)

@@ -40,7 +40,7 @@ class Part(Forward):
     def __init__(self, spec: AttentionSpec, d: int, d_v: int):
         super().__init__(spec, d, d_v)
         self.programs = replace(self.programs, full=None)
-        self.skips = False
+        self.skips = self.listed = False
 
     def _position(self) -> str:
         place = "split = tl.program_id(0) % splits\nprogram = tl.program_id(0) // splits"

@@ -1,0 +1,147 @@
+"""Lists of the tiles that a mask leaves alive, made on the device from the map of the mask before the attention's kernels.
+
+The map (`fusion.ir.tile_map`) answers for any rectangle and is made once for all attentions that share the mask. A loop
+over tiles that looked up each would have a branch around its loads and products, which Triton then does not overlap; so
+a small kernel writes, for every block of rows and the tile size of the kernel to come,
+
+    tile_list[place, block, :]     numbers of the full tiles from the front, of those that need the mask from the back
+    tile_counts[place, block, :]   how many there are of the former, of the latter
+
+with one place for each combination of those batch coordinates that the mask depends on. The kernel of dK and dV walks
+along blocks of rows, and gets the lists of the transpose: for every block of keys the numbers of blocks of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fusion.codegen.triton import source
+from fusion.codegen.triton.expressions import Level, Writer
+from fusion.codegen.triton.forward import KernelText, axes_of, signature
+from fusion.ir.expr import Expr, coord
+from fusion.ir.spec import AttentionSpec
+
+LANES = 128  # tiles that are looked up at once
+
+
+def places(spec: AttentionSpec, batch: Sequence[int]) -> int:
+    """Number of lists per block; batch: extents of the batch coordinates."""
+    return math.prod(batch[axis] for axis in axes_of(spec))
+
+
+class TileLists:
+    """Numbers of the tiles of keys that one block of ROWS query rows meets, full ones first."""
+
+    name = "attention_tiles"
+    outer, inner = ("i0", "i1", "ROWS"), ("j0", "j1", "KEYS")
+
+    def __init__(self, spec: AttentionSpec):
+        assert spec.mask is not None and spec.mask.tile_live is not None
+        self.spec, self.mask = spec, spec.mask
+        known = {coord(name): name for name in ("i0", "i1", "j0", "j1", *(f"b{k}" for k in range(len(spec.batch))))}
+        self.writer = Writer(spec=spec, known=known)
+        self.extents = {"i0": self.writer.value(spec.n_q), "j0": self.writer.value(spec.n_k)}
+
+    def text(self) -> KernelText:
+        """The kernel."""
+        first, last, size = self.outer
+        count = self.extents[first]
+        outside = [
+            f"blocks = ({count} + {size} - 1) // {size}",
+            f"tiles_across = ({self.extents[self.inner[0]]} + {self.inner[2]} - 1) // {self.inner[2]}",
+            "program = tl.program_id(0)",
+            *self._coordinates("program // blocks"),
+            f"{first} = program % blocks * {size}",
+            f"{last} = tl.minimum({first} + {size}, {count}) - 1",
+            "list_at = tile_list_ptr + tl.cast(program, tl.int64) * tiles_across",
+            "full_count = 0",
+            "partial_count = 0",
+        ]
+        counts = "tl.store(tile_counts_ptr + 2 * program"
+        body = source.block(
+            *outside,
+            f"for start in tl.range(0, tiles_across, {LANES}):",
+            source.indented(self._lanes()),
+            f"{counts}, full_count)",
+            f"{counts} + 1, partial_count)",
+        )
+        parameters, constants = signature(source.free_names(body), self.spec)
+        doc = (self.__doc__ or "").strip().splitlines()[0]
+        text = source.definition(self.name, [*parameters, *(f"{name}: tl.constexpr" for name in constants)], doc, body)
+        return KernelText(name=self.name, text=text, helpers=frozenset(self.writer.helpers), parameters=parameters)
+
+    def _coordinates(self, rest: str) -> list[str]:
+        """Statements that take a place apart."""
+        lines = [f"rest = {rest}"]
+        for axis in reversed(axes_of(self.spec)):
+            extent = self.writer.value(self.spec.batch[axis])
+            lines += [f"b{axis} = rest % {extent}", f"rest = rest // {extent}"]
+        return lines
+
+    def _lanes(self) -> str:
+        """Look up LANES tiles and add the live ones to the lists."""
+        first, last, size = self.inner
+        live, whole = self._live(), self._whole()
+        return source.block(
+            f"number = start + tl.arange(0, {LANES})",
+            f"{first} = tl.minimum(number, tiles_across - 1) * {size}",
+            f"{last} = tl.minimum({first} + {size}, {self.extents[first]}) - 1",
+            *self._facts(),
+            f"meets = (number < tiles_across) & {' & '.join(live)}",
+            *self._more(),
+            f"full = meets & {' & '.join(whole)}",
+            "partial = meets & (full == 0)",
+            "tl.store(list_at + full_count - 1 + tl.cumsum(full.to(tl.int32), 0), number, mask=full)",
+            "full_count += tl.sum(full.to(tl.int32), 0)",
+            "partial_at = list_at + tiles_across - partial_count",
+            "tl.store(partial_at - tl.cumsum(partial.to(tl.int32), 0), number, mask=partial)",
+            "partial_count += tl.sum(partial.to(tl.int32), 0)",
+        )
+
+    def _more(self) -> list[str]:
+        """Statements that add tiles to `meets`."""
+        return []
+
+    def _facts(self) -> list[str]:
+        """The statements that the conditions left behind."""
+        taken, self.writer.lines[Level.BLOCK] = self.writer.lines[Level.BLOCK], []
+        return taken
+
+    def _value(self, expr: Expr) -> str:
+        return self.writer.bind(expr, "n")
+
+    def _live(self) -> list[str]:
+        mask = self.mask
+        assert mask.tile_live is not None
+        conditions = [] if mask.key_lo is None else [f"(j1 >= {self._value(mask.key_lo)})"]
+        conditions += [] if mask.key_hi is None else [f"(j0 < {self._value(mask.key_hi)})"]
+        return [*conditions, f"({self._value(mask.tile_live)} != 0)"]
+
+    def _whole(self) -> list[str]:
+        """That all keys exist, and none needs the mask."""
+        mask = self.mask
+        assert mask.tile_mixed is not None
+        limits = [f"(j0 >= {self._value(e)})" for e in (mask.key_lo, mask.full_lo) if e is not None]
+        limits += [f"(j1 < {self._value(e)})" for e in (mask.key_hi, mask.full_hi) if e is not None]
+        return [f"(j0 + KEYS <= {self.extents['j0']})", *limits, f"({self._value(mask.tile_mixed)} == 0)"]
+
+
+class RowLists(TileLists):
+    """Numbers of the blocks of ROWS query rows that meet one block of KEYS keys, full ones first.
+
+    dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys.
+    """
+
+    name = "attention_row_blocks"
+    outer, inner = TileLists.inner, TileLists.outer
+
+    def __init__(self, spec: AttentionSpec, dead: bool):
+        super().__init__(spec)
+        self.dead = dead
+
+    def _more(self) -> list[str]:
+        if not self.dead:
+            return []
+        found = "tl.load(dead_ptr + program // blocks * tiles_across + number, mask=inside, other=0) != 0"
+        return ["inside = number < tiles_across", f"meets = meets | ({found})"]

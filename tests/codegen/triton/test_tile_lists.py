@@ -1,0 +1,169 @@
+"""Masks that are data on GPUs: kernels that visit listed tiles, in Triton's interpreter, through the whole backend.
+
+What is computed is compared with eager in float64, and the tiles that were visited are counted against brute force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+import fusion
+from fusion import runtime
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.tiles import Tile
+from tests.numerics import assert_as_exact_as_eager
+
+ROWS, KEYS = 32, 64
+TILE = Tile(rows=ROWS, keys=KEYS, warps=4, stages=1)
+OPTIONS = {"inner": "eager", "strict": True, "tile_maps": "always"}
+LOWEST = torch.finfo(torch.float32).min
+N_Q, N_K = 150, 200
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Attention is run by GPU kernels in the interpreter; returns a count of the products of each of them."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from fusion.codegen.triton.launch import Variant
+
+    counts: Counter[str] = Counter()
+    running = []
+    dot, launch = InterpreterBuilder.create_dot, Variant.launch
+
+    def create_dot(self, *arguments):
+        counts[running[-1]] += 1
+        return dot(self, *arguments)
+
+    def launched(self, name, *arguments):
+        running.append(name)
+        try:
+            launch(self, name, *arguments)
+        except Exception as problem:
+            counts[f"{name}: {problem}"] += 1
+            raise
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(Variant, "launch", launched)
+    monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec, TILE))
+    monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: Differentiable(spec, TILE))
+    monkeypatch.setattr(runtime, "_executors", {})
+    monkeypatch.setattr(runtime, "_differentiables", {})
+    return counts
+
+
+def live_tiles(live):
+    """Tiles with a live score, of a bool tensor [b.., h, n_q, n_k]; of blocks of rows in which a row has none, all."""
+    n_q, n_k = live.shape[-2:]
+    live = live.reshape(-1, n_q, n_k)
+    total = 0
+    for rows in live.split(ROWS, 1):
+        dead = ~rows.any(2).all(1)
+        count = sum(tile.flatten(1).any(1).long() for tile in rows.split(KEYS, 2))
+        total += int(torch.where(dead, count + -(-n_k // KEYS) * (count < -(-n_k // KEYS)), count).sum())
+    return total
+
+
+def random_blocks(heads, n_q, n_k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, heads, -(-n_q // 32), -(-n_k // 32))
+    kind = torch.randint(0, 4, shape, generator=generator).repeat_interleave(32, 2).repeat_interleave(32, 3)
+    noise = torch.rand(2, heads, n_q, n_k, generator=generator) > 0.5
+    kind = kind[:, :, :n_q, :n_k]
+    return torch.where(kind == 0, noise, kind >= 2)
+
+
+def masked(q, k, v, keep):
+    return torch.softmax((q @ k.mT * 0.3).masked_fill(~keep, -math.inf), -1) @ v
+
+
+def masked_finite(q, k, v, keep):
+    return torch.softmax((q @ k.mT).masked_fill(~keep, torch.finfo(q.dtype).min), -1) @ v
+
+
+def added(q, k, v, bias):
+    return torch.softmax(q @ k.mT * 0.3 + bias, -1) @ v
+
+
+def sdpa(q, k, v, keep):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+
+def packed(q, k, v, numbers):
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    keep = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (j <= i)
+    return torch.softmax((q @ k.mT).masked_fill(~keep, -math.inf), -1) @ v
+
+
+def padded(q, k, v, tokens):
+    return masked_finite(q, k, v, tokens[:, None, None, :] != 0)
+
+
+def causal_padded(q, k, v, tokens):
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    return masked_finite(q, k, v, (j <= i) & (tokens[:, None, None, :] != 0))
+
+
+def sigmoid(q, k, v, keep):
+    return torch.where(keep, torch.sigmoid(q @ k.mT), 0.0) @ v
+
+
+def cases():
+    """name -> (function, mask, what it keeps alive, [b, h, n_q, n_k], n_q)."""
+    causal = torch.ones(N_K, N_K, dtype=torch.bool).tril()
+    dense, per_head = random_blocks(1, N_Q, N_K, 0), random_blocks(2, N_Q, N_K, 1)
+    numbers = torch.stack([torch.arange(N_K) // 50, torch.arange(N_K) // 64])
+    left, right = torch.ones(2, N_K, dtype=torch.int64), torch.ones(2, N_K, dtype=torch.int64)
+    left[0, :70], left[1, :5], right[0, 130:] = 0, 0, 0
+    bias = torch.zeros(dense.shape).masked_fill(~dense, LOWEST)
+    same = (numbers[:, None, :, None] == numbers[:, None, None, :]) & causal
+    soft = torch.where(dense & (torch.arange(N_K) > 100), -0.5, bias)
+    return {
+        "dense": (masked, dense, dense, N_Q),
+        "dense, finite fill": (masked_finite, dense, dense, N_Q),
+        "dense, a mask per head": (masked, per_head, per_head, N_Q),
+        "dense to sdpa": (sdpa, dense, dense, N_Q),
+        "additive": (added, bias, dense, N_Q),
+        "additive, soft": (added, soft, dense, N_Q),
+        "documents": (packed, numbers, same, N_K),
+        "padding left": (padded, left, left.bool()[:, None, None].expand(2, 1, N_Q, N_K), N_Q),
+        "padding right": (padded, right, right.bool()[:, None, None].expand(2, 1, N_Q, N_K), N_Q),
+        "padding left, causal": (causal_padded, left, left.bool()[:, None, None] & causal, N_K),
+        "no normaliser": (sigmoid, dense, dense, N_Q),
+    }
+
+
+def inputs_for(mask, n_q, dtype=torch.float32, heads=2):
+    torch.manual_seed(0)
+    mask = mask.to(dtype).clamp(min=torch.finfo(dtype).min) if mask.is_floating_point() else mask
+    return torch.randn(2, heads, n_q, 16).to(dtype), *(torch.randn(2, heads, N_K, 16).to(dtype) for _ in "kv"), mask
+
+
+def wide(values):
+    return [x.double() if x.is_floating_point() else x for x in values]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", cases())
+def test_forward_visits_live_tiles_only(products, name, dtype):
+    function, mask, live, n_q = cases()[name]
+    inputs = inputs_for(mask, n_q, dtype)
+    torch._dynamo.reset()
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        actual = torch.compile(function, backend="fusion", options=OPTIONS)(*inputs)
+        assert_as_exact_as_eager(actual, function(*inputs), function(*wide(inputs)), dtype)
+    assert reports[0].sites[0].spec.mask.tile_live is not None
+    live = live.expand(2, 2, n_q, N_K)
+    if function is sigmoid:
+        live = live.reshape(-1, n_q, N_K)
+        expected = sum(int(t.any()) for head in live for r in head.split(ROWS) for t in r.split(KEYS, 1))
+    else:
+        expected = live_tiles(live)
+    assert products == {"attention_forward": 2 * expected}
