@@ -11,7 +11,7 @@ import math
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.forward import DTYPES, LOG2E, KernelText, padded, place_of, signature
+from fusion.codegen.triton.forward import DTYPES, LOG2E, KernelText, axes_of, padded, place_of, signature
 from fusion.codegen.triton.gradients import (
     UPSTREAM_ROW,
     UPSTREAM_WEIGHT,
@@ -21,6 +21,7 @@ from fusion.codegen.triton.gradients import (
 )
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.programs import LARGEST
+from fusion.codegen.triton.tile_lists import RowLists, TileLists
 from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, const, coord
@@ -190,8 +191,24 @@ class Role:
 
     @property
     def skips(self) -> bool:
-        mask = self.spec.mask
-        return mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
+        return self.spec.mask is not None and self.spec.mask.skips
+
+    @property
+    def listed(self) -> bool:
+        """Whether the tiles to visit are listed (see `tile_lists`)."""
+        return self.spec.mask is not None and self.spec.mask.tile_live is not None
+
+    def list_of(self, across: str, block: str) -> list[str]:
+        """Where the tiles of a block are listed, how many they are of the `across` that there could be, and how far
+        from the full ones the others begin."""
+        return [
+            f"tiles_across = {across}",
+            f"tile_place = ({place_of(self.writer, axes_of(self.spec))}) * {block}",
+            "list_at = tile_list_ptr + tl.cast(tile_place, tl.int64) * tiles_across",
+            "full_count = tl.load(tile_counts_ptr + 2 * tile_place)",
+            "count = full_count + tl.load(tile_counts_ptr + 2 * tile_place + 1)",
+            "left_out = tiles_across - count",
+        ]
 
     def captured(self, *reaches: str) -> list[tuple[int, Captured]]:
         """The captured gradients of certain reaches, numbered."""
@@ -236,7 +253,9 @@ class Queries(Role):
         loop = source.block(*source.without_dead(columns, loop_body), loop_body)
         finish += self._sinks()
         statistics = self.statistics("i")
-        ranges = self.key_range()
+        head, ranges = self._keys()
+        if self.listed:
+            loop = f"{self._listed()}\n{loop}"
         before = source.block(
             *self.read("q", q, 0, "c", self.d, ""),
             f"do = tl.load({self.output_gradient('i')}{self._within()}).to({self.dtype})",
@@ -245,11 +264,9 @@ class Queries(Role):
         later = source.block(
             before,
             *ranges,
-            *self._dead(),
-            "key_start = key_start // KEYS * KEYS",
             f"dq = tl.full([ROWS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[0] else "",
             *accumulate,
-            "for first in tl.range(key_start, key_stop, KEYS):",
+            head,
             source.indented(loop),
             *finish,
         )
@@ -275,11 +292,25 @@ class Queries(Role):
             "i = tl.minimum(rows, i1)",
         ]
 
-    def _dead(self) -> list[str]:
-        """A block with a row that met no live key visits all keys: eager's weights there are not zero."""
-        if not (self.skips and self.softmax):
-            return []
-        return [f"if {any_dead(self.spec)} != 0:", "    key_start = 0", f"    key_stop = {self.n_k}"]
+    def _keys(self) -> tuple[str, list[str]]:
+        """(head of the loop over tiles of keys, statements before it). A block with a row that met no live key visits
+        all keys: eager's weights there are not zero."""
+        dead = any_dead(self.spec) if self.skips and self.softmax else ""
+        if not self.listed:
+            every = [f"if {dead} != 0:", "    key_start = 0", f"    key_stop = {self.n_k}"] if dead else []
+            lines = [*self.key_range(), *every, "key_start = key_start // KEYS * KEYS"]
+            return "for first in tl.range(key_start, key_stop, KEYS):", lines
+        lines = self.list_of(f"({self.n_k} + KEYS - 1) // KEYS", "blocks + block")
+        if dead:
+            lines += [f"every = {dead} != 0", "count = tl.where(every, tiles_across, count)"]
+        return "for number in tl.range(0, count):", lines
+
+    def _listed(self) -> str:
+        """`first`, the first key of a tile."""
+        if not self.softmax:
+            return "first = tl.load(list_at + number + tl.where(number < full_count, 0, left_out)) * KEYS"
+        place = "tl.load(list_at + number + tl.where((number < full_count) | every, 0, left_out))"
+        return f"first = tl.where(every, number, {place}) * KEYS"
 
     def _sums(self, tile: list[str]) -> tuple[list[str], list[str]]:
         """(before the loop, after it) for sums over keys; adds to the tile what is done for every score."""
@@ -354,7 +385,12 @@ class Keys(Role):
             *self.inside.lines[Level.TILE],
         ]
         loop = source.block(*source.without_dead(rows, inner), inner)
-        member = source.block("for block in tl.range(block_start, block_stop):", source.indented(loop), *after)
+        turns = "for block in tl.range(block_start, block_stop):"
+        if self.listed:
+            turns = "for number in tl.range(0, count):"
+            place = "list_at + number + tl.where(number < full_count, 0, left_out)"
+            loop = f"block = tl.load({place})\n{loop}"
+        member = source.block(turns, source.indented(loop), *after)
         scan = source.block(*self._scan())
         levels = source.without_dead([*w.lines[Level.BLOCK], *w.lines[Level.ROW]], source.block(scan, *before, member))
         member = source.block(*levels, scan, *before, member)
@@ -410,7 +446,9 @@ class Keys(Role):
         return [f"for member in tl.range({' * '.join(extents)}):", source.indented(source.block(*lines, member))]
 
     def _scan(self) -> list[str]:
-        """block_start and block_stop: the blocks of rows among which all are that visit these keys."""
+        """block_start and block_stop: the blocks of rows among which all are that visit these keys; or their list."""
+        if self.listed:
+            return self.list_of(f"({self.n_q} + ROWS - 1) // ROWS", "key_blocks + program % key_blocks")
         blocks = f"({self.n_q} + ROWS - 1) // ROWS"
         if not self.skips:
             return ["block_start = 0", f"block_stop = {blocks}"]
@@ -447,7 +485,10 @@ class Keys(Role):
 
 
 class Prepare(Role):
-    """delta of one block of ROWS query rows: the row sums of dO * O; and whether a row of the head met no live key."""
+    """delta of one block of ROWS query rows: the row sums of dO * O; and whether a row of the head met no live key.
+
+    Where tiles are listed, that is noted by blocks, for all heads that share lists: ROWS is that of the kernel of dK.
+    """
 
     name = "attention_backward_prepare"
 
@@ -463,10 +504,11 @@ class Prepare(Role):
             "tl.store(delta_ptr + row_place, tl.sum(do * o, 1)[:, None], mask=rows_ok)",
         ]
         if self.skips:
+            dead = f"({place_of(self.writer, axes_of(self.spec))}) * blocks + block" if self.listed else place
             lines += [
                 "row_max = tl.load(statistics_ptr + row_place)",
                 f"if {any_dead(self.spec)} != 0:",
-                f"    tl.store(dead_ptr + {place}, 1)",
+                f"    tl.store(dead_ptr + {dead}, 1)",
             ]
         return source.block(*Queries._position(self), *lines)  # type: ignore[arg-type]
 
@@ -492,7 +534,9 @@ def backward_kernels(spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, .
     if role.softmax:
         kernels.append(Prepare(spec, d, d_v, needs).text())
     if needs[0] or "queries" in reaches:
+        kernels += [TileLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs).text())
     if needs[1] or needs[2] or "rows" in reaches:
+        kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed else []
         kernels.append(Keys(spec, d, d_v, needs).text())
     return kernels

@@ -54,6 +54,7 @@ def random_operands(spec: AttentionSpec, sizes: Sequence[int]) -> list[torch.Ten
 
     axes = {coord(f"b{n}"): value(extent) for n, extent in enumerate(spec.batch)}
     axes |= {I: value(spec.n_q), J: value(spec.n_k), C: value(spec.d), E: value(spec.d_v)}
+    axes |= {coord(name): axes[I if name[0] == "i" else J] for name in ("i0", "i1", "j0", "j1")}
     extents = [[1] * operand.rank for operand in spec.operands]
     everything = [load for e in spec.expressions() for load in loads(e)]
     for operand, index in [(0, spec.q), (1, spec.k), (2, spec.v), *((int(p.attr), p.args) for p in everything)]:  # type: ignore[arg-type]

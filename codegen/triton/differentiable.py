@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from fusion.codegen import reference
-from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.backward import Keys, Queries, backward_kernels
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
-from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, precision
+from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, empty_lists, list_tile, precision
+from fusion.codegen.triton.tile_lists import RowLists, TileLists, places
 from fusion.codegen.triton.tiles import Tile, backward_tiles
 from fusion.ir.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
+
+LISTED_BY = {TileLists.name: Queries.name, RowLists.name: Keys.name}
+"""Kernels that list tiles, and those that visit them."""
 
 
 class Differentiable:
@@ -85,13 +89,21 @@ class Differentiable:
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
-        results["dead"] = torch.zeros([heads], dtype=torch.int32, device=device)
-        tiles = backward_tiles(self.spec, d, d_v, capability(device))
+        tiles = {name: self.tile or tile for name, tile in backward_tiles(self.spec, d, d_v, capability(device)).items()}
+        listed = TileLists.name in variant.kernels or RowLists.name in variant.kernels
+        rows, keys = -(-n_q // tiles[Keys.name].rows), -(-n_k // tiles[Keys.name].keys)
+        dead = places(self.spec, batch) * rows if listed else heads
+        results["dead"] = torch.zeros([dead], dtype=torch.int32, device=device)
         shared = math.prod(self._shared(batch, sizes))
         for name in variant.kernels:
-            tile = self.tile or tiles[name]
-            by_keys = name == "attention_backward_keys"
-            programs = shared * -(-n_k // tile.keys) if by_keys else heads * -(-n_q // tile.rows)
+            tile = tiles.get(name) or list_tile(tiles[LISTED_BY[name]])
+            programs = heads * -(-n_q // tile.rows)
+            if name == Keys.name:
+                programs = shared * keys
+            elif name in LISTED_BY:
+                across = (keys, rows) if name == RowLists.name else (-(-n_q // tile.rows), -(-n_k // tile.keys))
+                results |= empty_lists(self.spec, batch, across, device)
+                programs = len(results["tile_counts"])
             variant.launch(name, programs, tile, precision(self.spec.dtype), (operands, sizes, results, {}))
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.forward import Forward, KernelText
+from fusion.codegen.triton.launch import forward_kernels, list_tile
+from fusion.codegen.triton.tile_lists import RowLists, TileLists
 from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
 from fusion.errors import FusionError
 from fusion.ir.spec import AttentionSpec
@@ -87,10 +89,13 @@ def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int
     """
     d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
     capability = AMD if target.startswith("gfx") else int(target[3:])
-    kernels = [Forward(spec, d, d_v, training).text()]
-    tiles = {"attention_forward": tile_for(spec, d, d_v, n, n, capability), **backward_tiles(spec, d, d_v, capability)}
+    kernels = forward_kernels(spec, d, d_v, training)
+    tile = tile_for(spec, d, d_v, n, n, capability)
+    tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **backward_tiles(spec, d, d_v, capability)}
     if training:
-        kernels += backward_kernels(spec, d, d_v, tuple(o.torch_dtype.is_floating_point for o in spec.operands))
+        tiles[RowLists.name] = list_tile(tiles["attention_backward_keys"])
+        more = backward_kernels(spec, d, d_v, tuple(o.torch_dtype.is_floating_point for o in spec.operands))
+        kernels += [kernel for kernel in more if kernel.name != TileLists.name]
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 
@@ -126,7 +131,7 @@ def _signature(spec: AttentionSpec, names: Sequence[str], tile: Tile) -> tuple[d
 
     writer = Writer(spec=spec)
     dtypes = {writer.operand(n): operand.dtype for n, operand in enumerate(spec.operands)}
-    results = {"out": spec.out_dtype, "dout": spec.out_dtype, "dead": "int32"}
+    results = {"out": spec.out_dtype, "dout": spec.out_dtype} | dict.fromkeys(("dead", "tile_list", "tile_counts"), "int32")
     results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
     inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}

@@ -112,8 +112,9 @@ def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
 
 def backward_tiles(spec: AttentionSpec, d: int, d_v: int, capability: int) -> dict[str, Tile]:
     """The tile of each backward kernel by its name."""
+    keys = keys_tile(spec, d, d_v, capability)
     return {
-        "attention_backward_prepare": Tile(rows=32 if capability == INTERPRETER else 64, keys=16, warps=4, stages=1),
+        "attention_backward_prepare": Tile(rows=keys.rows, keys=16, warps=4, stages=1),
         "attention_backward_queries": queries_tile(spec, d, d_v, capability),
-        "attention_backward_keys": keys_tile(spec, d, d_v, capability),
+        "attention_backward_keys": keys,
     }

@@ -59,15 +59,15 @@ def products(monkeypatch):
     return counts
 
 
-def live_tiles(live):
-    """Tiles with a live score, of a bool tensor [b.., h, n_q, n_k]; of blocks of rows in which a row has none, all."""
+def live_tiles(live, softmax):
+    """Tiles with a live score, of a bool tensor [b.., h, n_q, n_k], and all tiles once more of blocks of rows in which a
+    row has none."""
     n_q, n_k = live.shape[-2:]
-    live = live.reshape(-1, n_q, n_k)
-    total = 0
-    for rows in live.split(ROWS, 1):
-        dead = ~rows.any(2).all(1)
+    total, across = 0, -(-n_k // KEYS)
+    for rows in live.reshape(-1, n_q, n_k).split(ROWS, 1):
+        dead = ~rows.any(2).all(1) & softmax
         count = sum(tile.flatten(1).any(1).long() for tile in rows.split(KEYS, 2))
-        total += int(torch.where(dead, count + -(-n_k // KEYS) * (count < -(-n_k // KEYS)), count).sum())
+        total += int((count + across * (dead & (count < across))).sum())
     return total
 
 
@@ -161,9 +161,32 @@ def test_forward_visits_live_tiles_only(products, name, dtype):
         assert_as_exact_as_eager(actual, function(*inputs), function(*wide(inputs)), dtype)
     assert reports[0].sites[0].spec.mask.tile_live is not None
     live = live.expand(2, 2, n_q, N_K)
-    if function is sigmoid:
-        live = live.reshape(-1, n_q, N_K)
-        expected = sum(int(t.any()) for head in live for r in head.split(ROWS) for t in r.split(KEYS, 1))
-    else:
-        expected = live_tiles(live)
-    assert products == {"attention_forward": 2 * expected}
+    assert products == {"attention_forward": 2 * live_tiles(live, function is not sigmoid)}
+
+
+def tiles_to_differentiate(live, softmax=True):
+    """Tiles with a live score, and all tiles of blocks of rows in which a row has none."""
+    total = 0
+    for rows in live.reshape(-1, *live.shape[-2:]).split(ROWS, 1):
+        dead = ~rows.any(2).all(1) & softmax
+        total += sum(int((tile.flatten(1).any(1) | dead).sum()) for tile in rows.split(KEYS, 2))
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", cases())
+def test_backward_visits_live_tiles_only(products, name, dtype):
+    function, mask, live, n_q = cases()[name]
+    *qkv, mask = inputs_for(mask, n_q, dtype)
+    qkv = [x.requires_grad_() for x in qkv]
+    torch._dynamo.reset()
+    out = torch.compile(function, backend="fusion", options=OPTIONS)(*qkv, mask)
+    grad = torch.randn(out.shape).to(dtype)
+    found = torch.autograd.grad(out, qkv, grad)
+    eager = torch.autograd.grad(function(*qkv, mask), qkv, grad)
+    exact = torch.autograd.grad(function(*(wide_inputs := wide([*qkv, mask]))), wide_inputs[:3], grad.double())
+    for ours, theirs, true in zip(found, eager, exact, strict=True):
+        assert_as_exact_as_eager(ours, theirs, true, dtype)
+    expected = tiles_to_differentiate(live.expand(2, 2, n_q, N_K), function is not sigmoid)
+    del products["attention_forward"]
+    assert products == {"attention_backward_queries": 3 * expected, "attention_backward_keys": 4 * expected}
