@@ -58,7 +58,7 @@ _library.define(_BELOW, tags=_TAGS)
 
 def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
     parsed = MapSpec.from_json(spec)
-    return torch.empty(parsed.shape(dict(zip(parsed.sizes, sizes, strict=True))), dtype=torch.int32, device="cpu")
+    return operands[0].new_empty(parsed.shape(dict(zip(parsed.sizes, sizes, strict=True))), dtype=torch.int32)
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
@@ -160,7 +160,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention_below_autograd", runtime.attention, _key)
     _library.impl("attention_forward", runtime.attention_forward, _key)
     _library.impl("attention_backward", runtime.attention_backward, _key)
-_library.impl("tile_map", tile_map, "CPU")
+    _library.impl("tile_map", tile_map, _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
 autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands)
 autograd.register(_library, "attention_forward", _differentiate, _save)

@@ -2,9 +2,10 @@
 
 Predicates of the query alone or of the key alone are evaluated element by element and then pooled over cells. What
 depends on both is bounded by interval arithmetic over cells; of a mask tensor [.., N_q, N_k] the least and the greatest
-value in each cell are taken, the only step that reads N_q x N_k elements. Before that step a few rows of cells are
-looked at: a mask in which they show next to nothing to skip (a random one, say) is not read any further, and the masks
-of some later calls are not looked at.
+value in each cell are taken, the only step that reads N_q x N_k elements. On a CPU a few rows of cells are looked at
+before that step: a mask in which they show next to nothing to skip (a random one, say) is not read any further, and the
+masks of some later calls are not looked at. On a GPU nothing is decided by what the data holds, so that no number is
+waited for, and the pass can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
     known = dict(zip(parsed.sizes, sizes, strict=True))
     *batch, lines, columns, _ = parsed.shape(known)
     n_q = _number(parsed.n_q, known)
+    table = torch.zeros([*batch, lines, columns, 2], dtype=torch.int32, device=operands[0].device)
     if 0 in batch or lines == 1 or columns == 1:
-        return torch.zeros([*batch, lines, columns, 2], dtype=torch.int32)
+        return table
     codes = _cells(parsed, operands, known, n_q, _patience.setdefault(spec, Patience()))
     if codes is None:  # all are live and none is full: r * c cells before cell (r, c)
         counts = torch.arange(lines, dtype=torch.int32)[:, None] * torch.arange(columns, dtype=torch.int32)
         return counts[:, :, None].expand(*batch, lines, columns, 2).contiguous()
     codes = codes.expand(*batch, lines - 1, columns - 1, 2)
-    table = torch.zeros([*batch, lines, columns, 2], dtype=torch.int32)
     table[..., 1:, 1:, :] = codes.to(torch.int32).cumsum(-3, dtype=torch.int32).cumsum(-2, dtype=torch.int32)
     return table
 
@@ -99,7 +100,7 @@ def _cells(
     """As `cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
     dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
     elements = sum(operands[int(part.attr)].numel() for part in dense)  # type: ignore[arg-type]
-    if elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
+    if operands[0].device.type == "cpu" and elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
         if not patience.looks():
             return None
         chosen = torch.arange(SAMPLES) * (n_q // CELL_ROWS - 1) // (SAMPLES - 1) * CELL_ROWS
@@ -120,6 +121,7 @@ class _Cells:
     ):  # fmt: skip
         self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows
         self.rank = len(spec.batch) + 2
+        self.device = operands[0].device if operands else torch.device("cpu")
         self.n_q, self.n_k = _number(spec.n_q, sizes), _number(spec.n_k, sizes)
         self._memo: dict[Expr, Extent | Interval] = {}
 
@@ -133,13 +135,13 @@ class _Cells:
     def _axis(self, name: str) -> int:
         return {"i": self.rank - 2, "j": self.rank - 1}[name] if name in "ij" else int(name[1:])
 
-    def _coordinate(self, name: str) -> Tensor:
+    def _coordinate(self, name: str, device: torch.device) -> Tensor:
         """Values of a coordinate, along its own axis."""
         axis = self._axis(name)
         if name == "i" and self.rows is not None:
             values = self.rows
         else:
-            values = torch.arange(self._extent_of(name))
+            values = torch.arange(self._extent_of(name), device=device)
         return values.reshape([-1 if k == axis else 1 for k in range(self.rank)])
 
     def _extent_of(self, name: str) -> int:
@@ -148,11 +150,21 @@ class _Cells:
 
     def _leaf(self, part: Expr) -> Tensor | Callable[..., Tensor]:
         if part.op == "coord":
-            return self._coordinate(str(part.attr))
+            return self._coordinate(str(part.attr), self.device)
         if part.op == "size":
             return torch.tensor(self.sizes[str(part.attr)])
         tensor = self.operands[int(part.attr)]  # type: ignore[arg-type]
-        return lambda *index: _widened(tensor[index])
+        return lambda *index: _widened(tensor[tuple(map(self._waitless, index))])
+
+    def _waitless(self, index: Tensor) -> Tensor:
+        """An index of no dimension would be read by the host, which waits for the device to compute it."""
+        return index if index.dim() or index.device.type == "cpu" else index.reshape([1] * self.rank)
+
+    def _on_host(self, part: Expr) -> Tensor:
+        """As `_leaf`, of an index that loads nothing."""
+        if part.op == "coord":
+            return self._coordinate(str(part.attr), torch.device("cpu"))
+        return torch.tensor(self.sizes[str(part.attr)])
 
     def _exact(self, expr: Expr) -> Tensor:
         value = evaluate(expr, self._leaf, torch.float64)
@@ -252,20 +264,24 @@ class _Cells:
             names = coordinates(index)
             dim = len(axes)
             if not names:
-                tensor = tensor.select(dim, int(evaluate(index, self._leaf)))
+                tensor = tensor.select(dim, int(evaluate(index, self._on_host)))
                 continue
             name = next(iter(names))
             if index.op == "coord" and (name != "i" or self.rows is None):
                 tensor = tensor.narrow(dim, 0, self._extent_of(name))
                 axes.append(self._axis(name))
                 continue
-            at = evaluate(index, self._leaf).flatten()
+            at = evaluate(index, self._on_host).flatten()
             size = {"i": CELL_ROWS, "j": CELL_KEYS}.get(name, 1)
+            stride = 1
             if size > 1 and bool((at == at[torch.arange(len(at)) // size * size]).all()):
-                at = at[::size]
+                at, stride = at[::size], size
                 pooled.append(self._axis(name))
-            steps = len(at) == 1 or bool((at[1:] - at[:-1] == 1).all())
-            tensor = tensor.narrow(dim, int(at[0]), len(at)) if steps else tensor.index_select(dim, at)
+            if len(at) == 1 or bool((at[1:] - at[:-1] == 1).all()):
+                tensor = tensor.narrow(dim, int(at[0]), len(at))
+            else:  # computed there again: nothing is copied from the host
+                there = at if self.device.type == "cpu" else evaluate(index, self._leaf).flatten()[::stride]
+                tensor = tensor.index_select(dim, there)
             axes.append(self._axis(name))
         order = sorted(range(len(axes)), key=axes.__getitem__)
         tensor = tensor.permute(order)

@@ -30,16 +30,18 @@ _TRACED = (2, 3, 5, 7)
 _MANY = integers.integer(1 << 20)
 
 
-def predicate(mask: BlockMask, module: GraphModule, bounds: integers.Bounds) -> tuple[Expr, list[Node]]:
+def predicate(
+    mask: BlockMask, module: GraphModule, bounds: integers.Bounds, device: torch.device
+) -> tuple[Expr, list[Node]]:
     """(where the mask lets a key be seen, the nodes that the predicate's loads are numbered by).
 
-    bounds: of the attention's coordinates b0, b1, ..., i and j. Captured tensors become buffers of `module`. Raises
-    BlockMaskError where the mask does not fit the attention.
+    bounds: of the attention's coordinates b0, b1, ..., i and j. device: where the attention is computed. Captured
+    tensors become buffers of `module` there. Raises BlockMaskError where the mask does not fit the attention.
     """
     batch = sorted((c for c in bounds if str(c.attr).startswith("b")), key=lambda c: int(str(c.attr)[1:]))
     if isinstance(mask, Tensor):
-        return _from_blocks(mask, module, bounds, batch)
-    return _from_callable(mask, module, bounds, batch)
+        return _from_blocks(mask, module, bounds, batch, device)
+    return _from_callable(mask, module, bounds, batch, device)
 
 
 def _heads(bounds: integers.Bounds, batch: list[Expr]) -> tuple[Expr, Expr] | None:
@@ -55,7 +57,7 @@ def _heads(bounds: integers.Bounds, batch: list[Expr]) -> tuple[Expr, Expr] | No
 
 
 def _from_blocks(
-    mask: Tensor, module: GraphModule, bounds: integers.Bounds, batch: list[Expr]
+    mask: Tensor, module: GraphModule, bounds: integers.Bounds, batch: list[Expr], device: torch.device
 ) -> tuple[Expr, list[Node]]:
     index: list[Expr] = []
     leading = mask.shape[:-2]
@@ -87,20 +89,24 @@ def _from_blocks(
                 "number of blocks divides it"
             )
         index.append(integers.floordiv(position, int(extent.attr) // blocks, bounds))  # type: ignore[arg-type]
-    return load(0, tuple(index), Kind.BOOL), [_buffer(mask, module)]
+    return load(0, tuple(index), Kind.BOOL), [_buffer(mask, module, device)]
 
 
-def _buffer(tensor: Tensor, module: GraphModule) -> Node:
-    """A node that holds this tensor; one per tensor."""
+def _buffer(tensor: Tensor, module: GraphModule, device: torch.device) -> Node:
+    """A node that holds this tensor on a device; one per tensor."""
     for node in module.graph.nodes:
-        if node.op == "get_attr" and node.meta.get("block_mask") is tensor:
+        if node.op == "get_attr" and node.meta.get("block_mask") is tensor and nodes.value(node).device == device:
             return node
+    held = tensor.detach()
+    if held.device != device:
+        with unset_fake_temporarily(), disable_proxy_modes_tracing():
+            held = held.to(device)
     number = sum(name.startswith("block_mask_") for name, _ in module.named_buffers())
-    module.register_buffer(name := f"block_mask_{number}", tensor.detach(), persistent=False)
+    module.register_buffer(name := f"block_mask_{number}", held, persistent=False)
     first = next(iter(module.graph.nodes))
     with module.graph.inserting_before(first):
         made = module.graph.get_attr(name)
-    made.meta["val"], made.meta["block_mask"] = tensor.detach(), tensor
+    made.meta["val"], made.meta["block_mask"] = held, tensor
     return made
 
 
@@ -108,9 +114,13 @@ def _buffer(tensor: Tensor, module: GraphModule) -> Node:
 
 
 def _from_callable(
-    keep: Callable[..., Tensor], module: GraphModule, bounds: integers.Bounds, batch: list[Expr]
+    keep: Callable[..., Tensor],
+    module: GraphModule,
+    bounds: integers.Bounds,
+    batch: list[Expr],
+    device: torch.device,
 ) -> tuple[Expr, list[Node]]:
-    traced = _trace(keep)
+    traced = _trace(keep, device)
     output = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     heads = _heads(bounds, batch)
     extents = (bounds[batch[0]], integers.mul(*(bounds[b] for b in batch[1:]))) if heads else (_MANY, _MANY)
@@ -120,7 +130,7 @@ def _from_callable(
         value = walk.value(output, index)
     except nodes.Unsupported as problem:
         raise BlockMaskError(f"block_mask cannot be followed: {problem}") from problem
-    operands = [_buffer(_held(traced, node), module) for node in walk.loaded]
+    operands = [_buffer(_held(traced, node), module, device) for node in walk.loaded]
     _check_traced(keep, value, [_held(traced, node) for node in walk.loaded])
     if heads is None and {"B", "H"} & coordinates(value):
         raise BlockMaskError(
@@ -131,12 +141,12 @@ def _from_callable(
     return rebuild(value, places.get), operands
 
 
-def _trace(keep: Callable[..., Tensor]) -> GraphModule:
-    """The callable as a graph, over positions that the graph makes itself."""
+def _trace(keep: Callable[..., Tensor], device: torch.device) -> GraphModule:
+    """The callable as a graph, over positions that the graph makes itself on a device."""
 
     def positions() -> Tensor:
         axes = [
-            torch.arange(extent).reshape([-1 if k == axis else 1 for k in range(4)])
+            torch.arange(extent, device=device).reshape([-1 if k == axis else 1 for k in range(4)])
             for axis, extent in enumerate(_TRACED)
         ]
         found = keep(*axes)

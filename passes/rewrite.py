@@ -22,7 +22,7 @@ from fusion.passes.tile_maps import Mapped, mapped, with_map
 
 aten = torch.ops.aten
 Supports = Callable[[AttentionSpec, torch.device, Sequence[int]], str | None]
-Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]]], bool]
+Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]], str], bool]
 
 
 def rewrite(
@@ -36,8 +36,8 @@ def rewrite(
     """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
 
     supports: (spec, device, sizes) -> why no kernel can be made for it, or None. emitter: handed to the op. pays:
-    whether a map of the tiles of a mask is worth its cost; None makes no maps. block_mask: the user's mask for every
-    attention. Mutates the graph of `module`, which is the compiler's own copy.
+    whether a map of the tiles of a mask is worth its cost on a device; None makes no maps. block_mask: the user's mask
+    for every attention. Mutates the graph of `module`, which is the compiler's own copy.
     """
     specified: dict[int, list[Specified]] = {}
     symbols = _Symbols(module.graph)
@@ -91,7 +91,7 @@ def _map_tiles(
         parts = [specified[number][position] for number, position in users]
         if not pays(found.spec, [nodes.evaluate_size(e, hints) for e in found.sizes], [
             (part.spec, [nodes.evaluate_size(e, hints) for e in part.sizes]) for part in parts
-        ]):  # fmt: skip
+        ], parts[0].device):  # fmt: skip
             continue
         made: Node | None = None
         for (number, position), part in zip(users, parts, strict=True):

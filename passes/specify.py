@@ -93,7 +93,7 @@ def _under_block_mask(
     """The score program where the user's mask holds, and a dead score elsewhere."""
     module = site.root.graph.owning_module
     assert module is not None
-    keep, held = predicate(mask, module, bounds)
+    keep, held = predicate(mask, module, bounds, nodes.value(site.root).device)
     keep = decided(resolve.renumbered(keep, held), bounds)
     return where(keep, score, const(0.0 if normalizer is Normalizer.NONE else -math.inf))
 

@@ -17,6 +17,7 @@ from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, lo
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.spec import MaskFacts, Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
+from fusion.passes import nodes
 from fusion.passes.masks import HARD as ORDINARY
 from fusion.passes.masks import holding
 from fusion.passes.specify import Specified
@@ -54,13 +55,13 @@ class _Data:
 def mapped(found: Specified) -> Mapped | None:
     """The map that an attention could use, or None where its mask is not data."""
     data = _data(found)
-    if data is None or found.device != "cpu":
+    if data is None:
         return None
     spec = found.spec
     read = [int(part.attr) for part in loads(data.live, data.full)]  # type: ignore[arg-type]
     numbers = sorted(set(read))
     operands = tuple(found.operands[number] for number in numbers)
-    if any(node.meta.get("mutations") for node in operands):
+    if any(node.meta.get("mutations") or nodes.value(node).device.type != found.device for node in operands):
         return None
     names = sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
     renamed = {coord(name): coord(f"b{k}") for k, name in enumerate(names)}

@@ -11,7 +11,7 @@ import math
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.forward import DTYPES, LOG2E, KernelText, axes_of, padded, place_of, signature
+from fusion.codegen.triton.forward import DTYPES, LOG2E, KernelText, padded, place_in_list, place_of, signature
 from fusion.codegen.triton.gradients import (
     UPSTREAM_ROW,
     UPSTREAM_WEIGHT,
@@ -203,7 +203,7 @@ class Role:
         from the full ones the others begin."""
         return [
             f"tiles_across = {across}",
-            f"tile_place = ({place_of(self.writer, axes_of(self.spec))}) * {block}",
+            f"tile_place = {place_in_list(self.writer)} * {block}",
             "list_at = tile_list_ptr + tl.cast(tile_place, tl.int64) * tiles_across",
             "full_count = tl.load(tile_counts_ptr + 2 * tile_place)",
             "count = full_count + tl.load(tile_counts_ptr + 2 * tile_place + 1)",
@@ -504,7 +504,7 @@ class Prepare(Role):
             "tl.store(delta_ptr + row_place, tl.sum(do * o, 1)[:, None], mask=rows_ok)",
         ]
         if self.skips:
-            dead = f"({place_of(self.writer, axes_of(self.spec))}) * blocks + block" if self.listed else place
+            dead = f"{place_in_list(self.writer)} * blocks + block" if self.listed else place
             lines += [
                 "row_max = tl.load(statistics_ptr + row_place)",
                 f"if {any_dead(self.spec)} != 0:",

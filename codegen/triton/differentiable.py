@@ -89,7 +89,9 @@ class Differentiable:
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
-        tiles = {name: self.tile or tile for name, tile in backward_tiles(self.spec, d, d_v, capability(device)).items()}
+        tiles = {
+            name: self.tile or tile for name, tile in backward_tiles(self.spec, d, d_v, capability(device)).items()
+        }
         listed = TileLists.name in variant.kernels or RowLists.name in variant.kernels
         rows, keys = -(-n_q // tiles[Keys.name].rows), -(-n_k // tiles[Keys.name].keys)
         dead = places(self.spec, batch) * rows if listed else heads

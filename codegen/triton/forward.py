@@ -286,7 +286,7 @@ class Forward:
         """Where the tiles of the block are listed, and how many (see `tile_lists`)."""
         return source.block(
             f"tiles_across = ({self.writer.value(self.spec.n_k)} + KEYS - 1) // KEYS",
-            f"tile_place = ({place_of(self.writer, axes_of(self.spec))}) * blocks + block",
+            f"tile_place = {place_in_list(self.writer)} * blocks + block",
             "list_at = tile_list_ptr + tl.cast(tile_place, tl.int64) * tiles_across",
             "full_count = tl.load(tile_counts_ptr + 2 * tile_place)",
             "partial_count = tl.load(tile_counts_ptr + 2 * tile_place + 1)",
@@ -416,9 +416,16 @@ class Forward:
 def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:
     """The number of a batch element, counted with the last coordinate fastest, or of some of its coordinates."""
     place = "0"
-    for number, axis in enumerate(range(len(writer.spec.batch)) if axes is None else axes):
-        place = f"({place}) * {writer.value(writer.spec.batch[axis])} + b{axis}" if number else f"b{axis}"
+    for axis in range(len(writer.spec.batch)) if axes is None else axes:
+        inner = f"({place})" if " " in place else place
+        place = f"b{axis}" if place == "0" else f"{inner} * {writer.value(writer.spec.batch[axis])} + b{axis}"
     return place
+
+
+def place_in_list(writer: Writer) -> str:
+    """The number of the lists of live tiles of the batch coordinates at hand, as a factor."""
+    place = place_of(writer, axes_of(writer.spec))
+    return f"({place})" if " " in place else place
 
 
 def axes_of(spec: AttentionSpec) -> list[int]:

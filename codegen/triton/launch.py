@@ -175,9 +175,10 @@ class Kernel:
         arguments = (operands, sizes, results, {"section": section, "splits": splits})
         variant, exact = self.variant(d, d_v, interpreted, splits > 1), precision(self.spec.dtype)
         if splits == 1:
-            if (lists := TileLists.name) in variant.kernels:
-                results |= empty_lists(self.spec, batch, (-(-n_q // tile.rows), -(-n_k // tile.keys)), operands[0].device)
-                variant.launch(lists, len(results["tile_counts"]), list_tile(tile), exact, arguments)
+            if TileLists.name in variant.kernels:
+                blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
+                results |= empty_lists(self.spec, batch, blocks, operands[0].device)
+                variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
             variant.launch("attention_forward", programs, tile, exact, arguments)
             return
         parts = torch.empty([splits * heads * n_q * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
@@ -195,9 +196,9 @@ class Kernel:
 
 
 def forward_kernels(spec: AttentionSpec, d: int, d_v: int, statistics: bool) -> list[KernelText]:
-    """The kernels of the schedules `flash` and, where a mask has a map, `block_sparse`, in the order of their launch."""
-    kernels = [Forward(spec, d, d_v, statistics).text()]
-    return [TileLists(spec).text(), *kernels] if spec.mask is not None and spec.mask.tile_live is not None else kernels
+    """The kernel of the schedule `flash`, or where a mask has a map those of `block_sparse`, in launch order."""
+    forward = Forward(spec, d, d_v, statistics)
+    return [TileLists(spec).text(), forward.text()] if forward.listed else [forward.text()]
 
 
 def empty_lists(

@@ -65,6 +65,8 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
         lines.append(
             f"Rows i0..i1 visit keys {'0' if low is None else low} <= j < {spec.n_k if high is None else high}."
         )
+    if spec.mask is not None and spec.mask.tile_live is not None:
+        lines.append("Tiles without a live score, as the map in `tiles` tells, are not visited.")
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 

@@ -131,7 +131,8 @@ def _signature(spec: AttentionSpec, names: Sequence[str], tile: Tile) -> tuple[d
 
     writer = Writer(spec=spec)
     dtypes = {writer.operand(n): operand.dtype for n, operand in enumerate(spec.operands)}
-    results = {"out": spec.out_dtype, "dout": spec.out_dtype} | dict.fromkeys(("dead", "tile_list", "tile_counts"), "int32")
+    results = {"out": spec.out_dtype, "dout": spec.out_dtype}
+    results |= dict.fromkeys(("dead", "tile_list", "tile_counts"), "int32")
     results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
     inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}

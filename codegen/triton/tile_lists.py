@@ -1,4 +1,4 @@
-"""Lists of the tiles that a mask leaves alive, made on the device from the map of the mask before the attention's kernels.
+"""Lists of the tiles that a mask leaves alive, made on the device from the mask's map before the attention's kernels.
 
 The map (`fusion.ir.tile_map`) answers for any rectangle and is made once for all attentions that share the mask. A loop
 over tiles that looked up each would have a branch around its loads and products, which Triton then does not overlap; so

@@ -276,6 +276,20 @@ def test_the_cost_model_weighs_the_pass_against_all_that_share_it():
     assert not map_pays(spec_of(MASK, 64, 64, batch=1), [], [(spec, small)])
     assert map_pays(mapped, [], [(spec, large)])
     assert map_pays(mapped, [], [(spec, large)] * 12)
+    # A GPU computes one such layer in less time than the pass takes, but not all layers of a model.
+    assert not map_pays(mapped, [], [(spec, large)], "h200")
+    assert map_pays(mapped, [], [(spec, [4, 32, 8192, 8192])] * 24, "h200")
+
+
+def test_on_a_gpu_no_number_is_waited_for():
+    """Tensors on the meta device have no values: reading one would raise."""
+    documents = apply("ieq", load(0, (B0, I), Kind.INT), load(0, (B0, J), Kind.INT))
+    blocks = load(0, (B0, integers.floordiv(I, 64), integers.floordiv(J, 96)), Kind.BOOL)
+    every_third = load(0, (B0, integers.mul(I, 3), J), Kind.BOOL)
+    for live, shape in ((MASK, (4096, 2000)), (documents, (4096,)), (blocks, (64, 21)), (every_third, (12290, 2000))):
+        data = torch.empty(2, *shape, dtype=torch.int64 if live is documents else torch.bool, device="meta")
+        table = tile_map([data], [], spec_of(live, 4096, 2000).to_json())
+        assert table.shape == (2, 129, 33, 2) and table.device.type == "meta"
 
 
 def test_a_mask_that_is_trained_keeps_its_gradient():

@@ -60,8 +60,8 @@ def products(monkeypatch):
 
 
 def live_tiles(live, softmax):
-    """Tiles with a live score, of a bool tensor [b.., h, n_q, n_k], and all tiles once more of blocks of rows in which a
-    row has none."""
+    """Tiles with a live score, of a bool tensor [b.., h, n_q, n_k], and all tiles once more of blocks where a row has
+    none."""
     n_q, n_k = live.shape[-2:]
     total, across = 0, -(-n_k // KEYS)
     for rows in live.reshape(-1, n_q, n_k).split(ROWS, 1):
