@@ -356,7 +356,7 @@ class _Backward(KernelFunction):
         KEYS: all."""
         b, mask, step = self.b, self.spec.mask, self.inner_product.key_step
         low, high = b.constant(0, "i64"), self.n_rows
-        if self.role is Role.KEYS or mask is None or (mask.key_lo is None and mask.key_hi is None):
+        if self.role is Role.KEYS or mask is None or not mask.skips:
             return low, high
         ranged = self._with_rows(scope, first, count)
         if mask.key_lo is not None:
@@ -366,30 +366,43 @@ class _Backward(KernelFunction):
             high = b.most(b.least(b.as_value(ranged.integer(mask.key_hi), "i64"), self.n_k), 0, "key_hi")
         if not normalized(self.spec):
             return low, high
-        dead = self._any_dead(first, count)
-        return b.select(dead, b.constant(0, "i64"), low, "low"), b.select(dead, self.n_k, high, "high")
+        self.dead = self._any_dead(first, count)
+        return b.select(self.dead, b.constant(0, "i64"), low, "low"), b.select(self.dead, self.n_k, high, "high")
 
     def _with_rows(self, scope: Scope, first: Value, count: Value) -> Scope:
         last = self.b.sub(self.b.add(first, count), 1)
         return Scope(context=self.context, parent=scope, known={I0: first, I1: last})
 
     def _may_meet(self, scope: Scope, first: Value, count: Value, r0: Value, n: Value) -> Value:
-        """Role KEYS: whether a query of this block may look at a key of the lanes, or met no live key."""
+        """Whether a query of this tile may look at a key of it, or met no live key. In role QUERIES the range of rows
+        has seen to the keys' closed-form range."""
         b, mask = self.b, self.spec.mask
-        yes = b.constant(1, "i1")
-        if self.role is Role.QUERIES or mask is None or (mask.key_lo is None and mask.key_hi is None):
-            return yes
-        ranged = self._with_rows(scope, r0, n)
-        meets = yes
-        if mask.key_lo is not None:
-            meets = b.compare("slt", b.as_value(ranged.integer(mask.key_lo), "i64"), b.add(first, count))
-        if mask.key_hi is not None:
-            meets = b.binary(
-                "arith.andi", meets, b.compare("sgt", b.as_value(ranged.integer(mask.key_hi), "i64"), first)
-            )
+        meets: Value = b.constant(1, "i1")
+        by_keys = self.role is Role.KEYS
+        if mask is None or not (mask.skips if by_keys else mask.tile_live is not None):
+            return meets
+        if by_keys:
+            ranged = self._with_rows(scope, r0, n)
+            if mask.key_lo is not None:
+                meets = b.compare("slt", b.as_value(ranged.integer(mask.key_lo), "i64"), b.add(first, count))
+            if mask.key_hi is not None:
+                meets = b.binary(
+                    "arith.andi", meets, b.compare("sgt", b.as_value(ranged.integer(mask.key_hi), "i64"), first)
+                )
+        if mask.tile_live is not None:
+            live = b.as_value(self._tile_scope(scope, first, count, r0, n).integer(mask.tile_live), "i64")
+            meets = b.binary("arith.andi", meets, b.compare("ne", live, 0), "live")
         if not normalized(self.spec):
             return meets
-        return b.binary("arith.ori", meets, self._any_dead(r0, n), "meets")
+        return b.binary("arith.ori", meets, self._any_dead(r0, n) if by_keys else self.dead, "meets")
+
+    def _tile_scope(self, scope: Scope, first: Value, count: Value, r0: Value, n: Value) -> Scope:
+        """A scope that knows the first and last query and key of a tile."""
+        b = self.b
+        ends = [(first, count), (r0, n)] if self.role is Role.QUERIES else [(r0, n), (first, count)]
+        (i0, rows), (j0, columns) = ends
+        known = {I0: i0, I1: b.sub(b.add(i0, rows), 1), J0: j0, J1: b.sub(b.add(j0, columns), 1)}
+        return Scope(context=self.context, parent=scope, known=known)
 
     def _statistic(self, name: str, offset: Value) -> Value:
         return self.b.at(self.params[("ptr", name)], self.b.add(self.flat_query, offset), "f32")
@@ -462,14 +475,7 @@ class _Backward(KernelFunction):
             self.queries.accumulate(self.row_slopes, self.key_pairs, sums, steps)
 
     def _all_live(self, scope, first, count, r0, n) -> Value | None:
-        if self.programs.full is None:
-            return None
-        b = self.b
-        ends = [(first, count), (r0, n)] if self.role is Role.QUERIES else [(r0, n), (first, count)]
-        (i0, rows), (j0, columns) = ends
-        known = {I0: i0, I1: b.sub(b.add(i0, rows), 1), J0: j0, J1: b.sub(b.add(j0, columns), 1)}
-        tile = Scope(context=self.context, parent=scope, known=known)
-        return self._whole(tile)
+        return None if self.programs.full is None else self._whole(self._tile_scope(scope, first, count, r0, n))
 
     def _group(self, scope, first, count, g, r0, n, steps, full: bool) -> None:
         """P and dS of one group of lanes and one block of rows."""

@@ -21,7 +21,7 @@ from fusion.codegen.triton.gradients import (
 )
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.programs import LARGEST
-from fusion.codegen.triton.tile_lists import RowLists, TileLists
+from fusion.codegen.triton.tile_lists import KeyLists, RowLists
 from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, const, coord
@@ -199,15 +199,12 @@ class Role:
         return self.spec.mask is not None and self.spec.mask.tile_live is not None
 
     def list_of(self, across: str, block: str) -> list[str]:
-        """Where the tiles of a block are listed, how many they are of the `across` that there could be, and how far
-        from the full ones the others begin."""
+        """Where the tiles of a block are listed, and how many they are of the `across` that there could be."""
         return [
             f"tiles_across = {across}",
             f"tile_place = {place_in_list(self.writer)} * {block}",
             "list_at = tile_list_ptr + tl.cast(tile_place, tl.int64) * tiles_across",
-            "full_count = tl.load(tile_counts_ptr + 2 * tile_place)",
-            "count = full_count + tl.load(tile_counts_ptr + 2 * tile_place + 1)",
-            "left_out = tiles_across - count",
+            "count = tl.load(tile_counts_ptr + tile_place)",
         ]
 
     def captured(self, *reaches: str) -> list[tuple[int, Captured]]:
@@ -307,10 +304,8 @@ class Queries(Role):
 
     def _listed(self) -> str:
         """`first`, the first key of a tile."""
-        if not self.softmax:
-            return "first = tl.load(list_at + number + tl.where(number < full_count, 0, left_out)) * KEYS"
-        place = "tl.load(list_at + number + tl.where((number < full_count) | every, 0, left_out))"
-        return f"first = tl.where(every, number, {place}) * KEYS"
+        listed = "tl.load(list_at + number)"
+        return f"first = tl.where(every, number, {listed}) * KEYS" if self.softmax else f"first = {listed} * KEYS"
 
     def _sums(self, tile: list[str]) -> tuple[list[str], list[str]]:
         """(before the loop, after it) for sums over keys; adds to the tile what is done for every score."""
@@ -388,8 +383,7 @@ class Keys(Role):
         turns = "for block in tl.range(block_start, block_stop):"
         if self.listed:
             turns = "for number in tl.range(0, count):"
-            place = "list_at + number + tl.where(number < full_count, 0, left_out)"
-            loop = f"block = tl.load({place})\n{loop}"
+            loop = f"block = tl.load(list_at + number)\n{loop}"
         member = source.block(turns, source.indented(loop), *after)
         scan = source.block(*self._scan())
         levels = source.without_dead([*w.lines[Level.BLOCK], *w.lines[Level.ROW]], source.block(scan, *before, member))
@@ -534,7 +528,7 @@ def backward_kernels(spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, .
     if role.softmax:
         kernels.append(Prepare(spec, d, d_v, needs).text())
     if needs[0] or "queries" in reaches:
-        kernels += [TileLists(spec).text()] if role.listed else []
+        kernels += [KeyLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs).text())
     if needs[1] or needs[2] or "rows" in reaches:
         kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed else []

@@ -15,13 +15,13 @@ from fusion.codegen import reference
 from fusion.codegen.triton.backward import Keys, Queries, backward_kernels
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
 from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, empty_lists, list_tile, precision
-from fusion.codegen.triton.tile_lists import RowLists, TileLists, places
+from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.tiles import Tile, backward_tiles
 from fusion.ir.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
-LISTED_BY = {TileLists.name: Queries.name, RowLists.name: Keys.name}
+LISTED_BY = {KeyLists.name: Queries.name, RowLists.name: Keys.name}
 """Kernels that list tiles, and those that visit them."""
 
 
@@ -92,7 +92,7 @@ class Differentiable:
         tiles = {
             name: self.tile or tile for name, tile in backward_tiles(self.spec, d, d_v, capability(device)).items()
         }
-        listed = TileLists.name in variant.kernels or RowLists.name in variant.kernels
+        listed = KeyLists.name in variant.kernels or RowLists.name in variant.kernels
         rows, keys = -(-n_q // tiles[Keys.name].rows), -(-n_k // tiles[Keys.name].keys)
         dead = places(self.spec, batch) * rows if listed else heads
         results["dead"] = torch.zeros([dead], dtype=torch.int32, device=device)

@@ -207,7 +207,7 @@ def empty_lists(
     """Memory for the lists of `tile_lists`; blocks: (those that have a list each, tiles that each may meet)."""
     lists = places(spec, batch) * blocks[0]
     return {
-        "tile_list": torch.empty([lists * blocks[1]], dtype=torch.int32, device=device),
+        "tile_list": torch.empty([lists, blocks[1]], dtype=torch.int32, device=device),
         "tile_counts": torch.empty([lists, 2], dtype=torch.int32, device=device),
     }
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.differentiable import LISTED_BY
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.launch import forward_kernels, list_tile
-from fusion.codegen.triton.tile_lists import RowLists, TileLists
+from fusion.codegen.triton.tile_lists import TileLists
 from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
 from fusion.errors import FusionError
 from fusion.ir.spec import AttentionSpec
@@ -93,9 +94,8 @@ def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int
     tile = tile_for(spec, d, d_v, n, n, capability)
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **backward_tiles(spec, d, d_v, capability)}
     if training:
-        tiles[RowLists.name] = list_tile(tiles["attention_backward_keys"])
-        more = backward_kernels(spec, d, d_v, tuple(o.torch_dtype.is_floating_point for o in spec.operands))
-        kernels += [kernel for kernel in more if kernel.name != TileLists.name]
+        tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}
+        kernels += backward_kernels(spec, d, d_v, tuple(o.torch_dtype.is_floating_point for o in spec.operands))
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 

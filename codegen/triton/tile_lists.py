@@ -7,8 +7,9 @@ a small kernel writes, for every block of rows and the tile size of the kernel t
     tile_list[place, block, :]     numbers of the full tiles from the front, of those that need the mask from the back
     tile_counts[place, block, :]   how many there are of the former, of the latter
 
-with one place for each combination of those batch coordinates that the mask depends on. The kernel of dK and dV walks
-along blocks of rows, and gets the lists of the transpose: for every block of keys the numbers of blocks of rows.
+with one place for each combination of those batch coordinates that the mask depends on. The backward kernels evaluate
+the mask in all tiles: theirs are in one list, with one count. The kernel of dK and dV walks along blocks of rows, and
+gets the lists of the transpose: for every block of keys the numbers of blocks of rows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class TileLists:
 
     name = "attention_tiles"
     outer, inner = ("i0", "i1", "ROWS"), ("j0", "j1", "KEYS")
+    parted = True
 
     def __init__(self, spec: AttentionSpec):
         assert spec.mask is not None and spec.mask.tile_live is not None
@@ -55,16 +57,15 @@ class TileLists:
             f"{first} = program % blocks * {size}",
             f"{last} = tl.minimum({first} + {size}, {count}) - 1",
             "list_at = tile_list_ptr + tl.cast(program, tl.int64) * tiles_across",
-            "full_count = 0",
-            "partial_count = 0",
         ]
-        counts = "tl.store(tile_counts_ptr + 2 * program"
+        names = ("full_count", "partial_count") if self.parted else ("count",)
+        at = f"tile_counts_ptr + {len(names)} * program"
         body = source.block(
             *outside,
+            *(f"{name} = 0" for name in names),
             f"for start in tl.range(0, tiles_across, {LANES}):",
             source.indented(self._lanes()),
-            f"{counts}, full_count)",
-            f"{counts} + 1, partial_count)",
+            *(f"tl.store({at} + {place}, {name})" for place, name in enumerate(names)),
         )
         parameters, constants = signature(source.free_names(body), self.spec)
         doc = (self.__doc__ or "").strip().splitlines()[0]
@@ -82,7 +83,7 @@ class TileLists:
     def _lanes(self) -> str:
         """Look up LANES tiles and add the live ones to the lists."""
         first, last, size = self.inner
-        live, whole = self._live(), self._whole()
+        live, whole = self._live(), self._whole() if self.parted else []
         return source.block(
             f"number = start + tl.arange(0, {LANES})",
             f"{first} = tl.minimum(number, tiles_across - 1) * {size}",
@@ -90,6 +91,15 @@ class TileLists:
             *self._facts(),
             f"meets = (number < tiles_across) & {' & '.join(live)}",
             *self._more(),
+            *(self._into_two_lists(whole) if self.parted else self._into_one_list()),
+        )
+
+    def _into_one_list(self) -> list[str]:
+        place = "list_at + count - 1 + tl.cumsum(meets.to(tl.int32), 0)"
+        return [f"tl.store({place}, number, mask=meets)", "count += tl.sum(meets.to(tl.int32), 0)"]
+
+    def _into_two_lists(self, whole: list[str]) -> list[str]:
+        return [
             f"full = meets & {' & '.join(whole)}",
             "partial = meets & (full == 0)",
             "tl.store(list_at + full_count - 1 + tl.cumsum(full.to(tl.int32), 0), number, mask=full)",
@@ -97,7 +107,7 @@ class TileLists:
             "partial_at = list_at + tiles_across - partial_count",
             "tl.store(partial_at - tl.cumsum(partial.to(tl.int32), 0), number, mask=partial)",
             "partial_count += tl.sum(partial.to(tl.int32), 0)",
-        )
+        ]
 
     def _more(self) -> list[str]:
         """Statements that add tiles to `meets`."""
@@ -127,14 +137,22 @@ class TileLists:
         return [f"(j0 + KEYS <= {self.extents['j0']})", *limits, f"({self._value(mask.tile_mixed)} == 0)"]
 
 
+class KeyLists(TileLists):
+    """Numbers of the tiles of keys that one block of ROWS query rows meets."""
+
+    name = "attention_key_tiles"
+    parted = False
+
+
 class RowLists(TileLists):
-    """Numbers of the blocks of ROWS query rows that meet one block of KEYS keys, full ones first.
+    """Numbers of the blocks of ROWS query rows that meet one block of KEYS keys.
 
     dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys.
     """
 
     name = "attention_row_blocks"
     outer, inner = TileLists.inner, TileLists.outer
+    parted = False
 
     def __init__(self, spec: AttentionSpec, dead: bool):
         super().__init__(spec)

@@ -105,6 +105,8 @@ def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
     if spec.dtype == "float32":
         return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4, stages=1)
     if 90 <= capability < 120:
+        if 64 < width <= 128 and spec.mask is not None and spec.mask.tile_live is not None:
+            return Tile(rows=32, keys=128, warps=8, stages=2)  # reading a list takes the registers that 64 x 64 leaves
         keys = 128 if width <= 64 and not reads_tiles(spec.score, spec.weight) else 64
         return Tile(rows=64 if width <= 128 else 32, keys=keys, warps=8, stages=2)
     return Tile(rows=32, keys=64 if width <= 128 else 32, warps=8, stages=1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+import fusion
 from fusion.codegen.triton.offline import Facts, facts_of
 from tests.codegen.mlir.cases import case
 
@@ -33,6 +36,27 @@ def test_nothing_spills_on_hopper(d: int) -> None:
     facts = facts_of(case("causal", "bfloat16", d).spec, "sm_90", training=True)
     check(facts)
     assert all(fact.spills == 0 for fact in facts), facts
+
+
+def packed(q, k, v, numbers):
+    i, j = torch.arange(256)[:, None], torch.arange(256)
+    keep = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (j <= i)
+    return torch.softmax((q @ k.mT).masked_fill(~keep, -math.inf), -1) @ v
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_nothing_spills_where_tiles_are_listed(d: int) -> None:
+    inputs = [torch.randn(2, 2, 256, d, dtype=torch.bfloat16) for _ in range(3)]
+    numbers = torch.arange(256).div(50, rounding_mode="floor")[None].repeat(2, 1)
+    torch._dynamo.reset()
+    options = {"inner": "eager", "strict": True, "tile_maps": "always"}
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        torch.compile(packed, backend="fusion", options=options)(*inputs, numbers)
+    facts = {fact.kernel: fact for fact in facts_of(reports[0].sites[0].spec, "sm_90", training=True)}
+    assert {"attention_tiles", "attention_key_tiles", "attention_row_blocks"} < facts.keys()
+    for name, fact in facts.items():
+        assert fact.fits and not fact.spills and not fact.lost and not fact.warnings, fact
+        assert bool(fact.matrix["wgmma"]) == (name.split("_")[-1] in ("forward", "queries", "keys")), fact
 
 
 def test_atomic_additions_survive() -> None:

@@ -190,3 +190,80 @@ def test_backward_visits_live_tiles_only(products, name, dtype):
     expected = tiles_to_differentiate(live.expand(2, 2, n_q, N_K), function is not sigmoid)
     del products["attention_forward"]
     assert products == {"attention_backward_queries": 3 * expected, "attention_backward_keys": 4 * expected}
+
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.mT * 0.25, -1) @ v
+
+
+BLOCKS = torch.tensor([[1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
+DOCUMENTS = (torch.arange(N_K) // 70)[None].repeat(2, 1)
+
+
+@pytest.mark.parametrize(
+    "mask", [BLOCKS, lambda b, h, i, j: DOCUMENTS[b, i] == DOCUMENTS[b, j]], ids=["tensor", "callable"]
+)
+def test_a_users_block_mask_is_listed_too(products, mask):
+    qkv = [x.requires_grad_() for x in inputs_for(DOCUMENTS, N_K)[:3]]
+    if isinstance(mask, torch.Tensor):
+        live = mask.repeat_interleave(40, 0).repeat_interleave(50, 1)
+    else:
+        live = DOCUMENTS[0][:, None] == DOCUMENTS[0]
+    torch._dynamo.reset()
+    out = torch.compile(attend, backend="fusion", options=OPTIONS | {"block_mask": mask})(*qkv)
+    grad = torch.randn(out.shape)
+
+    def eager(q, k, v):
+        return torch.softmax((q @ k.mT * 0.25).masked_fill(~live, -math.inf), -1) @ v
+
+    double = wide(qkv)
+    assert_as_exact_as_eager(out, eager(*qkv), eager(*double), torch.float32)
+    found = torch.autograd.grad(out, qkv, grad)
+    results = torch.autograd.grad(eager(*qkv), qkv, grad), torch.autograd.grad(eager(*double), double, grad.double())
+    for ours, theirs, true in zip(found, *results, strict=True):
+        assert_as_exact_as_eager(ours, theirs, true, torch.float32)
+    live = live.expand(2, 2, N_K, N_K)
+    assert products["attention_forward"] == 2 * live_tiles(live, True) < 2 * 2 * 2 * 7 * 4
+    assert products["attention_backward_keys"] == 4 * tiles_to_differentiate(live)
+
+
+@pytest.mark.parametrize(
+    "tile", [Tile(rows=64, keys=16, warps=4, stages=1), Tile(rows=16, keys=128, warps=4, stages=1)]
+)
+def test_other_tiles(products, monkeypatch, tile):
+    """Tiles that are smaller than the map's cells, and larger."""
+    monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec, tile))
+    monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: Differentiable(spec, tile))
+    for name in ("dense", "documents"):
+        function, mask, _, n_q = cases()[name]
+        *qkv, mask = inputs_for(mask, n_q)
+        qkv = [x.requires_grad_() for x in qkv]
+        torch._dynamo.reset()
+        out = torch.compile(function, backend="fusion", options=OPTIONS)(*qkv, mask)
+        double = wide([*qkv, mask])
+        assert_as_exact_as_eager(out, function(*qkv, mask), function(*double), torch.float32)
+        found, exact = torch.autograd.grad(out.sum(), qkv), torch.autograd.grad(function(*double).sum(), double[:3])
+        eager = torch.autograd.grad(function(*qkv, mask).sum(), qkv)
+        for ours, theirs, true in zip(found, eager, exact, strict=True):
+            assert_as_exact_as_eager(ours, theirs, true, torch.float32)
+    assert all(name.startswith("attention_") for name in products), products
+
+
+def test_grouped_heads(products):
+    """Query heads that share keys: each is looked up in the lists of its own batch element."""
+    torch.manual_seed(0)
+    keep = random_blocks(1, N_Q, N_K, 3)
+    q, k, v = (torch.randn(2, heads, n, 16, requires_grad=True) for heads, n in ((4, N_Q), (2, N_K), (2, N_K)))
+
+    def function(q, k, v, keep):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True)
+
+    torch._dynamo.reset()
+    out = torch.compile(function, backend="fusion", options=OPTIONS)(q, k, v, keep)
+    double = wide([q, k, v, keep])
+    found, exact = torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(function(*double).sum(), double[:3])
+    eager = torch.autograd.grad(function(q, k, v, keep).sum(), (q, k, v))
+    for ours, theirs, true in zip(found, eager, exact, strict=True):
+        assert_as_exact_as_eager(ours, theirs, true, torch.float32)
+    expected = tiles_to_differentiate(keep.expand(2, 4, N_Q, N_K))
+    assert products["attention_backward_keys"] == 4 * expected
