@@ -292,6 +292,38 @@ def test_on_a_gpu_no_number_is_waited_for():
         assert table.shape == (2, 129, 33, 2) and table.device.type == "meta"
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bool mask", torch.float32),
+        ("bool mask, finite fill", torch.bfloat16),
+        ("additive", torch.float32),
+        ("padding left and right, causal", torch.float32),
+        ("documents by sums", torch.float32),
+        ("documents", torch.bfloat16),
+    ],
+)
+def test_gradients_with_a_map_are_as_exact_as_eagers(name, dtype):
+    torch.manual_seed(0)
+    function, mask = data()[name]
+    mask = mask.to(dtype) if mask.is_floating_point() else mask
+    qkv = [torch.randn(2, 2, N, 16).to(dtype).requires_grad_() for _ in range(3)]
+    torch._dynamo.reset()
+    with fusion.collect_reports() as reports:
+        out = torch.compile(function, backend="fusion", options=OPTIONS)(*qkv, mask)
+    assert reports[0].sites[0].spec.mask.tile_live is not None
+    grad = torch.randn(out.shape).to(dtype)
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    exact = function(*wide, mask.double() if mask.is_floating_point() else mask)
+    found = (
+        torch.autograd.grad(out, qkv, grad),
+        torch.autograd.grad(function(*qkv, mask), qkv, grad),
+        torch.autograd.grad(exact, wide, grad.double()),
+    )
+    for triple in zip(*found, strict=True):
+        assert_as_exact_as_eager(*triple, dtype)
+
+
 def test_a_mask_that_is_trained_keeps_its_gradient():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, N, 16, requires_grad=True) for _ in range(3))

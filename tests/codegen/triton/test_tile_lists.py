@@ -140,6 +140,9 @@ def cases():
     }
 
 
+CASES = [(name, torch.float32) for name in cases()] + [("dense", torch.bfloat16), ("padding left", torch.bfloat16)]
+
+
 def inputs_for(mask, n_q, dtype=torch.float32, heads=2):
     torch.manual_seed(0)
     mask = mask.to(dtype).clamp(min=torch.finfo(dtype).min) if mask.is_floating_point() else mask
@@ -150,8 +153,7 @@ def wide(values):
     return [x.double() if x.is_floating_point() else x for x in values]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_forward_visits_live_tiles_only(products, name, dtype):
     function, mask, live, n_q = cases()[name]
     inputs = inputs_for(mask, n_q, dtype)
@@ -173,8 +175,7 @@ def tiles_to_differentiate(live, softmax=True):
     return total
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_backward_visits_live_tiles_only(products, name, dtype):
     function, mask, live, n_q = cases()[name]
     *qkv, mask = inputs_for(mask, n_q, dtype)
