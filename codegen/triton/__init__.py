@@ -8,6 +8,7 @@
 score program,
 `mathematics` has functions that Triton lacks, `module` writes and loads files, `tiles` chooses tile sizes, `launch`
 makes the call,
+`features` and `polynomial` are the kernels of approximate attention,
 `interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is made.
 """
 

@@ -99,25 +99,59 @@ def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 
+def facts_of_features(
+    d: int, d_v: int, degree: int, target: str, *, planes: int = 2, causal: bool = False, dtype: str = "bfloat16"
+) -> list[Facts]:
+    """The kernels of attention with polynomial features, in the tile that they would run in. planes: of the top degree;
+    dtype: of V."""
+    from fusion.codegen.triton.features import features_module
+    from fusion.codegen.triton.polynomial import MOST_FEATURES, feature_tile
+
+    loaded, tile = module.load(features_module(d, d_v, degree)), feature_tile(d, d_v, MOST_FEATURES)
+    given = {"ROWS": tile.rows, "PARENTS": tile.parents, "TOP_PLANES": planes, "CAUSAL": causal}
+    pointers = {"v_ptr": _POINTERS[dtype], "factors_ptr": "*i32", "owner_ptr": "*i32"}
+    found = []
+    for name, keys in (("polynomial_state", tile.keys), ("polynomial_readout", tile.near)):
+        function, signature, constants, attributes = getattr(loaded, name), {}, {}, {}
+        for position, parameter in enumerate(function.arg_names):
+            if parameter.isupper():
+                signature[parameter], constants[parameter] = "constexpr", (given | {"KEYS": keys})[parameter]
+            elif parameter.endswith("_ptr"):
+                signature[parameter] = pointers.get(parameter, "*fp32")
+                attributes[(position,)] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter] = "i32"
+        found.append(_facts(function, signature, constants, attributes, (tile.warps, 1), target, f"degree {degree}"))
+    return found
+
+
 def _compile(spec: AttentionSpec, loaded, kernel: KernelText, tile: Tile, target: str) -> Facts:
+    function = getattr(loaded, kernel.name)
+    signature, constants, attributes = _signature(spec, function.arg_names, tile)
+    return _facts(function, signature, constants, attributes, (tile.warps, tile.stages), target, str(spec))
+
+
+def _facts(
+    function, signature: dict, constants: dict, attributes: dict, size: tuple[int, int], target: str, what: str
+) -> Facts:
+    """size: warps and stages."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(loaded, kernel.name)
-    signature, constants, attributes = _signature(spec, function.arg_names, tile)
+    name = function.__name__
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     where = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     started = time.perf_counter()
     try:
-        made = triton.compile(source, target=where, options={"num_warps": tile.warps, "num_stages": tile.stages})
+        made = triton.compile(source, target=where, options={"num_warps": size[0], "num_stages": size[1]})
     except Exception as error:
-        raise OfflineCompilationError(f"{kernel.name} of {spec} does not compile for {target}: {error}") from error
+        raise OfflineCompilationError(f"{name} of {what} does not compile for {target}: {error}") from error
     seconds = time.perf_counter() - started
     facts = _amd(made.asm["amdgcn"]) if target.startswith("gfx") else _nvidia(made.asm["ptx"], target)
     last = made.asm["amdgcn" if target.startswith("gfx") else "ptx"]
     return Facts(
-        kernel=kernel.name,
+        kernel=name,
         target=target,
         shared=made.metadata.shared,
         seconds=seconds,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 LIMIT = 4096
 
@@ -68,6 +71,17 @@ def record(certificate: Certificate) -> None:
     """Keep a certificate."""
     with _lock:
         _last.append(certificate)
+
+
+def note_exact(method: str, epsilon: float, operands: Sequence[Tensor], reason: str) -> None:
+    """Record that a call ran exact. Heads are not told apart here; rows are those of the operands."""
+    q, k = operands[0], operands[1]
+    record(
+        Certificate(
+            method=method, ran="exact", heads=((),), epsilon=epsilon, reason=reason,
+            n_q=q.shape[-2] if q.dim() > 1 else 1, n_k=k.shape[-2] if k.dim() > 1 else 1,
+        )
+    )  # fmt: skip
 
 
 def last_certificates() -> tuple[Certificate, ...]:

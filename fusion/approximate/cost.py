@@ -1,9 +1,8 @@
 """Predicted seconds of exact and approximate attention on one machine, and where they cross.
 
-The rates of the AMX kernels are derived from their instruction counts and checked against measurements
-(docs/approximate.md): a core makes 280 multiply-adds a cycle in the tile products of the feature kernels and 410
-in the exact kernel, a feature costs a third of a cycle to make, and a score a half to one (exponential, maximum,
-splitting into planes).
+The time of the exact kernel is the planner's. The rates of the AMX feature kernels are derived from their instruction
+counts and checked against measurements (docs/approximate.md): a core makes 280 multiply-adds a cycle in their tile
+products, and a feature costs a third of a cycle to make.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ LOOK = 2e-4
 """Seconds that a sample of the data takes, most of them for starting from cold caches."""
 LOOK_SHARE = 0.04
 """What looking may cost of the exact kernel's time where it turns out to be for nothing."""
+GPU_ROUND_TRIP, GPU_RATE = 4e-4, 0.25
 PASSES = 8
 """How often these operations move each of Q, K and V."""
 UNIT = 2.0**-8
@@ -45,11 +45,15 @@ def worth_a_look(machine: Machine, problem: Problem) -> bool:
     return LOOK <= LOOK_SHARE * exact_seconds(machine, problem)
 
 
-def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, amx: bool) -> float:
-    """Of the polynomial schedule: features of both sides, made and multiplied once."""
-    columns = -(-(problem.d_v + 1) // 16) * 16
+def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:
+    """Of the polynomial schedule: features of both sides, made and multiplied once. split: by kernels that multiply
+    bf16 planes (AMX tiles, tensor cores)."""
     rows = problem.problems * problem.n_q + max(1, problem.batch * problem.heads_kv) * problem.n_k
-    if amx:
+    moved = rows * PASSES * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
+    if machine.kind == "gpu":
+        return _gpu_seconds(machine, problem, rows, features, planes) + moved + GPU_ROUND_TRIP
+    columns = -(-(problem.d_v + 1) // 16) * 16
+    if split:
         cycles = FEATURE_CYCLES + columns * PRODUCTS[planes] / FEATURE_MACS
         seconds = rows * features * cycles / (_clock(machine) * machine.cores)
     else:
@@ -59,8 +63,21 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
         chunk = min(problem.n_q, CAUSAL_CHUNK)
         square = replace(problem, n_q=chunk, n_k=chunk, dtype="float32", causal=False)
         inside = exact_seconds(machine, square) * problem.n_q / max(1, chunk)
-    moved = rows * PASSES * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
     return seconds + inside + moved + ROUND_TRIP
+
+
+def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, planes: int) -> float:
+    """Of the feature kernels on a GPU: products, or making features (a multiplication, a split and a sum each),
+    whichever takes longer. `GPU_RATE` of the peak is a careful guess: these kernels have not been timed."""
+    from fusion.codegen.triton.forward import padded
+
+    degree = next(g for g in range(1, 17) if feature_count(problem.d, g) >= features)
+    made = rows * feature_count(problem.d, degree - 1) * padded(problem.d)
+    products = 2.0 * made * padded(problem.d_v) * PRODUCTS[max(planes, 1)]
+    near = rows * min(CAUSAL_CHUNK, problem.n_k) / 2 * problem.causal
+    products += 2.0 * near * (padded(problem.d) + padded(problem.d_v)) * PRODUCTS[2]
+    busy = max(products / machine.flops("bfloat16"), 8.0 * (made + near) / machine.flops("float32"))
+    return busy / GPU_RATE
 
 
 def _clock(machine: Machine) -> float:
@@ -86,7 +103,7 @@ class Choice:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    d: int, bound: float, epsilon: float, exact_values: bool, amx: bool, moment: float | None = None,
+    d: int, bound: float, epsilon: float, exact_values: bool, split: bool, moment: float | None = None,
     least: float = 1.0, limit: int = MAX_FEATURES,
 ) -> Choice | None:  # fmt: skip
     """The cheapest polynomial whose certified error is at most epsilon, or None.
@@ -108,7 +125,7 @@ def choose(
             polynomial = minimax(degree, bound, given)
             if polynomial.row_error(moment) > epsilon:
                 continue
-            for planes in (1, 2) if amx else (0,):
+            for planes in (1, 2) if split else (0,):
                 rounding = _rounding(polynomial, planes, least, exact_values)
                 if polynomial.row_error(moment) + rounding <= epsilon:
                     return Choice(
@@ -133,17 +150,19 @@ def _rounding(p: Polynomial, planes: int, least: float, exact_values: bool) -> f
     return (top + low) / least
 
 
-def crossing(machine: Machine, problem: Problem, bound: float, epsilon: float, amx: bool) -> tuple[Choice | None, int]:
+def crossing(
+    machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool
+) -> tuple[Choice | None, int]:
     """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster).
 
     0 where no polynomial is certified, or none is faster up to N = 2**26."""
-    choice = choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", amx, least=_least(problem, bound))
+    choice = choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=_least(problem, bound))
     if choice is None:
         return None, 0
     for step in range(7 * 8, 26 * 8 + 1):
         n = int(2 ** (step / 8))
         here = replace(problem, n_q=n, n_k=n)
-        if polynomial_seconds(machine, here, choice.features, choice.planes, amx) < exact_seconds(machine, here):
+        if polynomial_seconds(machine, here, choice.features, choice.planes, split) < exact_seconds(machine, here):
             return choice, n
     return choice, 0
 
@@ -171,14 +190,17 @@ def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
 
 
 def crossing_text(
-    machine: Machine, problem: Problem, bound: float, epsilon: float, amx: bool, timed: bool = True
+    machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool, timed: bool = True
 ) -> str:
     """One line for people: the polynomial for |scores| <= bound and from which N on it is predicted to be faster
     (timed: where there is a kernel to predict the time of)."""
     if timed:
-        choice, n = crossing(machine, problem, bound, epsilon, amx)
+        choice, n = crossing(machine, problem, bound, epsilon, split)
     else:
-        choice, n = choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", amx, least=_least(problem, bound)), 0
+        choice, n = (
+            choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=_least(problem, bound)),
+            0,
+        )
     if choice is None:
         return f"B = {bound:g}: no polynomial of at most {MAX_FEATURES} features is certified to {epsilon:g}: exact"
     what = f"B = {bound:g}: degree {choice.polynomial.degree}, {choice.features} features, error {choice.error:.2g}"

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fusion.approximate.certificates import Certificate, record
+from fusion.approximate import certificates
 from fusion.approximate.eligible import Plain, plain
 from fusion.cost.problem import Problem
+from fusion.errors import UnknownMachineError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+from fusion.machine import machine as find_machine
 
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 TRAINING = "gradients are asked for, and are those of exact attention"
@@ -47,13 +49,25 @@ def refusal(spec: AttentionSpec, device: str, emitter: str, request: Request) ->
     found = plain(spec)
     if isinstance(found, str):
         return found
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         return f"there are no approximate kernels for device {device!r}"
     if request.method == "polynomial":
-        return None
+        return None if device == "cpu" else _unsupported(spec)
+    if device == "cuda":
+        return "there are no selective kernels for GPUs"
     from fusion.approximate import sparse
 
     return sparse.refusal(spec, found, emitter)
+
+
+def _unsupported(spec: AttentionSpec) -> str | None:
+    """Why there are no feature kernels for a GPU, or None."""
+    from fusion.codegen import triton
+    from fusion.codegen.triton import polynomial
+
+    if not (spec.d.is_const and spec.d_v.is_const):
+        return "GPU kernels of polynomial features are made for one head dimension, and this one varies"
+    return triton.unavailable() or polynomial.supports(int(spec.d.attr), int(spec.d_v.attr))  # type: ignore[arg-type]
 
 
 def build(
@@ -72,13 +86,25 @@ def build(
     assert isinstance(admitted, Plain)
     if request.method == "polynomial":
         from fusion.approximate.polynomial import PolynomialAttention
-        from fusion.codegen.mlir import polynomial as kernels
 
-        amx = emitter != "reference" and kernels.supports(machine) is None
-        return PolynomialAttention(spec, admitted, exact, build_exact, machine, request.epsilon, amx=amx)
+        try:
+            here = machine if device == "cpu" else find_machine(device)
+        except UnknownMachineError as problem:
+            return Exact(request, exact, f"times cannot be predicted ({problem})")
+        kernels = _kernels(here) if emitter != "reference" else None
+        return PolynomialAttention(spec, admitted, exact, build_exact, here, request.epsilon, kernels=kernels)
     from fusion.approximate.sparse import SparseAttention
 
     return SparseAttention(spec, admitted, exact, build_exact, machine, request.epsilon)
+
+
+def _kernels(machine: Machine) -> str | None:
+    """The feature kernels that a machine has."""
+    if machine.kind == "gpu":
+        return "triton"
+    from fusion.codegen.mlir import polynomial
+
+    return "amx" if polynomial.supports(machine) is None else None
 
 
 def describe(request: Request, problem: Problem, machine: Machine) -> str:
@@ -87,12 +113,10 @@ def describe(request: Request, problem: Problem, machine: Machine) -> str:
     if request.method != "polynomial":
         return head
     from fusion.approximate import cost
-    from fusion.codegen.mlir import polynomial as kernels
 
-    amx = kernels.supports(machine) is None
-    lines = [head]
+    lines, split = [head], _kernels(machine) is not None
     for bound in (0.5, 1.0, 2.0):
-        lines.append(cost.crossing_text(machine, problem, bound, request.epsilon, amx))
+        lines.append(cost.crossing_text(machine, problem, bound, request.epsilon, split))
     return "\n".join(lines)
 
 
@@ -109,11 +133,5 @@ class Exact:
 
 
 def note_exact(request: Request, operands: Sequence[Tensor], reason: str) -> None:
-    """Record that a call ran exact. Heads are not told apart here; rows are those of the operands."""
-    q, k = operands[0], operands[1]
-    record(
-        Certificate(
-            method=request.method, ran="exact", heads=((),), epsilon=request.epsilon, reason=reason,
-            n_q=q.shape[-2] if q.dim() > 1 else 1, n_k=k.shape[-2] if k.dim() > 1 else 1,
-        )
-    )  # fmt: skip
+    """Record that a call ran exact."""
+    certificates.note_exact(request.method, request.epsilon, operands, reason)

@@ -30,16 +30,18 @@ KEPT = 64
 def ieee_products() -> Iterator[None]:
     """Matrix products of float32 tensors in float32: bounds would not hold in the reduced precision that
     `torch.set_float32_matmul_precision` may have asked for."""
-    setting = torch.backends.mkldnn.matmul
-    before = setting.fp32_precision
-    if before in ("none", "ieee"):
+    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    before = [setting.fp32_precision for setting in settings]
+    if all(found in ("none", "ieee") for found in before):
         yield
         return
-    setting.fp32_precision = "ieee"
+    for setting in settings:
+        setting.fp32_precision = "ieee"
     try:
         yield
     finally:
-        setting.fp32_precision = before
+        for setting, found in zip(settings, before, strict=True):
+            setting.fp32_precision = found
 
 
 class Extents(NamedTuple):
@@ -123,7 +125,7 @@ class _Places(NamedTuple):
 def _numpy(x: Tensor, inner: int) -> np.ndarray:
     """A tensor with all but the last `inner` dimensions made one, in float32."""
     x = x.detach() if x.requires_grad else x
-    return x.float().numpy().reshape(-1, *x.shape[-inner:])
+    return x.float().cpu().numpy().reshape(-1, *x.shape[-inner:])
 
 
 class Gatherer:
@@ -248,7 +250,7 @@ def _owners(execution: Execution, index: tuple[Expr, ...]) -> tuple[Tensor, Tens
     for expr in index:
         names = coordinates(expr)
         if not names & {"j", "c", "e"}:
-            positions.append(execution.value(expr, {}).expand(*batch, 1, 1).reshape(-1) if batch else every * 0)
+            positions.append(execution.value(expr, {}).expand(*batch, 1, 1).reshape(-1).cpu() if batch else every * 0)
         elif any(name.startswith("b") for name in names):
             return every, every  # rows that move with the head: all are taken for different
     if not positions:

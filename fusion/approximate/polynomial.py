@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion.approximate import cost
-from fusion.approximate.certificates import Certificate, output_error, record
+from fusion.approximate.certificates import Certificate, note_exact, output_error, record
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
@@ -67,21 +67,28 @@ class PolynomialAttention:
     """The executor of an eligible spec.
 
     exact: the kernel for the whole call; build: makes the exact kernel of another spec. always: skip the comparison of
-    predicted times (tests and examples). amx: whether the feature kernels can run here; torch's products otherwise.
+    predicted times (tests and examples). kernels: "amx" or "triton" where such feature kernels run; torch's products
+    otherwise.
     """
 
     def __init__(
         self, spec: AttentionSpec, plain: Plain, exact: Executor, build: Callable[[AttentionSpec], Executor],
-        machine: Machine, epsilon: float, *, amx: bool, always: bool = False,
+        machine: Machine, epsilon: float, *, kernels: str | None, always: bool = False,
     ):  # fmt: skip
         self.spec, self.plain, self.exact, self.machine, self.epsilon = spec, plain, exact, machine, epsilon
-        self.amx, self.always = amx, always
+        self.kernels, self.always = kernels, always
         self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
         self._predicted: dict[tuple[int, ...], bool] = {}
         self._known: dict[tuple[int, ...], _Known] = {}
+        self._blocks: dict[tuple[int, ...], int] = {}
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            note_exact(
+                METHOD, self.epsilon, operands, "a CUDA graph is being captured, which no look at data fits into"
+            )
+            return self.exact(operands, sizes)
         known = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
         if known.exact is not None or not (self.always or self._any_bounded(operands, sizes, known)):
             record(known.exact or known.beyond)
@@ -155,12 +162,14 @@ class PolynomialAttention:
 
     def _predict(self, extents: Extents, features: int, planes: int) -> bool:
         here, problem = self._problem(extents)
-        ours = cost.polynomial_seconds(here, problem, features, planes, self.amx)
+        ours = cost.polynomial_seconds(here, problem, features, planes, self.kernels is not None)
         return ours < cost.exact_seconds(here, problem)
 
     def _problem(self, extents: Extents) -> tuple[Machine, Problem]:
-        """What the planner takes: the machine with as many cores as torch uses, and the sizes."""
-        here = with_cores(self.machine, torch.get_num_threads())
+        """What the planner takes: the machine, with as many cores as torch uses, and the sizes."""
+        here = self.machine
+        if here.kind == "cpu":
+            here = with_cores(here, torch.get_num_threads())
         return here, problem_of(extents, self.spec.dtype, self.plain.causal)
 
     def _centred(self, heads: Heads) -> Centred:
@@ -185,12 +194,12 @@ class PolynomialAttention:
         least the exponential of the mean score (convexity), which is 0 for all keys and q.mean(k) for some of them."""
         if not self.plain.causal:
             gram = torch.bmm(k.mT, k).div_(k.shape[1])[owner]
-            return torch.bmm(q, gram).mul_(q).sum(-1).amax(-1), torch.ones(len(q))
+            return torch.bmm(q, gram).mul_(q).sum(-1).amax(-1), q.new_ones(len(q))
         whole = (k.shape[1] - 1) // CHUNK * CHUNK  # approximated are the keys of the chunks before a row's own
         if not whole:
-            return torch.zeros(len(q)), torch.ones(len(q))
+            return q.new_zeros(len(q)), q.new_ones(len(q))
         chunks = k[:, :whole].reshape(len(k), -1, CHUNK, k.shape[-1])
-        before = torch.arange(1, chunks.shape[1] + 1)[:, None, None] * CHUNK
+        before = torch.arange(1, chunks.shape[1] + 1, device=q.device)[:, None, None] * CHUNK
         gram = (chunks.mT @ chunks).cumsum_(1).div_(before)[owner]
         mean = chunks.sum(2, keepdim=True).cumsum_(1).div_(before)[owner]
         padding = q.new_zeros(len(q), -q.shape[1] % CHUNK, q.shape[-1])
@@ -215,7 +224,9 @@ class PolynomialAttention:
         bound, moment = _snapped(bound, SNAP), _snapped(moment, STEPS)
         least = 1 / _snapped(1 / least, STEPS)
         limit = cost.MAX_FEATURES if self.always else self._limit(extents)
-        choice = cost.choose(extents.d, bound, self.epsilon, self.exact_values, self.amx, moment, least, limit)
+        choice = cost.choose(
+            extents.d, bound, self.epsilon, self.exact_values, self.kernels is not None, moment, least, limit
+        )
         if choice is None or not (self.always or self._pays(extents, choice.features, choice.planes)):
             return None
         return choice
@@ -277,8 +288,14 @@ class PolynomialAttention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, choices: list[Choice]) -> Tensor:
         """[h, N_q, d_v], normalised. choices: of every head, all of one degree."""
         powers = torch.tensor([choice.polynomial.coefficients for choice in choices], dtype=torch.float64)
-        if not self.amx:
+        if self.kernels is None:
             return reference.attend(q, k[owner], v[owner], powers, CHUNK if self.plain.causal else 0)
+        if self.kernels == "triton":
+            from fusion.codegen.triton import polynomial as triton
+
+            wanted = self._block(Extents(len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2]), choices[0])
+            run = triton.kernels(*q.shape[2:], *v.shape[2:], powers.shape[1] - 1, choices[0].planes, q.is_cpu, wanted)
+            return run.attend(q, k, v, owner, powers, CHUNK if self.plain.causal else 0)
         from fusion.codegen.mlir import polynomial as mlir
 
         run = mlir.kernels(q.shape[-1], v.shape[-1], powers.shape[1] - 1, choices[0].planes)
@@ -287,6 +304,19 @@ class PolynomialAttention:
             return _causal(run, q, k, v, owner, weights)
         state = run.state(k, v)
         return run.readout(q, state[owner] if len(k) < len(q) else state, weights, divided=True)
+
+    def _block(self, extents: Extents, choice: Choice) -> int:
+        """Features of a block, by the cost model."""
+        from fusion.plan import plan
+
+        key = (*extents, choice.features)
+        if (found := self._blocks.get(key)) is None:
+            if len(self._blocks) >= KEPT:
+                self._blocks.clear()
+            here, problem = self._problem(extents)
+            tile = dict(plan(problem, here, "polynomial", features=choice.features).tile)
+            found = self._blocks[key] = tile["B_f"]
+        return found
 
 
 def _snapped(x: float, steps: int) -> float:

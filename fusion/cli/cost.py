@@ -94,10 +94,10 @@ def _approximation(arguments: argparse.Namespace, problem: Any, target: Machine)
     from fusion.approximate import cost
     from fusion.codegen.mlir import polynomial as kernels
 
-    amx = target.kind == "cpu" and kernels.supports(target) is None
+    split = target.kind == "gpu" or (target.kind == "cpu" and kernels.supports(target) is None)
     least = math.exp(-arguments.bound) if problem.causal else 1.0
-    choice = cost.choose(problem.d, arguments.bound, arguments.epsilon, False, amx, least=least)
-    text = cost.crossing_text(target, problem, arguments.bound, arguments.epsilon, amx, timed=target.kind == "cpu")
+    choice = cost.choose(problem.d, arguments.bound, arguments.epsilon, False, split, least=least)
+    text = cost.crossing_text(target, problem, arguments.bound, arguments.epsilon, split, timed=target.kind != "model")
     if choice is None:
         return text
     arguments.features = choice.features

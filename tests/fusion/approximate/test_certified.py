@@ -53,8 +53,9 @@ def executor(kind, spec, epsilon, amx=True):
         if mlir.unavailable() is not None:
             pytest.skip(mlir.unavailable())
         return SparseAttention(spec, plain(spec), exact, build, machine(), epsilon, always=True)
-    amx = amx and kernels.supports(machine()) is None
-    return PolynomialAttention(spec, plain(spec), exact, build, machine(), epsilon, amx=amx, always=True)
+    if amx is True:
+        amx = "amx" if kernels.supports(machine()) is None else None
+    return PolynomialAttention(spec, plain(spec), exact, build, machine(), epsilon, kernels=amx or None, always=True)
 
 
 def sizes_of(spec, q, k):
