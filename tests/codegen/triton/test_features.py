@@ -57,7 +57,7 @@ def test_roundings_of_the_top_degree_are_those_that_are_counted():
     assert errors[0] > 8 * errors[1] > 0
 
 
-@pytest.mark.parametrize("n", [64, 150, 300])
+@pytest.mark.parametrize("n", [64, 150])
 def test_causal_chunks(n):
     q, k = (F.normalize(torch.randn(2, n, 12), dim=-1) for _ in range(2))
     v, owner = torch.randn(2, n, 5), torch.tensor([1, 0])
@@ -67,9 +67,8 @@ def test_causal_chunks(n):
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_heads_are_certified_or_exact_in_one_call(causal, dtype, n=530):
+@pytest.mark.parametrize(("causal", "dtype", "n"), [(False, torch.bfloat16, 150), (True, torch.float32, 530)])
+def test_heads_are_certified_or_exact_in_one_call(causal, dtype, n):
     """Against the exact function in float64: heads of bounded scores within their certificate, the other head exact."""
 
     def attention(q, k, v):
