@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,6 +75,8 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
 def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     if not may_hold_attention(module):
         return module, Report(notes=[NO_ATTENTION])
+    if "torch.distributed.tensor" in sys.modules:
+        from fusion import dtensor  # noqa: F401  (registers what the ops do with DTensors)
     started = time.perf_counter()
     dump = Dump()
     try:

@@ -54,6 +54,10 @@ class DoubleBackwardError(FusionError, NotImplementedError):
     """A second derivative of a fused attention was asked for."""
 
 
+class ShardingError(FusionError, RuntimeError):
+    """An attention of DTensors that no process could compute its part of."""
+
+
 class LargeTableError(FusionError, ValueError):
     """The gradient of a tensor that is read at computed indices, too large for every thread to keep a copy."""
 

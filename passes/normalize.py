@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import autocast, nodes
+from fusion.passes import autocast, dtensor, nodes
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.encoder import DECOMPOSITIONS
@@ -35,7 +35,7 @@ def normalize(
     """
     _refuse_transforms(module)
     _refuse_custom_gradients(module)
-    _refuse_distributed(module)
+    dtensor.refuse_absent(module)
     fakes = _fake_inputs(module, example_inputs)
 
     def run(*args: Any) -> Any:
@@ -47,6 +47,7 @@ def normalize(
         traced = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     _refuse_fake_constants(traced)
     _carry_placeholders(module, traced)
+    dtensor.mark(traced.graph)
     make_functional(traced.graph)
     drop_inactive_dropout(traced.graph)
     drop_settled_assertions(traced.graph)
@@ -74,16 +75,6 @@ def _refuse_custom_gradients(module: GraphModule) -> None:
                 raise nodes.Unsupported("the graph calls a torch.autograd.Function, whose own gradient must be kept")
 
 
-def _refuse_distributed(module: GraphModule) -> None:
-    """DTensors have placements that only their own dispatch follows, and no rule for a fused attention."""
-    for node in module.graph.nodes:
-        if node.op == "placeholder" and type(nodes.value(node)).__name__ == "DTensor":
-            raise nodes.Unsupported(
-                f"{node.name} is a DTensor; compile the part of the model that works on local tensors, such as the "
-                "attention module itself (examples/distributed.py has one with split heads)"
-            )
-
-
 def _refuse_transforms(module: GraphModule) -> None:
     """torch.func.grad and its kin inside the graph: their levels cannot be retraced, and a failure half-way through
     would leave one open."""
@@ -106,6 +97,8 @@ class _Retrace(torch.fx.Interpreter):
             return self.vmap.call(target, args)
         if self.checkpoints.handles(target):
             return self.checkpoints.call(args, kwargs)
+        if (converted := dtensor.conversion(target, args)) is not None:
+            return dtensor.convert(converted, args, kwargs)
         if (
             target is autocast.enter
         ):  # the class sets the state as well as recording it: results are then what they will be
@@ -121,6 +114,11 @@ class _Retrace(torch.fx.Interpreter):
                 return result
         return super().call_function(target, args, kwargs)
 
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (converted := dtensor.conversion(target, args)) is not None:
+            return dtensor.convert(converted, args, kwargs)
+        return super().call_method(target, args, kwargs)
+
 
 def _fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -128,8 +126,9 @@ def _fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> list[Any
     mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = []
     for found, given in zip(recorded, example_inputs, strict=True):
-        chosen = given if found is None else found
+        chosen = dtensor.real(given if found is None else found)
         plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, torch._subclasses.FakeTensor)
+        plain = plain and not dtensor.is_dtensor(chosen)
         fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
     return fakes
 

@@ -1,0 +1,89 @@
+"""DTensors in a graph: their conversions stay whole, and the analysis sees the tensors that they are parts of.
+
+A DTensor behaves as the global tensor, whatever its placements, and `fusion::attention` has a rule for it
+(`fusion.dtensor`). So the analysis needs no notion of placements: shapes and indices are those of the global tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.utils._pytree import tree_map
+
+from fusion.passes import nodes
+from fusion.passes.nodes import Unsupported
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor; without loading what defines them."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(value, loaded.DTensor)
+
+
+def real(value: Any) -> Any:
+    """A device mesh in the place of the stand-in that Dynamo makes of it; anything else as it is."""
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    return value.real_obj if isinstance(value, FakeScriptObject) else value
+
+
+def redistribute(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`DTensor.redistribute`, as a function that a graph can call."""
+    return tensor.redistribute(*args, **kwargs)
+
+
+def to_local(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`DTensor.to_local`, as a function that a graph can call."""
+    return tensor.to_local(*args, **kwargs)
+
+
+def full_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`DTensor.full_tensor`, as a function that a graph can call."""
+    return tensor.full_tensor(*args, **kwargs)
+
+
+_METHODS = {"redistribute": redistribute, "to_local": to_local, "full_tensor": full_tensor}
+
+
+def conversion(target: Any, args: tuple[Any, ...]) -> Any:
+    """The function that stands for a call between local tensors and DTensors, or None for any other call."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    if loaded is None:
+        return None
+    if target is loaded.DTensor.from_local:
+        return target
+    return _METHODS.get(target) if isinstance(target, str) and is_dtensor(args[0]) else None
+
+
+def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a conversion as one call; the collectives in it are not."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise Unsupported("a conversion of a DTensor outside of a trace")
+    with disable_proxy_modes_tracing():
+        result = function(*tree_map(real, args), **tree_map(real, kwargs))
+    tracer = mode.tracer
+    call = tracer.create_proxy("call_function", function, *tree_map(tracer.unwrap_proxy, (args, kwargs)))
+    return track_tensor_tree(result, call, constant=None, tracer=tracer)
+
+
+def refuse_absent(module: GraphModule) -> None:
+    """Raise `Unsupported` where this process holds no part of a DTensor."""
+    for node in module.graph.nodes:
+        held = nodes.value(node) if node.op == "placeholder" else None
+        if is_dtensor(held) and real(held.device_mesh).get_coordinate() is None:
+            raise Unsupported(f"{node.name} is a DTensor of other processes than this one")
+
+
+def mark(graph: torch.fx.Graph) -> None:
+    """meta["val"] of DTensors becomes the global tensor that they are parts of, and meta["dtensor"] tells of it."""
+    for node in graph.nodes:
+        held = nodes.value(node)
+        if is_dtensor(held):
+            with held.to_local().fake_mode:
+                plain = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+            node.meta |= {"val": plain, "dtensor": True}
