@@ -1,12 +1,12 @@
 """Train a small GPT on two processes of this machine: data parallel, sharded, and with its heads split between them.
 
-    python examples/distributed.py [data|sharded|heads ...]
+    python examples/distributed.py [data|sharded|heads|dtensors ...]
 
 The model is plain PyTorch, and `DistributedDataParallel`, `fully_shard` (FSDP2) and `parallelize_module` (tensor
-parallelism by DTensor) are applied as usual. With the first two the whole model is compiled with `backend="fusion"`;
-with split heads each block's attention is, where its inputs are the local heads of the process: fusion does not look
-into graphs whose parameters are DTensors. Every way starts from the same weights and sees the same tokens as an eager
-run in one process, and has to arrive at its losses.
+parallelism by DTensor) are applied as usual; then the whole model is compiled with `backend="fusion"`. With split heads
+the attention of each process gets its own heads as local tensors ("heads") or as DTensors of all heads ("dtensors").
+Every way starts from the same weights and sees the same tokens as an eager run in one process, and has to arrive at its
+losses.
 """
 
 import sys
@@ -22,7 +22,14 @@ from torch import Tensor, multiprocessing, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion
@@ -35,7 +42,9 @@ BATCH, LENGTH, TOKENS = 4, 128, 64
 HEADS, HEAD_WIDTH = 4, 16
 WIDTH = HEADS * HEAD_WIDTH
 TOLERANCE = 1e-4
-"""Between losses of about 4: sums over processes round in another order, and every step adds to that."""
+"""Between losses of about 4, and gradients: sums over processes round in another order, and every step adds to that."""
+VANISHING = 1e-4
+"""Gradients below this are compared as if they were of this size: that of the keys' bias is zero but for rounding."""
 
 
 class Attention(nn.Module):
@@ -96,22 +105,39 @@ def sharded(model: GPT, options: Options) -> Model:
     return torch.compile(model, backend="fusion", options=options)
 
 
-def heads_split(model: GPT, options: Options) -> Model:
-    """Every process has half of the heads and the whole batch."""
+def heads_split(model: GPT, options: Options, local: bool = True) -> Model:
+    """Every process has half of the heads and the whole batch; attention works on its own heads (`local`), or on
+    DTensors of all of them."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
-    plan |= {name: RowwiseParallel() for name in ("out", "down")}
+    plan: dict[str, ParallelStyle] = {
+        name: ColwiseParallel(use_local_output=local) for name in ("query", "key", "value")
+    }
+    plan |= {"up": ColwiseParallel()} | {name: RowwiseParallel() for name in ("out", "down")}
+    if not local:  # the bias meets DTensors, and is one then
+        plan["attention"] = PrepareModuleInput(
+            input_layouts=(None, None, None, Replicate()), desired_input_layouts=(None, None, None, Replicate())
+        )
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-        block.attention.compile(backend="fusion", options=options)
-    return model
+    return torch.compile(model, backend="fusion", options=options)
 
 
-WAYS: dict[str, Callable[[GPT, Options], Model]] = {"data": data_parallel, "sharded": sharded, "heads": heads_split}
+def heads_of_dtensors(model: GPT, options: Options) -> Model:
+    """As `heads_split`, with DTensors inside of attention."""
+    return heads_split(model, options, local=False)
 
 
-def train(model: Model, parameters: Sequence[nn.Parameter], share: slice) -> Tensor:
-    """Losses `[STEPS]` on this process's share of every batch."""
+WAYS: dict[str, Callable[[GPT, Options], Model]] = {
+    "data": data_parallel,
+    "sharded": sharded,
+    "heads": heads_split,
+    "dtensors": heads_of_dtensors,
+}
+
+
+def train(model: Model, parameters: Sequence[nn.Parameter], share: slice) -> tuple[Tensor, list[Tensor]]:
+    """Losses `[STEPS]` on this process's share of every batch, and for every weight the sum of its gradients."""
+    sums = [torch.zeros(parameter.shape) for parameter in parameters]
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(parameters, lr=0.2)
     losses = []
@@ -122,7 +148,11 @@ def train(model: Model, parameters: Sequence[nn.Parameter], share: slice) -> Ten
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return torch.stack(losses)
+        for total, parameter in zip(sums, parameters, strict=True):
+            gradient = parameter.grad
+            assert gradient is not None
+            total += gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return torch.stack(losses), sums
 
 
 def initial() -> GPT:
@@ -132,41 +162,52 @@ def initial() -> GPT:
 
 
 def work(rank: int, way: str, folder: str, options: Options) -> None:
-    """One process: trains, and the first writes the mean losses of all and how many attentions it compiled fused."""
+    """One process: trains, and the first writes the mean losses of all, the sums of gradients, and how many
+    attentions it compiled fused."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{way}", rank=rank, world_size=PROCESSES)
     model = initial()
     compiled = WAYS[way](model, options)
     rows = BATCH // PROCESSES
-    share = slice(None) if way == "heads" else slice(rank * rows, (rank + 1) * rows)
-    losses = train(compiled, list(model.parameters()), share)
+    share = slice(None) if way in ("heads", "dtensors") else slice(rank * rows, (rank + 1) * rows)
+    losses, gradients = train(compiled, list(model.parameters()), share)
     dist.all_reduce(losses)
     if rank == 0:
-        torch.save((losses / PROCESSES, counters["fusion"]["fused"]), f"{folder}/{way}.pt")
+        torch.save((losses / PROCESSES, gradients, counters["fusion"]["fused"]), f"{folder}/{way}.pt")
     dist.destroy_process_group()
 
 
-def run(way: str, options: Options) -> tuple[Tensor, int]:
-    """Losses `[STEPS]` of a way to train, and the number of attentions that were compiled to kernels: blocks that
-    share their compiled code count once."""
+def run(way: str, options: Options) -> tuple[Tensor, list[Tensor], int]:
+    """Losses `[STEPS]` of a way to train, the sums of gradients, and the number of attentions that were compiled
+    to kernels: blocks that share their compiled code count once."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(work, (way, folder, options), nprocs=PROCESSES)
         return torch.load(Path(folder) / f"{way}.pt")
 
 
 def main(ways: Sequence[str]) -> int:
-    """Run the named ways, all by default; 1 if one came to other losses than eager or fused nothing."""
+    """Run the named ways, all by default; 1 if one came to other losses or gradients than eager or fused nothing."""
     model = initial()
-    expected = train(model, list(model.parameters()), slice(None))
+    expected, summed = train(model, list(model.parameters()), slice(None))
     print(f"{'eager':>8} " + " ".join(f"{loss:.5f}" for loss in expected.tolist()))
     wrong = 0
     for way in ways or WAYS:
-        losses, fused = run(way, {"inner": "eager"})
+        losses, gradients, fused = run(way, {"inner": "eager"})
         difference = (losses - expected).abs().max().item()
-        wrong += not (difference <= TOLERANCE and fused)
+        deviation = largest_difference(gradients, summed)
+        wrong += not (difference <= TOLERANCE and deviation <= TOLERANCE and fused)
         figures = " ".join(f"{loss:.5f}" for loss in losses.tolist())
-        print(f"{way:>8} {figures}   attentions compiled: {fused}, largest difference {difference:.1e}")
+        print(
+            f"{way:>8} {figures}   attentions compiled: {fused}, "
+            f"largest difference {difference:.1e} of losses, {deviation:.1e} of gradients"
+        )
     return min(wrong, 1)
+
+
+def largest_difference(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Between gradients of weights, relative to the largest element of each."""
+    pairs = zip(gradients, expected, strict=True)
+    return max(((g - e).abs().max() / e.abs().max().clamp_min(VANISHING)).item() for g, e in pairs)
 
 
 if __name__ == "__main__":

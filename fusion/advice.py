@@ -54,9 +54,9 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     (r"the graph calls a torch.autograd.Function",
      "Run under torch.no_grad() for inference, or write the function so that autograd derives it."),
     (r"a function transform of torch.func", "Compile the function inside the transform, not around it."),
-    (r".* is a DTensor",
-     "Compile the part of the model that works on local tensors, such as the attention module itself "
-     "(examples/distributed.py has one with split heads)."),
+    (r"dropout on the weights of DTensors",
+     "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."),
+    (r".* is a DTensor of other processes", "Compile on the processes of its mesh only."),
     (r"a checkpointed part outside of a trace", "This is a defect of ours; please report it with the model's code."),
     (r"the trace lost sight", "Pass the tensor in as an argument, or register it as a buffer."),
 )  # fmt: skip

@@ -27,8 +27,6 @@ from fusion.ir import AttentionSpec
 from fusion.ir.expr import coordinates
 from fusion.ir.sharding import Extent, accesses, one_part, size_of_batch, split_dims
 
-Size = int | torch.SymInt
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
@@ -117,17 +115,17 @@ def _split(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call on DTensors: what this process computes of it, and where that belongs."""
+    """One call on DTensors: what this process computes of it, and where that belongs. Sizes may be symbolic."""
 
     mesh: DeviceMesh
     layout: Layout
     spec: AttentionSpec
-    sizes: Sequence[Size]
+    sizes: Sequence[int]
     operands: Sequence[Tensor]
     emitter: str
 
     @classmethod
-    def of(cls, operands: Sequence[Tensor], sizes: Sequence[Size], spec: str, emitter: str) -> _Call:
+    def of(cls, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> _Call:
         mesh = _mesh(operands)
         parsed = AttentionSpec.from_json(spec)
         known = dict(zip(parsed.sizes, sizes, strict=True))
@@ -142,7 +140,7 @@ class _Call:
         found = layout(spec, lengths, shapes, sharded, tuple(mesh.size(n) for n in range(mesh.ndim)))
         return cls(mesh=mesh, layout=found, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
 
-    def arguments(self) -> tuple[list[Tensor], list[Size], str, str]:
+    def arguments(self) -> tuple[list[Tensor], list[int], str, str]:
         """Of the op, for this process's part."""
         local = [
             self.local(operand, self.layout.operand(number)) if isinstance(operand, DTensor) else operand
@@ -165,15 +163,14 @@ class _Call:
             )
         return tensor.redistribute(self.mesh, placements).to_local()
 
-    def whole(self, local: Tensor, shape: Sequence[Size], order: Sequence[int], at: Sequence[Placement]) -> DTensor:
+    def whole(self, local: Tensor, shape: Sequence[Any], order: Sequence[int], at: Sequence[Placement]) -> DTensor:
         """The DTensor of this shape, packed in this order of dimensions, of which the process holds `local`."""
-        strides: list[Size] = [0] * len(shape)
-        step: Size = 1
+        strides: list[Any] = [0] * len(shape)
+        step: Any = 1
         for dim in reversed(order):
             strides[dim], step = step, step * torch.sym_max(shape[dim], 1)
-        return DTensor.from_local(
-            local, self.mesh, at, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
-        )  # fmt: skip
+        size, stride = torch.Size(shape), tuple(strides)
+        return DTensor.from_local(local, self.mesh, at, run_check=False, shape=size, stride=stride)
 
     def output(self, local: Tensor) -> DTensor:
         extents, output = runtime.output_extents(self.spec, self.sizes), self.spec.output
@@ -238,13 +235,13 @@ def _batch_dims(spec: str) -> tuple[frozenset[int], ...]:
 # --- the rules --------------------------------------------------------------------------------------------------
 
 
-def _attention(called: Any, operands: Sequence[Tensor], sizes: Sequence[Size], spec: str, emitter: str) -> DTensor:
+def _attention(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> DTensor:
     call = _Call.of(operands, sizes, spec, emitter)
     return call.output(called(*call.arguments()))
 
 
 def _forward(
-    called: Any, operands: Sequence[Tensor], sizes: Sequence[Size], spec: str, emitter: str
+    called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str
 ) -> tuple[DTensor, DTensor]:
     call = _Call.of(operands, sizes, spec, emitter)
     out, statistics = called(*call.arguments())
@@ -257,7 +254,7 @@ def _backward(
     out: Tensor,
     statistics: Tensor,
     operands: Sequence[Tensor],
-    sizes: Sequence[Size],
+    sizes: Sequence[int],
     spec: str,
     emitter: str,
     needs: Sequence[bool],
@@ -271,7 +268,7 @@ def _backward(
     return [call.gradient(number, local) for number, local in zip(wanted, found, strict=True)]
 
 
-def _tile_map(called: Any, operands: Sequence[Tensor], sizes: Sequence[Size], spec: str) -> DTensor:
+def _tile_map(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> DTensor:
     """Masks are small: every process makes the whole map."""
     mesh = _mesh(operands)
     everywhere = [Replicate()] * mesh.ndim

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from fusion.options import Options
+from fusion.passes import dtensor, nodes
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +28,35 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(mode) if mode else None
-    with _without_fuse_attention():
+    with _without_fuse_attention(_process() if _has_dtensors(module) else ""):
         return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
+
+
+def _has_dtensors(module: GraphModule) -> bool:
+    return any(node.meta.get("dtensor") or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
+
+
+def _process() -> str:
+    """Which of several processes this is.
+
+    What DTensors become depends on it (the part of a replicated tensor that is kept, for one), and torch's caches, which
+    processes share, do not: in torch 2.13 one process runs what another has compiled, and gets that one's part.
+    """
+    import torch.distributed as dist
+
+    return f", for process {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else ""
 
 
 _PATTERNS = "torch._inductor.fx_passes.fuse_attention"
 
 
 @contextlib.contextmanager
-def _without_fuse_attention() -> Iterator[None]:
+def _without_fuse_attention(condition: str) -> Iterator[None]:
     """Keep Inductor's own attention patterns off what we left alone.
 
     They match by the class of an operation instead of its meaning and give wrong results for several things we refuse
     to fuse (a softmax over another dimension, for one). The pass that takes them out makes Inductor's caches tell the
-    two apart.
+    two apart, and graphs compiled under another `condition`.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -54,7 +70,7 @@ def _without_fuse_attention() -> Iterator[None]:
             _leave_autograd(graph)
 
         def uuid(self) -> str:
-            return f"fusion, ops of version {VERSION}: without fuse_attention"
+            return f"fusion, ops of version {VERSION}: without fuse_attention{condition}"
 
     full = joint_graph.pass_patterns[0]
     previous = config.joint_custom_pre_pass

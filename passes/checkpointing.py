@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_map
 
-from fusion.passes import nodes
+from fusion.passes import dtensor, nodes
 
 
 def bodies(module: GraphModule) -> dict[str, tuple[GraphModule, list[Any]]]:
@@ -68,4 +68,8 @@ class Checkpoints:
         tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
         proxies = tree_map(tracer.unwrap_proxy, (body, *given))
         call = tracer.create_proxy("call_function", tag_activation_checkpoint, proxies, kwargs)
-        return track_tensor_tree(result, call, constant=None, tracer=tracer)
+        if not any(map(dtensor.is_dtensor, result)):
+            return track_tensor_tree(result, call, constant=None, tracer=tracer)
+        # One by one: of DTensors that are not tracked yet, torch cannot note a copy.
+        made = [track_tensor_tree(value, call[k], constant=None, tracer=tracer) for k, value in enumerate(result)]
+        return type(result)(made)

@@ -17,6 +17,7 @@ One file over the usual length: the walk is one class, a method for each kind of
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -252,6 +253,8 @@ class PullBack:
 
     def _item(self, here: Node, index: Index) -> Expr | None:
         """Item 0 of native_dropout and of max(dim)."""
+        if here.target is not operator.getitem:
+            return None
         origin, item = here.args
         if not isinstance(origin, Node) or item != 0:
             return None

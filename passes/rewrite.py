@@ -72,9 +72,19 @@ def rewrite(
 
 def _specify(site: Site, attention: Attention, symbols: _Symbols, block_mask: BlockMask | None) -> Specified:
     found = specify(site, attention, block_mask)
+    _refuse_distributed_dropout(found)
     for extent in found.sizes:
         symbols.require(extent)
     return found
+
+
+def _refuse_distributed_dropout(found: Specified) -> None:
+    """Processes that compute the same weights would drop different ones, each by a seed of its own."""
+    random = any(part.op == "hash" for part in walk(*found.spec.expressions()))
+    if random and (held := next((o for o in found.operands if o.meta.get("dtensor")), None)) is not None:
+        raise Unsupported(
+            f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers"
+        )
 
 
 def _map_tiles(
