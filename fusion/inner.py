@@ -39,8 +39,8 @@ def _has_dtensors(module: GraphModule) -> bool:
 def _process() -> str:
     """Which of several processes this is.
 
-    What DTensors become depends on it (the part of a replicated tensor that is kept, for one), and torch's caches, which
-    processes share, do not: in torch 2.13 one process runs what another has compiled, and gets that one's part.
+    What DTensors become depends on it (the part of a replicated tensor that is kept, for one), and torch's caches,
+    which processes share, do not: in torch 2.13 a process is given what another has compiled, and takes that one's part.
     """
     import torch.distributed as dist
 
