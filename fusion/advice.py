@@ -57,7 +57,8 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     (r"dropout on the weights of DTensors",
      "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."),
     (r".* is a DTensor of other processes", "Compile on the processes of its mesh only."),
-    (r"a checkpointed part outside of a trace", "This is a defect of ours; please report it with the model's code."),
+    (r"a (checkpointed part|conversion of a DTensor) outside of a trace",
+     "This is a defect of ours; please report it with the model's code."),
     (r"the trace lost sight", "Pass the tensor in as an argument, or register it as a buffer."),
 )  # fmt: skip
 

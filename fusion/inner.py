@@ -40,7 +40,7 @@ def _process() -> str:
     """Which of several processes this is.
 
     What DTensors become depends on it (the part of a replicated tensor that is kept, for one), and torch's caches,
-    which processes share, do not: in torch 2.13 a process is given what another has compiled, and takes that one's part.
+    which processes share, do not: in torch 2.13 a process is given what another compiled, and takes its part.
     """
     import torch.distributed as dist
 
