@@ -31,7 +31,7 @@ class UnsupportedSizeError(FusionError, ValueError):
 
 def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
     """Size expressions as one Python function of the run-time sizes, compiled once."""
-    return eval(f"lambda s: ({', '.join(_python(expr, list(names)) for expr in exprs)},)")
+    return eval(f"lambda s: ({''.join(f'{_python(expr, list(names))}, ' for expr in exprs)})")
 
 
 def _python(expr: Expr, names: list[str]) -> str:

@@ -268,3 +268,18 @@ def test_grouped_heads(products):
         assert_as_exact_as_eager(ours, theirs, true, torch.float32)
     expected = tiles_to_differentiate(keep.expand(2, 4, N_Q, N_K))
     assert products["attention_backward_keys"] == 4 * expected
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_no_batch_and_sizes_of_run_time(products, dynamic):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 16, requires_grad=True) for n in (N_Q, N_K, N_K))
+    keep = random_blocks(1, N_Q, N_K, 4)[0, 0] | (torch.arange(N_K) == 77)
+    torch._dynamo.reset()
+    out = torch.compile(masked, backend="fusion", options=OPTIONS, dynamic=dynamic)(q, k, v, keep)
+    double = wide([q, k, v, keep])
+    assert_as_exact_as_eager(out, masked(q, k, v, keep), masked(*double), torch.float32)
+    found, exact = torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(masked(*double).sum(), double[:3])
+    for triple in zip(found, torch.autograd.grad(masked(q, k, v, keep).sum(), (q, k, v)), exact, strict=True):
+        assert_as_exact_as_eager(*triple, torch.float32)
+    assert products["attention_backward_queries"] == 3 * tiles_to_differentiate(keep)
