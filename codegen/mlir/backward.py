@@ -186,7 +186,8 @@ class _Backward(KernelFunction):
                         self._settle(self.packed[4], self.packed[5], size)
             if self.queries is not None:
                 if self.chapters > 1:
-                    with b.when(b.compare("sgt", self.n_lanes, QUERY_CHAPTER)):
+                    reached = b.mul(blocks, self.tiling.groups * self.lanes, "reached")
+                    with b.when(b.compare("sge", reached, QUERY_CHAPTER)):
                         self._settle(self.packed[5], self.packed[4], size)
                 self._write_queries(scope)
 
