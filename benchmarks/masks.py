@@ -2,6 +2,7 @@
 
     python benchmarks/masks.py                                          all cases at N = 4096, 4 heads of 64, fp32
     python benchmarks/masks.py --cases window packed --N 2048 --seconds 4
+    python benchmarks/masks.py --cases packed padded --N 2048 --training    forward and gradients of q, k, v
 
 Every result is compared with float64 first. Times are medians over turns in which every competitor of a case runs once.
 Peers get what they want: FlexAttention its block mask, SDPA its flags or masks, made outside the time measured; fusion
@@ -23,7 +24,7 @@ from torch import Tensor
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 import results
-from measuring import Entry, allowed_error, prepare
+from measuring import Entry, allowed_error, largest_error, prepare
 from rows import ROWS, Problem, flex_call
 
 Make = Callable[[], Callable[[], Tensor]]
@@ -131,6 +132,47 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Case]]:
     }  # fmt: skip
 
 
+@dataclass(slots=True)
+class Step:
+    """A call and the gradients of its inputs; it returns the output, and keeps the gradients."""
+
+    call: Callable[[], Tensor]
+    inputs: tuple[Tensor, ...]
+    upstream: Tensor
+    found: tuple[Tensor, ...] = ()
+
+    def __call__(self) -> Tensor:
+        with torch.enable_grad():
+            out = self.call()
+        self.found = torch.autograd.grad(out, self.inputs, self.upstream)
+        return out.detach()
+
+
+def measure_training(case: Case, q: Tensor, k: Tensor, v: Tensor, seconds: float) -> list[Entry]:
+    """As `measure`, with the backward. Peers are those that compute the same and have one on CPUs."""
+    torch._dynamo.reset()
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    wide = tuple(x.detach().double().requires_grad_() for x in inputs)
+    upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    extras = [x.double() if x.is_floating_point() else x for x in case.extras]
+    eager = Step(lambda: case.plain(*inputs, *case.extras), inputs, upstream)
+    exact = Step(lambda: case.plain(*wide, *extras), wide, upstream.double())
+    outputs = eager(), exact()
+    makes: dict[str, Make] = {"fusion": lambda: ours(case.plain, *inputs, *case.extras)}
+    makes |= {name: make for name, make in case.peers.items() if name in ("without map", "SDPA")}
+    entries = []
+    for name, make in makes.items():
+        entries.append(entry := Entry(name=name))
+        prepare(entry, lambda make=make: Step(make(), inputs, upstream), outputs[1], allowed_error(*outputs))
+        for got, theirs, true in zip(getattr(entry.call, "found", ()), eager.found, exact.found, strict=False):
+            error, allowed = largest_error(got, true), allowed_error(theirs, true)
+            if not error <= allowed:
+                entry.error, entry.allowed = error, allowed
+                entry.note = f"wrong gradient: error {error:.1e}, allowed {allowed:.1e}"
+    take_turns([entry for entry in entries if entry.call is not None], seconds)
+    return entries
+
+
 def measure(case: Case, q: Tensor, k: Tensor, v: Tensor, seconds: float) -> list[Entry]:
     """The entries of one case, fusion first."""
     torch._dynamo.reset()
@@ -183,10 +225,11 @@ def save(lines: list[list[str]], arguments: argparse.Namespace, header: list[str
         return arguments.append
     where = results.environment({})
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M")
-    path = results.FOLDER / f"{stamp}-masks.md"
+    path = results.FOLDER / f"{stamp}-masks{'-training' if arguments.training else ''}.md"
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     machine = f"{where['cpu']}, {where['threads']} threads on {where['cores']} cores"
     sizes = f"N = {arguments.N}, {arguments.heads} heads of {arguments.d}, {arguments.dtype}"
+    sizes += ", forward and gradients of q, k and v" if arguments.training else ""
     text = (
         f"# Masks, {where['date']}\n\n{machine}; {versions}; commit {where['commit'] or 'unknown'}.\n\n{sizes}. "
         "Peers: their median time over fusion's, from turns in one process.\n\n"
@@ -205,6 +248,7 @@ def main() -> int:
     parser.add_argument("--d", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=4.0, help="timing per case, all competitors together")
+    parser.add_argument("--training", action="store_true", help="time the gradients of q, k and v too")
     parser.add_argument("--append", type=Path, help="add the lines to this result file")
     parser.add_argument("--no-save", action="store_true", help="print only")
     arguments = parser.parse_args()
@@ -215,7 +259,7 @@ def main() -> int:
     known = cases(q, k, v)
     for name in arguments.cases or known:
         case = known[name]()
-        entries = measure(case, q, k, v, arguments.seconds)
+        entries = (measure_training if arguments.training else measure)(case, q, k, v, arguments.seconds)
         lines.append(line(case.title, entries))
         wrong |= entries[0].wrong or entries[0].median is None
         print(" | ".join(lines[-1]), flush=True)
