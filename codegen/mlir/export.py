@@ -19,7 +19,7 @@ import torch
 
 from fusion.codegen.mlir.compile import PIPELINE, KernelCompilationError, openmp_library
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_QUERIES, extents_function
+from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_QUERIES, extents_function, span_of
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
@@ -93,7 +93,7 @@ def attention_function(
     out_shape = [extents[dim] for dim in spec.output.dims]
     operands = tuple(tensor_type(s, o.dtype) for s, o in zip(shapes, spec.operands, strict=True))
     writer = _Writer(name, spec, shapes, dict(zip(spec.sizes, sizes, strict=True)), out_shape, text)
-    body = writer.body(math.prod(batch), n_q, n_k)
+    body = writer.body(batch, n_q, n_k)
     result = tensor_type(out_shape, spec.out_dtype)
     arguments = ", ".join(f"%t{number}: {type_}" for number, type_ in enumerate(operands))
     kernel = text.source.removeprefix(HEADER).removesuffix("}\n")
@@ -155,10 +155,11 @@ class _Writer:
     def constant(self, value: int, type_: str = "i64") -> str:
         return self.op(f"arith.constant {value} : {type_}", "c")
 
-    def body(self, count: int, n_q: int, n_k: int) -> str:
-        text = self.text
-        blocks = -(-n_q // text.rows)
-        items, steps = count * blocks, -(-n_k // text.key_step)
+    def body(self, batch: Sequence[int], n_q: int, n_k: int) -> str:
+        text, rows = self.text, math.prod(batch) * n_q
+        span = span_of(text, self.spec, batch, n_q)
+        blocks = -(-span // text.rows)
+        items, steps = rows // span * blocks, -(-n_k // text.key_step)
         per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
         threads = self.op(f"func.call @{self.name}_threads() : () -> i32", "most")
         threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")
@@ -180,6 +181,8 @@ class _Writer:
             ("items",): lambda: self.constant(items),
             ("blocks",): lambda: self.constant(blocks),
             ("chunks",): lambda: chunks,
+            ("span",): lambda: self.constant(span),
+            ("together",): lambda: self.constant(-(-span // blocks)),
         }
         self.call([known[slot]() if slot in known else self.slot(slot) for slot in text.slots], threads)
         result = memref.replace("memref", "tensor")

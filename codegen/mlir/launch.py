@@ -99,6 +99,8 @@ def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple
         ("items",): "call.items",
         ("blocks",): "call.blocks",
         ("chunks",): "call.chunks",
+        ("span",): "call.span",
+        ("together",): "call.together",
         ("ptr", "marks"): "selection[0]",
         ("ptr", "skipped"): "selection[1]",
         ("share",): "selection[2]",
@@ -137,7 +139,7 @@ class Variant:
             else (emit_selective if selective else emit)(spec, tiling, target, d, d_v)
         )
         self.code: MachineCode = compile_text(self.text.source, "attention")
-        self.tiling = tiling
+        self.spec, self.tiling = spec, tiling
         self.slots = slots_function(self.text, spec)
         self.layout = struct.Struct(f"{len(self.text.slots)}q")
         self.run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address)
@@ -145,19 +147,25 @@ class Variant:
     def call(self, extents: Sequence[int], threads: int) -> Call:
         """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads."""
         *batch, n_q, n_k, d, d_v = extents
-        text, count = self.text, math.prod(batch)
-        blocks = -(-n_q // text.rows)
-        items = count * blocks
-        steps = -(-n_k // text.key_step)
-        work = items * min(text.rows, n_q + 15) * steps * text.key_step * (d + d_v)
-        threads = min(threads, items, work // WORK_PER_THREAD[self.tiling is not None] + 1)
+        text, rows = self.text, math.prod(batch) * n_q
+        span, steps = span_of(text, self.spec, batch, n_q), -(-n_k // text.key_step)
+        # Rows of a tile are computed whether they exist or not.
+        work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiling else rows
+        work *= steps * text.key_step * (d + d_v)
+        threads = min(threads, rows, work // WORK_PER_THREAD[self.tiling is not None] + 1)
+        together = min(text.rows, span if self.tiling else -(-rows // threads))
+        blocks = -(-span // together)
+        items = rows // span * blocks
+        threads = min(threads, items)
         return Call(
             threads=threads,
             per_thread=-(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128,
             steps=steps,
             items=items,
             blocks=blocks,
-            chunks=chunks_of(count, blocks, threads),
+            chunks=chunks_of(rows // span, blocks, threads),
+            span=span,
+            together=-(-span // blocks),
         )
 
     def __call__(
@@ -184,7 +192,8 @@ class Variant:
 
 class Call(NamedTuple):
     """What a variant derives from the sizes of a call: threads, bytes of each one's workspace, key steps, work items
-    (`blocks` per batch element), and in how many chunks threads take them."""
+    (`blocks` per `span` of rows that read the same keys, of at most `together` rows), and in how many chunks threads
+    take them."""
 
     threads: int
     per_thread: int
@@ -192,6 +201,8 @@ class Call(NamedTuple):
     items: int
     blocks: int
     chunks: int
+    span: int
+    together: int
 
 
 class _Prepared(NamedTuple):
@@ -216,6 +227,11 @@ Tile = tuple[int, int]  # (B_r, B_c): query rows of a work item, keys of a block
 #: (values of the spec's sizes, register tile, tiles of interest) -> predicted seconds of these and of all others that
 #: may be best, for the planner's choice
 TileTimes = Callable[[Sequence[int], Tile, Collection[Tile]], Mapping[Tile, float]]
+
+
+def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
+    """How many rows that follow each other, in the order (batch coordinates.., query), may be in one work item."""
+    return n_q * spec.heads_per_key(batch[-1]) if text.across_heads and batch else n_q
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,16 +1,19 @@
-"""The kernel for few queries (decoding): one query row at a time, lanes are keys, K and V are read in place.
+"""The kernel for few queries (decoding): lanes are keys, K and V are read in place.
 
-Packing K and V pays off only over many queries. Here a work item is one row; for every L keys
+Packing K and V pays off only over many queries. Here a work item is a few rows that read the same keys: those of one
+head, or of all heads that share its keys (grouped queries). They take turns at a stretch of keys that the second-level
+cache holds, so that K and V come from memory once for all of them, in their own dtype. For a row
 
-    x = K q           L dot products, their partial sums added across by a transposition that adds
+    x = K q           for every L keys L dot products, their partial sums added across by a transposition that adds
     score program     with the key as the lane coordinate, statistics for the whole row
-    o += p V          one weight at a time against a row of V
+    o += p V          one weight at a time against a row of V, columns in registers
 
-What is read from memory is K and V, once per row, in their own dtype. Output and sum begin anew every `CHAPTER` keys
-(see `tile`).
+Output and sum begin anew with every stretch (see `tile` for why).
 """
 
 from __future__ import annotations
+
+import functools
 
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.products import round_up
@@ -30,115 +33,199 @@ def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelTe
     return _RowKernel(spec, target, d, d_v).text()
 
 
+MOST_ROWS = 8
+CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
+STRETCH_BYTES = 1 << 19  # of K and V, as float32: well inside second-level caches
+
+
 class _RowKernel(KernelFunction):
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
-        self.query = self._area(4 * self.d_padded, "query")
-        self.output = self._area(4 * self.e_padded, "output")
+        self.stretch = CHAPTER
+        while self.stretch > 4 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > STRETCH_BYTES:
+            self.stretch //= 2
+        # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
+        self.queries = self._area(4 * MOST_ROWS * self.d_padded, "queries")
+        self.outputs = self._area(4 * MOST_ROWS * self.e_padded, "outputs")
+        self.maxima = self._area(4 * MOST_ROWS * self.lanes, "maxima")
+        self.totals = self._area(4 * MOST_ROWS * self.lanes, "totals")
+        self.ranges = self._area(8 * MOST_ROWS * 2, "ranges")
         self.chapter = self._area(4 * self.e_padded, "chapter")
-        self.chances = self._area(4 * self.lanes, "weights")
+        self.scores = self._area(4 * (self.stretch + self.lanes), "scores")
+        self.factors = self._area(4 * (self.stretch + self.lanes), "factors")
         self.staging = self._area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
 
     def text(self) -> KernelText:
         top = self._top()
         with self._items() as item:
-            self._row(top, item)
+            self._rows(top, item)
         return KernelText(
-            source=self._function(), slots=self._slots(), rows=1, key_step=self.lanes,
-            fixed_bytes=self.layout.size, step_bytes=0, may_flag=False,
+            source=self._function(), slots=self._slots(), rows=MOST_ROWS, key_step=self.lanes,
+            fixed_bytes=self.layout.size, step_bytes=0, may_flag=False, across_heads=True,
         )  # fmt: skip
 
-    def _row(self, top: Scope, item: Value) -> None:
-        b, mask, lanes = self.b, self.spec.mask, self.lanes
-        blocks = self.params[("blocks",)]
-        i, batch = b.rem(item, blocks, "i"), self._batch_scope(top, b.div(item, blocks))
-        readers = self._readers(batch)
+    def _rows(self, top: Scope, item: Value) -> None:
+        """One item: rows that follow each other in the order (batch coordinates.., query)."""
+        b, blocks = self.b, self.params[("blocks",)]
+        span, most = self.params[("span",)], self.params[("together",)]
+        start = b.mul(b.rem(item, blocks), most)
+        first, count = b.add(b.mul(b.div(item, blocks), span), start, "first"), b.least(most, b.sub(span, start))
+        with b.loop(0, count, hint="r") as r:
+            self._begin(*self._row_scope(top, b.add(first, r)), r)
+        self._visit(top, first, count)
+        if self._may_skip():
+            # Rows for which all the keys that the mask leaves are dead count every key.
+            with b.loop(0, count, hint="r") as r:
+                self._begin_again(r)
+            self._visit(top, first, count)
+        with b.loop(0, count, hint="r") as r:
+            self._finish(*self._row_scope(top, b.add(first, r)), r)
+
+    def _may_skip(self) -> bool:
+        mask = self.spec.mask
+        bounded = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
+        return bounded and self.spec.normalizer is not Normalizer.NONE
+
+    def _row_scope(self, top: Scope, row: Value) -> tuple[Scope, Scope, Value]:
+        """(scope of the row, of its batch element, its query i); row: number in the order (batch coordinates.., i)."""
+        i, batch = self.b.rem(row, self.n_q, "i"), self._batch_scope(top, self.b.div(row, self.n_q))
         # The row's coordinate is bound under three names: as a row, and as first and last row of a block.
         scope = Scope(context=self.context, parent=batch, known={I: i, coord("i0"): i, coord("i1"): i})
         scope.prepare(self.programs.masked, self.weight, bound=self.batch_names | {"i"})
-        source = readers[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.staging)
+        return scope, batch, i
+
+    def _own(self, area: Value, r: Value, size: int) -> Value:
+        """Row r's part of an area of `size` float32 elements per row."""
+        return self.b.at(area, self.b.mul(r, size), "f32")
+
+    def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
+        """Read the query, find the keys to visit, clear what is summed."""
+        b, mask, lanes = self.b, self.spec.mask, self.lanes
+        source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.staging)
+        query = self._own(self.queries, r, self.d_padded)
         with b.loop(0, self.d_padded, lanes, hint="c") as c:
-            b.store(load_f32(b, source, 0, c, lanes), b.at(self.query, c, "f32"))
+            b.store(load_f32(b, source, 0, c, lanes), b.at(query, c, "f32"))
         low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, 1)
-        m, total = self._attend(scope, readers, b.as_value(low, "i64"), high)
+        self._clear(r, b.as_value(low, "i64"), high)
+
+    def _clear(self, r: Value, low: Value, high: Value) -> None:
+        b, lanes = self.b, self.lanes
+        zero, ends = b.constant(0.0, self.vector), b.at(self.ranges, b.mul(r, 2), "i64")
+        b.store(low, ends)
+        b.store(high, b.at(ends, 1, "i64"))
+        b.store(b.constant(float("-inf"), self.vector), self._own(self.maxima, r, lanes))
+        b.store(zero, self._own(self.totals, r, lanes))
+        output = self._own(self.outputs, r, self.e_padded)
+        with b.loop(0, self.e_padded, lanes, hint="e") as e:
+            b.store(zero, b.at(output, e, "f32"))
+
+    def _begin_again(self, r: Value) -> None:
+        """All keys for a row whose keys were all dead, none for others."""
+        b, nothing = self.b, self.b.constant(0, "i64")
+        ends = b.at(self.ranges, b.mul(r, 2), "i64")
+        b.store(nothing, b.at(ends, 1, "i64"))
+        m = b.load(self._own(self.maxima, r, self.lanes), self.vector, "m")
+        assert self.spec.mask is not None
+        alive = self._alive(m, self.spec.mask.fill)
+        alive = b.op(f"vector.extract {alive}[0] : i1 from {alive.type}", "i1", "alive")
+        with b.when(b.binary("arith.xori", alive, b.constant(1, "i1"))):
+            self._clear(r, nothing, self.n_k)
+
+    def _range(self, r: Value) -> tuple[Value, Value]:
+        ends = self.b.at(self.ranges, self.b.mul(r, 2), "i64")
+        return self.b.load(ends, "i64", "low"), self.b.load(self.b.at(ends, 1, "i64"), "i64", "high")
+
+    def _visit(self, top: Scope, first: Value, count: Value) -> None:
+        """All stretches of the keys that any of the rows has to visit."""
+        b = self.b
+        with b.carry(0, count, 1, [self.n_k, b.constant(0, "i64")], hint="r") as (ends, r, (lowest, highest)):
+            low, high = self._range(r)
+            ends.yields(b.least(lowest, low), b.most(highest, high))
+        with b.loop(*ends.results, self.stretch, hint="start") as start, b.loop(0, count, hint="r") as r:
+            low, high = self._range(r)
+            low, high = b.most(low, start), b.least(high, b.add(start, self.stretch))
+            with b.when(b.compare("slt", low, high)):
+                scope, batch, _ = self._row_scope(top, b.add(first, r))
+                self._advance(scope, self._readers(batch), r, low, high)
+
+    def _advance(self, scope: Scope, readers: list[RowReader], r: Value, low: Value, high: Value) -> None:
+        """Keys [low, high) of row r: its maximum, sum and output with them."""
+        b, lanes = self.b, self.lanes
+        maximum, total = self._own(self.maxima, r, lanes), self._own(self.totals, r, lanes)
+        output = self._own(self.outputs, r, self.e_padded)
+        m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
+        m_new, own = self._chapter(scope, readers, self._own(self.queries, r, self.d_padded), (low, high), m)
         factor = None
         if self.spec.normalizer is not Normalizer.NONE:
-            factor = self._row_factor(scope, m, total)
-            with b.loop(0, self.e_padded, lanes, hint="e") as e:
-                at = b.at(self.output, e, "f32")
-                b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
-        self._write_row(self.output, self._row_address(batch, i))
-
-    def _attend(self, scope: Scope, readers: list[RowReader], low: Value, high: Value) -> tuple[Value, Value]:
-        """The row's maximum and sum, broadcast; the weighted sum of V is in `output`. Twice where the mask let keys be
-        skipped and none of the others was live."""
-        b, mask = self.b, self.spec.mask
-        if mask is None or (mask.key_lo is None and mask.key_hi is None) or self.spec.normalizer is Normalizer.NONE:
-            return self._visit(scope, readers, low, high)
-        start = b.constant(0.0, self.vector)
-        yes = b.constant(1, "i1")
-        with b.carry(0, 2, 1, [low, high, yes, start, start], hint="attempt") as (loop, attempt, (lo, hi, go, m, l)):
-            hi = b.select(go, hi, lo)
-            m_new, l_new = self._visit(scope, readers, lo, hi, keep=b.binary("arith.xori", go, yes))
-            m, l = b.select(go, m_new, m), b.select(go, l_new, l)
-            dead = b.binary("arith.xori", self._alive(m, mask.fill), b.constant(-1, f"vector<{self.lanes}xi1>"))
-            dead = b.op(f"vector.extract {dead}[0] : i1 from {dead.type}", "i1", "dead")
-            again = b.binary("arith.andi", b.compare("eq", attempt, 0), dead, "again")
-            loop.yields(b.constant(0, "i64"), self.n_k, again, m, l)
-        return loop.results[3], loop.results[4]
-
-    def _visit(
-        self, scope: Scope, readers: list[RowReader], low: Value, high: Value, keep: Value | None = None
-    ) -> tuple[Value, Value]:
-        """Keys [low, high). keep: where it holds the output is left as it is (there are no keys then)."""
-        b, lanes = self.b, self.lanes
-        zero, lowest = b.constant(0.0, self.vector), b.constant(float("-inf"), self.vector)
+            factor = self._factor(m, m_new)
+            before = b.mul(before, factor)
         with b.loop(0, self.e_padded, lanes, hint="e") as e:
-            at = b.at(self.output, e, "f32")
-            b.store(zero if keep is None else b.select(keep, b.load(at, self.vector), zero), at)
-        with b.carry(low, high, CHAPTER, [lowest, zero], hint="chapter") as (chapters, start, (m, total)):
-            m_new, own = self._chapter(scope, readers, start, b.least(b.add(start, CHAPTER), high), m)
-            factor = None
-            if self.spec.normalizer is not Normalizer.NONE:
-                factor = self._factor(m, m_new)
-                total = b.mul(total, factor)
+            at = b.at(output, e, "f32")
+            old, new = (b.load(x, self.vector, "o") for x in (at, b.at(self.chapter, e, "f32")))
+            b.store(b.add(old if factor is None else b.mul(old, factor), new), at)
+        b.store(m_new, maximum)
+        b.store(b.add(before, own), total)
+
+    def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
+        """Divide by the sum, write the row."""
+        b, lanes = self.b, self.lanes
+        output = self._own(self.outputs, r, self.e_padded)
+        if self.spec.normalizer is not Normalizer.NONE:
+            m, total = (b.load(self._own(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
+            total = b.op(f"vector.reduction <add>, {total} : {self.vector} into f32", "f32", "sum")
+            factor = self._row_factor(scope, m, b.broadcast(total, lanes))
             with b.loop(0, self.e_padded, lanes, hint="e") as e:
-                at = b.at(self.output, e, "f32")
-                before, new = (b.load(x, self.vector, "o") for x in (at, b.at(self.chapter, e, "f32")))
-                b.store(b.add(before if factor is None else b.mul(before, factor), new), at)
-            chapters.yields(m_new, b.add(total, own))
-        total = chapters.results[1]
-        total = b.op(f"vector.reduction <add>, {total} : {self.vector} into f32", "f32", "sum")
-        return chapters.results[0], b.broadcast(total, lanes)
+                at = b.at(output, e, "f32")
+                b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
+        self._write_row(output, self._row_address(batch, i))
 
     def _chapter(
-        self, scope: Scope, readers: list[RowReader], low: Value, high: Value, m: Value
+        self, scope: Scope, readers: list[RowReader], query: Value, ends: tuple[Value, Value], m: Value
     ) -> tuple[Value, Value]:
-        """Keys [low, high), which come after others whose maximum was m: the maximum of all, the sum of these per lane,
-        and their weighted sum of V in `chapter`."""
+        """Keys [ends[0], ends[1]), which come after others whose maximum was m: the maximum of all, the sum of these
+        per lane, and their weighted sum of V in `chapter`. In three passes, so that keys do not wait for each other:
+        scores, weights, product with V."""
         b, lanes = self.b, self.lanes
-        zero = b.constant(0.0, self.vector)
-        with b.loop(0, self.e_padded, lanes, hint="e") as e:
-            b.store(zero, b.at(self.chapter, e, "f32"))
-        with b.carry(low, high, lanes, [m, zero], hint="j0") as (loop, j0, (m, total)):
-            x, weight = self._scores(scope, readers[1], j0, high)
-            if self.spec.normalizer is Normalizer.NONE:
-                p, m_new, total_new, factor = x, m, total, None
-            else:
-                p, m_new, total_new, factor = self._softmax(x, m, total)
+        (low, high), zero = ends, b.constant(0.0, self.vector)
+        plain = self.spec.normalizer is Normalizer.NONE
+        with b.carry(low, high, lanes, [b.constant(float("-inf"), self.vector)], hint="j0") as (loop, j0, (highest,)):
+            x, weight = self._scores(scope, readers[1], query, j0, high)
+            b.store(x, self._at(self.scores, j0, low))
             if weight is not None:
-                p = b.mul(p, weight)
-            b.store(p, self.chances)
-            self._add_values(readers[2], j0, factor)
-            loop.yields(m_new, total_new)
-        return loop.results[0], loop.results[1]
+                b.store(weight, self._at(self.factors, j0, low))
+            # A NaN does not become the maximum: it goes through the exponential.
+            loop.yields(b.select(b.compare("ogt", x, highest), x, highest))
+        total = zero
+        if not plain:
+            top = b.op(f"vector.reduction <maxnumf>, {loop.results[0]} : {self.vector} into f32", "f32", "top")
+            top = b.broadcast(top, lanes)
+            m = b.select(b.compare("ogt", top, m), top, m, "m")
+            c, shift = self.exponent.coefficients(m)
+            with b.carry(low, high, lanes, [zero], hint="j0") as (loop, j0, (total,)):
+                at = self._at(self.scores, j0, low)
+                p = self.context.math.exp2(b.fma(b.load(at, self.vector, "x"), c, shift))
+                b.store(p, at)
+                loop.yields(b.add(total, p))
+            total = loop.results[0]
+        if self.weight is not None:
+            with b.loop(low, high, lanes, hint="j0") as j0:
+                at, factor = self._at(self.scores, j0, low), b.load(self._at(self.factors, j0, low), self.vector, "w")
+                b.store(b.mul(b.load(at, self.vector, "p"), factor), at)
+        self._weigh_values(readers[2], low, high)
+        return m, total
 
-    def _scores(self, scope: Scope, keys: RowReader, j0: Value, high: Value) -> tuple[Value, Value | None]:
+    def _at(self, area: Value, key: Value, low: Value) -> Value:
+        """Where the area keeps what belongs to a key of a stretch that begins at `low`."""
+        return self.b.at(area, self.b.sub(key, low), "f32")
+
+    def _scores(
+        self, scope: Scope, keys: RowReader, query: Value, j0: Value, high: Value
+    ) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
         b, lanes = self.b, self.lanes
         rows = keys.rows(j0, lanes, self.n_k, self.d, self.d_padded, self.staging)
-        score = sum_rows(b, self._dot_products(rows))
+        score = sum_rows(b, self._dot_products(rows, query))
         valid = self._valid(b.sub(high, j0))
         lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
         here = Scope(context=self.context, parent=scope, lanes=lane, known={SCORE: score})
@@ -146,27 +233,14 @@ class _RowKernel(KernelFunction):
         x = b.select(valid, here.vector(self.programs.masked), outside, "x")
         return x, None if self.weight is None else b.select(valid, here.vector(self.weight), 0.0, "w")
 
-    def _dot_products(self, rows: Rows) -> list[Value]:
+    def _dot_products(self, rows: Rows, query: Value) -> list[Value]:
         """For each of L keys the products with the query, summed within lanes only."""
         b, lanes = self.b, self.lanes
         zero = b.constant(0.0, self.vector)
         with b.carry(0, self.d_padded, lanes, [zero] * lanes, hint="c") as (loop, c, sums):
-            q = b.load(b.at(self.query, c, "f32"), self.vector, "q")
+            q = b.load(b.at(query, c, "f32"), self.vector, "q")
             loop.yields(*(b.fma(load_f32(b, rows, r, c, lanes), q, s, "s") for r, s in enumerate(sums)))
         return loop.results
-
-    def _softmax(self, x: Value, m: Value, total: Value) -> tuple[Value, Value, Value, Value]:
-        """(weights, maximum, sum per lane, factor for what was summed before)."""
-        b = self.b
-        # A NaN does not become the maximum: it goes through the exponential.
-        ordered = b.select(b.compare("ord", x, x), x, float("-inf"))
-        top = b.op(f"vector.reduction <maxnumf>, {ordered} : {self.vector} into f32", "f32", "top")
-        top = b.broadcast(top, self.lanes)
-        m_new = b.select(b.compare("ogt", top, m), top, m, "m")
-        c, shift = self.exponent.coefficients(m_new)
-        p = self.context.math.exp2(b.fma(x, c, shift))
-        factor = self._factor(m, m_new)
-        return p, m_new, b.fma(total, factor, p), factor
 
     def _factor(self, m: Value, m_new: Value) -> Value:
         """What sums in units of the maximum m are multiplied by when it becomes m_new."""
@@ -175,17 +249,30 @@ class _RowKernel(KernelFunction):
         same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
         return b.select(same, 1.0, factor, "factor")  # before the first live key there is nothing to scale
 
-    def _add_values(self, values: RowReader, j0: Value, factor: Value | None) -> None:
-        """chapter = chapter * factor + weights x V."""
+    def _weigh_values(self, values: RowReader, low: Value, high: Value) -> None:
+        """chapter = weights x V over keys [low, high), a few vectors of columns at a time, which stay in registers."""
         b, lanes = self.b, self.lanes
-        rows = values.rows(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging)
-        weights = [b.broadcast(b.load(b.at(self.chances, r, "f32"), "f32", "p"), lanes) for r in range(lanes)]
-        with b.loop(0, self.e_padded, lanes, hint="e") as e:
-            at = b.at(self.chapter, e, "f32")
-            o = b.load(at, self.vector, "o")
-            o = o if factor is None else b.mul(o, factor)
-            # Two chains, so that additions overlap.
-            parts = [o, b.constant(0.0, self.vector)]
+        whole = self.e_padded // (CHAINS * lanes)
+        if whole:
+            with b.loop(0, whole * CHAINS * lanes, CHAINS * lanes, hint="e") as e:
+                self._weigh_columns(values, low, high, e, CHAINS)
+        if rest := self.e_padded // lanes - whole * CHAINS:
+            self._weigh_columns(values, low, high, whole * CHAINS * lanes, rest)
+
+    def _weigh_columns(self, values: RowReader, low: Value, high: Value, e: Value | int, count: int) -> None:
+        """The same for `count` vectors of columns from e on."""
+        b, lanes = self.b, self.lanes
+        sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
+        zero = b.constant(0.0, self.vector)
+        with b.carry(low, high, lanes, [zero] * (sets * count), hint="j0") as (loop, j0, sums):
+            rows = values.rows(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging)
+            sums, at = list(sums), self._at(self.scores, j0, low)
             for r in range(lanes):
-                parts[r % 2] = b.fma(load_f32(b, rows, r, e, lanes), weights[r], parts[r % 2], "o")
-            b.store(b.add(*parts), at)
+                p = b.broadcast(b.load(b.at(at, r, "f32"), "f32", "p"), lanes)
+                for n in range(count):
+                    place = r % sets * count + n
+                    sums[place] = b.fma(load_f32(b, rows, r, b.add(e, n * lanes), lanes), p, sums[place], "o")
+            loop.yields(*sums)
+        for n in range(count):
+            own = [loop.results[place * count + n] for place in range(sets)]
+            b.store(functools.reduce(b.add, own), b.at(b.at(self.chapter, e, "f32"), n * lanes, "f32"))

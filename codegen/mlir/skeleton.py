@@ -31,9 +31,9 @@ FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
-    """MLIR text and what the launcher must know: parameter slots in order, rows per item, the workspace of a thread in
-    bytes as fixed + steps * per_step with steps = ceil(n_k / key_step), and whether the kernel may raise the flag for
-    large values."""
+    """MLIR text and what the launcher must know: parameter slots in order, rows of an item at most, the workspace of a
+    thread in bytes as fixed + steps * per_step with steps = ceil(n_k / key_step), and whether the kernel may raise the
+    flag for large values. across_heads: an item's rows may be of several heads that read the same keys."""
 
     source: str
     slots: tuple[tuple, ...]
@@ -42,6 +42,7 @@ class KernelText:
     fixed_bytes: int
     step_bytes: int
     may_flag: bool
+    across_heads: bool = False
 
 
 class Workspace:

@@ -35,7 +35,7 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
     return Problem(
         batch=math.prod(batch[:-1]),
         heads=heads,
-        heads_kv=max(1, heads // _group(spec)) if heads % _group(spec) == 0 else heads,
+        heads_kv=max(1, heads // spec.heads_per_key(heads)),
         n_q=n_q,
         n_k=n_k,
         d=d,
@@ -65,15 +65,6 @@ def tile_times(
 
 def _integer(expr: Expr, sizes: Mapping[str, int]) -> int:
     return int(evaluate(expr, lambda leaf: torch.tensor(sizes[str(leaf.attr)])))
-
-
-def _group(spec: AttentionSpec) -> int:
-    """Query heads that read the same keys: the divisor of the last batch coordinate in K's index."""
-    last = f"b{len(spec.batch) - 1}"
-    for part in walk(*spec.k):
-        if part.op == "floordiv" and part.args[0].attr == last and part.args[1].op == "const":
-            return int(part.args[1].attr)  # type: ignore[arg-type]
-    return 1
 
 
 def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) -> float:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from fusion.ir.expr import ROW_SUM, Expr, Kind, const, coordinates, node, walk
+from fusion.ir.expr import ROW_SUM, Expr, Kind, const, coord, coordinates, node, walk
 
 
 class Normalizer(enum.Enum):
@@ -177,6 +178,26 @@ class AttentionSpec:
         from fusion.ir.printing import to_text
 
         return to_text(expr, {number: operand.name for number, operand in enumerate(self.operands)})
+
+    def heads_per_key(self, heads: int) -> int:
+        """How many consecutive of the `heads` values of the last batch coordinate read the same keys and values: the
+        group size of grouped queries, or 1."""
+        last = coord(f"b{len(self.batch) - 1}")
+        divisors: set[int] = set()
+
+        def visit(expr: Expr) -> None:
+            if expr is last:
+                divisors.add(1)
+            elif expr.op == "floordiv" and expr.args[0] is last and expr.args[1].op == "const":
+                divisors.add(int(expr.args[1].attr))  # type: ignore[arg-type]
+            else:
+                for arg in expr.args:
+                    visit(arg)
+
+        for index in (*self.k, *self.v):
+            visit(index)
+        found = math.gcd(*divisors) if divisors else heads
+        return found if found and heads % found == 0 else 1
 
     def expressions(self) -> tuple[Expr, ...]:
         """Every expression of the spec."""
