@@ -32,8 +32,8 @@ class Problem:
     def tensors(self, row: "Row", dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Operands of the row's plain function: q, k, v, and what else the variant takes; the same ones every time."""
         generator = torch.Generator().manual_seed(0)
-        heads = (self.H, self.H // row.group, self.H // row.group)
-        shapes = [(self.B, h, self.N, self.d) for h in heads]
+        keys = (self.B, self.H // row.group, self.N, self.d)
+        shapes = [(self.B, self.H, row.queries or self.N, self.d), keys, keys]
         operands = [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
         operands += [extra.to(self.dtype) for extra in row.extras(self, generator)]
         return tuple(x.to(dtype or self.dtype) for x in operands)
@@ -82,10 +82,17 @@ def table(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     return torch.softmax(_scores(q, k) + offsets[:, j - i + q.shape[-2] - 1], dim=-1) @ v
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _for_every_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return causal(q, k, v)
+    return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal(*_for_every_query_head(q, k, v))
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return full(*_for_every_query_head(q, k, v))
 
 
 def _slopes(p: Problem, generator: torch.Generator) -> list[Tensor]:
@@ -128,14 +135,15 @@ class Row:
     plain: Callable[..., Tensor]
     extras: Callable[[Problem, torch.Generator], list[Tensor]] = _nothing
     group: int = 1
+    queries: int | None = None  # N of them where this is None
     sdpa: Callable[..., dict] | None
     score: Callable[..., Callable] | None = None
     mask: Callable | None = None
 
     def live_pairs(self, N: int) -> int:
-        """Query-key pairs, of N², whose weight is not zero: what the arithmetic is counted by."""
+        """Query-key pairs whose weight is not zero: what the arithmetic is counted by."""
         if self.mask is None:
-            return N * N
+            return (self.queries or N) * N
         seen = min(N, WINDOW) if self.mask is _window_mask else N
         return seen * (seen + 1) // 2 + (N - seen) * seen
 
@@ -196,6 +204,13 @@ ROWS: dict[str, Row] = {
         group=GROUP,
         sdpa=lambda q, k: {"is_causal": True, "enable_gqa": True},
         mask=_causal_mask,
+    ),
+    "decode": Row(
+        title=f"decoding: one query, grouped heads ({GROUP})",
+        plain=decode,
+        group=GROUP,
+        queries=1,
+        sdpa=lambda q, k: {"enable_gqa": True},
     ),
 }
 

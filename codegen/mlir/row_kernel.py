@@ -142,7 +142,9 @@ class _RowKernel(KernelFunction):
         with b.carry(0, count, 1, [self.n_k, b.constant(0, "i64")], hint="r") as (ends, r, (lowest, highest)):
             low, high = self._range(r)
             ends.yields(b.least(lowest, low), b.most(highest, high))
-        with b.loop(*ends.results, self.stretch, hint="start") as start, b.loop(0, count, hint="r") as r:
+        # Stretches begin where no other row of the item has a say, so that a row's sums do not depend on these.
+        lowest = b.mul(b.div(ends.results[0], self.stretch), self.stretch)
+        with b.loop(lowest, ends.results[1], self.stretch, hint="start") as start, b.loop(0, count, hint="r") as r:
             low, high = self._range(r)
             low, high = b.most(low, start), b.least(high, b.add(start, self.stretch))
             with b.when(b.compare("slt", low, high)):

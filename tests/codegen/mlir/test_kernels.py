@@ -120,6 +120,15 @@ def test_few_queries(name: str, dtype: str, target: str) -> None:
     check(c, kernel(c, target), "heads_inside", shapes)
 
 
+@pytest.mark.parametrize("d_v", [24, 300])
+@pytest.mark.parametrize("group", [1, 5, 12])
+@pytest.mark.parametrize("name", ["plain", "causal_last_key", "left_padded_inf", "window"])
+def test_rows_that_read_the_same_keys(name: str, group: int, d_v: int) -> None:
+    c = case(name, "float32", 40, d_v, group=group, weight=group == 5, sinks=group == 12)
+    shapes = tuple({"B": 2, "H": 2, "Nq": n_q, "Nk": n_k} for n_q, n_k in ((1, 700), (3, 1300), (8, 33)))
+    check(c, kernel(c), shapes=shapes)
+
+
 @pytest.mark.parametrize("n", [9, 32, 129, 500])
 def test_another_length_compiles_nothing(n: int) -> None:
     c = case("causal")
@@ -137,15 +146,17 @@ def test_layout_of_the_result() -> None:
     assert out.stride() == torch.empty(2, 100, 2, 64).transpose(1, 2).stride()
 
 
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    c = case("causal")
+@pytest.mark.parametrize(("name", "n_q", "n_k", "group"), [("causal", 200, 200, 1), ("window", 8, 3000, 3)])
+def test_results_do_not_depend_on_the_number_of_threads(name: str, n_q: int, n_k: int, group: int) -> None:
+    c = case(name, group=group)
     run = kernel(c)
-    operands, sizes = draw(c, {"B": 2, "H": 3, "Nq": 200, "Nk": 200})
+    operands, sizes = draw(c, {"B": 2, "H": 3, "Nq": n_q, "Nk": n_k})
     outs, threads = [], torch.get_num_threads()
     try:
-        for count in (1, 2):
+        for count in (1, 2, 5):
             torch.set_num_threads(count)
             outs.append(run(operands, sizes))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(*outs)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])

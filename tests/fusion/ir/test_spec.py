@@ -107,3 +107,23 @@ def test_a_quotient_within_a_product_keeps_its_brackets():
     half = integers.floordiv(coord("b1"), 2)
     assert str(integers.mul(16, half)) == "16 * (b1 // 2)"
     assert str(integers.floordiv(coord("b1"), 2)) == "b1 // 2"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        (lambda k: k.repeat_interleave(3, 1), 3),
+        (lambda k: k[:, :, None].expand(2, 4, 3, 9, 8).reshape(2, 12, 9, 8), 3),
+        (lambda k: k[:, :1], 12),
+        (lambda k: k.repeat(1, 3, 1, 1), 1),
+        (lambda k: torch.cat([k, k, k], 1), 1),
+    ],
+    ids=["repeat_interleave", "expand", "one head", "repeat", "cat"],
+)
+def test_heads_that_read_the_same_keys(spelling, expected):
+    def attend(q, k, v):
+        return torch.softmax(q @ spelling(k).mT, -1) @ spelling(v)
+
+    spec = fusion.explain(attend, torch.randn(2, 12, 9, 8), *(torch.randn(2, 4, 9, 8) for _ in range(2))).sites[0].spec
+    assert spec.heads_per_key(12) == expected
+    assert spec.heads_per_key(14) == (14 if expected == 12 else 1)
