@@ -2,24 +2,36 @@
 
     python benchmarks/train_cpu.py [--lengths 512 1024 2048] [--heads 4] [--dtype float32] [--seconds 4]
     python benchmarks/train_cpu.py --memory --seconds 0 --lengths 512 1024 2048 4096 8192
+    python benchmarks/train_cpu.py --example [--seconds 30]
 
 Peers: the eager code (`scaled_dot_product_attention` where it can express the case), and Inductor on it. All run in
 turns within one process, so that what disturbs the machine disturbs all of them; medians are printed. Memory is the
 largest resident size during a step, in a process of its own, less that before it; behind the lengths stands the
 exponent of N by which it grows from the first to the last (1 linear, 2 quadratic). With --seconds 0 no times are taken.
+
+--example takes whole training steps of examples/train.py instead, and its losses: all start from the same weights and
+see the same batches. Its peers are Inductor on the same model, and Inductor on the model whose attention is rewritten
+to `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import math
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType, ModuleType
+from typing import Any
+
+if "--example" in sys.argv:  # as the example itself: whole models alternate between Inductor's OpenMP and torch's
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch._inductor.config
@@ -113,6 +125,49 @@ def peak_elsewhere(name: str, case: str, length: int, arguments: argparse.Namesp
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
+def load_example() -> ModuleType:
+    """examples/train.py."""
+    spec = importlib.util.spec_from_file_location("train", Path(__file__).parents[1] / "examples" / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def with_sdpa(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward of the example's attention, [B, N, WIDTH], by `scaled_dot_product_attention`."""
+    n = x.shape[1]
+    q, k, v = attention.project(x).unflatten(-1, (3, attention.distance_bias.shape[0], -1)).permute(2, 0, 3, 1, 4)
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    mask = attention.distance_bias[:, distance.clamp(min=0)].masked_fill(distance < 0, float("-inf"))
+    return attention.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def measure_example(seconds: float) -> None:
+    """Print median times of a training step and how far losses are from eager's."""
+    example = load_example()
+    text, characters = example.read_text()
+    names = ("fusion", "inductor", "sdpa + inductor", "eager")
+    runs = {name: example.Run(name if name in ("fusion", "inductor") else None, characters) for name in names}
+    rewritten = runs["sdpa + inductor"]
+    for attention in rewritten.model.attention:
+        attention.forward = MethodType(with_sdpa, attention)
+    rewritten.model = torch.compile(rewritten.model)
+    end: float | None = None  # set when all are compiled
+    while end is None or time.perf_counter() < end:
+        starts = torch.randint(0, len(text) - example.LENGTH - 1, (example.BATCH,)).tolist()
+        batch = torch.stack([text[start : start + example.LENGTH + 1] for start in starts])
+        for run in runs.values():
+            run.step(batch)
+        if end is None and len(rewritten.losses) == 2:
+            end = time.perf_counter() + seconds
+    ours, eager = runs["fusion"].milliseconds(), torch.tensor(runs["eager"].losses)
+    print(f"{len(eager)} steps of {example.BATCH} x {example.LENGTH}; loss {eager[0]:.4f} to {eager[-1]:.4f}")
+    for name, run in runs.items():
+        difference = (torch.tensor(run.losses) - eager).abs().max()
+        print(f"{name:16} {run.milliseconds():8.1f} ms ({run.milliseconds() / ours:4.2f}x)  loss +-{difference:.1e}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
@@ -121,11 +176,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=4.0, help="per case and length")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too (a process each)")
+    parser.add_argument("--example", action="store_true", help="whole training steps of examples/train.py")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
     if arguments.peak:
         print(peak(arguments.peak, arguments.cases[0], arguments.lengths[0], arguments.heads, dtype))
+        return
+    if arguments.example:
+        print(f"{torch.get_num_threads()} threads, OMP_WAIT_POLICY={os.environ['OMP_WAIT_POLICY']}")
+        measure_example(arguments.seconds)
         return
     print(f"{torch.get_num_threads()} threads, {arguments.heads} heads of {WIDTH}, {arguments.dtype}; times in ms")
     for case in arguments.cases:
