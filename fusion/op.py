@@ -35,7 +35,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.tile_map import MapSpec
 from fusion.tile_map import tile_map
 
-VERSION = 7
+VERSION = 8
 """To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "DEF")
