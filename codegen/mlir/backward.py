@@ -441,14 +441,17 @@ class _Backward(KernelFunction):
             (p, self.packed[0], self.packed_a, self.scores),
             (q, self.packed[2], self.packed_b, self.slopes),
         ):
-            with b.loop(0, steps, hint="step") as step, b.loop(0, padded, product.group_step, hint="g") as g:
-                members = [b.add(g, k) for k in range(product.group_step)]
-                at = self._part(packed, b.add(start, step), product.key_bytes())
-                places = [
-                    b.at(target, b.mul(b.add(b.mul(m, rows), b.mul(step, product.key_step)), lanes), "f32")
-                    for m in members
-                ]
-                product.scores(at, [self._part(lane_side, m, product.query_bytes()) for m in members], places)
+            with b.loop(0, steps, hint="step") as step:
+                if product is p:
+                    self._prefetch(scope, first, groups, b.add(r0, b.mul(step, p.key_step)), p.key_step)
+                with b.loop(0, padded, product.group_step, hint="g") as g:
+                    members = [b.add(g, k) for k in range(product.group_step)]
+                    at = self._part(packed, b.add(start, step), product.key_bytes())
+                    places = [
+                        b.at(target, b.mul(b.add(b.mul(m, rows), b.mul(step, product.key_step)), lanes), "f32")
+                        for m in members
+                    ]
+                    product.scores(at, [self._part(lane_side, m, product.query_bytes()) for m in members], places)
         whole = self._all_live(scope, first, count, r0, n)
         with b.loop(0, groups, hint="g") as g:
             if whole is None:
@@ -474,6 +477,21 @@ class _Backward(KernelFunction):
         if self.queries is not None:
             sums = self._part(self.packed[4], start, self.queries.step_bytes())
             self.queries.accumulate(self.row_slopes, self.key_pairs, sums, steps)
+
+    def _prefetch(self, scope: Scope, first: Value, groups: Value, row: Value, count: int) -> None:
+        """Ask for what `count` rows read of dense tensors and write of their gradients, while products are computed."""
+        b, role, lanes = self.b, self.role, self.lanes
+        if role is Role.QUERIES or not self.dense:
+            return
+        with b.loop(0, groups, hint="g") as g, b.loop(0, count, hint="r") as r:
+            start, valid = b.add(first, b.mul(g, lanes)), self._valid(b.constant(lanes, "i64"))
+            held, position = Lanes(coord=role.lane, first=start, count=lanes, valid=valid), b.add(row, r)
+            for load in self.loads:
+                if isinstance(load, LaneLoad):
+                    load.prefetch(held, position)
+            line = Scope(context=self.context, parent=scope, lanes=held, known={role.row: position})
+            for sink in self.sinks:
+                sink.prefetch(line)
 
     def _all_live(self, scope, first, count, r0, n) -> Value | None:
         return None if self.programs.full is None else self._whole(self._tile_scope(scope, first, count, r0, n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fusion.codegen.mlir.backward_plan import Form, LoadGradient, column_dimension
 from fusion.codegen.mlir.builder import PTR, SIZE, Value, vector_of
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Lanes, Scope
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind
 
@@ -32,6 +32,12 @@ class LaneLoad:
         self.origin = b.at(context.params[("ptr", number)], base, self.memory, "origin")
         self.scalar = "i32" if expr.kind is Kind.BOOL else "f32"
         self.vector = vector_of(self.scalar, context.lanes)
+
+    def prefetch(self, lanes: Lanes, row: Value) -> None:
+        """Ask for the lanes of a row: rows lie too far apart for the hardware to foresee them."""
+        b = self.b
+        offset = b.add(b.mul(lanes.first, self.lane_stride), b.mul(row, self.row_stride))
+        b.prefetch(b.at(self.origin, offset, self.memory))
 
     def stage(self, scope: Scope, first: Value, count: Value, target: Value) -> None:
         """Write rows first..first+count-1 to target [row][L]; `read` reads a row of the block."""
@@ -108,7 +114,12 @@ class GradientSink:
         else:
             self._scatter(row, term)
 
-    def _add_line(self, row: Scope, term: Value) -> None:
+    def prefetch(self, row: Scope) -> None:
+        """Ask for the line that `add` will write at row's query."""
+        if self.entry.form is Form.DENSE:
+            self.b.prefetch(self._line(row), write=True)
+
+    def _line(self, row: Scope) -> Value:
         b, column = self.b, column_dimension(self.entry.load)
         assert row.lanes is not None
         offset: Value | int = 0
@@ -119,8 +130,12 @@ class GradientSink:
                 offset = b.add(offset, b.add(row.lanes.first, row.integer(rest[1])))
             else:
                 offset = b.add(offset, b.mul(row.integer(index), stride))
-        at, mask = b.at(self.pointer, offset, "f32"), row.lanes.valid
-        total = term
+        return b.at(self.pointer, offset, "f32")
+
+    def _add_line(self, row: Scope, term: Value) -> None:
+        b, at = self.b, self._line(row)
+        assert row.lanes is not None
+        total, mask = term, row.lanes.valid
         if not self.once:
             zero = b.constant(0.0, term.type)
             types = f"({PTR}, {mask.type}, {term.type}) -> {term.type}"

@@ -282,9 +282,10 @@ class Builder:
         align = align or SIZE[shape_of(value.type)[1]]
         self.line(f"llvm.store {value}, {address} {{alignment = {align} : i64}} : {value.type}, {PTR}")
 
-    def prefetch(self, address: Value, locality: int = 2) -> None:
-        """Ask for a cache line that will be read soon; locality 3 means into the first level, 2 into the second."""
-        fields = f"<{{cache = 1 : i32, hint = {locality} : i32, rw = 0 : i32}}>"
+    def prefetch(self, address: Value, locality: int = 2, write: bool = False) -> None:
+        """Ask for a cache line that will be read or written soon; locality 3 means into the first level, 2 into the
+        second."""
+        fields = f"<{{cache = 1 : i32, hint = {locality} : i32, rw = {int(write)} : i32}}>"
         self.line(f'"llvm.intr.prefetch"({address}) {fields} : ({PTR}) -> ()')
 
     @contextlib.contextmanager
