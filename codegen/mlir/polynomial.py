@@ -98,14 +98,12 @@ class FeatureKernels:
         )  # fmt: skip
         return state
 
-    def readout(
-        self, q: torch.Tensor, state: torch.Tensor, weights: torch.Tensor, divided: bool = False
-    ) -> torch.Tensor:
+    def readout(self, q: torch.Tensor, state: torch.Tensor, divided: bool = False) -> torch.Tensor:
         """[heads, N, d_v + 1]: for q [heads, N, d] the sums over keys of p(q.k) [v, 1]; divided: the first d_v of them,
-        divided by the last. weights: coefficient of every padded feature, [features] or [heads, features]."""
+        divided by the last. state: times what every feature is worth (`weights`)."""
         heads, n, _ = q.shape
         blocks = -(-n // QUERY_BLOCK)
-        planes = _state_planes(state * weights[..., None])
+        planes = _state_planes(state)
         out = torch.empty(heads, blocks * QUERY_BLOCK, self.shape.value_width if divided else self.e)
         self.readout_kernel(
             heads * blocks, rows=_rows(q, QUERY_BLOCK, self.shape.width), planes=planes, parents=self.parents,

@@ -24,12 +24,14 @@ LOOK = 2e-4
 LOOK_SHARE = 0.04
 """What looking may cost of the exact kernel's time where it turns out to be for nothing."""
 GPU_ROUND_TRIP, GPU_RATE = 4e-4, 0.25
-PASSES = 8
-"""How often these operations move each of Q, K and V."""
+PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 10, 12
+"""How often these operations move each of Q, K and V, where causal, and the states of causal chunks."""
+WORTH = 0.9
+"""Of the exact kernel's time, what the polynomial's may be predicted to be."""
 UNIT = 2.0**-8
 """Relative error of rounding to bf16."""
 MAX_FEATURES = 60000
-CAUSAL_CHUNK = 512
+CAUSAL_CHUNK = 1024
 """Rows of a causal chunk: as many as make its own scores cost about what making and reading the state does."""
 
 
@@ -49,7 +51,8 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
     """Of the polynomial schedule: features of both sides, made and multiplied once. split: by kernels that multiply
     bf16 planes (AMX tiles, tensor cores)."""
     rows = problem.problems * problem.n_q + max(1, problem.batch * problem.heads_kv) * problem.n_k
-    moved = rows * PASSES * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
+    passes = CAUSAL_PASSES if problem.causal else PASSES
+    moved = rows * passes * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
     if machine.kind == "gpu":
         return _gpu_seconds(machine, problem, rows, features, planes) + moved + GPU_ROUND_TRIP
     columns = -(-(problem.d_v + 1) // 16) * 16
@@ -60,9 +63,11 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
         seconds = rows * features * (2 * columns + 8) / machine.flops("float32")
     inside = 0.0
     if problem.causal:
-        chunk = min(problem.n_q, CAUSAL_CHUNK)
-        square = replace(problem, n_q=chunk, n_k=chunk, dtype="float32", causal=False)
-        inside = exact_seconds(machine, square) * problem.n_q / max(1, chunk)
+        chunk = max(1, min(problem.n_q, CAUSAL_CHUNK))
+        chunks = -(-problem.n_q // chunk)
+        near = replace(problem, batch=problem.batch * chunks, n_q=chunk, n_k=chunk, dtype="float32")
+        states = problem.problems * (chunks - 1) * features * columns * 4 / machine.main.bandwidth
+        inside = exact_seconds(machine, near) + STATE_PASSES * states
     return seconds + inside + moved + ROUND_TRIP
 
 
@@ -162,7 +167,9 @@ def crossing(
     for step in range(7 * 8, 26 * 8 + 1):
         n = int(2 ** (step / 8))
         here = replace(problem, n_q=n, n_k=n)
-        if polynomial_seconds(machine, here, choice.features, choice.planes, split) < exact_seconds(machine, here):
+        if polynomial_seconds(machine, here, choice.features, choice.planes, split) < WORTH * exact_seconds(
+            machine, here
+        ):
             return choice, n
     return choice, 0
 

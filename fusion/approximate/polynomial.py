@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusion.approximate import cost
 from fusion.approximate.certificates import Certificate, note_exact, output_error, record
+from fusion.approximate.chunks import Chunks
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
@@ -26,6 +27,8 @@ from fusion.machine import Machine, with_cores
 METHOD = "polynomial"
 SAMPLED, OPTIMISM = (12, 32), 0.85
 """Queries and keys of each head that are looked at before all are, and by how much the sample's figures are lowered."""
+RESAMPLED = 64, 128
+"""The same of a second look, whose figures are taken as they are."""
 SNAP = 32
 """B is rounded up to the next 1/SNAP of an octave, so that few polynomials are ever computed."""
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
@@ -81,6 +84,7 @@ class PolynomialAttention:
         self._predicted: dict[tuple[int, ...], bool] = {}
         self._known: dict[tuple[int, ...], _Known] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
+        self._chunks: Chunks | None = None
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -137,8 +141,12 @@ class PolynomialAttention:
             possible = np.flatnonzero(moments <= known.moment).tolist()
             if not possible:
                 return False
+            # More rows, by second moments, where that leaves hope: most of what is near the limit ends here.
+            sample = self.gather.sample(operands, sizes, *RESAMPLED)
             keys = sample.k - sample.k.mean(1, keepdims=True)
-            bounds = (sample.q**2).sum(-1).max(-1) * (keys**2).sum(-1).max(-1) * square
+            spread = np.matmul(keys.transpose(0, 2, 1), keys) / keys.shape[1]
+            moments = (np.matmul(sample.q, spread) * sample.q).sum(-1).max(-1) * self.plain.scale**2
+            bounds = (sample.q**2).sum(-1).max(-1) * (keys**2).sum(-1).max(-1) * self.plain.scale**2
         return any(self._choice(known.extents, bounds[n] ** 0.5, float(moments[n]), 1.0) is not None for n in possible)
 
     def _largest_moment(self, extents: Extents) -> float:
@@ -163,7 +171,7 @@ class PolynomialAttention:
     def _predict(self, extents: Extents, features: int, planes: int) -> bool:
         here, problem = self._problem(extents)
         ours = cost.polynomial_seconds(here, problem, features, planes, self.kernels is not None)
-        return ours < cost.exact_seconds(here, problem)
+        return ours < cost.WORTH * cost.exact_seconds(here, problem)
 
     def _problem(self, extents: Extents) -> tuple[Machine, Problem]:
         """What the planner takes: the machine, with as many cores as torch uses, and the sizes."""
@@ -253,11 +261,11 @@ class PolynomialAttention:
                 record(self._exact_certificate(heads, chosen, "no polynomial is certified and faster at this B", bound))
                 continue
             if len(groups) == 1:
-                out = self._attend(data.queries, data.keys, data.values, heads.owner, list(choices.values()))
+                out = self._attend(data.queries, data.keys, data.values, heads.owner, list(choices.values()), sizes)
             else:
                 used, owner = torch.unique(owner, return_inverse=True)
                 out[chosen] = self._attend(
-                    data.queries[chosen], data.keys[used], data.values[used], owner, list(choices.values())
+                    data.queries[chosen], data.keys[used], data.values[used], owner, list(choices.values()), sizes
                 )
             self._certify(heads, data, choices, largest)
         return heads.store(out)
@@ -285,7 +293,9 @@ class PolynomialAttention:
             n_k=heads.n_k, reason=reason, bound=bound,
         )  # fmt: skip
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, choices: list[Choice]) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, choices: list[Choice], sizes: Sequence[int]
+    ) -> Tensor:
         """[h, N_q, d_v], normalised. choices: of every head, all of one degree."""
         powers = torch.tensor([choice.polynomial.coefficients for choice in choices], dtype=torch.float64)
         if self.kernels is None:
@@ -301,9 +311,11 @@ class PolynomialAttention:
         run = mlir.kernels(q.shape[-1], v.shape[-1], powers.shape[1] - 1, choices[0].planes)
         weights = run.weights(powers)
         if self.plain.causal:
-            return _causal(run, q, k, v, owner, weights)
+            self._chunks = self._chunks or Chunks(self.some.spec, self.machine)
+            return self._chunks.attend(run, q, k, v, owner, weights, sizes)
         state = run.state(k, v)
-        return run.readout(q, state[owner] if len(k) < len(q) else state, weights, divided=True)
+        state = (state[owner] if len(k) < len(q) else state) * weights[..., None]
+        return run.readout(q, state, divided=True)
 
     def _block(self, extents: Extents, choice: Choice) -> int:
         """Features of a block, by the cost model."""
@@ -322,21 +334,3 @@ class PolynomialAttention:
 def _snapped(x: float, steps: int) -> float:
     """x, rounded up to the next 1/steps of an octave, and at least 2**-20."""
     return 2.0 ** (math.ceil(math.log2(max(x, 2.0**-20)) * steps) / steps)
-
-
-def _causal(run, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, weights: Tensor) -> Tensor:
-    """[h, N, d_v]: in chunks, with the state of the chunks before, and exactly inside of a chunk."""
-    heads, n, _ = q.shape
-    total = q.new_empty(heads, n, v.shape[-1] + 1)
-    state = None
-    for first in range(0, n, CHUNK):
-        here = slice(first, first + CHUNK)
-        scores = (q[:, here] @ k[owner][:, here].transpose(1, 2)).exp_().tril_()
-        inside = total[:, here]
-        inside[..., :-1] = scores @ v[owner][:, here]
-        inside[..., -1] = scores.sum(-1)
-        if state is not None:
-            inside += run.readout(q[:, here], state[owner], weights)
-        if first + CHUNK < n:
-            state = run.state(k[:, here], v[:, here], state)
-    return total[..., :-1] / total[..., -1:]

@@ -42,9 +42,9 @@ def test_kernels_agree_with_the_reference(n_q, n_k, d, d_v, degree, planes):
     q, k, v, c = case(3, n_q, n_k, d, d_v, degree)
     run = kernels.kernels(d, d_v, degree, planes)
     state = run.state(k, v)
-    weights = run.weights(torch.tensor(c))
-    total = run.readout(q, state, weights)
-    torch.testing.assert_close(run.readout(q, state, weights, divided=True), total[..., :-1] / total[..., -1:])
+    weighted = state * run.weights(torch.tensor(c))[:, None]
+    total = run.readout(q, weighted)
+    torch.testing.assert_close(run.readout(q, weighted, divided=True), total[..., :-1] / total[..., -1:])
     scores = q.double() @ k.double().mT
     expected = sum(c[g] * scores**g for g in range(degree + 1)) @ torch.cat([v, torch.ones(3, n_k, 1)], -1).double()
     # Four roundings to bf16 of the terms of the top degree, or of a rest 2**-8 smaller; see approximate/cost.py.
