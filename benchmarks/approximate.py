@@ -1,8 +1,9 @@
 """Exact against approximate attention in one process: medians of interleaved calls, errors against float64.
 
-    python benchmarks/approximate.py [--quick]
+    python benchmarks/approximate.py [--quick] [--only PART] [--output FILE]
 
-Prints one line per case: times, ratio, measured and certified error, and what ran.
+Prints one line per case: times, ratio, measured and certified error, and what ran; with --output appends them to a
+file, which says where they were measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import argparse
 import math
 import statistics
 import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusion
+from results import environment
+
+PARTS = ("polynomial", "causal", "unhelpful", "certified_sparse", "minilm")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,9 +90,9 @@ def minilm(n: int) -> list[tuple[Tensor, ...]]:
 
 
 def compare(
-    title: str, inputs: tuple[Tensor, ...], method: str, epsilon: float, function=attend, repeats: int = 7
-) -> None:
-    """One line: exact and approximate on the same inputs, taken in turns."""
+    title: str, inputs: tuple[Tensor, ...], method: str, epsilon: float, function=attend, seconds: float = 1.5
+) -> str:
+    """One line: exact and approximate on the same inputs, taken in turns for so long, and at least five times."""
     options: dict[str, Any] = {"inner": "eager"}
     torch._dynamo.reset()
     exact = torch.compile(function, backend="fusion", options=options)
@@ -95,8 +101,10 @@ def compare(
     certificates = fusion.last_certificates()
     error = (found[:, :, -256:].double() - _last_rows(inputs, function)).norm(dim=-1).max()
     times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
-        for call, seen in zip((exact, ours), times, strict=True):
+    started = time.perf_counter()
+    while len(times[0]) < 5 or time.perf_counter() - started < seconds:
+        turn = list(zip((exact, ours), times, strict=True))
+        for call, seen in turn if len(times[0]) % 2 else turn[::-1]:
             start = time.perf_counter()
             call(*inputs)
             seen.append(1e3 * (time.perf_counter() - start))
@@ -106,10 +114,9 @@ def compare(
     what = f"{ran} heads approximate" + (f", {sum(live) / len(live):.0%} of the tiles" if live else "")
     what += "".join(f", degree {c.degree} ({c.features} features)" for c in certificates[:1] if c.degree)
     certified = max(c.output_error for c in certificates)
-    print(
-        f"{title:44} exact {plain_ms:8.2f} ms  ours {ours_ms:8.2f} ms  {plain_ms / ours_ms:5.2f}x  "
-        f"error {error:.1e} <= {certified:.1e}  {what}",
-        flush=True,
+    return (
+        f"{title:48} exact {plain_ms:8.2f} ms  ours {ours_ms:8.2f} ms  {plain_ms / ours_ms:5.2f}x  "
+        f"error {error:.1e} <= {certified:.1e}  {what}"
     )
 
 
@@ -123,38 +130,67 @@ def _last_rows(inputs: tuple[Tensor, ...], function) -> Tensor:
     return torch.softmax(scores, -1) @ v
 
 
+def cases(parts: Collection[str], lengths: Sequence[int]) -> Iterator[str]:
+    """The lines of these parts."""
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype)[6:]
+        if "polynomial" in parts:
+            for d in (16, 32):
+                for n in lengths:
+                    title = f"polynomial, |s| <= 1, d={d}, N={n}, {name}"
+                    yield compare(title, small(4, n, d, dtype), "polynomial", 1e-2)
+        if "causal" in parts:
+            for n in lengths:
+                title = f"polynomial, |s| <= 1, causal, d=32, N={n}, {name}"
+                yield compare(title, small(4, n, 32, dtype), "polynomial", 1e-2, causal)
+        if "unhelpful" in parts:
+            for d in (16, 32):
+                for n in lengths[:2]:
+                    for method, epsilon in (("polynomial", 1e-2), ("certified_sparse", 1e-3)):
+                        inputs = tuple(6 * x for x in plain(4, n, d, dtype))  # too large for fewer planes, too
+                        yield compare(f"{method}, nothing helps, d={d}, N={n}, {name}", inputs, method, epsilon)
+    if "certified_sparse" in parts:
+        yield from _sparse(lengths)
+    if "minilm" in parts:
+        layers = minilm(8192)
+        for number, layer in enumerate(layers):
+            yield compare(f"certified_sparse, MiniLM layer {number}, N=8192", layer, "certified_sparse", 1e-3)
+        one = tuple(x[:, 2:3].contiguous() for x in layers[0])
+        yield compare("certified_sparse, MiniLM layer 0 head 2", one, "certified_sparse", 1e-3)
+
+
+def _sparse(lengths: Sequence[int]) -> Iterator[str]:
+    for n in lengths[1:]:
+        yield compare(
+            f"certified_sparse, documents, d=32, N={n}", peaked(4, n, 32, torch.float32), "certified_sparse", 1e-3
+        )
+    inputs = peaked(4, 8192, 32, torch.float32)
+    yield compare("certified_sparse, documents, causal, N=8192", inputs, "certified_sparse", 1e-3, causal)
+    shuffled = [x[:, :, torch.randperm(8192)] for x in inputs]
+    yield compare("certified_sparse, shuffled, d=32, N=8192", tuple(shuffled), "certified_sparse", 1e-3)
+    inputs = plain(4, 8192, 32, torch.float32)
+    yield compare("certified_sparse, plain random, N=8192", inputs, "certified_sparse", 1e-3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer lengths")
-    parser.add_argument("--only", choices=["polynomial", "certified_sparse", "minilm"], help="one part")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts")
+    parser.add_argument("--output", type=Path, help="file to append the lines to")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    print(f"{fusion.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    lengths = (4096, 8192) if arguments.quick else (2048, 4096, 8192, 16384)
-    if arguments.only in (None, "polynomial"):
-        for dtype in (torch.float32, torch.bfloat16):
-            for d in (16, 32):
-                for n in lengths:
-                    title = f"polynomial, |s| <= 1, d={d}, N={n}, {str(dtype)[6:]}"
-                    compare(title, small(4, n, d, dtype), "polynomial", 1e-2)
-        compare("polynomial, causal, d=16, N=8192", small(4, 8192, 16, torch.float32), "polynomial", 1e-2, causal)
-        compare("polynomial, plain random, d=32, N=8192", plain(4, 8192, 32, torch.float32), "polynomial", 1e-2)
-    if arguments.only in (None, "certified_sparse"):
-        for n in lengths[1:]:
-            title = f"certified_sparse, documents, d=32, N={n}"
-            compare(title, peaked(4, n, 32, torch.float32), "certified_sparse", 1e-3)
-        inputs = peaked(4, 8192, 32, torch.float32)
-        compare("certified_sparse, documents, causal, N=8192", inputs, "certified_sparse", 1e-3, causal)
-        shuffled = [x[:, :, torch.randperm(8192)] for x in inputs]
-        compare("certified_sparse, shuffled, d=32, N=8192", tuple(shuffled), "certified_sparse", 1e-3)
-        compare("certified_sparse, plain random, N=8192", plain(4, 8192, 32, torch.float32), "certified_sparse", 1e-3)
-    if arguments.only in (None, "minilm"):
-        layers = minilm(8192)
-        for number, layer in enumerate(layers):
-            compare(f"certified_sparse, MiniLM layer {number}, N=8192", layer, "certified_sparse", 1e-3, repeats=5)
-        one = tuple(x[:, 2:3].contiguous() for x in layers[0])
-        compare("certified_sparse, MiniLM layer 0 head 2", one, "certified_sparse", 1e-3)
+    here = environment({})
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    head = f"{here['date']}, {here['cpu']}, {here['threads']} threads on {here['cores']} cores; {versions}; commit "
+    lines = [head + here["commit"]]
+    print(lines[0])
+    for line in cases(arguments.only, (4096, 8192) if arguments.quick else (4096, 8192, 16384)):
+        print(line, flush=True)
+        lines.append(line)
+    if arguments.output:
+        with arguments.output.open("a") as file:
+            file.write("\n".join(lines) + "\n\n")
 
 
 if __name__ == "__main__":
