@@ -113,6 +113,7 @@ def strip_scale(node: Node) -> tuple[Node, float]:
         tensor, factor = node.args[:2]
         if packet(node) is aten.mul and not isinstance(tensor, Node):
             tensor, factor = factor, tensor
+        factor = nodes.number(factor)
         plain = isinstance(tensor, Node) and nodes.is_tensor(tensor) and isinstance(factor, (int, float))
         if not plain or node.meta.get("stop_gradient") or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
             break

@@ -45,6 +45,18 @@ def dtype(node: Node) -> torch.dtype:
     return value(node).dtype
 
 
+def number(argument: Any) -> Any:
+    """A scalar argument as a Python number where it is, or can be made, one.
+
+    With dynamic=True the floats of modules (a scale, a dropout probability) are symbols. What an attention is made of
+    is compiled in: torch guards on the value, and compiles again where another one is met.
+    """
+    held = value(argument) if isinstance(argument, Node) else argument
+    if isinstance(held, float) or not isinstance(held, torch.SymFloat):
+        return held if isinstance(held, float) else argument
+    return held.node.guard_float(__file__, 0) if held.node.has_hint() else argument
+
+
 def packet(node: Node) -> Any:
     """The overload packet that a node calls, or None."""
     target = node.target
@@ -105,11 +117,11 @@ def specialize(extent: Any) -> None:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Arguments of an ATen call by their schema names, defaults filled in."""
+    """Arguments of an ATen call by their schema names, defaults filled in, scalars as `number` has them."""
     schema = node.target._schema  # type: ignore[union-attr]
     bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
     bound |= dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
-    return bound | node.kwargs
+    return {name: number(argument) for name, argument in (bound | node.kwargs).items()}
 
 
 def normalize_dim(dim: int, rank: int) -> int:

@@ -92,6 +92,14 @@ class _Retrace(torch.fx.Interpreter):
         self.vmap = VmapAsBroadcast(module)
         self.checkpoints = Checkpoints(module, bodies)
 
+    def run_node(self, n: Node) -> Any:
+        held = nodes.value(n)
+        if n.target == "item" and isinstance(held, (torch.SymFloat, torch.SymInt)):
+            (tensor,), _ = self.fetch_args_kwargs_from_env(n)
+            if isinstance(tensor, FakeTensor):  # it has no value, but Dynamo knows what stands for it
+                tensor.item_memo = held
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.vmap.handles(target):
             return self.vmap.call(target, args)

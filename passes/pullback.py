@@ -168,10 +168,8 @@ class PullBack:
             return self.value(value, broadcast_index(extents, shape(value), index))
         if isinstance(held, (torch.SymInt, int)):
             return nodes.size_expr(held)
-        if isinstance(held, torch.SymFloat) and held.node.expr.is_number:
-            return float(held.node.expr)
-        if isinstance(held, float):
-            return held
+        if isinstance(plain := nodes.number(value), float):
+            return plain
         raise Unsupported(f"a scalar that is computed at run time ({value.name})")
 
     # --- operations ---------------------------------------------------------------------------------------------

@@ -201,3 +201,54 @@ def test_the_plan_is_that_of_the_kernel():
     assert (site.plan.B_r, site.plan.B_c) == kernel.tile_of(list(site.sizes[0].values()))
     unaided = fusion.plan(site.spec, sizes=site.sizes[0])  # the planner alone knows the kernel's register tile
     assert (unaided.B_r, unaided.B_c, unaided.time) == (site.plan.B_r, site.plan.B_c, site.plan.time)
+
+
+class Scaled(torch.nn.Module):
+    """Numbers as attributes, which are symbols with dynamic=True; an embedding has one too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 16)
+        self.scale, self.temperature, self.cap, self.fill = 0.25, 1.5, 5.0, -1e9
+
+    def forward(self, ids):
+        x = self.embedding(ids)[:, None]
+        s = torch.tanh(x @ x.mT * (self.scale / self.temperature) / self.cap) * self.cap
+        i = torch.arange(ids.shape[-1])
+        return torch.softmax(s.masked_fill(i > i[:, None], self.fill), -1) @ x
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_floats_of_modules_may_be_symbols(inner):
+    model = Scaled()
+    compiled = torch.compile(model, backend="fusion", dynamic=True, options={"inner": inner, "strict": True})
+    seen = []
+    for scale, n in ((0.25, 9), (0.25, 30), (0.5, 30), (0.5, 12)):
+        model.scale = scale
+        ids = torch.randint(0, 20, (2, n))
+        with torch.no_grad(), fusion.collect_reports() as reports:
+            torch.testing.assert_close(compiled(ids), model(ids))
+        assert all(site.fused for report in reports for site in report.sites)
+        seen.append(bool(reports))
+    assert seen == [True, False, True, False]  # a scale is compiled in, a length is not
+
+
+def test_a_scale_may_be_an_argument():
+    def attend(q, k, v, scale):
+        return torch.nn.functional.scaled_dot_product_attention(q, k * scale, v, scale=scale)
+
+    given = inputs()
+    compiled = torch.compile(attend, backend="fusion", dynamic=True, options={"inner": "eager", "strict": True})
+    for scale in (0.125, 0.75, 0.125):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*given, scale), attend(*given, scale))
+
+
+def test_a_scale_read_from_data_is_left_alone_with_a_reason():
+    def attend(q, k, v, scale):
+        return torch.softmax(q @ k.mT * scale.item(), -1) @ v
+
+    given = [*inputs(), torch.tensor(0.25)]
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        reports = run(attend, given)
+    assert [site.reason for site in reports[0].sites] == ["a scalar that is computed at run time (item)"]

@@ -85,8 +85,9 @@ def check(
     inner: str = "eager",
     backend: str = "fusion",
     emitter: str = "auto",
+    dynamic: bool | None = None,
 ) -> Outcome:
-    """Compile `entry` and assert the numerics rule for all of its outputs.
+    """Compile `entry` and assert the numerics rule for all of its outputs. dynamic: as of `torch.compile`.
 
     With a backend other than "fusion", which takes no options of ours, only the comparison and the oracle's count mean
     anything.
@@ -101,7 +102,7 @@ def check(
     start = time.perf_counter()
     with fusion.collect_reports() as reports:
         options = {"inner": inner, "emitter": emitter} if backend == "fusion" else None
-        run, witness = compiled(model, backend, options)
+        run, witness = compiled(model, backend, options, dynamic=dynamic)
         actual = run(**inputs)
     seconds = time.perf_counter() - start
     try:

@@ -61,6 +61,7 @@ def test_every_kind_is_met(outcomes):
 DIVERSE = """bert gpt2 llama gemma2 bloom t5 deberta-v2 swin whisper gpt_oss mpt deepseek_v3 falcon-alibi xlnet clip
 swinv2 bart vit wav2vec2 beit""".split()
 WITH_INDUCTOR = "bert gpt2 llama gemma2 bloom t5 deberta-v2 swin gpt_oss vit".split()
+DYNAMIC = "bert gpt2 llama gemma2 bloom bart deberta-v2 deepseek_v3 vit".split()  # torch traces these in seconds
 # Routing decides by comparing, and in half precision two correct runs may decide differently.
 HALF = [name for name in DIVERSE if name not in ("gpt_oss", "deepseek_v3")]
 
@@ -76,6 +77,13 @@ def test_half_precision(name: str, dtype: torch.dtype, outcomes):
 def test_batch_of_one(name: str, outcomes):
     """Dimensions of size 1 fold away and change the graph."""
     outcome = _check(outcomes, "architectures, batch 1", by_name(name), batch=1)
+    assert outcome.fused == outcome.total, outcome.unfused
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic(name: str, outcomes):
+    """Every size, and every float of a module, is a symbol."""
+    outcome = _check(outcomes, "architectures, dynamic", by_name(name), dynamic=True)
     assert outcome.fused == outcome.total, outcome.unfused
 
 
