@@ -61,7 +61,7 @@ def test_every_kind_is_met(outcomes):
 DIVERSE = """bert gpt2 llama gemma2 bloom t5 deberta-v2 swin whisper gpt_oss mpt deepseek_v3 falcon-alibi xlnet clip
 swinv2 bart vit wav2vec2 beit""".split()
 WITH_INDUCTOR = "bert gpt2 llama gemma2 bloom t5 deberta-v2 swin gpt_oss vit".split()
-DYNAMIC = "bert gpt2 llama gemma2 bloom bart deberta-v2 deepseek_v3 vit".split()  # torch traces these in seconds
+DYNAMIC = "bert gpt2 llama gemma2 bart deberta-v2".split()  # torch traces these in seconds
 # Routing decides by comparing, and in half precision two correct runs may decide differently.
 HALF = [name for name in DIVERSE if name not in ("gpt_oss", "deepseek_v3")]
 

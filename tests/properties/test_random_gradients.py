@@ -79,7 +79,7 @@ def test_gradcheck_of_the_reference(case):
 
 
 @hypothesis.given(trained())
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=10)
 def test_gradients_of_kernels(case):
     """Several draws of the tensors count together: the error of a few elements is luck."""
     torch._dynamo.reset()

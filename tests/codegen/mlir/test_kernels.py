@@ -120,9 +120,8 @@ def test_few_queries(name: str, dtype: str, target: str) -> None:
     check(c, kernel(c, target), "heads_inside", shapes)
 
 
-@pytest.mark.parametrize("d_v", [24, 300])
-@pytest.mark.parametrize("group", [1, 5, 12])
-@pytest.mark.parametrize("name", ["plain", "causal_last_key", "left_padded_inf", "window"])
+@pytest.mark.parametrize(("group", "d_v"), [(1, 300), (5, 24), (12, 300)])
+@pytest.mark.parametrize("name", ["causal_last_key", "left_padded_inf", "window"])
 def test_rows_that_read_the_same_keys(name: str, group: int, d_v: int) -> None:
     c = case(name, "float32", 40, d_v, group=group, weight=group == 5, sinks=group == 12)
     shapes = tuple({"B": 2, "H": 2, "Nq": n_q, "Nk": n_k} for n_q, n_k in ((1, 700), (3, 1300), (8, 33)))
