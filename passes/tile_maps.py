@@ -1,8 +1,8 @@
 """Masks that are data: which part of a mask needs a map of its tiles, and what the attention becomes with one.
 
 A mask is data where its predicate loads something (padding, document numbers, a mask tensor), or where the score
-program adds a tensor whose values may be 0 and a hard negative. Where the predicate depends on positions alone, but
-bounds keys by no single range, a map helps as well.
+program adds a tensor whose values may be 0 and a hard negative. A predicate of positions
+alone gets none, also where it bounds keys by no single range (dilated windows).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from fusion.ir import Operand
-from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, loads, rebuild, substitute, walk
+from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, load, loads, rebuild, substitute, walk
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.spec import MaskFacts, Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
@@ -124,8 +124,6 @@ def _all(predicates: list[Expr]) -> Expr:
 
 def replace_load(part: Expr, number: int, index: tuple[Expr, ...]) -> Expr:
     """A load from another operand."""
-    from fusion.ir.expr import load
-
     return load(number, index, part.kind)
 
 

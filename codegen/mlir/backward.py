@@ -9,8 +9,7 @@
             transpose, write
 
 Threads share outer batch elements, or blocks where there are too few of these. Nothing depends on the order in which
-threads run, so
-that results are the same in every run.
+threads run, so that results are the same in every run.
 
 One file over the usual length: the roles of the kernel share nearly every method.
 """

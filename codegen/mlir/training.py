@@ -1,4 +1,7 @@
-"""Training on CPUs: the forward kernel that also writes the rows' statistics, and the calls of the backward kernels."""
+"""Training on CPUs: the forward kernel that also writes the rows' statistics, and the calls of the backward kernels.
+
+One file over the usual length: a call fills in the parameters of the kernels that the class before it builds.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@
     divide by the sum, write
 
 All sizes and strides are run-time arguments; d and d_v are constants of the module, padded to powers of two with masks.
+
+One file over the usual length: the kernel is one template, a method for each of its parts.
 """
 
 from __future__ import annotations
