@@ -52,9 +52,9 @@ def number(argument: Any) -> Any:
     is compiled in: torch guards on the value, and compiles again where another one is met.
     """
     held = value(argument) if isinstance(argument, Node) else argument
-    if isinstance(held, float) or not isinstance(held, torch.SymFloat):
-        return held if isinstance(held, float) else argument
-    return held.node.guard_float(__file__, 0) if held.node.has_hint() else argument
+    if isinstance(held, torch.SymFloat) and held.node.has_hint():
+        return held.node.guard_float(__file__, 0)
+    return held if isinstance(held, float) else argument
 
 
 def packet(node: Node) -> Any:
