@@ -58,6 +58,11 @@ class ShardingError(FusionError, RuntimeError):
     """An attention of DTensors that no process could compute its part of."""
 
 
+class UnsupportedSizeError(FusionError, ValueError):
+    """A size at run time is beyond what the integer arithmetic of kernels holds, or a kernel has more parameters than
+    there is room for."""
+
+
 class LargeTableError(FusionError, ValueError):
     """The gradient of a tensor that is read at computed indices, too large for every thread to keep a copy."""
 

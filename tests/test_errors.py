@@ -12,9 +12,8 @@ import torch
 import fusion
 from fusion import exporting
 from fusion.codegen import mlir, triton
-from fusion.codegen.mlir import launch
+from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.export import MlirExportError, attention_module
-from fusion.codegen.mlir.launch import UnsupportedSizeError
 from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skipping import emit_selective
 from fusion.codegen.mlir.strategy import tilings_for
@@ -26,7 +25,7 @@ from fusion.codegen.triton.offline import OfflineCompilationError
 from fusion.codegen.triton.source import KernelTextError
 from fusion.cost.optimum import optimum
 from fusion.cost.problem import Problem
-from fusion.errors import ProblemError, UnknownScheduleError
+from fusion.errors import ProblemError, UnknownScheduleError, UnsupportedSizeError
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import const
 from fusion.ir.ops import apply
@@ -136,11 +135,11 @@ def test_of_sizes_beyond_the_kernels(spec, monkeypatch):
         mlir.compile(spec)(given, large)
     trained = mlir.compile_training(spec)
     with pytest.raises(UnsupportedSizeError, match="was met; CPU kernels take sizes below"):
-        trained._check(5, SIZE_LIMIT, ())
-    monkeypatch.setattr(launch._memory, "params", b"")
+        trained.forward(given, large)
+    monkeypatch.setattr(calling, "PARAMETER_SLOTS", 0)
     with pytest.raises(UnsupportedSizeError, match="parameters; there is room for 0"):
         trained.forward(given, [1, 2, 5, 5])
-    with pytest.raises(triton_launch.UnsupportedSizeError, match="was met; GPU kernels take sizes below"):
+    with pytest.raises(UnsupportedSizeError, match="was met; GPU kernels take sizes below"):
         triton_launch.check_sizes([1 << 40])
 
 

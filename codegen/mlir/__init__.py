@@ -3,23 +3,23 @@ OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
     compile(spec, machine, times)  the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
-    compile_training(spec, machine)   the pair of `forward` (with row statistics) and `backward`; None where there is
-    none
+    compile_training(spec, machine)
+                                   the pair of `forward` (with row statistics) and `backward`; None where there is none
 
 How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` and `programs`
 (score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch`
-(the call); of the backward kernels in `backward_plan`, `backward`, `backward_loads` and `training`. Nothing of
-torch-mlir is imported before a kernel is compiled.
+and `calling` (the call); of training in `training` and `backward`. Nothing of torch-mlir is imported before a kernel is
+compiled.
 """
 
 from __future__ import annotations
 
+from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.compile import KernelCompilationError, unavailable
 from fusion.codegen.mlir.launch import Kernel, TileTimes
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.codegen.mlir.training import TrainingKernel
-from fusion.codegen.mlir.training import supports as trains
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
@@ -54,7 +54,7 @@ def compile_training(spec: AttentionSpec, machine: Machine | None = None) -> Tra
     """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at
     their first call."""
     machine = machine or Machine.detect()
-    if supports(spec, machine) is not None or trains(spec) is not None:
+    if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None
     target = target_of(machine)
     if (spec, target) not in _training:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from fusion.codegen.mlir.calling import CHUNKS_PER_THREAD, bytes_per_thread, extents_function
 from fusion.codegen.mlir.compile import PIPELINE, KernelCompilationError, openmp_library
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_QUERIES, extents_function, span_of
+from fusion.codegen.mlir.launch import FEW_QUERIES, span_of
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
@@ -160,7 +161,7 @@ class _Writer:
         span = span_of(text, self.spec, batch, n_q)
         blocks = -(-span // text.rows)
         items, steps = rows // span * blocks, -(-n_k // text.key_step)
-        per_thread = -(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128
+        per_thread = bytes_per_thread(text, steps)
         threads = self.op(f"func.call @{self.name}_threads() : () -> i32", "most")
         threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")
         wide = self.op(f"arith.extsi {threads} : i32 to i64")

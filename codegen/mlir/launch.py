@@ -1,11 +1,9 @@
-"""Calling a kernel: the tile of the call, parameters, workspace, output, a region on torch's OpenMP threads."""
+"""The forward kernels of a spec: the tile of a call, its parameters, its output."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,77 +12,23 @@ from typing import NamedTuple
 import torch
 
 from fusion.codegen import reference
-from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_library
+from fusion.codegen.mlir.calling import (
+    CHUNKS_PER_THREAD,
+    Function,
+    bytes_per_thread,
+    check_sizes,
+    extents_function,
+    memory,
+)
+from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.row_kernel import emit_rows
-from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.skipping import emit_selective
 from fusion.codegen.mlir.strategy import register_tile
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
-from fusion.errors import FusionError
-from fusion.ir import Expr
 from fusion.ir.spec import AttentionSpec
-
-
-class UnsupportedSizeError(FusionError, ValueError):
-    """A size at run time is beyond what the kernels' 32-bit lane arithmetic holds."""
-
-
-@functools.cache
-def _parallel() -> Callable[..., None]:
-    function = ctypes.CDLL(openmp_library()).GOMP_parallel
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    function.restype = None
-    return function
-
-
-class _ThreadMemory(threading.local):
-    """Workspace and parameter block of one calling thread; kept between calls, grown when needed."""
-
-    def __init__(self) -> None:
-        self.workspace = torch.empty(0, dtype=torch.uint8)
-        self.params = ctypes.create_string_buffer(8 * 256)
-        # The engine's entry points take an array of pointers to arguments; the one argument is the address of the
-        # slots.
-        self._argument = ctypes.c_void_p(ctypes.addressof(self.params))
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
-        self.packed = ctypes.addressof(self._arguments)
-        self.flag = ctypes.c_int64(0)
-        self.flag_address = ctypes.addressof(self.flag)
-        self.counter = ctypes.c_int64(0)
-        self.counter_address = ctypes.addressof(self.counter)
-
-    def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes, on a cache line."""
-        if self.workspace.numel() < size + 64:
-            self.workspace = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
-        return -(-self.workspace.data_ptr() // 64) * 64
-
-
-_memory = _ThreadMemory()
-
-
-def _python(expr: Expr, names: Sequence[str]) -> str:
-    """A size expression as Python text over the sequence `s` of run-time sizes."""
-    if expr.op == "const":
-        return str(int(expr.attr))  # type: ignore[arg-type]
-    if expr.op == "size":
-        return f"s[{names.index(str(expr.attr))}]"
-    args = [_python(arg, names) for arg in expr.args]
-    if expr.op in ("imin", "imax"):
-        return f"{expr.op[1:]}({', '.join(args)})"
-    return f"({OPERATORS[expr.op].join(args)})"
-
-
-OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
-
-
-def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Run-time sizes -> (batch sizes.., n_q, n_k, d, d_v), written out once per spec: a call has microseconds."""
-    texts = [_python(expr, spec.sizes) for expr in (*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v)]
-    return eval(f"lambda s: ({', '.join(texts)})")  # the text holds integers and indices only
 
 
 def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple[int, ...]]:
@@ -138,11 +82,9 @@ class Variant:
             if tiling is None
             else (emit_selective if selective else emit)(spec, tiling, target, d, d_v)
         )
-        self.code: MachineCode = compile_text(self.text.source, "attention")
+        self.function = Function(compile_text(self.text.source, "attention"), len(self.text.slots))
         self.spec, self.tiling = spec, tiling
         self.slots = slots_function(self.text, spec)
-        self.layout = struct.Struct(f"{len(self.text.slots)}q")
-        self.run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address)
 
     def call(self, extents: Sequence[int], threads: int) -> Call:
         """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads."""
@@ -159,7 +101,7 @@ class Variant:
         threads = min(threads, items)
         return Call(
             threads=threads,
-            per_thread=-(-(text.fixed_bytes + steps * text.step_bytes) // 4096) * 4096 + 128,
+            per_thread=bytes_per_thread(text, steps),
             steps=steps,
             items=items,
             blocks=blocks,
@@ -177,17 +119,12 @@ class Variant:
         selection: tuple[int, ...] = (),
     ) -> None:
         """Write the attention to `out`. selection: what a selective kernel is given (see `skipping`)."""
-        memory, threads = _memory, call.threads
-        workspace = memory.reserve(threads * call.per_thread)
+        workspace = memory.reserve(call.threads * call.per_thread)
         memory.counter.value = 0
         slots = self.slots(
             operands, sizes, out, workspace, memory.flag_address, memory.counter_address, call, selection
         )
-        self.layout.pack_into(memory.params, 0, *slots)
-        if threads == 1:
-            self.run_alone(memory.packed)
-        else:
-            _parallel()(self.code.address, memory.packed, threads, 0)
+        self.function(slots, call.threads)
 
 
 class Call(NamedTuple):
@@ -216,7 +153,6 @@ class _Prepared(NamedTuple):
 
 #: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
 WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
-CHUNKS_PER_THREAD = 4
 FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
 FEW_QUERIES = 8
 ROWS = None  # in place of a tiling: the variant for few queries
@@ -337,8 +273,7 @@ class Kernel:
         variant, call, shape, strides = prepared
         out = torch.empty_strided(shape, strides, dtype=self._out_dtype)
         variant(operands, sizes, out, call)
-        if variant.text.may_flag and _memory.flag.value:
-            _memory.flag.value = 0
+        if variant.text.may_flag and memory.flagged():
             extents = self._extents(sizes)
             *_, d, d_v = extents
             other = self.variant(d, d_v, self.tilings[1])
@@ -355,10 +290,7 @@ class Kernel:
 
     def _prepare_call(self, key: tuple[int, ...], sizes: Sequence[int], extents: Sequence[int]) -> _Prepared:
         *batch, n_q, n_k, d, d_v = extents
-        if max(n_q, n_k, *sizes) >= SIZE_LIMIT:
-            raise UnsupportedSizeError(
-                f"a size of {max(n_q, n_k, *sizes)} was met; CPU kernels take sizes below {SIZE_LIMIT}"
-            )
+        check_sizes(n_q, n_k, *sizes)
         variant = self.variant(d, d_v, self._tiling(sizes, n_q, d, d_v))
         if len(self._calls) >= CALLS_KEPT:
             self._calls.clear()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
 from collections.abc import Callable
 
 import torch
 
+from fusion.codegen.mlir.calling import Function, apart, memory
 from fusion.codegen.mlir.compile import compile_text, unavailable
 from fusion.codegen.mlir.features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, emit_readout, emit_state
-from fusion.codegen.mlir.launch import _memory, _parallel
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.target import amx_enabled, target_of
 from fusion.codegen.reference.polynomial import Monomials, monomials
@@ -36,25 +34,18 @@ class _Compiled:
     def __init__(self, name: str, emitted: tuple[str, tuple[tuple, ...], int]):
         amx_enabled()
         self.source, self.slots, self.bytes = emitted
-        self.code = compile_text(self.source, name)
-        self.layout = struct.Struct(f"{len(self.slots)}q")
-        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address)
+        self.function = Function(compile_text(self.source, name), len(self.slots))
 
     def __call__(self, items: int, **values: torch.Tensor | int) -> None:
         threads = max(1, min(torch.get_num_threads(), items))
-        per_thread = round_up(self.bytes, 4096) + 128
-        memory = _memory
+        per_thread = apart(self.bytes)
         workspace = memory.reserve(threads * per_thread)
         memory.counter.value = 0
         known = {"workspace": workspace, "workspace_bytes": per_thread, "items": items}
         known["counter"] = memory.counter_address
         for name, value in values.items():
             known[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        self.layout.pack_into(memory.params, 0, *(known[slot[-1]] for slot in self.slots))
-        if threads == 1:
-            self.alone(memory.packed)
-        else:
-            _parallel()(self.code.address, memory.packed, threads, 0)
+        self.function([known[slot[-1]] for slot in self.slots], threads)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.codegen.mlir.launch import Variant, _memory
+from fusion.codegen.mlir.calling import memory
+from fusion.codegen.mlir.launch import Variant
 from fusion.codegen.mlir.skipping import share_bits
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
@@ -45,7 +46,6 @@ class SelectiveKernel:
         selection = (marks.data_ptr(), skipped.data_ptr(), share_bits(share))
         call = variant.call((heads, n_q, n_k, d, d_v), torch.get_num_threads())
         variant([q, k, v], sizes, out, call, selection)
-        if variant.text.may_flag and _memory.flag.value:
-            _memory.flag.value = 0
+        if variant.text.may_flag and memory.flagged():
             return None
         return out, skipped[..., 0].amax(1), skipped[..., 1].sum(1)

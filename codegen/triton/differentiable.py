@@ -17,6 +17,7 @@ from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
 from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, empty_lists, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.tiles import Tile, backward_tiles
+from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
@@ -110,11 +111,8 @@ class Differentiable:
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """How many values of each batch coordinate K and V tell apart."""
-        from fusion.codegen.triton.launch import size_function
-
-        groups = size_function(gradients_of(self.spec, (False,) * len(self.spec.operands)).groups, self.spec.sizes)(
-            sizes
-        )
+        none = (False,) * len(self.spec.operands)
+        groups = size_function(gradients_of(self.spec, none).groups, self.spec.sizes)(sizes)
         return [extent // group for extent, group in zip(batch, groups, strict=True)]
 
     def _variant(self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool) -> Variant:

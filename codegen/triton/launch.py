@@ -18,31 +18,11 @@ from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.split import Combine, Part, may_split, splits_for
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
-from fusion.errors import FusionError
-from fusion.ir.expr import Expr
+from fusion.errors import UnsupportedSizeError
+from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 SECTION_BYTES = 24 << 20  # keys and values of heads that run side by side: half of the L2 cache of an H100
-
-
-class UnsupportedSizeError(FusionError, ValueError):
-    """A size at run time is beyond what the kernels' integer arithmetic holds."""
-
-
-def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Size expressions as one Python function of the run-time sizes, compiled once."""
-    return eval(f"lambda s: ({''.join(f'{_python(expr, list(names))}, ' for expr in exprs)})")
-
-
-def _python(expr: Expr, names: list[str]) -> str:
-    if expr.op == "const":
-        return str(int(expr.attr))  # type: ignore[arg-type]
-    if expr.op == "size":
-        return f"s[{names.index(str(expr.attr))}]"
-    args = [_python(arg, names) for arg in expr.args]
-    if expr.op in ("imin", "imax"):
-        return f"{expr.op[1:]}({', '.join(args)})"
-    return "(" + {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}[expr.op].join(args) + ")"
 
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:

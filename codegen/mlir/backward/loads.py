@@ -3,7 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.backward_plan import Form, LoadGradient, column_dimension
+from fusion.codegen.mlir.backward.plan import Form, LoadGradient, column_dimension
 from fusion.codegen.mlir.builder import PTR, SIZE, Value, vector_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Lanes, Scope
 from fusion.ir import integers

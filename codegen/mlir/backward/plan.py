@@ -2,13 +2,12 @@
 
 Both kernels recompute scores S and weights P tile by tile from Q, K and the statistics of the forward, and dP = dO V^T.
 
-    role QUERIES  lanes are queries, loops run over keys      dQ += dS K;  sums over keys of gradients of loads free
-    of j
+    role QUERIES  lanes are queries, loops run over keys      dQ += dS K;  sums over keys of gradients of loads that
+                                                              are free of j
     role KEYS     lanes are keys, loops run over queries      dK += dS^T Q, dV += P^T dO;  everything else
 
-With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient
-of every
-load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP.
+With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of
+every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP.
 """
 
 from __future__ import annotations
@@ -18,11 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion.codegen.mlir.programs import Programs, programs_of
+from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
-from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, loads
+from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
+
+STATISTICS = ("unit", "shift", "factor", "delta")
+"""Per query row: the weight is exp2(x * unit + shift) * factor; delta is the sum of dO * O."""
 
 
 class Role(enum.Enum):
@@ -73,8 +76,7 @@ class BackwardPlan:
     """Everything that the kernels of a spec share.
 
     score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant. inner: batch
-    coordinates
-    over which dense gradients are summed: one thread visits them one after the other.
+    coordinates over which dense gradients are summed: one thread visits them one after the other.
     """
 
     programs: Programs
@@ -174,9 +176,8 @@ def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
 
 
 def column_dimension(load: Expr) -> int | None:
-    """The dimension that is the key plus something free of i and j, where another is linear in i alone, so that no
-    two (i, j)
-    meet in an element; else None."""
+    """The dimension that is the key plus something free of i and j, where another is linear in i alone, so that no two
+    (i, j) meet in an element; else None."""
     column, rows = None, 0
     for dim, index in enumerate(load.args):
         names = coordinates(index) & {"i", "j"}
@@ -202,6 +203,23 @@ def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int,
         if entry.form is Form.DENSE
     ]
     return tuple(axis for axis in range(len(spec.batch)) if not all(f"b{axis}" in names for names in bare))
+
+
+def access(spec: AttentionSpec, number: int) -> tuple[tuple[Expr, ...], Expr, Expr]:
+    """How Q, K or V (number 0, 1, 2) is indexed, and the coordinates of its rows and columns."""
+    return ((spec.q, I, C), (spec.k, J, C), (spec.v, J, E))[number]
+
+
+def direct(spec: AttentionSpec, number: int) -> bool:
+    """Whether every element of the operand is one of Q (K, V): its gradient is then written where it belongs."""
+    index, row, column = access(spec, number)
+    wanted = {*(coord(f"b{axis}") for axis in range(len(spec.batch))), row, column}
+    return len(index) == len(wanted) and set(index) == wanted
+
+
+def result_memory(spec: AttentionSpec, number: int) -> str:
+    """The type in memory of the gradient of Q, K or V that a kernel writes."""
+    return MEMORY_TYPE[spec.operands[number].dtype] if direct(spec, number) else "f32"
 
 
 def normalized(spec: AttentionSpec) -> bool:

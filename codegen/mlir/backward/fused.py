@@ -1,22 +1,28 @@
-"""The gradient of Q within the kernel whose lanes are keys, on AMX tiles: dQ += dS K, where all of a batch element's
-blocks are one
-thread's. It saves the other kernel: scores, weights and dP are computed once instead of twice.
+"""All gradients in one kernel, whose lanes are keys: dQ += dS K is summed up beside dK and dV, on AMX tiles, where all
+blocks of a batch element are one thread's. Scores, weights and dP are then computed once instead of twice.
 
     slopes   dS as left operands [16 queries][32 keys], by [block of 16 queries][pair of lane groups][plane]
-    keys     K as right operands, pairs of keys along the reduction, by [pair of lane groups][block of 16
-    columns][plane]
+    keys     K as right operands, pairs of keys along the reduction, by
+             [pair of lane groups][block of 16 columns][plane]
     sums     dQ as tiles [block of 16 queries][block of 16 columns][16][16], for all queries of the batch element
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from fusion.codegen.mlir.amx import F32, PAIRS, TILE_ELEMENTS, Amx
+from fusion.codegen.mlir.backward.keys import KeysKernel
+from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
+from fusion.codegen.mlir.products import Products
 from fusion.codegen.mlir.rows import RowReader, load_f32
+from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.tile import CHAPTER
 
 HALF = "vector<16xbf16>"
+QUERY_CHAPTER = 4 * CHAPTER  # keys after which the sums of a whole head's dQ begin anew: they pass through the caches
 
 
 class QueryGradient:
@@ -100,3 +106,73 @@ class QueryGradient:
         b = self.b
         base = b.add(b.mul(b.div(row, 16), 256 * self.blocks), b.mul(b.rem(row, 16), 16))
         return [b.load(b.at(b.at(sums, base, "f32"), 256 * block, "f32"), F32, "dq") for block in range(self.blocks)]
+
+
+class FusedKernel(KeysKernel):
+    """dQ, dK and dV, where no gradient of a load wants a kernel whose lanes are queries."""
+
+    gradients = (0, 1, 2)
+
+    @property
+    def wants_slopes(self) -> bool:
+        return True
+
+    def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
+        product = products[0]
+        assert isinstance(product, Amx)
+        self.queries = QueryGradient(self.b, product, self.tiling.groups)
+        self.row_slopes = self._area(self.queries.slope_bytes(self.tiling.keys), "row_slopes")
+        self.key_pairs = self._area(self.queries.pair_bytes(), "key_pairs")
+        packed = super()._packed_areas(products)
+        self.query_sums = packed[4:]
+        return packed
+
+    def _step_sizes(self, products: Sequence[Products]) -> list[int]:
+        """After the packed rows: dQ of this chapter of keys, and of those before."""
+        return [*super()._step_sizes(products), *[self.queries.step_bytes()] * self.chapters]
+
+    @contextlib.contextmanager
+    def _element(self, scope: Scope, blocks: Value):
+        b = self.b
+        self.sum_bytes = b.mul(self.params[("key_steps",)], self.queries.step_bytes())
+        for area in self.query_sums:
+            self._clear(area, self.sum_bytes)
+        yield
+        if self.chapters > 1:
+            here, before = self.query_sums
+            reached = b.mul(blocks, self.rows_per_block, "reached")
+            with b.when(b.compare("sge", reached, QUERY_CHAPTER)):
+                self._settle(before, here, self.sum_bytes)
+        self._write_queries(scope)
+
+    @contextlib.contextmanager
+    def _one_block(self, block: Value):
+        yield
+        if self.chapters > 1:
+            first = self.b.mul(block, self.rows_per_block)
+            with self.b.when(self._ends_chapter(first, self.rows_per_block, QUERY_CHAPTER)):
+                self._settle(*self.query_sums, self.sum_bytes)
+
+    def _pack_lanes(self, block: Block) -> None:
+        super()._pack_lanes(block)
+        b = self.b
+        self.queries.pack_keys(self.readers[0], block.first, self.n_lanes, self.key_pairs, self.staging)
+        with b.when(b.compare("slt", block.groups, self.tiling.groups, "partial")):
+            self._clear(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
+
+    def keep_slopes(self, row: Value, g: Value, valid: Value, slopes: tuple[Value, Value]) -> None:
+        for u, slope in enumerate(slopes):
+            self.queries.store(self.row_slopes, self.b.add(row, u), g, valid, slope)
+
+    def _second_products(self, block: Block, start: Value, steps: Value) -> None:
+        super()._second_products(block, start, steps)
+        sums = self.part(self.query_sums[0], start, self.queries.step_bytes())
+        self.queries.accumulate(self.row_slopes, self.key_pairs, sums, steps)
+
+    def _write_queries(self, scope: Scope) -> None:
+        """The gradient of Q of a whole batch element."""
+        b = self.b
+        with b.loop(0, self.n_q, hint="i") as i:
+            for block, part in enumerate(self.queries.line(self.query_sums[0], i)):
+                b.store(b.mul(part, self.programs.scale), b.at(self.finished, 16 * block, "f32"))
+            self._write_line(scope, 0, self.finished, i, self.d)

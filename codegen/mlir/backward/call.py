@@ -1,0 +1,269 @@
+"""One call of the backward kernels: memory for what they write, the kernels in turn, gradients from what they wrote."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.mlir.backward.fused import FusedKernel
+from fusion.codegen.mlir.backward.kernel import BackwardKernel
+from fusion.codegen.mlir.backward.keys import KeysKernel
+from fusion.codegen.mlir.backward.plan import (
+    STATISTICS,
+    Form,
+    LoadGradient,
+    Role,
+    access,
+    column_dimension,
+    direct,
+    normalized,
+)
+from fusion.codegen.mlir.backward.queries import QueriesKernel, SettlingKernel
+from fusion.codegen.mlir.calling import CompiledKernel, operand_slots
+from fusion.codegen.mlir.huge_pages import in_huge_pages
+from fusion.codegen.reference import gradients as pulled
+from fusion.errors import LargeTableError
+from fusion.ir.expr import Expr, I, J, coord, coordinates, loads
+
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.training import TrainingKernel
+
+MAX_SCATTERED = 1 << 22
+"""Elements of a table whose gradient every thread collects in a copy of its own."""
+
+
+class BackwardCall:
+    """One call of the backward kernels; the arguments are those of `TrainingKernel.backward`."""
+
+    def __init__(
+        self,
+        kernel: TrainingKernel,
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ):
+        self.kernel, self.spec, self.plan = kernel, kernel.spec, kernel.plan
+        self.grad, self.operands, self.sizes, self.needs = grad, operands, sizes, needs
+        *self.batch, self.n_q, self.n_k, self.d, self.d_v = kernel.extents(sizes)
+        self.rows = self._row_values(out, statistics)
+
+    def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
+        """[4, rows + padding]: unit, shift, factor and delta of every query row; kernels read whole vectors."""
+        if not normalized(self.spec):
+            return torch.empty(0)
+        count = math.prod(self.batch) * self.n_q
+        rows = torch.zeros(4, count + 64)
+        rows[:3, :count] = statistics.view(3, count)
+        self.concentrated = rows[2, :count] < 0
+        rows[2].abs_()
+        order = [self.spec.output.dims.index(name) for name in (*(f"b{a}" for a in range(len(self.batch))), "i", "e")]
+        product = self.grad.permute(order).float() * out.permute(order).float()
+        torch.sum(product, -1, out=rows[3, :count].view(*self.batch, self.n_q))
+        return rows
+
+    def gradients(self) -> list[Tensor]:
+        for choice in range(len(self.kernel.tilings)):
+            found = self._attempt(choice)
+            if found is not None:
+                return found
+        raise AssertionError("multiply-add kernels raise no flag")
+
+    def _attempt(self, choice: int) -> list[Tensor] | None:
+        """The gradients, or None where a kernel met values that its products cannot take."""
+        self.results = {n: self._result(n) for n in (0, 1, 2) if self.needs[n]}
+        self.sinks: dict[int, Tensor] = {}
+        self.threads = torch.get_num_threads()
+        for entry in self.plan.loads:
+            if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
+                self._make_sink(entry)
+        self.sums: dict[Expr, Tensor] = {}
+        if not self._settle(choice):
+            return None
+        kinds = (FusedKernel,) if self._is_fused(choice) else (QueriesKernel, KeysKernel)
+        for kind in kinds:
+            collected = self.plan.of(kind.role, self.needs)
+            if not collected and not any(self.needs[n] for n in kind.gradients):
+                continue
+            if not self._run(kind, choice, collected):
+                return None
+            if kind is QueriesKernel and self.plan.corrects(self.needs):
+                self._correct(collected)
+        return self._assemble_all()
+
+    def _settle(self, choice: int) -> bool:
+        """Make the deltas of rows with a large weight as exact as eager's; False where the kernel met values that its
+        products cannot take.
+
+        There dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very P dP, is more exact
+        than a delta from dO and O can be. A kernel over the blocks with such rows (random scores have few, causal
+        masks the first) sums dx as the others will compute it; what is not 0 of that is the error of delta.
+        """
+        if not normalized(self.spec) or not any(n for number, n in enumerate(self.needs) if number != 2):
+            return True
+        if not self.concentrated.any():
+            return True
+        none = (False,) * len(self.operands)
+        kernel = self.kernel.backward_kernel(SettlingKernel, none, self.d, self.d_v, choice)
+        rows = kernel.text.rows
+        marked = torch.zeros(math.prod(self.batch), -(-self.n_q // rows) * rows, dtype=torch.bool)
+        marked[:, : self.n_q] = self.concentrated.view(-1, self.n_q)
+        wanted = marked.view(-1, rows).any(-1).long()
+        drift = torch.zeros(*self.batch, self.n_q)
+        values = self._slots(Role.QUERIES, (), self.n_q)
+        values |= {("ptr", "sums", 0): drift.data_ptr(), ("ptr", "wanted"): wanted.data_ptr()}
+        if not self._launch(kernel, values, self.n_q, self.n_k):
+            return False
+        delta, sums = self.rows[3, : drift.numel()], drift.flatten()
+        if self.spec.sinks:  # these are sums of P dP, of marked blocks
+            seen = wanted.bool().repeat_interleave(rows).view(marked.shape)[:, : self.n_q].flatten()
+            torch.where(seen, sums, delta, out=delta)
+        else:
+            delta += sums
+        return True
+
+    def _assemble_all(self) -> list[Tensor]:
+        return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
+
+    def _is_fused(self, choice: int) -> bool:
+        """Whether one kernel gives all gradients: every batch element is one thread's, and products are on tiles."""
+        if not self.kernel.tilings[choice].planes or not self.needs[0] or not (self.needs[1] or self.needs[2]):
+            return False
+        return not self.plan.of(Role.QUERIES, self.needs) and not self._split(-(-self.n_k // 64))[0]
+
+    def _split(self, blocks: int) -> tuple[bool, int]:
+        """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number
+        of threads."""
+        outer = math.prod(self.batch) // math.prod(self.batch[axis] for axis in self.plan.inner)
+        threads = min(self.threads, outer * blocks)
+        return outer % threads != 0 and outer < 4 * threads, threads
+
+    def _correct(self, collected: Sequence[LoadGradient]) -> None:
+        """Where sums of dx are not 0, delta is off by that much (in exact arithmetic): put it right, and the sums
+        made with it."""
+        drift, *shares = self.extra
+        self.rows[3, : drift.numel()] += drift.flatten()
+        for entry, share in zip(collected, shares, strict=True):
+            self.sums[entry.load] -= drift * share
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _result(self, number: int) -> tuple[Tensor, Tensor]:
+        """(tensor, view with dimensions b.., row, column): the operand's gradient itself, or one element per index."""
+        n, width = (self.n_q, self.d) if number == 0 else (self.n_k, self.d if number == 1 else self.d_v)
+        if not direct(self.spec, number):
+            tensor = torch.empty(*self.batch, n, width)
+            return tensor, tensor
+        index, row, column = access(self.spec, number)
+        names = [*(coord(f"b{axis}") for axis in range(len(self.batch))), row, column]
+        operand, order = self.operands[number], self.spec.operands[number].order or tuple(range(len(index)))
+        extents = dict(zip(names, (*self.batch, n, width), strict=True))
+        covered = all(extents[e] == size for e, size in zip(index, operand.shape, strict=True))
+        make = torch.empty if covered else torch.zeros
+        packed = make([operand.shape[dim] for dim in order], dtype=operand.dtype)
+        tensor = packed.permute([order.index(dim) for dim in range(len(index))])
+        return tensor, tensor.permute([index.index(name) for name in names])
+
+    def _make_sink(self, entry: LoadGradient) -> None:
+        """A float32 buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
+
+        Zeroed unless the kernel writes all of it."""
+        operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
+        if entry.operand in self.sinks:
+            return
+        if entry.form is Form.SCATTERED and operand.numel() > MAX_SCATTERED:
+            raise LargeTableError(
+                f"the gradient of {self.spec.operands[entry.operand].name}, {tuple(shape)}, is asked for, which is "
+                f"read at computed indices; kernels keep a copy per thread of up to {MAX_SCATTERED} elements"
+            )
+        last = column_dimension(entry.load) if entry.form is Form.DENSE else None
+        order = [dim for dim in range(operand.dim()) if dim != last] + ([] if last is None else [last])
+        copies = self.threads if entry.form is Form.SCATTERED else 1
+        packed = torch.empty(copies, *(shape[dim] for dim in order))
+        in_huge_pages(packed)
+        if not self._covers(entry):
+            packed.zero_()
+        self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
+
+    def _covers(self, entry: LoadGradient) -> bool:
+        """Whether the kernel writes every element of a gradient: all tiles are visited, and all is read by them."""
+        if not self.plan.written_once(entry) or self.spec.mask is not None:
+            return False
+        names = [*(coord(f"b{axis}") for axis in range(len(self.batch))), I, J]
+        extents = dict(zip(names, (*self.batch, self.n_q, self.n_k), strict=True))
+        shape = self.operands[entry.operand].shape
+        return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
+
+    # --- the call -----------------------------------------------------------------------------------------------
+
+    def _run(self, kind: type[BackwardKernel], choice: int, collected: Sequence[LoadGradient]) -> bool:
+        """False where the kernel met values that its products cannot take."""
+        kernel = self.kernel.backward_kernel(kind, self.needs, self.d, self.d_v, choice)
+        lanes, rows = (self.n_q, self.n_k) if kind.role is Role.QUERIES else (self.n_k, self.n_q)
+        return self._launch(kernel, self._slots(kind.role, collected, lanes), lanes, rows)
+
+    def _launch(self, kernel: CompiledKernel, values: dict[tuple, int], lanes: int, rows: int) -> bool:
+        inner = math.prod(self.batch[axis] for axis in self.plan.inner)
+        outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
+        split, threads = self._split(blocks)
+        values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
+        return kernel.run(values, threads, rows)
+
+    def _slots(self, role: Role, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
+        """Parameters of a kernel with so many lane rows; makes the memory of its sums."""
+        values = operand_slots(self.spec, (*self.operands, self.grad), self.sizes)
+        if normalized(self.spec):
+            values |= {("ptr", name): row.data_ptr() for name, row in zip(STATISTICS, self.rows, strict=True)}
+        for number, (_, view) in self.results.items():
+            values[("ptr", "result", number)] = view.data_ptr()
+            names = [*(f"b{axis}" for axis in range(len(self.batch))), "row", "column"]
+            values |= {("result_stride", number, name): view.stride(dim) for dim, name in enumerate(names)}
+        for number, sink in self.sinks.items():
+            values |= {("ptr", "sink", number): sink.data_ptr(), ("sink_elements", number): sink[0].numel()}
+            values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
+        for k, entry in enumerate(collected):
+            if entry.form in (Form.ROWS, Form.COLUMNS):
+                self.sums[entry.load] = torch.empty(*self.batch, lanes)
+                values[("ptr", "sums", k)] = self.sums[entry.load].data_ptr()
+        self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(role, self.needs) - len(collected))]
+        values |= {("ptr", "sums", len(collected) + k): extra.data_ptr() for k, extra in enumerate(self.extra)}
+        return values
+
+    # --- from what the kernels wrote to gradients of operands ---------------------------------------------------
+
+    def _assemble(self, number: int) -> Tensor:
+        parts: list[Tensor] = []
+        if number in self.results:
+            tensor, _ = self.results[number]
+            if direct(self.spec, number):
+                parts.append(tensor)
+            else:
+                parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
+        if number in self.sinks:
+            parts.append(self.sinks[number].sum(0) if self.sinks[number].shape[0] > 1 else self.sinks[number][0])
+        for load, sums in self.sums.items():
+            if int(load.attr) == number:  # type: ignore[arg-type]
+                upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)
+                parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, load, upstream, number))
+        for sink in self.spec.sinks:
+            if (part := self._through_sink(sink, number)) is not None:
+                parts.append(part)
+        return functools.reduce(torch.add, parts) if parts else torch.zeros_like(self.operands[number])
+
+    def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
+        """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""
+        if all(int(load.attr) != number for load in loads(sink)):  # type: ignore[arg-type]
+            return None
+        count = math.prod(self.batch) * self.n_q
+        unit, shift, factor, delta = (row[:count].view(*self.batch, self.n_q, 1) for row in self.rows)
+        value = pulled.value(self.spec, self.operands, self.sizes, sink)
+        scale = self.plan.programs.scale
+        weight = torch.exp2(value / scale * unit + shift) * factor
+        return pulled.of_expression(self.spec, self.operands, self.sizes, sink, -weight * delta, number)

@@ -1,0 +1,126 @@
+"""What happens to one score in the backward: from S and dP to P and dS, for the products, and to gradients of loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fusion.codegen.mlir.backward.plan import Form
+from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.scope import Scope
+from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
+from fusion.ir.expr import SCORE, Expr
+
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.backward.tile import BackwardTile
+
+Read = Callable[[Value], Value]
+"""Row of the tile -> a staged vector of it."""
+
+
+class Elements:
+    """Rows of one tile for one group of lanes: from scores and dP to P and dS, both handed to the products."""
+
+    def __init__(
+        self,
+        kernel: BackwardTile,
+        scope: Scope,
+        g: Value,
+        first: Value,
+        program: Expr,
+        full: bool,
+        staged: Sequence[tuple[Expr, Read]],
+        statistics: dict[str, Value] | None,
+    ):
+        """scope: knows the lanes; first: the first row; full: whether `program` is that of full tiles; statistics:
+        those of the lanes, where these are queries."""
+        self.kernel, self.scope, self.g, self.first, self.program, self.full = kernel, scope, g, first, program, full
+        self.b, self.staged, self.statistics = kernel.b, staged, statistics
+        keys = kernel.tiling.keys
+        size = 4 * keys * kernel.lanes
+        self.scores, self.slopes = (kernel.part(half.tile, g, size) for half in kernel.halves)
+        self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]
+
+    def pair(self, r: Value, sums: Sequence[Value], both: bool) -> list[Value]:
+        """Rows r and r + 1 (or r alone); returns the sums with their contributions."""
+        zero = self.b.constant(0.0, self.kernel.vector)
+        first = self._row(r, sums)
+        second = self._row(self.b.add(r, 1), first[2]) if both else (zero, zero, first[2])
+        self.store(r, (first[0], second[0]), (first[1], second[1]))
+        return second[2]
+
+    def store(self, r: Value, weights: tuple[Value, Value], slopes: tuple[Value, Value]) -> None:
+        """Rows r and r + 1 to the right sides of the second products."""
+        kernel = self.kernel
+        for half, place, pair in zip(kernel.halves, self.weights, (slopes, weights), strict=True):
+            if half.operand in kernel.results:
+                half.products.store_weights(place, r, *pair)
+        assert self.scope.lanes is not None
+        kernel.keep_slopes(r, self.g, self.scope.lanes.valid, slopes)
+
+    def _row(self, r: Value, sums: Sequence[Value]) -> tuple[Value, Value, list[Value]]:
+        """(weight for V, dS, sums) of one row."""
+        b, kernel, plan = self.b, self.kernel, self.kernel.plan
+        at = b.mul(r, kernel.lanes)
+        align = 4 * kernel.lanes
+        score = b.load(b.at(self.scores, at, "f32"), kernel.vector, "s", align=align)
+        slope = b.load(b.at(self.slopes, at, "f32"), kernel.vector, "dp", align=align)
+        position = b.add(self.first, r, "row")
+        row = Scope(context=kernel.context, parent=self.scope, known={SCORE: score, kernel.role.row: position})
+        row.leaf = self._leaf(r)
+        x = row.vector(self.program)
+        factor = None if kernel.weight is None else row.vector(kernel.weight)
+        scaled = slope if factor is None else b.mul(slope, factor)
+        if (known := self.statistics or kernel.row_statistics(position)) is None:
+            weight, upstream = x, scaled
+        else:
+            weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
+            upstream = b.mul(weight, b.sub(scaled, known["delta"]), "dx")
+        through = None if factor is None else b.mul(slope, weight, "dw")
+        gradients = self._scope(row, upstream, through)
+        collected = self._collect(gradients, sums)
+        if kernel.settles:
+            # With sinks the weights do not add up to one: what delta lacks is then not the sum of dx.
+            missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
+            collected[0] = b.add(collected[0], missing, "missing")
+        elif kernel.corrects:
+            self._collect_shares(row, weight, upstream, through, collected)
+        slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
+        return weight if factor is None else b.mul(weight, factor), slope, collected
+
+    def _scope(self, row: Scope, upstream: Value, through: Value | None) -> Scope:
+        known = {UPSTREAM: upstream} if through is None else {UPSTREAM: upstream, WEIGHT_UPSTREAM: through}
+        return Scope(context=self.kernel.context, parent=row, known=known)
+
+    def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
+        collected = list(sums)
+        for k, (entry, sink) in enumerate(zip(self.kernel.collected, self.kernel.sinks, strict=True)):
+            term = gradients.vector(entry.full if self.full else entry.masked)
+            if entry.form in (Form.ROWS, Form.COLUMNS):
+                collected[k] = self.b.add(collected[k], term, "sum")
+            else:
+                sink.add(gradients, term)
+        return collected
+
+    def _collect_shares(
+        self, row: Scope, weight: Value, upstream: Value, through: Value | None, sums: list[Value]
+    ) -> None:
+        """The sum of dx, which is 0 but for the rounding of delta, and what each collected sum would be for dx = P."""
+        b, count = self.b, len(self.kernel.collected)
+        sums[count] = b.add(sums[count], upstream, "drift")
+        shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector))
+        for k, entry in enumerate(self.kernel.collected, start=count + 1):
+            sums[k] = b.add(sums[k], shares.vector(entry.full if self.full else entry.masked), "share")
+
+    def _leaf(self, r: Value) -> Callable[[Expr], Value | None]:
+        memo: dict[Expr, Value] = {}
+
+        def leaf(expr: Expr) -> Value | None:
+            for load, read in self.staged:
+                if load is expr:
+                    if expr not in memo:
+                        memo[expr] = read(r)
+                    return memo[expr]
+            return None
+
+        return leaf

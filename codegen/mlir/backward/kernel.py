@@ -1,0 +1,287 @@
+"""What all backward kernels share: see `plan` for what they compute. They have the form
+
+    for each outer batch element, for each inner one (dense gradients are summed over these)
+        for each block of lane rows (queries or keys) of this thread
+            pack the lane side: A (Q or K), B (dO or V); pack the row side as far as needed: C (K or Q), D (V or dO)
+            for each block of rows that may meet the lanes
+                tile: see `tile`
+            transpose, write
+
+Threads share outer batch elements, or blocks where there are too few of these. Nothing depends on the order in which
+threads run, so that results are the same in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+from fusion.codegen.mlir.amx import LARGE_BITS
+from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
+from fusion.codegen.mlir.backward.plan import Form, Role, access
+from fusion.codegen.mlir.backward.tile import STATE_SLOTS, BackwardTile, Block, Half, Rows
+from fusion.codegen.mlir.builder import PTR, Value, vector_of
+from fusion.codegen.mlir.dense import DenseLoad
+from fusion.codegen.mlir.rows import Access, RowReader
+from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.skeleton import KernelText
+from fusion.codegen.mlir.tile import CHAPTER
+from fusion.codegen.mlir.transpose import transpose
+from fusion.ir.expr import E, Expr, I, coord
+
+OUTPUT_GRADIENT = -1
+"""Stands for dO where the number of an operand is expected."""
+
+
+class BackwardKernel(BackwardTile):
+    """Writes the function; see the module."""
+
+    # --- the function -------------------------------------------------------------------------------------------
+
+    def text(self) -> KernelText:
+        b = self.b
+        top = self._top()
+        self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.role is Role.QUERIES else (self.n_k, self.n_q)
+        if self.worst is not None:
+            b.store(b.constant(0, vector_of("i32", 16)), self.worst)
+        for slot in range(STATE_SLOTS):
+            b.store(b.constant(-1, "i64"), b.at(self.state, slot, "i64"))
+        self._loops(top)
+        if self.worst is not None:
+            self._raise_flag()
+        return KernelText(
+            source=self._function(), slots=self._slots(), rows=self.rows_per_block,
+            key_step=self.score_half.products.key_step,
+            fixed_bytes=self.layout.size, step_bytes=self.step_bytes, may_flag=self.worst is not None,
+        )  # fmt: skip
+
+    def _loops(self, top: Scope) -> None:
+        """Outer and inner batch elements, and blocks; `split`: threads share the blocks of all outer elements."""
+        b, params = self.b, self.params
+        outer, inner, blocks, split = (params[(name,)] for name in ("outer", "inner", "blocks", "split"))
+        by_block = b.compare("ne", split, 0, "by_block")
+        zero, one = b.constant(0, "i64"), b.constant(1, "i64")
+        low = b.select(by_block, zero, b.div(b.mul(outer, self.thread), self.threads), "outer_lo")
+        high = b.select(by_block, outer, b.div(b.mul(outer, b.add(self.thread, 1)), self.threads), "outer_hi")
+        start = b.select(by_block, self.thread, zero, "block_lo")
+        step = b.select(by_block, self.threads, one, "block_step")
+        with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
+            scope = self._element_scope(top, o, n)
+            with self._element(scope, blocks), b.loop(start, blocks, step, hint="block") as block:
+                with self._one_block(block):
+                    self._block(Scope(context=self.context, parent=scope), block)
+
+    def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:
+        """Around the blocks of one batch element."""
+        return contextlib.nullcontext()
+
+    def _one_block(self, block: Value) -> contextlib.AbstractContextManager[None]:
+        """Around one block."""
+        return contextlib.nullcontext()
+
+    def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
+        """The scope of a batch element, with readers of its operands."""
+        b, spec = self.b, self.spec
+        known: dict[Expr, Value] = {}
+        outer_axes = [axis for axis in range(len(spec.batch)) if axis not in self.plan.inner]
+        for axes, index in ((outer_axes, outer), (self.plan.inner, inner)):
+            rest: Value | int = index
+            for axis in reversed(axes):
+                extent = b.as_value(top.integer(spec.batch[axis]), "i64")
+                known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
+        scope = Scope(context=self.context, parent=top, known=known)
+        flat: Value | int = 0
+        for axis in range(len(spec.batch)):
+            extent = b.as_value(top.integer(spec.batch[axis]), "i64")
+            flat = b.add(b.mul(flat, extent), known[coord(f"b{axis}")])
+        self.flat = flat
+        self.flat_query, self.flat_key = b.mul(flat, self.n_q, "row_base"), b.mul(flat, self.n_k, "column_base")
+        programs = self.programs
+        scope.prepare(programs.masked, programs.full, self.weight, bound=self.batch_names)
+        self.readers = [self._reader(scope, number) for number in self.sides]
+        load_of = DenseLoad if self.role is Role.QUERIES else LaneLoad
+        self.loads: list[DenseLoad | LaneLoad] = [load_of(self.context, scope, expr) for expr in self.dense]
+        self._note_identity()
+        self.sinks = [
+            GradientSink(self.context, scope, entry, self.thread, self.plan.written_once(entry))
+            for entry in self.collected
+        ]
+        return scope
+
+    def _reader(self, scope: Scope, number: int) -> RowReader:
+        spec = self.spec
+        if number == OUTPUT_GRADIENT:
+            number, index, row, column = len(spec.operands), tuple(coord(name) for name in spec.output.dims), I, E
+        else:
+            index, row, column = access(spec, number)
+        return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))
+
+    def _raise_flag(self) -> None:
+        b = self.b
+        seen = b.load(self.worst, vector_of("i32", 16), "worst")
+        worst = b.op(f"vector.reduction <maxsi>, {seen} : {seen.type} into i32", "i32", "worst")
+        with b.when(b.compare("sge", worst, LARGE_BITS)):
+            b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
+
+    # --- packing ------------------------------------------------------------------------------------------------
+
+    def _note_identity(self) -> None:
+        """Forget what is packed where other rows are read than before."""
+        b = self.b
+        values = [b.as_value(v, "i64") for reader in self.readers[2:] for v in reader.identity()]
+        changed: Value = b.compare("slt", b.load(self.state, "i64"), 0, "nothing")
+        for slot, value in enumerate(values):
+            old = b.load(b.at(self.state, 2 + slot, "i64"), "i64", "seen")
+            changed = b.binary("arith.ori", changed, b.compare("ne", old, value), "changed")
+        with b.when(changed):
+            for slot, value in enumerate([b.constant(0, "i64"), b.constant(0, "i64"), *values]):
+                b.store(value, b.at(self.state, slot, "i64"))
+
+    def _pack_lanes(self, block: Block) -> None:
+        b = self.b
+        for reader, half in zip(self.readers[:2], self.halves, strict=True):
+            with b.loop(0, block.padded, hint="g") as g:
+                at = self.part(half.lanes, g, half.products.query_bytes())
+                first = b.add(block.first, b.mul(g, self.lanes))
+                half.products.pack_queries(reader, first, self.n_lanes, at, self.staging)
+
+    def _pack_rows(self, low: Value, high: Value) -> None:
+        """Make sure that rows [low, high) of the row side are packed (low on a step): extend what is there to both
+        sides."""
+        b, step = self.b, self.score_half.products.key_step
+        have_low, have_high = b.load(self.state, "i64", "have_lo"), b.load(b.at(self.state, 1, "i64"), "i64", "have_hi")
+        end = b.mul(b.div(b.add(high, step - 1), step), step, "end")
+        empty = b.compare("sge", have_low, have_high, "empty")
+        have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)
+        for start, stop in ((low, have_low), (have_high, end)):
+            with b.loop(start, stop, step, hint="r") as r:
+                self._pack_step(r, b.div(r, step))
+        b.store(b.least(low, have_low), self.state)
+        b.store(b.most(end, have_high), b.at(self.state, 1, "i64"))
+
+    def _pack_step(self, row: Value, n: Value) -> None:
+        for reader, half in zip(self.readers[2:], self.halves, strict=True):
+            p, rest = half.products, (row, self.n_rows)
+            p.pack_keys(reader, *rest, self.part(half.keys, n, p.key_bytes()), self.staging)
+            if half.operand in self.results:
+                p.pack_values(reader, *rest, self.part(half.values, n, p.value_bytes()), self.staging)
+
+    # --- one block of lanes ---------------------------------------------------------------------------------------
+
+    def _block(self, scope: Scope, number: Value) -> None:
+        b, keys = self.b, self.tiling.keys
+        block = self._block_of(scope, number)
+        self._pack_lanes(block)
+        zero = b.constant(0.0, self.vector)
+        several = b.compare("sgt", self.n_rows, CHAPTER, "several")
+        for half in self.halves:
+            all_chapters = b.constant(self.chapters * half.size, "i64")
+            self._clear(half.sums, b.select(several, all_chapters, b.constant(half.size, "i64")))
+        with b.loop(0, self.sum_count * self.tiling.groups, hint="n") as n:
+            b.store(zero, b.at(self.sums, b.mul(n, self.lanes), "f32"))
+        low, high = self._row_range(block)
+        self._pack_rows(low, high)
+        with b.loop(low, high, keys, hint="r0") as first:
+            rows = Rows(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
+            with b.when(self._may_meet(block, rows)):
+                self._tile(block, rows)
+            if self.chapters > 1:
+                with b.when(b.binary("arith.andi", several, self._ends_chapter(first, keys, CHAPTER))):
+                    for half in self.halves:
+                        self._settle(half.sums, b.at(half.sums, half.size, "i8"), half.size)
+        if self.chapters > 1:
+            with b.when(several):
+                for half in self.halves:
+                    self._settle(b.at(half.sums, half.size, "i8"), half.sums, half.size)
+        with b.loop(0, block.groups, hint="g") as g:
+            self._finish(block, g)
+
+    def _block_of(self, scope: Scope, number: Value) -> Block:
+        b, rows, step = self.b, self.rows_per_block, self.score_half.products.group_step
+        first = b.mul(number, rows, "first")
+        count = b.least(b.sub(self.n_lanes, first), rows, "count")
+        groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
+        padded = b.mul(b.div(b.add(groups, step - 1), step), step, "padded_groups")
+        return Block(scope=scope, first=first, count=count, groups=groups, padded=padded)
+
+    def _row_range(self, block: Block) -> tuple[Value, Value]:
+        """The rows that a block visits."""
+        raise NotImplementedError
+
+    def _may_meet(self, block: Block, rows: Rows) -> Value:
+        """Whether a query of this tile may look at a key of it, or met no live key."""
+        raise NotImplementedError
+
+    def _and_live(self, meets: Value, block: Block, rows: Rows) -> Value:
+        """meets, and the map of live tiles does not rule a tile out."""
+        b, mask = self.b, self.spec.mask
+        assert mask is not None
+        if mask.tile_live is None:
+            return meets
+        live = b.as_value(self._tile_scope(block, rows).integer(mask.tile_live), "i64")
+        return b.binary("arith.andi", meets, b.compare("ne", live, 0), "live")
+
+    def _any_dead(self, queries: Rows) -> Value:
+        """Whether a query of these met no live key in the forward: its maximum is not above the fill, or its sum is
+        nothing."""
+        b, mask, lanes = self.b, self.spec.mask, self.lanes
+        assert mask is not None
+        with b.carry(0, queries.count, lanes, [b.constant(0, "i1")], hint="i") as (loop, i, (dead,)):
+            c, shift, factor = (
+                b.load(self.statistic(n, b.add(queries.first, i)), self.vector, n) for n in ("unit", "shift", "factor")
+            )
+            alive = b.compare("olt", b.unary("math.absf", factor), float("inf"))
+            if math.isfinite(mask.fill):
+                limit = max(mask.fill / 2 / self.programs.scale, -3e38)
+                alive = b.binary("arith.andi", alive, b.compare("olt", shift, b.mul(c, -limit)))
+            not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
+            found = b.binary("arith.andi", not_alive, self._valid(b.sub(queries.count, i)))
+            any_found = b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")
+            loop.yields(b.binary("arith.ori", dead, any_found))
+        return loop.results[0]
+
+    # --- the end of a block -------------------------------------------------------------------------------------
+
+    def _finish(self, block: Block, g: Value) -> None:
+        b, lanes = self.b, self.lanes
+        offset = b.mul(g, lanes)
+        remaining = b.least(b.sub(block.count, offset), lanes)
+        row, valid = b.add(block.first, offset), self._valid(b.sub(block.count, offset))
+        for half in self.halves:
+            if half.operand in self.results:
+                self._write(block.scope, half, g, Rows(first=row, count=remaining))
+        base = self.flat_query if self.role is Role.QUERIES else self.flat_key
+        for k in range(self.sum_count):
+            if k >= len(self.collected) or self.collected[k].form in (Form.ROWS, Form.COLUMNS):
+                at = b.at(self.params[("ptr", "sums", k)], b.add(base, row), "f32")
+                value = b.load(self._sum_at(k, g), self.vector, "sum")
+                types = f"{value.type}, {valid.type} into {PTR}"
+                b.line(f"llvm.intr.masked.store {value}, {at}, {valid} {{alignment = 4 : i32}} : {types}")
+
+    def _write(self, scope: Scope, half: Half, g: Value, rows: Rows) -> None:
+        """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""
+        b, lanes, padded, scale = self.b, self.lanes, half.products.e_padded, half.scale
+        source = self.part(half.sums, g, 4 * padded * lanes)
+        with b.loop(0, padded, lanes, hint="e") as e:
+            cells = [b.load(b.at(source, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)]
+            cells = [cell if scale == 1.0 else b.mul(cell, scale) for cell in cells]
+            for r, line in enumerate(transpose(b, cells)):
+                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        with b.loop(0, rows.count, hint="r") as r:
+            line = b.at(self.finished, b.mul(r, padded), "f32")
+            self._write_line(scope, half.operand, line, b.add(rows.first, r), half.width)
+
+    def _write_line(self, scope: Scope, operand: int, line: Value, row: Value, width: int) -> None:
+        """`width` float32 numbers to a row of the operand's gradient."""
+        b, lanes, memory = self.b, self.lanes, self.results[operand]
+        offset = b.mul(row, self.params[("result_stride", operand, "row")])
+        for axis in range(len(self.spec.batch)):
+            stride = self.params[("result_stride", operand, f"b{axis}")]
+            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), stride))
+        at = b.at(self.params[("ptr", "result", operand)], offset, memory)
+        column = self.params[("result_stride", operand, "column")]
+        whole = b.select(b.compare("eq", column, 1), b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
+        with b.loop(0, whole, lanes, hint="e") as e:
+            b.store(self._narrow(b.load(b.at(line, e, "f32"), self.vector), memory), b.at(at, e, memory))
+        with b.loop(whole, width, hint="e") as e:
+            b.store(self._narrow(b.load(b.at(line, e, "f32"), "f32"), memory), b.at(at, b.mul(e, column), memory))

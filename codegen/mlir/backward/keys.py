@@ -1,0 +1,52 @@
+"""The backward kernel whose lanes are keys: dK += dS^T Q, dV += P^T dO, and gradients of loads that depend on a key."""
+
+from __future__ import annotations
+
+from fusion.codegen.mlir.backward.kernel import OUTPUT_GRADIENT, BackwardKernel
+from fusion.codegen.mlir.backward.loads import LaneLoad
+from fusion.codegen.mlir.backward.plan import Role, normalized
+from fusion.codegen.mlir.backward.tile import Block, Rows
+from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.scope import Lanes, Scope
+
+
+class KeysKernel(BackwardKernel):
+    """dK, dV and gradients of loads."""
+
+    role = Role.KEYS
+    gradients = (1, 2)
+    sides = (1, 2, 0, OUTPUT_GRADIENT)
+
+    def _row_range(self, block: Block) -> tuple[Value, Value]:
+        """All queries: `_may_meet` has the mask's ranges, which are of keys."""
+        return self.b.constant(0, "i64"), self.n_rows
+
+    def _may_meet(self, block: Block, rows: Rows) -> Value:
+        b, mask = self.b, self.spec.mask
+        meets: Value = b.constant(1, "i1")
+        if mask is None or not mask.skips:
+            return meets
+        ranged = self._with_queries(block.scope, rows)
+        if mask.key_lo is not None:
+            low = b.as_value(ranged.integer(mask.key_lo), "i64")
+            meets = b.compare("slt", low, b.add(block.first, block.count))
+        if mask.key_hi is not None:
+            high = b.as_value(ranged.integer(mask.key_hi), "i64")
+            meets = b.binary("arith.andi", meets, b.compare("sgt", high, block.first))
+        meets = self._and_live(meets, block, rows)
+        return b.binary("arith.ori", meets, self._any_dead(rows), "meets") if normalized(self.spec) else meets
+
+    def _prefetch(self, block: Block, rows: Rows) -> None:
+        """Dense tensors that are read, and their gradients that are written."""
+        if not self.dense:
+            return
+        b, lanes = self.b, self.lanes
+        with b.loop(0, block.groups, hint="g") as g, b.loop(0, rows.count, hint="r") as r:
+            start, valid = b.add(block.first, b.mul(g, lanes)), self._valid(b.constant(lanes, "i64"))
+            held, position = Lanes(coord=self.role.lane, first=start, count=lanes, valid=valid), b.add(rows.first, r)
+            for load in self.loads:
+                assert isinstance(load, LaneLoad)
+                load.prefetch(held, position)
+            line = Scope(context=self.context, parent=block.scope, lanes=held, known={self.role.row: position})
+            for sink in self.sinks:
+                sink.prefetch(line)

@@ -1,0 +1,322 @@
+"""One tile of a backward kernel: a block of rows against a block of lanes.
+
+S^T = C A^T;  dP^T = D B^T                      products
+P, dS, gradients of loads                       vectors, see `element`
+out_A^T += C^T dS;  out_B^T += D^T P            products; the latter where lanes are keys
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fusion.codegen.mlir.amx import Amx
+from fusion.codegen.mlir.backward.element import Elements
+from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
+from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, Role, normalized, result_memory
+from fusion.codegen.mlir.builder import Value, vector_of
+from fusion.codegen.mlir.dense import DenseLoad, dense_loads
+from fusion.codegen.mlir.products import MultiplyAdd, Products
+from fusion.codegen.mlir.programs import I0, I1, J0, J1
+from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.skeleton import KernelFunction
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import Tiling
+from fusion.ir.spec import AttentionSpec, Operand
+
+STATE_SLOTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What the backward kernels of a spec have in common: tiles, and the widths of Q and K (d) and of V (d_v)."""
+
+    spec: AttentionSpec
+    plan: BackwardPlan
+    tiling: Tiling
+    target: Target
+    d: int
+    d_v: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Half:
+    """The two products over one width: of A and C over d, or of B and D over d_v.
+
+    operand: whose gradient the second one sums up, width: its columns, scale: what the sums lack. lanes: A or B,
+    packed; keys, values: C or D, packed for the first and the second product. tile: the first product, S or dP;
+    weights: the right side of the second, dS or P; sums: the second's, `size` bytes for each chapter.
+    """
+
+    operand: int
+    width: int
+    scale: float
+    products: Products
+    lanes: Value
+    keys: Value
+    values: Value
+    tile: Value
+    weights: Value
+    sums: Value
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """`count` lane rows from `first` on, in `groups` groups of lanes; products see `padded` groups. scope: knows the
+    batch coordinates."""
+
+    scope: Scope
+    first: Value
+    count: Value
+    groups: Value
+    padded: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """`count` rows from `first` on."""
+
+    first: Value
+    count: Value
+
+
+class BackwardTile(KernelFunction):
+    """The stages of a tile, and the memory that they work in. needs: which operands' gradients are wanted."""
+
+    loads: Sequence[DenseLoad | LaneLoad]
+    sinks: Sequence[GradientSink]
+    flat_query: Value
+    """What `BackwardKernel` makes for each batch element: readers of dense operands, where gradients of loads go, and
+    the number of its first query among those of all elements."""
+
+    role: ClassVar[Role]
+    gradients: ClassVar[tuple[int, ...]]
+    """Which of Q, K and V (0, 1, 2) have their gradients written, where these are needed."""
+    settles: ClassVar[bool] = False
+    """Whether all that is wanted are the sums of dx."""
+    sides: ClassVar[tuple[int, int, int, int]]
+    """Operand numbers of A, B, C and D."""
+
+    def __init__(self, problem: Problem, needs: Sequence[bool]):
+        spec, tiling = problem.spec, problem.tiling
+        degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
+        super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0)
+        self.plan, self.tiling = problem.plan, tiling
+        self.results = {n: result_memory(spec, n) for n in self.gradients if needs[n]}
+        self.collected = self.plan.of(self.role, needs)
+        self.corrects = self.role is Role.QUERIES and self.plan.corrects(needs)
+        self.sum_count = self._count_sums(needs)
+        grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name="grad")
+        self.context.operands = (*spec.operands, grad)
+        self.worst = self._area(64, "worst") if tiling.planes > 1 else None
+        self.dense = dense_loads(self.programs.masked, self.programs.full, self.weight)
+        self._areas()
+
+    def _count_sums(self, needs: Sequence[bool]) -> int:
+        """How many sums per lane are kept besides the products."""
+        return self.plan.sums(self.role, needs)
+
+    @property
+    def wants_slopes(self) -> bool:
+        """Whether anything is made of dS."""
+        return self.score_half.operand in self.results or bool(self.collected)
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.tiling.groups * self.lanes
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _areas(self) -> None:
+        products = self._products(self.d), self._products(self.d_v)
+        groups, rows, row = self.tiling.groups, self.tiling.keys, 4 * self.lanes
+        lanes = [self._area(groups * p.query_bytes(), f"packed_{side}") for p, side in zip(products, "ab", strict=True)]
+        tiles = [self._area(groups * rows * row, name) for name in ("scores", "slopes")]
+        names = ("score_weights", "value_weights")
+        weights = [self._area(groups * p.weight_bytes(rows), name) for p, name in zip(products, names, strict=True)]
+        # Sums begin anew every CHAPTER rows, as in the forward kernel; those of the chapters before lie behind them.
+        self.chapters = 2 if self.spec.out_dtype == "float32" else 1
+        sizes = [groups * p.e_padded * row for p in products]
+        sums = [self._area(self.chapters * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
+        self.staging = self._area(8 * max(p.staging_elements() for p in products), "staging")
+        self.finished = self._area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
+        self.staged = [self._area(rows * row, "staged") for _ in self.dense]
+        self.sums = self._area(max(1, self.sum_count) * groups * row, "sums")
+        self.state = self._area(STATE_SLOTS * 8, "state")
+        packed = self._packed_areas(products)
+        scales, widths = (self.programs.scale, 1.0), (self.d, self.d_v)
+        self.score_half, self.value_half = self.halves = tuple(
+            Half(
+                operand=self.sides[n], width=widths[n], scale=scales[n], products=products[n], lanes=lanes[n],
+                keys=packed[2 * n], values=packed[2 * n + 1], tile=tiles[n], weights=weights[n], sums=sums[n],
+                size=sizes[n],
+            )
+            for n in (0, 1)
+        )  # fmt: skip
+
+    def _products(self, width: int) -> Products:
+        t = self.tiling
+        if t.planes:
+            mirrored = self.role is Role.KEYS
+            return Amx(self.b, width, width, t.planes, t.keys, self.worst, exact_pairs=True, mirrored=mirrored)
+        return MultiplyAdd(self.b, self.lanes, width, width, self.target.tile_rows, self.target.tile_groups)
+
+    def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
+        """Areas behind the fixed ones, whose lengths follow the number of rows: C and D, each packed in two ways."""
+        b, steps, fixed = self.b, self.params[("key_steps",)], self.layout.size
+        sizes = self._step_sizes(products)
+        self.step_bytes = sum(sizes)
+        packed: list[Value] = []
+        with b.at_entry():
+            here = b.at(self.base, fixed, "i8", "packed")
+            for size in sizes:
+                packed.append(here)
+                here = b.at(here, b.mul(steps, size), "i8", "packed")
+        return packed
+
+    def _step_sizes(self, products: Sequence[Products]) -> list[int]:
+        """Bytes of one key step in each of these areas."""
+        return [size for p in products for size in (p.key_bytes(), p.value_bytes())]
+
+    def part(self, base: Value, g: Value | int, size: int) -> Value:
+        return self.b.at(base, self.b.mul(g, size), "i8")
+
+    def _ends_chapter(self, first: Value, count: int, chapter: int) -> Value:
+        b = self.b
+        before, after = (b.div(b.add(first, n), chapter, "chapter") for n in (0, count))
+        return b.compare("ne", before, after, "ends")
+
+    def _settle(self, source: Value, target: Value, size: Value | int) -> None:
+        """Add `size` bytes of sums to others, and clear them."""
+        b, vector = self.b, vector_of("f32", 16)
+        with b.loop(0, size, 64, hint="at") as at:
+            places = [b.at(base, at, "i8") for base in (source, target)]
+            b.store(b.add(*(b.load(place, vector, "o") for place in places)), places[1])
+            b.store(b.constant(0.0, vector), places[0])
+
+    def _clear(self, area: Value, size: Value | int) -> None:
+        """Zeros; the size is a multiple of 64 bytes."""
+        zero = self.b.constant(0.0, vector_of("f32", 16))
+        with self.b.loop(0, size, 64, hint="at") as at:
+            self.b.store(zero, self.b.at(area, at, "i8"))
+
+    # --- one tile -----------------------------------------------------------------------------------------------
+
+    def _tile(self, block: Block, rows: Rows) -> None:
+        b, step = self.b, self.score_half.products.key_step
+        steps = b.div(b.add(rows.count, step - 1), step, "steps")
+        start = b.div(rows.first, step)
+        for half in self.halves:
+            self._first_product(half, block, rows, start, steps)
+        whole = None if self.programs.full is None else self._whole(self._tile_scope(block, rows))
+        with b.loop(0, block.groups, hint="g") as g:
+            if whole is None:
+                self._group(block, rows, g, steps, full=False)
+            else:
+                with b.when(whole):
+                    self._group(block, rows, g, steps, full=True)
+                with b.otherwise():
+                    self._group(block, rows, g, steps, full=False)
+        self._second_products(block, start, steps)
+
+    def _first_product(self, half: Half, block: Block, rows: Rows, start: Value, steps: Value) -> None:
+        """S or dP of a tile."""
+        b, p, lanes = self.b, half.products, self.lanes
+        with b.loop(0, steps, hint="step") as step:
+            if half is self.score_half:
+                self._prefetch(block, Rows(first=b.add(rows.first, b.mul(step, p.key_step)), count=p.key_step))
+            with b.loop(0, block.padded, p.group_step, hint="g") as g:
+                members = [b.add(g, k) for k in range(p.group_step)]
+                at = self.part(half.keys, b.add(start, step), p.key_bytes())
+                places = [
+                    b.at(half.tile, b.mul(b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)), lanes), "f32")
+                    for m in members
+                ]
+                p.scores(at, [self.part(half.lanes, m, p.query_bytes()) for m in members], places)
+
+    def _second_products(self, block: Block, start: Value, steps: Value) -> None:
+        """The tile's part of the gradients of A and B."""
+        b, rows = self.b, self.tiling.keys
+        for half in self.halves:
+            if half.operand not in self.results:
+                continue
+            p = half.products
+            at = self.part(half.values, start, p.value_bytes())
+            with b.loop(0, block.padded, p.group_step, hint="g") as g:
+                members = [b.add(g, k) for k in range(p.group_step)]
+                inputs = [self.part(half.weights, m, p.weight_bytes(rows)) for m in members]
+                p.accumulate(at, steps, inputs, [self.part(half.sums, m, 4 * p.e_padded * self.lanes) for m in members])
+
+    def _prefetch(self, block: Block, rows: Rows) -> None:
+        """Ask for what will be read and written of these rows, while products are computed."""
+
+    def _group(self, block: Block, rows: Rows, g: Value, steps: Value, full: bool) -> None:
+        """P and dS of one group of lanes and one block of rows."""
+        b, lanes, programs, n = self.b, self.lanes, self.programs, rows.count
+        program = programs.full if full else programs.masked
+        assert program is not None
+        offset = b.mul(g, lanes)
+        held = Lanes(
+            coord=self.role.lane, first=b.add(block.first, offset), count=lanes,
+            valid=self._valid(b.sub(block.count, offset)),
+        )  # fmt: skip
+        scope = Scope(context=self.context, parent=block.scope, lanes=held)
+        collected = [entry.full if full else entry.masked for entry in self.collected]
+        exprs = (program, self.weight, self.plan.score[1 if full else 0], *collected)
+        scope.prepare(*exprs, bound=self.batch_names | {str(self.role.lane.attr)})
+        wanted = dense_loads(*exprs)
+        staged = []
+        for load, area in zip(self.loads, self.staged, strict=True):
+            if load.expr in wanted:
+                load.stage(scope, rows.first, n, area)
+                staged.append((load.expr, functools.partial(load.read, area)))
+        tile = Elements(self, scope, g, rows.first, program, full, staged, self.lane_statistics(held.first))
+        pairs = b.mul(b.div(n, 2), 2, "pairs")
+        start = [b.load(self._sum_at(k, g), self.vector, "sum") for k in range(self.sum_count)]
+        start = start or [b.constant(0.0, self.vector)]
+        with b.carry(0, pairs, 2, start, hint="r") as (loop, r, sums):
+            loop.yields(*tile.pair(r, sums, both=True))
+        with b.carry(pairs, n, 2, loop.results, hint="r") as (rest, r, sums):
+            rest.yields(*tile.pair(r, sums, both=False))
+        for k in range(self.sum_count):
+            b.store(rest.results[k], self._sum_at(k, g))
+        tail = b.mul(b.div(b.add(n, 1), 2), 2)
+        zero = b.constant(0.0, self.vector)
+        with b.loop(tail, b.mul(steps, self.score_half.products.key_step), 2, hint="r") as r:
+            tile.store(r, (zero, zero), (zero, zero))
+
+    def _sum_at(self, k: int, g: Value) -> Value:
+        return self.b.at(self.sums, self.b.mul(self.b.add(g, k * self.tiling.groups), self.lanes), "f32")
+
+    def lane_statistics(self, first: Value) -> dict[str, Value] | None:
+        """`STATISTICS` of the lanes from `first` on; None where lanes are no queries, or there are none."""
+        return None
+
+    def row_statistics(self, row: Value) -> dict[str, Value] | None:
+        """Of one query, the same for all lanes; None where there are none."""
+        if not normalized(self.spec):
+            return None
+        b = self.b
+        return {n: b.broadcast(b.load(self.statistic(n, row), "f32", n), self.lanes) for n in STATISTICS}
+
+    def keep_slopes(self, row: Value, g: Value, valid: Value, slopes: tuple[Value, Value]) -> None:
+        """What else is to be done with dS of rows `row` and `row` + 1 of a group, whose lanes `valid` marks."""
+
+    def _with_queries(self, scope: Scope, queries: Rows) -> Scope:
+        last = self.b.sub(self.b.add(queries.first, queries.count), 1)
+        return Scope(context=self.context, parent=scope, known={I0: queries.first, I1: last})
+
+    def _tile_scope(self, block: Block, rows: Rows) -> Scope:
+        """A scope that knows the first and last query and key of a tile."""
+        b, lanes = self.b, Rows(first=block.first, count=block.count)
+        queries, keys = (lanes, rows) if self.role is Role.QUERIES else (rows, lanes)
+        i0, j0 = queries.first, keys.first
+        known = {I0: i0, I1: b.sub(b.add(i0, queries.count), 1), J0: j0, J1: b.sub(b.add(j0, keys.count), 1)}
+        return Scope(context=self.context, parent=block.scope, known=known)
+
+    def statistic(self, name: str, query: Value) -> Value:
+        """Where the `STATISTICS` of a query of this batch element lie."""
+        return self.b.at(self.params[("ptr", name)], self.b.add(self.flat_query, query), "f32")

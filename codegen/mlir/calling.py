@@ -1,0 +1,135 @@
+"""What the call of any kernel takes: a workspace, a block of parameters, and a region on torch's OpenMP threads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_library
+from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.scope import SIZE_LIMIT
+from fusion.codegen.mlir.skeleton import KernelText
+from fusion.errors import UnsupportedSizeError
+from fusion.ir.sizes import size_function
+from fusion.ir.spec import AttentionSpec
+
+PARAMETER_SLOTS = 256
+CHUNKS_PER_THREAD = 4
+"""Work items are handed out in so many chunks per thread, to even out blocks of unequal work."""
+
+
+class _ThreadMemory(threading.local):
+    """Workspace and parameter block of one calling thread; kept between calls, grown when needed."""
+
+    def __init__(self) -> None:
+        self.workspace = torch.empty(0, dtype=torch.uint8)
+        self.params = ctypes.create_string_buffer(8 * PARAMETER_SLOTS)
+        # The engine's entry points take an array of pointers to arguments; the one argument is the address of the
+        # slots.
+        self._argument = ctypes.c_void_p(ctypes.addressof(self.params))
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
+        self.packed = ctypes.addressof(self._arguments)
+        self.flag = ctypes.c_int64(0)
+        self.flag_address = ctypes.addressof(self.flag)
+        self.counter = ctypes.c_int64(0)
+        self.counter_address = ctypes.addressof(self.counter)
+
+    def reserve(self, size: int) -> int:
+        """The address of at least `size` bytes, on a cache line."""
+        if self.workspace.numel() < size + 64:
+            self.workspace = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
+        return round_up(self.workspace.data_ptr(), 64)
+
+    def flagged(self) -> bool:
+        """Whether a kernel met values that its products cannot take; the flag is lowered."""
+        raised = self.flag.value != 0
+        self.flag.value = 0
+        return raised
+
+
+memory = _ThreadMemory()
+
+
+@functools.cache
+def _parallel() -> Callable[..., None]:
+    function = ctypes.CDLL(openmp_library()).GOMP_parallel
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    return function
+
+
+class Function:
+    """Machine code that takes `count` parameter slots."""
+
+    def __init__(self, code: MachineCode, count: int):
+        if count > PARAMETER_SLOTS:
+            raise UnsupportedSizeError(f"a kernel with {count} parameters; there is room for {PARAMETER_SLOTS}")
+        self.code = code
+        self._layout = struct.Struct(f"{count}q")
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)
+
+    def __call__(self, slots: Sequence[int], threads: int) -> None:
+        """Run it on so many threads; slots: the values of the parameters, in order."""
+        self._layout.pack_into(memory.params, 0, *slots)
+        if threads == 1:
+            self._alone(memory.packed)
+        else:
+            _parallel()(self.code.address, memory.packed, threads, 0)
+
+
+def bytes_per_thread(text: KernelText, steps: int) -> int:
+    """A thread's part of the workspace of a kernel that packs `steps` key steps."""
+    return apart(text.fixed_bytes + steps * text.step_bytes)
+
+
+def apart(size: int) -> int:
+    """Bytes from one thread's part of `size` bytes to the next's: on pages of their own, and not all parts at the same
+    place of a page."""
+    return round_up(size, 4096) + 128
+
+
+class CompiledKernel:
+    """A kernel whose parameters are given by name. Raises KernelCompilationError where its text is refused."""
+
+    def __init__(self, text: KernelText):
+        self.text = text
+        self.function = Function(compile_text(text.source, "attention"), len(text.slots))
+
+    def run(self, values: dict[tuple, int], threads: int, rows: int) -> bool:
+        """Run it; every thread packs `rows` rows. False where it met values that its products cannot take."""
+        text, steps = self.text, -(-rows // self.text.key_step)
+        per_thread = bytes_per_thread(text, steps)
+        memory.counter.value = 0
+        values = values | {
+            ("ptr", "counter"): memory.counter_address, ("chunks",): CHUNKS_PER_THREAD * threads,
+            ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
+            ("key_steps",): steps, ("ptr", "flag"): memory.flag_address,
+        }  # fmt: skip
+        self.function([values[key] for key in text.slots], threads)
+        return not (text.may_flag and memory.flagged())
+
+
+def operand_slots(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Sequence[int]) -> dict[tuple, int]:
+    """Parameters that say where the tensors lie, and the sizes."""
+    values: dict[tuple, int] = {}
+    for number, tensor in enumerate(tensors):
+        values[("ptr", number)] = tensor.data_ptr()
+        values |= {("stride", number, dim): stride for dim, stride in enumerate(tensor.stride())}
+    return values | {("size", name): value for name, value in zip(spec.sizes, sizes, strict=True)}
+
+
+def check_sizes(*sizes: int) -> None:
+    """Raises UnsupportedSizeError where one is too large for the kernels."""
+    if (largest := max(sizes)) >= SIZE_LIMIT:
+        raise UnsupportedSizeError(f"a size of {largest} was met; CPU kernels take sizes below {SIZE_LIMIT}")
+
+
+def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Run-time sizes -> (batch sizes.., n_q, n_k, d, d_v)."""
+    return size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
