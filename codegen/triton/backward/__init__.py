@@ -1,0 +1,34 @@
+"""The backward kernels: delta and dead rows first, then dQ by blocks of queries, dK and dV by blocks of keys.
+
+Scores are computed again from the operands and the forward's statistics of each row. `fusion.codegen.triton.gradients`
+has the formulas.
+"""
+
+from __future__ import annotations
+
+from fusion.codegen.triton.backward.keys import Keys
+from fusion.codegen.triton.backward.prepare import Prepare
+from fusion.codegen.triton.backward.queries import Queries
+from fusion.codegen.triton.backward.role import Role
+from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.tile_lists import KeyLists, RowLists
+from fusion.ir.spec import AttentionSpec
+
+__all__ = ["Keys", "Prepare", "Queries", "backward_kernels"]
+
+
+def backward_kernels(spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]) -> list[KernelText]:
+    """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their
+    launch."""
+    role = Role(spec, d, d_v, needs)
+    reaches = {"rows" if item.reach == "rows" else "queries" for item in role.gradients.captured}
+    kernels = []
+    if role.softmax:
+        kernels.append(Prepare(spec, d, d_v, needs).text())
+    if needs[0] or "queries" in reaches:
+        kernels += [KeyLists(spec).text()] if role.listed else []
+        kernels.append(Queries(spec, d, d_v, needs).text())
+    if needs[1] or needs[2] or "rows" in reaches:
+        kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed else []
+        kernels.append(Keys(spec, d, d_v, needs).text())
+    return kernels

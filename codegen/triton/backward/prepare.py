@@ -1,0 +1,36 @@
+"""What the other backward kernels need of each row, found before them."""
+
+from __future__ import annotations
+
+from fusion.codegen.triton import source
+from fusion.codegen.triton.backward.role import Role, any_dead
+from fusion.codegen.triton.forward import padded, place_in_list, place_of
+
+
+class Prepare(Role):
+    """delta of one block of ROWS query rows: the row sums of dO * O; and whether a row of the head met no live key.
+
+    Where tiles are listed, that is noted by blocks, for all heads that share lists: ROWS is that of the kernel of dK.
+    """
+
+    name = "attention_backward_prepare"
+
+    def body(self) -> str:
+        within = self.within()
+        out = self.output_gradient("i").replace("dout_", "out_")
+        place = place_of(self.writer)
+        lines = [
+            f"e = tl.arange(0, {padded(self.d_v)})[None, :]",
+            f"do = tl.load({self.output_gradient('i')}{within}).to(tl.float32)",
+            f"o = tl.load({out}{within}).to(tl.float32)",
+            f"row_place = tl.cast({place}, tl.int64) * {self.n_q} + i",
+            "tl.store(delta_ptr + row_place, tl.sum(do * o, 1)[:, None], mask=rows_ok)",
+        ]
+        if self.skips:
+            dead = f"{place_in_list(self.writer)} * blocks + block" if self.listed else place
+            lines += [
+                "row_max = tl.load(statistics_ptr + row_place)",
+                f"if {any_dead(self.spec)} != 0:",
+                f"    tl.store(dead_ptr + {dead}, 1)",
+            ]
+        return source.block(*self.query_block(), *lines)
