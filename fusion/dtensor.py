@@ -248,17 +248,8 @@ def _forward(
     return call.output(out), call.statistics(statistics)
 
 
-def _backward(
-    called: Any,
-    grad: Tensor,
-    out: Tensor,
-    statistics: Tensor,
-    operands: Sequence[Tensor],
-    sizes: Sequence[int],
-    spec: str,
-    emitter: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _backward(called: Any, **arguments: Any) -> list[Tensor]:
+    grad, out, statistics, operands, sizes, spec, emitter, needs = runtime.BackwardArguments(**arguments)
     call = _Call.of(operands, sizes, spec, emitter)
     at = call.output_placements()
     results = call.local(grad, at), call.local(out, at)

@@ -7,10 +7,9 @@
 
     tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
 
-`attention_forward` stands where gradients are needed: besides the output it returns two numbers per query row (see
-`runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per
-operand that
-`needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its backward.
+`attention_forward` stands where gradients are needed: besides the output it returns three numbers per query row (see
+`runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per operand
+that `needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its backward.
 
 `attention_below_autograd` is `attention` in graphs whose gradients were traced already: a call of it spends no time in
 Python code of torch's that looks for them (some 20 us).
@@ -49,8 +48,6 @@ _library.define(
     "str emitter, bool[] needs) -> Tensor[]",
     tags=_TAGS,
 )
-
-
 _library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
 _BELOW = "attention_below_autograd(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor"
 _library.define(_BELOW, tags=_TAGS)
@@ -75,20 +72,12 @@ def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
     return out, operands[0].new_empty(shape, dtype=runtime.statistics_dtype(operands))
 
 
-def _fake_backward(
-    grad: Tensor,
-    out: Tensor,
-    statistics: Tensor,
-    operands: Sequence[Tensor],
-    sizes: Sequence[int],
-    spec: str,
-    emitter: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    described = AttentionSpec.from_json(spec).operands
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    given = runtime.BackwardArguments(*arguments)
+    described = AttentionSpec.from_json(given.spec).operands
     return [
         runtime.empty_gradient(tensor, operand)
-        for tensor, operand, needed in zip(operands, described, needs, strict=True)
+        for tensor, operand, needed in zip(given.operands, described, given.needs, strict=True)
         if needed
     ]
 
@@ -140,9 +129,8 @@ def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
 def _refuse(ctx: Any, *grads: Any) -> list[Tensor | None]:
     raise DoubleBackwardError(
         "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, "
-        "torch.func.hessian); "
-        "it has a first derivative only. Compile this model with another backend, or keep the attention out of the "
-        "second derivative."
+        "torch.func.hessian); it has a first derivative only. Compile this model with another backend, or keep the "
+        "attention out of the second derivative."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +21,24 @@ log = logging.getLogger(__name__)
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 
 
+class BackwardArguments(NamedTuple):
+    """Arguments of `fusion::attention_backward`, in the order of its schema: see `fusion.op`."""
+
+    grad: Tensor
+    out: Tensor
+    statistics: Tensor
+    operands: Sequence[Tensor]
+    sizes: Sequence[int]
+    spec: str
+    emitter: str
+    needs: Sequence[bool]
+
+
 class Differentiable(Protocol):
     """What trains with one spec.
 
     forward(operands, sizes) -> (output, statistics); backward(grad, out, statistics, operands, sizes, needs) -> the
-    gradients of
-    the operands that `needs` marks, of any dtype and strides.
+    gradients of the operands that `needs` marks, of any dtype and strides.
     """
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]: ...
@@ -61,21 +73,12 @@ def attention_forward(
     return differentiable(spec, operands[0].device.type, emitter).forward(operands, sizes)
 
 
-def attention_backward(
-    grad: Tensor,
-    out: Tensor,
-    statistics: Tensor,
-    operands: Sequence[Tensor],
-    sizes: Sequence[int],
-    spec: str,
-    emitter: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def attention_backward(*arguments: Any) -> list[Tensor]:
     """`fusion::attention_backward`: see `fusion.op`."""
+    grad, out, statistics, operands, sizes, spec, emitter, needs = BackwardArguments(*arguments)
     emitter, _ = Request.parse(emitter)
-    found = differentiable(spec, operands[0].device.type, emitter).backward(
-        grad, out, statistics, operands, sizes, tuple(needs)
-    )
+    kernels = differentiable(spec, operands[0].device.type, emitter)
+    found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs))
     described = AttentionSpec.from_json(spec).operands
     wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
     return [_laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]

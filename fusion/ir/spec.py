@@ -21,7 +21,8 @@ from functools import lru_cache
 
 import torch
 
-from fusion.ir.expr import ROW_SUM, Expr, Kind, const, coord, coordinates, node, walk
+from fusion.ir.expr import ROW_SUM, Expr, Kind, const, coord, coordinates, node
+from fusion.ir.serial import dumped, loaded
 
 
 class Normalizer(enum.Enum):
@@ -40,9 +41,8 @@ class Operand:
     """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
 
     dtype: torch's name ("float32"). rank: number of dimensions. name: for people, e.g. "k" or "bias".
-    order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient
-    is asked for
-        or the tensor is row-major.
+    order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient is
+        asked for or the tensor is row-major.
     """
 
     dtype: str
@@ -221,14 +221,8 @@ MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi", "full", "t
 """The fields of `MaskFacts` that are expressions."""
 
 
-def _encode_number(value: object) -> object:
-    return {"float": repr(value)} if isinstance(value, float) else value
-
-
 def _to_json(spec: AttentionSpec) -> str:
-    order = list(walk(*spec.expressions()))
-    number = {expr: position for position, expr in enumerate(order)}
-    nodes = [[e.op, [number[a] for a in e.args], e.kind.value, _encode_number(e.attr)] for e in order]
+    nodes, number = dumped(spec.expressions())
 
     def ref(expr: Expr | None) -> int | None:
         return None if expr is None else number[expr]
@@ -248,10 +242,7 @@ def _to_json(spec: AttentionSpec) -> str:
 @lru_cache(maxsize=4096)
 def _from_json(text: str) -> AttentionSpec:
     document = json.loads(text)
-    nodes: list[Expr] = []
-    for op, args, kind, attr in document["nodes"]:
-        value = float(attr["float"]) if isinstance(attr, dict) else attr
-        nodes.append(node(op, tuple(nodes[a] for a in args), Kind(kind), value))
+    nodes = loaded(document["nodes"])
 
     def at(position: int | None) -> Expr | None:
         return None if position is None else nodes[position]

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, J, Kind, contains, coord, coordinates, load, loads, node, walk
+from fusion.ir.expr import Expr, J, Kind, contains, coord, coordinates, load, loads, walk
 from fusion.ir.ops import PRIMITIVES
+from fusion.ir.serial import dumped, loaded
 
 CELL_ROWS, CELL_KEYS = 32, 64
 HARD = -1e9
@@ -61,9 +62,7 @@ class MapSpec:
     def to_json(self) -> str:
         """The map as text: what the op carries."""
         roots = (*self.batch, self.n_q, self.n_k, self.live, self.full)
-        order = list(walk(*roots))
-        number = {expr: position for position, expr in enumerate(order)}
-        nodes = [[e.op, [number[a] for a in e.args], e.kind.value, _encoded(e.attr)] for e in order]
+        nodes, number = dumped(roots)
         document = {"nodes": nodes, "roots": [number[e] for e in roots], "sizes": self.sizes, "rows": self.rows}
         return json.dumps(document, separators=(",", ":"))
 
@@ -73,18 +72,11 @@ class MapSpec:
         return _from_json(text)
 
 
-def _encoded(value: object) -> object:
-    return {"float": repr(value)} if isinstance(value, float) else value
-
-
 @lru_cache(maxsize=1024)
 def _from_json(text: str) -> MapSpec:
     document = json.loads(text)
-    made: list[Expr] = []
-    for op, args, kind, attr in document["nodes"]:
-        value = float(attr["float"]) if isinstance(attr, dict) else attr
-        made.append(node(op, tuple(made[a] for a in args), Kind(kind), value))
-    *batch, n_q, n_k, live, full = (made[position] for position in document["roots"])
+    nodes = loaded(document["nodes"])
+    *batch, n_q, n_k, live, full = (nodes[position] for position in document["roots"])
     return MapSpec(
         sizes=tuple(document["sizes"]), batch=tuple(batch), n_q=n_q, n_k=n_k, live=live, full=full,
         rows=document["rows"],
