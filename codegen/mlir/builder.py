@@ -274,6 +274,12 @@ class Builder:
             return self.op(f"llvm.getelementptr {base}[{offset}] : ({PTR}) -> {PTR}, {scalar}", PTR, hint)
         return self.op(f"llvm.getelementptr {base}[{offset}] : ({PTR}, {offset.type}) -> {PTR}, {scalar}", PTR, hint)
 
+    def addresses(self, base: Value, offsets: Value, scalar: str) -> Value:
+        """A vector of addresses, `offsets` elements of type `scalar` after base."""
+        type_ = vector_of(PTR, shape_of(offsets.type)[0])
+        types = f"({PTR}, {offsets.type}) -> {type_}, {scalar}"
+        return self.op(f"llvm.getelementptr {base}[{offsets}] : {types}", type_, "at")
+
     def load(self, address: Value, type_: str, hint: str = "v", align: int | None = None) -> Value:
         align = align or SIZE[shape_of(type_)[1]]
         return self.op(f"llvm.load {address} {{alignment = {align} : i64}} : {PTR} -> {type_}", type_, hint)
@@ -281,6 +287,25 @@ class Builder:
     def store(self, value: Value, address: Value, align: int | None = None) -> None:
         align = align or SIZE[shape_of(value.type)[1]]
         self.line(f"llvm.store {value}, {address} {{alignment = {align} : i64}} : {value.type}, {PTR}")
+
+    def masked_load(self, address: Value, mask: Value, type_: str, hint: str = "v") -> Value:
+        """A vector from memory; lanes that the mask leaves out are not read, and zero."""
+        types = f"({PTR}, {mask.type}, {type_}) -> {type_}"
+        return self.op(f"llvm.intr.masked.load {self._masked(address, mask, type_)} : {types}", type_, hint)
+
+    def gather(self, addresses: Value, mask: Value, type_: str, hint: str = "gathered") -> Value:
+        """One element per lane, from a vector of addresses; lanes that the mask leaves out are not read, and zero."""
+        types = f"({addresses.type}, {mask.type}, {type_}) -> {type_}"
+        return self.op(f"llvm.intr.masked.gather {self._masked(addresses, mask, type_)} : {types}", type_, hint)
+
+    def _masked(self, address: Value, mask: Value, type_: str) -> str:
+        align = SIZE[shape_of(type_)[1]]
+        return f"{address}, {mask}, {self.constant(0, type_)} {{alignment = {align} : i32}}"
+
+    def masked_store(self, value: Value, address: Value, mask: Value) -> None:
+        """The lanes of a vector that the mask holds."""
+        align, types = SIZE[shape_of(value.type)[1]], f"{value.type}, {mask.type} into {PTR}"
+        self.line(f"llvm.intr.masked.store {value}, {address}, {mask} {{alignment = {align} : i32}} : {types}")
 
     def prefetch(self, address: Value, locality: int = 2, write: bool = False) -> None:
         """Ask for a cache line that will be read or written soon; locality 3 means into the first level, 2 into the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.builder import PTR, Value
+from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.kernel import AttentionKernel
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
@@ -55,6 +55,5 @@ class ForwardWithStatistics(AttentionKernel):
             value = b.as_value(value, self.vector)
             start = b.add(at, b.mul(self.params[("statistics_rows",)], plane))
             place = b.at(self.params[("ptr", "statistics")], start, "f32")
-            types = f"{value.type}, {rows.lanes.valid.type} into {PTR}"
-            b.line(f"llvm.intr.masked.store {value}, {place}, {rows.lanes.valid} {{alignment = 4 : i32}} : {types}")
+            b.masked_store(value, place, rows.lanes.valid)
         return factor

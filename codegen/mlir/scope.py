@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fusion.codegen.mlir.builder import SIZE, Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.hashing import hash_bits
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.ir import integers
@@ -368,19 +368,8 @@ class Scope:
             total = part if total is None else b.add(total, part)
         assert total is not None
         base = b.at(pointer, scalar, memory)
-        pointers = f"vector<{lanes}x!llvm.ptr>"
-        addresses = b.op(
-            f"llvm.getelementptr {base}[{total}] : (!llvm.ptr, {total.type}) -> {pointers}, {memory}", pointers, "at"
-        )
-        type_ = vector_of(memory, lanes)
-        zero = b.constant(0, type_)
-        text = f"llvm.intr.masked.gather {addresses}, {self.lanes.valid}, {zero} {{alignment = {SIZE[memory]} : i32}}"
-        return widen(
-            b,
-            b.op(f"{text} : ({pointers}, {self.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered"),
-            expr.kind,
-            self._unsigned(int(expr.attr)),
-        )  # type: ignore[arg-type]
+        found = b.gather(b.addresses(base, total, memory), self.lanes.valid, vector_of(memory, lanes))
+        return widen(b, found, expr.kind, self._unsigned(int(expr.attr)))  # type: ignore[arg-type]
 
     def _unsigned(self, operand: int) -> bool:
         return self.context.operands[operand].dtype == "uint8"

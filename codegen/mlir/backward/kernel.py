@@ -20,7 +20,7 @@ from fusion.codegen.mlir.amx import LARGE_BITS
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
 from fusion.codegen.mlir.backward.plan import Form, Role, access
 from fusion.codegen.mlir.backward.tile import STATE_SLOTS, BackwardTile, Block, Half, Rows
-from fusion.codegen.mlir.builder import PTR, Value, vector_of
+from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Scope
@@ -100,7 +100,7 @@ class BackwardKernel(BackwardTile):
         scope.prepare(programs.masked, programs.full, self.weight, bound=self.batch_names)
         self.readers = [self._reader(scope, number) for number in self.sides]
         load_of = DenseLoad if self.role is Role.QUERIES else LaneLoad
-        self.loads: list[DenseLoad | LaneLoad] = [load_of(self.context, scope, expr) for expr in self.dense]
+        self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
         self._note_identity()
         self.sinks = [
             GradientSink(self.context, scope, entry, self.thread, self.plan.written_once(entry))
@@ -254,9 +254,7 @@ class BackwardKernel(BackwardTile):
         for k in range(self.sum_count):
             if k >= len(self.collected) or self.collected[k].form in (Form.ROWS, Form.COLUMNS):
                 at = b.at(self.params[("ptr", "sums", k)], b.add(base, row), "f32")
-                value = b.load(self._sum_at(k, g), self.vector, "sum")
-                types = f"{value.type}, {valid.type} into {PTR}"
-                b.line(f"llvm.intr.masked.store {value}, {at}, {valid} {{alignment = 4 : i32}} : {types}")
+                b.masked_store(b.load(self._sum_at(k, g), self.vector, "sum"), at, valid)
 
     def _write(self, scope: Scope, half: Half, g: Value, rows: Rows) -> None:
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""

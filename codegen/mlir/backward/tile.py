@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.backward.element import Elements
-from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
+from fusion.codegen.mlir.backward.loads import GradientSink
 from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, Role, normalized, result_memory
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
@@ -86,7 +86,7 @@ class Rows:
 class BackwardTile(KernelFunction):
     """The stages of a tile, and the memory that they work in. needs: which operands' gradients are wanted."""
 
-    loads: Sequence[DenseLoad | LaneLoad]
+    loads: Sequence[DenseLoad]
     sinks: Sequence[GradientSink]
     flat_query: Value
     """What `BackwardKernel` makes for each batch element: readers of dense operands, where gradients of loads go, and
