@@ -1,12 +1,9 @@
 """Automatic mixed precision: the casts that autocast would make, written into the graph.
 
-Pre-dispatch graphs stand above autocast: `matmul(q, k)` of float32 tensors is recorded as such although its result
-is bfloat16.
-Ambient regions (`with torch.autocast(...)` around the compiled function) are not in the graph at all. A fused region
-replaces operations
-that autocast knows by one that it does not, so it must see, and take over, what autocast would have cast. Casting an
-operation's
-arguments beforehand changes nothing else: autocast then finds what it wants.
+Pre-dispatch graphs stand above autocast: `matmul(q, k)` of float32 tensors is recorded as such although its result is
+bfloat16. Ambient regions (`with torch.autocast(...)` around the compiled function) are not in the graph at all. A fused
+region replaces operations that autocast knows by one that it does not, so it must see, and take over, what autocast
+would have cast. Casting an operation's arguments beforehand changes nothing else: autocast then finds what it wants.
 """
 
 from __future__ import annotations

@@ -191,9 +191,8 @@ def seed_dropout(graph: torch.fx.Graph) -> None:
     """Draw a seed in front of every active dropout: meta["seed"] on it is the node of a random int64 of shape [1].
 
     A fused attention takes its mask from the seed, and the graph then has the seed in the dropout's place: a random
-    number that
-    functionalisation, partitioning and recomputation treat as any other. Seeds that stay unused are removed by
-    `drop_seeds`.
+    number that functionalisation, partitioning and recomputation treat as any other. Seeds that stay unused are removed
+    by `drop_seeds`.
     """
     for node in list(graph.nodes):
         if not is_active_dropout(node):

@@ -1,8 +1,7 @@
 """Gradients of the parts of a spec whose cost is linear in the length: what is left to do around backward kernels.
 
-A kernel hands over the gradient of each element that it read, at the coordinates at which it read it; here that
-becomes the
-gradient of the tensor. Indices are evaluated and pulled back by torch itself.
+A kernel hands over the gradient of each element that it read, at the coordinates at which it read it; here that becomes
+the gradient of the tensor. Indices are evaluated and pulled back by torch itself.
 """
 
 from __future__ import annotations

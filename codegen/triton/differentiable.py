@@ -29,8 +29,7 @@ LISTED_BY = {KeyLists.name: Queries.name, RowLists.name: Keys.name}
 class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
 
-    dQ, dK and dV are
-    deterministic. Gradients of captured tensors are summed by atomic additions in float32.
+    dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32.
     """
 
     def __init__(self, spec: AttentionSpec, tile: Tile | None = None):

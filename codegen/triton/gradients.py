@@ -8,8 +8,7 @@ The score program's derivative takes dx to dS and to the tensors that the progra
 W^T dO.
 
 dK and dV are made by programs that each own some keys. Where query heads share a key head, the program visits all of
-them, so that
-every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
+them, so that every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Captured:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
     """score: dS as an expression in UPSTREAM. captured: of the loads that need a gradient. groups: how many values of
-    each batch
-    coordinate share an element of K and V (1: none)."""
+    each batch coordinate share an element of K and V (1: none)."""
 
     score: Expr
     captured: tuple[Captured, ...]

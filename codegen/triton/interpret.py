@@ -1,14 +1,12 @@
 """Running generated modules in Triton's interpreter, on CPU tensors, without setting TRITON_INTERPRET for the whole
 process.
 
-Triton decides when a function is decorated whether it will be interpreted. Modules are therefore loaded with the
-switch on, and while
-a kernel runs, the reductions of Triton's own library (compiled functions in such a process) are replaced by
-interpreted ones.
+Triton decides when a function is decorated whether it will be interpreted. Modules are therefore loaded with the switch
+on, and while a kernel runs, the reductions of Triton's own library (compiled functions in such a process) are replaced
+by interpreted ones.
 
 The interpreter keeps bfloat16 as bit patterns, multiplies those as if they were integers, and truncates where devices
-round to the
-nearest. While a kernel runs here, products and conversions of bfloat16 are done as devices do them.
+round to the nearest. While a kernel runs here, products and conversions of bfloat16 are done as devices do them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 them.
 
 They are written in `triton.language` alone, without a vendor's library, so that every target and the interpreter
-compute the
-same. Polynomials are minimax fits in relative error over the range given; coefficients beyond float32 are rounded by
-the compiler.
+compute the same. Polynomials are minimax fits in relative error over the range given; coefficients beyond float32 are
+rounded by the compiler.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Reading a matrix (rows along one coordinate, columns along another) from a tensor of any strides through an index
 map.
 
-An offset is a sum of monomials; each is computed where it changes least often: with the block, down the rows, along
-the columns.
-Along the keys it moves by a multiple of a stride per tile, so that the pointers of a tile are made once and only
-advanced.
+An offset is a sum of monomials; each is computed where it changes least often: with the block, down the rows, along the
+columns. Along the keys it moves by a multiple of a stride per tile, so that the pointers of a tile are made once and
+only advanced.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compiling a spec's kernels for a target that is not here, and reading from the result what can be known without a
 device.
 
-Shared memory, registers, spills, matrix instructions, ptxas' warnings that it serialised them, and whether every
-store and every
-atomic addition of the first intermediate form is still there in the last.
+Shared memory, registers, spills, matrix instructions, ptxas' warnings that it serialised them, and whether every store
+and every atomic addition of the first intermediate form is still there in the last.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class OfflineCompilationError(FusionError, RuntimeError):
 class Facts:
     """What compilation of one kernel for one target gave.
 
-    shared: bytes. registers: per thread. spills: bytes stored and loaded. matrix: instructions by kind. lost: kinds
-    of side effects of
-    which fewer are in the machine code's text than in Triton's first form. seconds: of compilation.
+    shared: bytes. registers: per thread. spills: bytes stored and loaded. matrix: instructions by kind. lost: kinds of
+    side effects of which fewer are in the machine code's text than in Triton's first form. seconds: of compilation.
     """
 
     kernel: str
@@ -75,9 +73,8 @@ class Facts:
 def compile_offline(
     spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int, tiles: Mapping[str, Tile], target: str
 ) -> list[Facts]:
-    """Every kernel, with the tile of its name, compiled for `target`: sm_80, sm_90, sm_100 or gfx942. Strides are
-    taken to be multiples of 16,
-    inner ones 1."""
+    """Every kernel, with the tile of its name, compiled for `target`: sm_80, sm_90, sm_100 or gfx942. Strides are taken
+    to be multiples of 16, inner ones 1."""
     loaded = module.load(module.module_text(spec, kernels, d, d_v))
     return [_compile(spec, loaded, kernel, tiles[kernel.name], target) for kernel in kernels]
 

@@ -2,8 +2,7 @@
 rows.
 
 Each writes its part of the output, not yet divided, with the maximum and the sum of its keys; a second kernel brings
-the
-parts to a common maximum and adds them up. All keys are visited, whatever the mask says of key ranges, so that rows
+the parts to a common maximum and adds them up. All keys are visited, whatever the mask says of key ranges, so that rows
 without a live key need no second pass; specs whose mask bounds keys from below (windows) are better served by `flash`.
 """
 

@@ -1,11 +1,10 @@
 """Derivatives of expressions, by reverse accumulation: what a score program hands back to the score and to its tensors.
 
 `adjoints(program, seed, targets)` takes the gradient that arrives at the program's value (an expression, usually a
-leaf) and
-returns the gradient at each target. `PULLBACKS` has, for every primitive of `fusion.ir.ops`, the one place where its
-derivative is written; conventions at kinks are torch's (0 for |x| at 0, halves for ties of min and max). Selections
-select gradients instead of multiplying by 0 and 1, so that an infinity or NaN on the side not taken goes nowhere, as
-in torch.
+leaf) and returns the gradient at each target. `PULLBACKS` has, for every primitive of `fusion.ir.ops`, the one place
+where its derivative is written; conventions at kinks are torch's (0 for |x| at 0, halves for ties of min and max).
+Selections select gradients instead of multiplying by 0 and 1, so that an infinity or NaN on the side not taken goes
+nowhere, as in torch.
 """
 
 from __future__ import annotations

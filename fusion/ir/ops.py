@@ -37,16 +37,14 @@ def _truncating_int(x: torch.Tensor) -> torch.Tensor:
 HASH_SPREAD = 0x9E3779B9
 HASH_MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 """Steps (shift s, multiplier m) of x = (x ^ x >> s) * m mod 2**32: a bijection of 32-bit words in which every bit of
-the input
-changes every bit of the result with probability near one half."""
+the input changes every bit of the result with probability near one half."""
 
 
 def hashed(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count.
 
-    The same in every kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find
-    the same mask
-    from the seed and the coordinates, and none is stored.
+    The same in every kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the
+    same mask from the seed and the coordinates, and none is stored.
     """
     word = 0xFFFFFFFF
     x = (key & word) ^ _multiply_words(counter & word, HASH_SPREAD)
