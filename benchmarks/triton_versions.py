@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rich.progress import track
 
-from fusion.codegen.triton.offline import SHARED_LIMIT, Facts, OfflineCompilationError, facts_of
+from fusion.codegen.triton.offline import SHARED_LIMIT, Facts, facts_of
+from fusion.errors import OfflineCompilationError
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, Kind, const, coord, load, size
 from fusion.ir.ops import apply, where

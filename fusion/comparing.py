@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusion.errors import FusionError
+from fusion.errors import ComparisonError
 from fusion.plan import bytes_text, seconds_text
 
 COMPETITORS = ("eager", "inductor", "fusion")
-
-
-class ComparisonError(FusionError, RuntimeError):
-    """What is to be compared cannot be run, or is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from torch.fx import GraphModule, Node
 from fusion.report import Report
 
 log = logging.getLogger(__name__)
-_Stages = Mapping[str, str]
 
 
 class Dump:

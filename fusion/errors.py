@@ -73,3 +73,32 @@ class BlockMaskError(FusionError, ValueError):
 
 class ApproximationError(FusionError, ValueError):
     """An approximation was asked for that does not exist."""
+
+
+class ComparisonError(FusionError, RuntimeError):
+    """What is to be compared cannot be run, or is not there."""
+
+
+class RewriteError(FusionError, ValueError):
+    """Something was given to `fusion.rewrite` that it cannot rewrite."""
+
+
+class TargetError(FusionError, ValueError):
+    """What the command line names cannot be found, loaded or called."""
+
+
+class KernelTextError(FusionError, RuntimeError):
+    """A generated module is not valid Python: a defect of this package. The message has the numbered text around the
+    place."""
+
+
+class OfflineCompilationError(FusionError, RuntimeError):
+    """A generated kernel was refused by Triton: a defect of this package or of Triton; the message has both."""
+
+
+class MlirExportError(FusionError, ValueError):
+    """Something cannot be written as an MLIR module, or such a module not be run."""
+
+
+class KernelCompilationError(FusionError, RuntimeError):
+    """Generated MLIR was refused: a defect of this package. The message has the numbered text around the place."""

@@ -17,7 +17,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, Compiled, MlirExportError, attention_function
+from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, Compiled, attention_function
+from fusion.errors import MlirExportError
 from fusion.ir import AttentionSpec
 from fusion.rewriting import rewrite
 

@@ -58,7 +58,8 @@ class SiteReport:
     def mlir(self, which: int = 0) -> str:
         """An MLIR module of one of the site's attentions, at the sizes of the example: its public function `attention`
         takes and returns packed tensors. Raises MlirExportError where the site was not fused."""
-        from fusion.codegen.mlir.export import MlirExportError, attention_module
+        from fusion.codegen.mlir.export import attention_module
+        from fusion.errors import MlirExportError
 
         if which >= len(self.specs):
             raise MlirExportError(
@@ -112,7 +113,8 @@ class Report:
 
         seconds: for which each of the three is timed, at most. Raises ComparisonError where there is nothing to run.
         """
-        from fusion.comparing import ComparisonError, compare
+        from fusion.comparing import compare
+        from fusion.errors import ComparisonError
 
         if self.function is None:
             raise ComparisonError(

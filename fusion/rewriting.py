@@ -19,15 +19,11 @@ from torch.fx.node import map_arg
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
-from fusion.errors import FusionError
+from fusion.errors import RewriteError
 from fusion.options import Options
 from fusion.report import publish
 
 Program = TypeVar("Program", GraphModule, ExportedProgram)
-
-
-class RewriteError(FusionError, ValueError):
-    """Something was given to `fusion.rewrite` that it cannot rewrite."""
 
 
 def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = None) -> Program:

@@ -131,7 +131,7 @@ def _from_callable(
     except nodes.Unsupported as problem:
         raise BlockMaskError(f"block_mask cannot be followed: {problem}") from problem
     operands = [_buffer(_held(traced, node), module, device) for node in walk.loaded]
-    _check_traced(keep, value, [_held(traced, node) for node in walk.loaded])
+    _check_traced(keep, value)
     if heads is None and {"B", "H"} & coordinates(value):
         raise BlockMaskError(
             f"block_mask depends on the batch or the head, but an attention has {len(batch)} batch dimensions instead "
@@ -173,7 +173,7 @@ def _held(traced: GraphModule, node: Node) -> Tensor:
     return getattr(traced, str(node.target))
 
 
-def _check_traced(keep: Callable[..., Tensor], value: Expr, held: list[Tensor]) -> None:
+def _check_traced(keep: Callable[..., Tensor], value: Expr) -> None:
     """What was understood must be what the callable returns, at other positions than it was traced at."""
     if loads(value):
         return

@@ -13,7 +13,7 @@ import fusion
 from fusion import exporting
 from fusion.codegen import mlir, triton
 from fusion.codegen.mlir import calling
-from fusion.codegen.mlir.export import MlirExportError, attention_module
+from fusion.codegen.mlir.export import attention_module
 from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skipping import emit_selective
 from fusion.codegen.mlir.strategy import tilings_for
@@ -21,11 +21,16 @@ from fusion.codegen.mlir.target import target_of
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import offline
 from fusion.codegen.triton import source as triton_source
-from fusion.codegen.triton.offline import OfflineCompilationError
-from fusion.codegen.triton.source import KernelTextError
 from fusion.cost.optimum import optimum
 from fusion.cost.problem import Problem
-from fusion.errors import ProblemError, UnknownScheduleError, UnsupportedSizeError
+from fusion.errors import (
+    KernelTextError,
+    MlirExportError,
+    OfflineCompilationError,
+    ProblemError,
+    UnknownScheduleError,
+    UnsupportedSizeError,
+)
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import const
 from fusion.ir.ops import apply

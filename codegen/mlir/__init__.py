@@ -15,11 +15,12 @@ compiled.
 from __future__ import annotations
 
 from fusion.codegen.mlir.backward.plan import unsupported
-from fusion.codegen.mlir.compile import KernelCompilationError, unavailable
+from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.launch import Kernel, TileTimes
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.codegen.mlir.training import TrainingKernel
+from fusion.errors import KernelCompilationError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 

@@ -102,9 +102,6 @@ class Builder:
     def line(self, text: str) -> None:
         self._lines.append("  " * self._depth + text)
 
-    def comment(self, text: str) -> None:
-        self.line(f"// {text}")
-
     def text(self) -> str:
         constants = [
             f"  {v} = arith.constant {text}" + ("" if v.type == "i1" else f" : {v.type}")

@@ -8,16 +8,12 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.errors import FusionError
+from fusion.errors import KernelCompilationError
 
 PIPELINE = (
     "builtin.module(canonicalize,cse,convert-scf-to-cf,convert-math-to-llvm,convert-vector-to-llvm,"
     "convert-func-to-llvm,convert-arith-to-llvm,convert-index-to-llvm,convert-cf-to-llvm,convert-ub-to-llvm,reconcile-unrealized-casts)"
 )
-
-
-class KernelCompilationError(FusionError, RuntimeError):
-    """Generated MLIR was refused: a defect of this package. The message has the numbered text around the place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from fusion.codegen.mlir.calling import CHUNKS_PER_THREAD, bytes_per_thread, extents_function
-from fusion.codegen.mlir.compile import PIPELINE, KernelCompilationError, openmp_library
+from fusion.codegen.mlir.compile import PIPELINE, openmp_library
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import FEW_QUERIES, span_of
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
-from fusion.errors import FusionError
+from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
@@ -50,10 +50,6 @@ func.func private @{name}_launch(%params: !llvm.ptr, %threads: i32) {{
   return
 }}
 """
-
-
-class MlirExportError(FusionError, ValueError):
-    """Something cannot be written as an MLIR module, or such a module not be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

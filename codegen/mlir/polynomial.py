@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
@@ -141,6 +140,3 @@ def _state_planes(state: torch.Tensor) -> torch.Tensor:
     heads, features, e = state.shape
     turned = state.view(heads, features // CHUNK, CHUNK, e // 16, 16).permute(0, 1, 3, 4, 2).contiguous()
     return _planes(turned).permute(1, 2, 3, 0, 4, 5).contiguous()
-
-
-Runner = Callable[..., torch.Tensor]

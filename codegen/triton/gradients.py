@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads, node, substitute, walk
-from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.spec import AttentionSpec
 
 UPSTREAM_WEIGHT = node("upstream", (), Kind.FLOAT, "weight")
 """The gradient that arrives at the weight program's value."""
@@ -154,8 +154,3 @@ def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr
                     return False
                 reach += factor * (int(extent.attr) - 1)  # type: ignore[arg-type]
     return seen == set(atoms)
-
-
-def without_normalizer(spec: AttentionSpec) -> bool:
-    """Whether the score program is the weight itself."""
-    return spec.normalizer is Normalizer.NONE

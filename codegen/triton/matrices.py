@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.codegen.triton.expressions import Level, Writer
+from fusion.codegen.triton.expressions import Writer
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, coordinates
 
@@ -78,8 +78,3 @@ def _split(expr: Expr, row: str, column: str) -> dict[str, Expr]:
 def sum_of(*parts: str) -> str:
     """The parts that are not empty, added up."""
     return " + ".join(part for part in parts if part)
-
-
-def tile_level(writer: Writer) -> list[str]:
-    """The statements that the writer left for a tile of keys."""
-    return writer.lines[Level.TILE]

@@ -22,7 +22,7 @@ from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.launch import forward_kernels, list_tile
 from fusion.codegen.triton.tile_lists import TileLists
 from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
-from fusion.errors import FusionError
+from fusion.errors import OfflineCompilationError
 from fusion.ir.spec import AttentionSpec
 
 #: bytes of shared memory that one program may use
@@ -40,10 +40,6 @@ _POINTERS = {
     "int32": "*i32",
     "int64": "*i64",
 }
-
-
-class OfflineCompilationError(FusionError, RuntimeError):
-    """A generated kernel was refused by Triton: a defect of this package or of Triton; the message has both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

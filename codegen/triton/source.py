@@ -7,14 +7,9 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from fusion.errors import FusionError
+from fusion.errors import KernelTextError
 
 WIDTH = 120
-
-
-class KernelTextError(FusionError, RuntimeError):
-    """A generated module is not valid Python: a defect of this package. The message has the numbered text around the
-    place."""
 
 
 def free_names(body: str) -> list[str]:

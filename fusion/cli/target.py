@@ -16,13 +16,9 @@ from typing import Any
 
 import torch
 
-from fusion.errors import FusionError
+from fusion.errors import TargetError
 
 INPUT_NAMES = ("inputs", "example_inputs")
-
-
-class TargetError(FusionError, ValueError):
-    """What the command line names cannot be found, loaded or called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,11 +40,6 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
     return {target: arriving.get(target, ZERO) for target in targets}
 
 
-def is_differentiable_leaf(part: Expr) -> bool:
-    """Whether gradients can end here: the score, row statistics, and loads of floats."""
-    return part.kind is Kind.FLOAT and (part.op == "load" or part.op in ("score", "row_max", "row_sum"))
-
-
 # --- the table --------------------------------------------------------------------------------------------------
 
 

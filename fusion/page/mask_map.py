@@ -32,7 +32,6 @@ class MaskMap:
     n_k: int
     shares: Mapping[int, float]
     sampled: bool
-    reads_data: bool
 
 
 def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], tile: tuple[int, int]) -> MaskMap | None:
@@ -61,7 +60,6 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], tile: tuple[int, int
         n_k=n_k,
         shares=shares,
         sampled=sampled,
-        reads_data=possible is not certain,
     )
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fusion
-from fusion.comparing import ComparisonError, peak_memory
+from fusion.comparing import peak_memory
+from fusion.errors import ComparisonError
 
 
 def attend(q, k, v):

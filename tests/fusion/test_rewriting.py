@@ -11,8 +11,7 @@ import torch
 from torch.export import Dim
 
 import fusion
-from fusion.errors import OptionError
-from fusion.rewriting import RewriteError
+from fusion.errors import OptionError, RewriteError
 from tests.numerics import assert_as_exact_as_eager
 
 

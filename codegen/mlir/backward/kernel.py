@@ -103,8 +103,7 @@ class BackwardKernel(BackwardTile):
         self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
         self._note_identity()
         self.sinks = [
-            GradientSink(self.context, scope, entry, self.thread, self.plan.written_once(entry))
-            for entry in self.collected
+            GradientSink(self.context, entry, self.thread, self.plan.written_once(entry)) for entry in self.collected
         ]
         return scope
 

@@ -46,7 +46,7 @@ class GradientSink:
     it is written; otherwise it is added to what is there.
     """
 
-    def __init__(self, context: Context, scope: Scope, entry: LoadGradient, thread: Value, once: bool):
+    def __init__(self, context: Context, entry: LoadGradient, thread: Value, once: bool):
         self.context, self.entry, self.once, self.b = context, entry, once, context.b
         if entry.form not in (Form.DENSE, Form.SCATTERED):
             return

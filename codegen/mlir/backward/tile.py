@@ -148,7 +148,7 @@ class BackwardTile(KernelFunction):
         self.state = self._area(STATE_SLOTS * 8, "state")
         packed = self._packed_areas(products)
         scales, widths = (self.programs.scale, 1.0), (self.d, self.d_v)
-        self.score_half, self.value_half = self.halves = tuple(
+        self.halves = tuple(
             Half(
                 operand=self.sides[n], width=widths[n], scale=scales[n], products=products[n], lanes=lanes[n],
                 keys=packed[2 * n], values=packed[2 * n + 1], tile=tiles[n], weights=weights[n], sums=sums[n],
@@ -156,6 +156,7 @@ class BackwardTile(KernelFunction):
             )
             for n in (0, 1)
         )  # fmt: skip
+        self.score_half = self.halves[0]
 
     def _products(self, width: int) -> Products:
         t = self.tiling

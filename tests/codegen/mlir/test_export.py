@@ -8,8 +8,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import fusion
-from fusion.codegen.mlir.compile import KernelCompilationError
-from fusion.codegen.mlir.export import Compiled, MlirExportError, attention_module, run_text
+from fusion.codegen.mlir.export import Compiled, attention_module, run_text
+from fusion.errors import KernelCompilationError, MlirExportError
 from tests.numerics import assert_as_exact_as_eager
 
 
