@@ -130,8 +130,8 @@ def _emitter(options: Options) -> str:
     return options.emitter if request is None else request.attach(options.emitter)
 
 
-def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int]], str | None]:
-    return (lambda spec, device, sizes: None) if options.emitter == "reference" else runtime.prepare
+def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], str | None]:
+    return (lambda *_: None) if options.emitter == "reference" else runtime.prepare
 
 
 def _pays(options: Options) -> Pays | None:
@@ -174,10 +174,14 @@ def _report(
                 shapes=tuple(_shapes(part, hints) for part in parts),
                 plans=tuple(_plan(part, hints, options) for part in parts),
                 approximations=tuple(_approximation(part, hints, options) for part in parts),
-                sources=tuple(runtime.kernel_source(part.spec, part.device, options.emitter) or "" for part in parts),
+                sources=tuple(_source(part, options) for part in parts),
             )
         )
     return report
+
+
+def _source(part: Specified, options: Options) -> str:
+    return runtime.kernel_source(part.spec, part.device, options.emitter, part.differentiable) or ""
 
 
 def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:

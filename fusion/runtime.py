@@ -168,32 +168,40 @@ class _GuardedApproximation:
         return self.exact(operands, sizes)
 
 
-def kernel_source(spec: AttentionSpec, device: str, emitter: str) -> str | None:
+def _forward_kernel(spec: AttentionSpec, device: str, emitter: str = "auto", trained: bool = False) -> Any:
+    """What an emitter runs for a spec, forward; None where the reference interpreter does. trained: gradients are
+    needed, for which the kernel writes statistics of its rows."""
+    emitter = Request.parse(emitter)[0]
+    if trained and isinstance(found := differentiable(spec.to_json(), device, emitter), _GuardedTraining):
+        return found.kernel
+    found = executor(spec.to_json(), device, emitter)
+    return found.kernel if isinstance(found, Guarded) else None
+
+
+def kernel_source(spec: AttentionSpec, device: str, emitter: str, trained: bool = False) -> str | None:
     """The source of the kernel that runs a spec, or None where the reference interpreter does."""
-    found = executor(spec.to_json(), device, Request.parse(emitter)[0])
-    return getattr(found.kernel, "source", None) if isinstance(found, Guarded) else None
+    return getattr(_forward_kernel(spec, device, emitter, trained), "source", None)
 
 
 def kernel_tile(spec: AttentionSpec, device: str, emitter: str, sizes: Sequence[int]) -> tuple[int, int] | None:
     """(B_r, B_c) that a call of a spec with these sizes gets, where its emitter says so."""
-    found = executor(spec.to_json(), device, Request.parse(emitter)[0])
-    tile_of: Any = getattr(found.kernel, "tile_of", None) if isinstance(found, Guarded) else None
+    tile_of = getattr(_forward_kernel(spec, device, emitter), "tile_of", None)
     return None if tile_of is None else tile_of(sizes)
 
 
-def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int]) -> str | None:
+def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int], trained: bool = False) -> str | None:
     """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
     reason = unsupported(spec, device)
     if reason is not None:
         return reason
     try:
-        found = executor(spec.to_json(), device.type)
-        if isinstance(found, Guarded) and hasattr(found.kernel, "prepare"):
-            found.kernel.prepare(sizes)
+        kernel = _forward_kernel(spec, device.type, trained=trained)
+        if hasattr(kernel, "prepare"):
+            kernel.prepare(sizes)
     except Exception as problem:
         log.warning("no kernel for %s", spec, exc_info=True)
         return f"its kernel could not be built ({type(problem).__name__}: {problem})"
-    return None if isinstance(found, Guarded) else "its kernel could not be built"
+    return None if kernel is not None else "its kernel could not be built"
 
 
 def differentiable(spec: str, device: str, emitter: str = "auto") -> Differentiable:

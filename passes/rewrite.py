@@ -21,7 +21,7 @@ from fusion.passes.specify import Specified, specify
 from fusion.passes.tile_maps import Mapped, mapped, with_map
 
 aten = torch.ops.aten
-Supports = Callable[[AttentionSpec, torch.device, Sequence[int]], str | None]
+Supports = Callable[[AttentionSpec, torch.device, Sequence[int], bool], str | None]
 Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]], str], bool]
 
 
@@ -35,9 +35,9 @@ def rewrite(
 ) -> dict[int, list[Specified]]:
     """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
 
-    supports: (spec, device, sizes) -> why no kernel can be made for it, or None. emitter: handed to the op. pays:
-    whether a map of the tiles of a mask is worth its cost on a device; None makes no maps. block_mask: the user's mask
-    for every attention. Mutates the graph of `module`, which is the compiler's own copy.
+    supports: (spec, device, sizes, whether it is differentiated) -> why no kernel can be made for it, or None. emitter:
+    handed to the op. pays: whether a map of the tiles of a mask is worth its cost on a device; None makes no maps.
+    block_mask: the user's mask for every attention. Mutates the graph of `module`, which is the compiler's own copy.
     """
     specified: dict[int, list[Specified]] = {}
     symbols = _Symbols(module.graph)
@@ -54,7 +54,8 @@ def rewrite(
         _map_tiles(module.graph, sites, specified, symbols, pays)
     for number, parts in list(specified.items()):
         device = nodes.value(sites[number].root).device
-        reasons = (supports(part.spec, device, [nodes.evaluate_size(n, hints) for n in part.sizes]) for part in parts)
+        sizes = ([nodes.evaluate_size(n, hints) for n in part.sizes] for part in parts)
+        reasons = (supports(p.spec, device, values, p.differentiable) for p, values in zip(parts, sizes, strict=True))
         if (reason := next(filter(None, reasons), None)) is not None:
             sites[number].reason = reason
             del specified[number]

@@ -33,6 +33,17 @@ class TrainingKernel:
         self._compiled: dict[tuple, CompiledKernel] = {}
         self._lock = threading.Lock()
 
+    @property
+    def source(self) -> str:
+        """The MLIR text of the first kernel: the forward's."""
+        return next((kernel.text.source for kernel in self._compiled.values()), "")
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Compile what a forward with these sizes will run. Backward kernels are compiled by the first backward."""
+        *_, n_q, n_k, d, d_v = self.extents(sizes)
+        if min(n_q, n_k, d, d_v) > 0:
+            self._forward_kernel(d, d_v, 0)
+
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The output, and what the backward needs of each row: [3, b.., i], see `backward.plan.STATISTICS`."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)

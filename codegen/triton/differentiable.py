@@ -38,6 +38,10 @@ class Differentiable:
         self._variants: dict[tuple, Variant] = {}
         self._lock = threading.Lock()
 
+    @property
+    def source(self) -> str:
+        return self.kernel.source
+
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         out, statistics = self.kernel.forward(operands, sizes)
         assert statistics is not None
