@@ -14,7 +14,7 @@ from fusion.approximate.dispatch import Request
 from fusion.codegen import reference
 from fusion.errors import LargeTableError
 from fusion.ir import AttentionSpec, Normalizer, Operand
-from fusion.ir.expr import Expr
+from fusion.ir.sizes import size_value
 from fusion.machine import machine
 
 log = logging.getLogger(__name__)
@@ -87,12 +87,8 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
 def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
     """The extent of each coordinate of the output."""
     known = dict(zip(spec.sizes, sizes, strict=True))
-
-    def value(expr: Expr) -> int | torch.SymInt:
-        return int(expr.attr) if expr.op == "const" else known[str(expr.attr)]  # type: ignore[arg-type]
-
-    batch = {f"b{axis}": value(extent) for axis, extent in enumerate(spec.batch)}
-    return batch | {"i": value(spec.n_q), "e": value(spec.d_v)}
+    batch = {f"b{axis}": size_value(extent, known) for axis, extent in enumerate(spec.batch)}
+    return batch | {"i": size_value(spec.n_q, known), "e": size_value(spec.d_v, known)}
 
 
 def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:

@@ -10,6 +10,7 @@ waited for, and the pass can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fusion.ir.expr import Expr, Kind, coordinates, loads
 from fusion.ir.ops import evaluate
+from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 
 SAMPLES = 4  # rows of cells that are looked at first
@@ -71,7 +73,7 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
     parsed = MapSpec.from_json(spec)
     known = dict(zip(parsed.sizes, sizes, strict=True))
     *batch, lines, columns, _ = parsed.shape(known)
-    n_q = _number(parsed.n_q, known)
+    n_q = size_value(parsed.n_q, known)
     table = torch.zeros([*batch, lines, columns, 2], dtype=torch.int32, device=operands[0].device)
     if 0 in batch or lines == 1 or columns == 1:
         return table
@@ -88,10 +90,6 @@ def cells(spec: MapSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Te
     """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
     known = dict(zip(spec.sizes, sizes, strict=True))
     return _Cells(spec, operands, known).codes()
-
-
-def _number(expr: Expr, sizes: dict[str, int]) -> int:
-    return int(expr.attr) if expr.op == "const" else int(sizes[str(expr.attr)])  # type: ignore[arg-type]
 
 
 def _cells(
@@ -116,13 +114,11 @@ class _Cells:
     """Bounds of expressions over the cells of all queries, or of these rows. Tensors are [b.., rows, keys], with 1 for
     what a value does not depend on."""
 
-    def __init__(
-        self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None
-    ):  # fmt: skip
+    def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None):
         self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows
         self.rank = len(spec.batch) + 2
         self.device = operands[0].device if operands else torch.device("cpu")
-        self.n_q, self.n_k = _number(spec.n_q, sizes), _number(spec.n_k, sizes)
+        self.n_q, self.n_k = size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)
         self._memo: dict[Expr, Extent | Interval] = {}
 
     def codes(self) -> Tensor:
@@ -146,7 +142,7 @@ class _Cells:
 
     def _extent_of(self, name: str) -> int:
         sizes = {"i": self.n_q, "j": self.n_k}
-        return sizes[name] if name in sizes else _number(self.spec.batch[self._axis(name)], self.sizes)
+        return sizes[name] if name in sizes else size_value(self.spec.batch[self._axis(name)], self.sizes)
 
     def _leaf(self, part: Expr) -> Tensor | Callable[..., Tensor]:
         if part.op == "coord":
@@ -230,7 +226,10 @@ class _Cells:
             return self._dense(expr)
         parts = [self.interval(arg) for arg in expr.args]
         if expr.op == "add":
-            return Interval(low=_total([p.low for p in parts]), high=_total([p.high for p in parts]))
+            low, high = (
+                functools.reduce(torch.add, ends) for ends in zip(*((p.low, p.high) for p in parts), strict=True)
+            )
+            return Interval(low=low, high=high)
         if expr.op == "iabs":
             (part,) = parts
             top = torch.maximum(part.low.abs(), part.high.abs())
@@ -289,13 +288,6 @@ class _Cells:
             if axis not in axes:
                 tensor = tensor.unsqueeze(axis)
         return tensor, pooled
-
-
-def _total(values: list[Tensor]) -> Tensor:
-    result = values[0]
-    for value in values[1:]:
-        result = result + value
-    return result
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Masks that are data: which part of a mask needs a map of its tiles, and what the attention becomes with one.
 
 A mask is data where its predicate loads something (padding, document numbers, a mask tensor), or where the score
-program adds a tensor whose values may be 0 and a hard negative. A predicate of positions
-alone gets none, also where it bounds keys by no single range (dilated windows).
+program adds a tensor whose values may be 0 and a hard negative. A predicate of positions alone gets none, also where it
+bounds keys by no single range (dilated windows).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def mapped(found: Specified) -> Mapped | None:
             if part.op != "load":
                 return None
             index = tuple(moved(arg) for arg in part.args)
-            return replace_load(part, numbers.index(int(part.attr)), index)  # type: ignore[arg-type]
+            return load(numbers.index(int(part.attr)), index, part.kind)  # type: ignore[arg-type]
 
         return rebuild(substitute(expr, renamed), leaf)
 
@@ -120,11 +120,6 @@ def _all(predicates: list[Expr]) -> Expr:
     for part in predicates:
         result = apply("and", result, part)
     return result
-
-
-def replace_load(part: Expr, number: int, index: tuple[Expr, ...]) -> Expr:
-    """A load from another operand."""
-    return load(number, index, part.kind)
 
 
 def _data(found: Specified) -> _Data | None:

@@ -1,8 +1,9 @@
-"""Size expressions as Python functions of the run-time sizes."""
+"""Values of size expressions, for given values of the sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fusion.ir.expr import Expr
 
@@ -25,3 +26,8 @@ def _python(expr: Expr, names: list[str]) -> str:
     if expr.op in ("imin", "imax"):
         return f"{expr.op[1:]}({', '.join(args)})"
     return f"({_OPERATORS[expr.op].join(args)})"
+
+
+def size_value(expr: Expr, sizes: Mapping[str, Any]) -> Any:
+    """The value of a constant or of one of the sizes, which may be symbolic."""
+    return int(expr.attr) if expr.op == "const" else sizes[str(expr.attr)]  # type: ignore[arg-type]

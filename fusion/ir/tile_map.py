@@ -21,6 +21,7 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, contains, coord, coordinates, load, loads, walk
 from fusion.ir.ops import PRIMITIVES
 from fusion.ir.serial import dumped, loaded
+from fusion.ir.sizes import size_value
 
 CELL_ROWS, CELL_KEYS = 32, 64
 HARD = -1e9
@@ -52,12 +53,9 @@ class MapSpec:
 
     def shape(self, sizes: dict) -> list:
         """The table's shape; `sizes`: values by name, integers or symbolic."""
-
-        def value(expr: Expr):
-            return int(expr.attr) if expr.op == "const" else sizes[str(expr.attr)]  # type: ignore[arg-type]
-
-        cells = (value(self.n_q) + CELL_ROWS - 1) // CELL_ROWS if self.rows else 1
-        return [*map(value, self.batch), cells + 1, (value(self.n_k) + CELL_KEYS - 1) // CELL_KEYS + 1, 2]
+        *batch, n_q, n_k = (size_value(extent, sizes) for extent in (*self.batch, self.n_q, self.n_k))
+        cells = (n_q + CELL_ROWS - 1) // CELL_ROWS if self.rows else 1
+        return [*batch, cells + 1, (n_k + CELL_KEYS - 1) // CELL_KEYS + 1, 2]
 
     def to_json(self) -> str:
         """The map as text: what the op carries."""
