@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 import fusion
 from tests.models import oracle
-from tests.models.build import cast
+from tests.models.build import Entropy, cast
 from tests.models.zoo import Entry
 from tests.numerics import Comparison, assert_as_exact_as_eager, leaves
 
@@ -43,6 +43,7 @@ class Outcome:
     notes: tuple[str, ...]
     graphs: int
     share: float  # largest error / bound over all outputs
+    entropies: tuple[float, ...]  # of the softmaxes in eager mode: mean entropy / log(N) of each
     seconds: float  # compilation and first call
 
     @property
@@ -97,7 +98,8 @@ def check(
     model = entry.build()
     inputs = cast(entry.inputs(model, batch=batch), dtype)
     model = model.to(dtype)
-    eager = model(**inputs)
+    with Entropy() as entropy:
+        eager = model(**inputs)
     reference = entry.reference(model, inputs)
     start = time.perf_counter()
     with fusion.collect_reports() as reports:
@@ -110,8 +112,8 @@ def check(
         values = [{path: t for path, t in leaves(value) if path in telling} for value in (actual, eager, reference)]
         comparisons = assert_as_exact_as_eager(*values, dtype, name=entry.name)
     except AssertionError as error:
-        raise Mismatch(str(error), _outcome(entry, witness, reports, [], seconds)) from None
-    return _outcome(entry, witness, reports, comparisons, seconds)
+        raise Mismatch(str(error), _outcome(entry, witness, reports, [], entropy.shares, seconds)) from None
+    return _outcome(entry, witness, reports, comparisons, entropy.shares, seconds)
 
 
 def _telling(eager: Any) -> set[str]:
@@ -124,7 +126,14 @@ def _telling(eager: Any) -> set[str]:
     return {path for path, size in sizes.items() if size >= min(16, max(sizes.values()))}
 
 
-def _outcome(entry: Entry, witness: Witness, reports: list, comparisons: list[Comparison], seconds: float) -> Outcome:
+def _outcome(
+    entry: Entry,
+    witness: Witness,
+    reports: list,
+    comparisons: list[Comparison],
+    entropies: list[float],
+    seconds: float,
+) -> Outcome:
     counted = counters["fusion"]
     left = tuple(
         Unfused(reason=str(site.reason), location=str(site.location).rsplit("/models/", 1)[-1])
@@ -142,6 +151,7 @@ def _outcome(entry: Entry, witness: Witness, reports: list, comparisons: list[Co
         notes=tuple(note for report in reports for note in report.notes if "no attention" not in note),
         graphs=witness.graphs,
         share=max((c.share for c in comparisons), default=float("inf")),
+        entropies=tuple(entropies),
         seconds=seconds,
     )
 
