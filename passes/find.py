@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute
+from fusion.ir.expr import E, Expr, J, const, coord, coordinates, substitute
+from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import factors, is_contraction
@@ -285,6 +286,8 @@ def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr]):
         weights, at, other, other_at = other, other_at, weights, at
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent)
     weight = pullback.value(weights, at)
+    if packet(anchor) is aten.baddbmm:
+        weight = apply("fmul", weight, const(_factor_of_sum(anchor)))
     try:
         cores = attentions(weight)
     except Unsupported as problem:
@@ -294,6 +297,14 @@ def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr]):
     if all(core.normalizer.value == "none" for core in cores):
         _check_not_feed_forward(pullback, value)
     return cores, value, pullback, parts.extent
+
+
+def _factor_of_sum(anchor: Node) -> float:
+    """alpha of baddbmm(x, w, v, beta, alpha) = beta * x + alpha * w @ v; raises `Unsupported` where x counts."""
+    args = nodes.arguments(anchor)
+    if args["beta"] != 0 or not isinstance(args["alpha"], (int, float)):
+        raise Unsupported("the product with V is added to another tensor by the same operation (baddbmm)")
+    return float(args["alpha"])
 
 
 def _check_not_feed_forward(pullback: PullBack, value: Access) -> None:

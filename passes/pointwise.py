@@ -327,7 +327,9 @@ def _clamp_one(side: str) -> Builder:
 # --- activations, composed --------------------------------------------------------------------------------------
 
 
-def _float_function(compose: Callable[[Expr, Call], Expr]) -> Builder:
+def float_function(compose: Callable[[Expr, Call], Expr | None]) -> Builder:
+    """The builder of a function of one float, from its composition."""
+
     def builder(call: Call) -> Expr | None:
         if kind_of(call.dtype) is not Kind.FLOAT:
             return None
@@ -373,6 +375,10 @@ def _elu(x: Expr, call: Call) -> Expr:
                                  ((1, "alpha"), (2, "scale"), (3, "input_scale")))  # fmt: skip
     below = apply("fmul", alpha, apply("expm1", apply("fmul", x, input_scale)))
     return apply("fmul", scale, where(apply("flt", const(0.0), x), x, below))
+
+
+def _round(x: Expr, call: Call) -> Expr | None:
+    return apply("round", x) if call.get(1, "decimals", 0) == 0 else None
 
 
 def _sign(x: Expr, call: Call) -> Expr:
@@ -476,8 +482,8 @@ BUILDERS.update(
         aten.div: _divide, aten.true_divide: _divide, aten.floor_divide: _floor_divide, aten.remainder: _remainder,
         aten.pow: _power, aten.neg: _either(lambda x: apply("neg", x), integers.neg),
         aten.abs: _either(lambda x: apply("abs", x), lambda x: apply("iabs", x)),
-        aten.square: _float_function(lambda x, call: apply("fmul", x, x)),
-        aten.reciprocal: _float_function(lambda x, call: apply("div", const(1.0), x)),
+        aten.square: float_function(lambda x, call: apply("fmul", x, x)),
+        aten.reciprocal: float_function(lambda x, call: apply("div", const(1.0), x)),
         aten.eq: _compare("eq"), aten.ne: _compare("ne"), aten.lt: _compare("lt"), aten.le: _compare("le"),
         aten.gt: _compare("lt", swap=True), aten.ge: _compare("le", swap=True),
         aten.less: _compare("lt"), aten.less_equal: _compare("le"), aten.not_equal: _compare("ne"),
@@ -492,22 +498,23 @@ BUILDERS.update(
         aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
         aten.max: _binary_extremum("maximum", "imax"), aten.min: _binary_extremum("minimum", "imin"),
         aten.clamp: _clamp, aten.clip: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
-        aten.relu: _float_function(_relu), aten.leaky_relu: _float_function(_leaky_relu),
-        aten.silu: _float_function(_silu), aten.softplus: _float_function(_softplus),
-        aten.gelu: _float_function(_gelu), aten.elu: _float_function(_elu), aten.sign: _float_function(_sign),
-        aten.hardsigmoid: _float_function(_hardsigmoid), aten.hardtanh: _float_function(_hardtanh),
-        aten.mish: _float_function(lambda x, call: apply("fmul", x, apply("tanh", _softplus(x, call)))),
-        aten.hardswish: _float_function(lambda x, call: apply("fmul", x, _hardsigmoid(x, call))),
-        aten.relu6: _float_function(lambda x, call: _between(x, const(0.0), const(6.0))),
-        aten.log_sigmoid: _float_function(lambda x, call: apply("neg", _softplus(apply("neg", x), call))),
-        aten.log2: _float_function(lambda x, call: apply("fmul", apply("log", x), const(1 / math.log(2)))),
-        aten.exp2: _float_function(lambda x, call: apply("exp", apply("fmul", x, const(math.log(2))))),
-        aten.tan: _float_function(lambda x, call: apply("div", apply("sin", x), apply("cos", x))),
-        aten.nan_to_num: _float_function(_nan_to_num), aten.isnan: _is_nan, aten.isinf: _is_inf,
+        aten.relu: float_function(_relu), aten.leaky_relu: float_function(_leaky_relu),
+        aten.silu: float_function(_silu), aten.softplus: float_function(_softplus),
+        aten.gelu: float_function(_gelu), aten.elu: float_function(_elu), aten.sign: float_function(_sign),
+        aten.hardsigmoid: float_function(_hardsigmoid), aten.hardtanh: float_function(_hardtanh),
+        aten.mish: float_function(lambda x, call: apply("fmul", x, apply("tanh", _softplus(x, call)))),
+        aten.hardswish: float_function(lambda x, call: apply("fmul", x, _hardsigmoid(x, call))),
+        aten.relu6: float_function(lambda x, call: _between(x, const(0.0), const(6.0))),
+        aten.log_sigmoid: float_function(lambda x, call: apply("neg", _softplus(apply("neg", x), call))),
+        aten.log2: float_function(lambda x, call: apply("fmul", apply("log", x), const(1 / math.log(2)))),
+        aten.exp2: float_function(lambda x, call: apply("exp", apply("fmul", x, const(math.log(2))))),
+        aten.tan: float_function(lambda x, call: apply("div", apply("sin", x), apply("cos", x))),
+        aten.round: float_function(_round), aten.nan_to_num: float_function(_nan_to_num),
+        aten.isnan: _is_nan, aten.isinf: _is_inf,
         aten.lerp: _lerp, aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
     }
 )  # fmt: skip
-_NAMESAKES = "floor ceil trunc round sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"
+_NAMESAKES = "floor ceil trunc sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"
 BUILDERS.update({getattr(aten, name): _unary(name) for name in _NAMESAKES.split()})
 BUILDERS[aten.special_expit] = BUILDERS[aten.sigmoid]
 BUILDERS[aten.special_erf] = BUILDERS[aten.erf]

@@ -26,8 +26,9 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
+from fusion.ir.expr import FALSE, TRUE, C, Expr, I, J, Kind, const, coordinates, load, node, walk
 from fusion.ir.ops import apply, where
+from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
 from fusion.passes import nodes, pointwise
 from fusion.passes.contractions import Factors, factors, is_contraction, strip_scale
 from fusion.passes.folding import folded
@@ -196,6 +197,8 @@ class PullBack:
 
     def _pointwise(self, here: Node, index: Index) -> Expr | None:
         extents = shape(here)
+        if any(nodes.is_tensor(arg) and len(shape(arg)) > len(extents) for arg in here.all_input_nodes):
+            return None  # a reduction of the same name: max()
         args = tuple(self.argument(arg, index, extents) for arg in here.args)
         kwargs = {name: self.argument(arg, index, extents) for name, arg in here.kwargs.items()}
         if kwargs.get("out") is not None:
@@ -443,12 +446,37 @@ class PullBack:
             if low is zero and high is zero:
                 continue
             moved[dim] = integers.sub(index[dim], low)
-            inside = apply("and", inside, apply("ile", zero, moved[dim]))
-            inside = apply("and", inside, apply("ilt", moved[dim], extents[dim]))
+            if not integers.never_negative(moved[dim], self.bounds):
+                inside = apply("and", inside, apply("ile", zero, moved[dim]))
+            if not integers.is_below(moved[dim], extents[dim], self.bounds):
+                inside = apply("and", inside, apply("ilt", moved[dim], extents[dim]))
+        kind = pointwise.kind_of(nodes.dtype(here))
+        if args.get("mode", "constant") != "constant" or kind in (None, Kind.BOOL):
+            return None
+        fill = const(args.get("value") or 0, kind)
+        if inside is FALSE:
+            return fill
         value = self.value(origin, tuple(moved))
-        if any(part.op == "load" for part in walk(value)):
+        if inside is not TRUE and any(part.op == "load" for part in walk(value)):
             return None  # a load outside its tensor would be evaluated before it is discarded
-        return where(inside, value, const(args.get("value") or 0, value.kind)) if value.kind is not Kind.BOOL else None
+        return where(inside, value, fill)
+
+    def _index_put(self, here: Node, index: Index) -> Expr | None:
+        """`scores[mask] = number`, for a mask of whole dimensions."""
+        args = arguments(here)
+        masks = [(k, t) for k, t in enumerate(args["indices"]) if t is not None]
+        if len(masks) != 1 or nodes.dtype(masks[0][1]) is not torch.bool or args.get("accumulate"):
+            return None
+        if len(shape(args["values"])) > 0:
+            return None
+        first, mask = masks[0]
+        chosen = self.value(mask, index[first : first + len(shape(mask))])
+        call = pointwise.Call(
+            args=(self.value(args["self"], index), chosen, self.value(args["values"], ())),
+            kwargs={},
+            dtype=nodes.dtype(here),
+        )
+        return pointwise.build(aten.masked_fill, call)
 
     def _index(self, here: Node, index: Index) -> Expr | None:
         """Indexing by tensors of positions that are known integer expressions, as in `mask[batch_idx, kv_idx]`."""
@@ -492,6 +520,7 @@ _METHODS = {
     aten.dropout: "_dropout", aten.native_dropout: "_native_dropout", aten.feature_dropout: "_dropout",
     aten.tril: "_triangle", aten.triu: "_triangle", aten.cat: "_cat", aten.concat: "_cat", aten.stack: "_stack",
     aten.constant_pad_nd: "_pad", aten.pad: "_pad", aten.index: "_index",
+    aten.index_put: "_index_put",
     aten.cumsum: "_cumsum", aten.diff: "_diff", None: "_item",
 }  # fmt: skip
 

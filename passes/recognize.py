@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
+from fusion.passes.dead_rows import quotient_kind, selected
 from fusion.passes.nodes import Unsupported
 
 
@@ -104,10 +105,27 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     if denominator is total:
         return node("softmax", columns, Kind.FLOAT, "softmax")
     # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r).
-    is_max = shift.op == "reduce" and shift.attr == "max" and shift.args == columns
-    rescale = ONE if is_max else apply("exp", apply("fsub", ROW_MAX, shift))
-    scale = apply("div", rescale, _replace(denominator, {total: apply("fmul", ROW_SUM, rescale)}))
-    return None if _has(scale, "reduce", "dot") else node("scaled_softmax", (scale, *columns), Kind.FLOAT, "softmax")
+    maximum = {part: ROW_MAX for part in walk(shift, denominator) if _is_maximum(part, columns)}
+    shift = _replace(shift, maximum)
+    rescale = ONE if shift is ROW_MAX else apply("exp", apply("fsub", ROW_MAX, shift))
+    scale = apply("div", rescale, _replace(denominator, maximum | {total: apply("fmul", ROW_SUM, rescale)}))
+    if _has(scale, "reduce", "dot"):
+        return None
+    kind = quotient_kind(shift, _replace(denominator, maximum | {total: ROW_SUM}))
+    return node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
+
+
+def _is_maximum(value: Expr, columns: tuple[Expr, ...]) -> bool:
+    if value.op != "reduce" or value.attr != "max":
+        return False
+    return [_fill_last(arg) for arg in value.args] == [_fill_last(column) for column in columns]
+
+
+def _fill_last(column: Expr) -> Expr:
+    """(-inf if p else x) as (x if not p else -inf)."""
+    if column.op == "where" and column.args[1].is_const:
+        return where(apply("not", column.args[0]), column.args[2], column.args[1])
+    return column
 
 
 def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
@@ -117,8 +135,12 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
     """
     if value.op == "exp":
         exponent = value.args[0]
-        shifted = exponent.op == "fsub" and _free_of_keys(exponent.args[1])
-        return (exponent.args[0], exponent.args[1]) if shifted else (exponent, ZERO)
+        if exponent.op == "fsub" and _free_of_keys(exponent.args[1]):
+            return exponent.args[0], exponent.args[1]
+        for x, added in (exponent.args, exponent.args[::-1]) if exponent.op == "fadd" else ():
+            if _has(added, "reduce") and _free_of_keys(added):
+                return x, apply("neg", added)
+        return exponent, ZERO
     if is_number(value, 0.0):
         return const(-math.inf), None
     if value.op == "where":
@@ -174,8 +196,9 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         for arg in (then, otherwise):
             if not is_number(arg, 0.0) and not _has(arg, "softmax", "scaled_softmax"):
                 raise Unsupported(f"something independent of the softmax takes the place of weights: {arg}", expr)
-        kept = [(where(condition, c, ZERO), core) for c, core in _terms(then)]
-        return kept + [(where(condition, ZERO, c), core) for c, core in _terms(otherwise)]
+        inverse = apply("not", condition)
+        kept = [(where(condition, c, ZERO), selected(core, condition)) for c, core in _terms(then)]
+        return kept + [(where(condition, ZERO, c), selected(core, inverse)) for c, core in _terms(otherwise)]
     raise Unsupported(f"the softmax is followed by an operation that is not linear in it ({expr.op})", expr)
 
 
@@ -206,6 +229,8 @@ def _without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 def _strip_shift(value: Expr) -> tuple[Expr, Expr | None]:
     """(x, what was subtracted or added and by what it was scaled), None where there is no reduction to take off."""
+    if value.op == "fsub" and _free_of_keys(value.args[0]) and _has(value.args[0], "reduce"):
+        return apply("neg", value.args[1]), node("shift", (value.args[0],), Kind.FLOAT, "from")
     if value.op in ("fsub", "fadd") and _free_of_keys(value.args[1]) and _has(value.args[1], "reduce"):
         return value.args[0], node("shift", (value.args[1],), Kind.FLOAT, value.op)
     if value.op in ("fmul", "div"):

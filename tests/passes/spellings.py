@@ -121,6 +121,17 @@ def masked_exponentials(q, k, v):
     return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
 
 
+def softmax_less_the_largest_of_all(q, k, v):
+    s = q @ k.mT * 0.2
+    e = torch.exp(s - s.max())
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def softmax_of_the_distance_to_the_maximum(q, k, v):
+    s = q @ k.mT
+    return _weights(s.max(-1, keepdim=True)[0].expand_as(s) - s) @ v
+
+
 # --- scaled_dot_product_attention and modules -------------------------------------------------------------------
 
 
@@ -174,6 +185,12 @@ def masked_fill_in_place(q, k, v):
     s = q @ k.mT
     s /= 2.0
     s.masked_fill_(~_causal(q.shape[2], k.shape[2]), torch.finfo(s.dtype).min)
+    return _weights(s) @ v
+
+
+def mask_by_index(q, k, v):
+    s = q @ k.mT
+    s[:, :, ~_causal(q.shape[2], k.shape[2])] = -math.inf
     return _weights(s) @ v
 
 
@@ -233,6 +250,10 @@ def sink_last(q, k, v):
 def sink_first_shifted(q, k, v):
     s = torch.cat([torch.zeros_like(q[..., :1]), q @ k.mT], -1)
     return (s - s.amax(-1, keepdim=True)).softmax(-1)[..., 1:] @ v
+
+
+def sink_by_padding(q, k, v):
+    return _weights(F.pad(q @ k.mT, (1, 0)))[..., 1:] @ v
 
 
 def head_mask_after_softmax(q, k, v):
@@ -311,6 +332,18 @@ def scores_used_again(q, k, v):
     return _weights(s) @ v + s.sum()
 
 
+def value_added_to_the_product(q, k, v):
+    return torch.baddbmm(q.flatten(0, 1), _weights(q @ k.mT).flatten(0, 1), v.flatten(0, 1))
+
+
+def rounded_to_a_decimal(q, k, v):
+    return _weights(torch.round(q @ k.mT, decimals=1)) @ v
+
+
+def padded_by_reflection(q, k, v):
+    return _weights(F.pad(q @ k.mT, (1, 1), mode="replicate"))[..., 1:-1] @ v
+
+
 def softmax_over_queries(q, k, v):
     return (q @ k.mT).softmax(-2) @ v
 
@@ -348,6 +381,7 @@ def changed_before_it_is_read(q, k, v):
     return _weights(s) @ v
 
 
-LEFT = {weights_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
+LEFT = {value_added_to_the_product: "is added to another", rounded_to_a_decimal: "", padded_by_reflection: "",
+        weights_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
         softmax_over_heads: "", heads_mixed: "", permuted_wrongly: "", squared_weights: "not linear",
         linear_attention: "", doubles: "float64", changed_before_it_is_read: ""}  # fmt: skip

@@ -1,5 +1,7 @@
 """Pointwise operations of the score language, each through the whole backend: one line per operation."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,12 @@ OPERATIONS = {
     "elu": F.elu,
     "softsign": F.softsign,
     "tanhshrink": F.tanhshrink,
+    "celu and selu": lambda s: F.celu(s) + F.selu(s),
+    "threshold and shrinks": lambda s: F.threshold(s, 0.1, -2.0) + F.hardshrink(s) * F.softshrink(s),
+    "hyperbolic": lambda s: torch.asinh(s) + torch.sinh(s * 0.1) + torch.cosh(s * 0.1) + torch.atanh(s * 0.02),
+    "angles": lambda s: torch.acos(s.clamp(-9, 9) * 0.1) * torch.arcsin(s.clamp(-9, 9) * 0.1),
+    "logarithms": lambda s: torch.logaddexp(s, torch.multiply(s, -0.5)) + torch.frac(s) + torch.erfc(s),
+    "finite": lambda s: torch.where(torch.isfinite(s.masked_fill(s > 2, math.inf)), s, 1.0),
 }
 
 

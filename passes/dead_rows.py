@@ -1,0 +1,93 @@
+"""Rows without a live key: what a softmax that was written by hand, or is masked again afterwards, gives there.
+
+Softmax of a row of nothing but -inf is NaN. Models take that away: `softmax(scores).masked_fill(dead, 0)` selects and
+does not multiply, and `exp(x) / (exp(x).sum() + eps)` is 0 / eps. Both are 0 in such a row, as
+`Normalizer.SAFE_SOFTMAX` has it, provided that the row is one of which nothing is selected.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node
+from fusion.ir.ops import apply, conjuncts, remake
+from fusion.passes.nodes import Unsupported
+
+Facts = frozenset[Expr]
+_BOUNDED = {"tanh", "sigmoid", "sin", "cos", "erf", "atan", "dot", "score", "to_float", "bool_to_float"}
+
+
+def selected(core: Expr, condition: Expr) -> Expr:
+    """The softmax of which only what `condition` selects is looked at, as one whose dead rows are right everywhere.
+
+    A dead row is NaN if anything of it is selected, else 0. That is a softmax where scores are -inf under the condition
+    only, and a safe one where they never are under it; raises `Unsupported` where neither can be seen.
+    """
+    if core.attr != "softmax":
+        return core
+    columns = core.args[1:] if core.op == "scaled_softmax" else core.args
+    if not may_be_infinite(columns[0], facts(apply("not", condition))):
+        return core
+    if may_be_infinite(columns[0], facts(condition)):
+        raise Unsupported("the weights are masked after the softmax in another way than the scores before it", core)
+    return node(core.op, core.args, Kind.FLOAT, "safe_softmax")
+
+
+def quotient_kind(shift: Expr, denominator: Expr) -> str:
+    """The kind of softmax that exp(x - shift) / denominator is, in terms of ROW_MAX and ROW_SUM.
+
+    Where all x are -inf the exponentials are 0, unless the shift is -inf as well, and so is the quotient, unless the
+    denominator is 0 as well.
+    """
+    shift, denominator = (_in_dead_rows(value) for value in (shift, denominator))
+    dead = shift.is_const and float(shift.attr) == -math.inf  # type: ignore[arg-type]
+    empty = denominator.is_const and not abs(float(denominator.attr)) > 0  # type: ignore[arg-type]
+    return "softmax" if dead or empty or ROW_MAX in (shift, denominator) else "safe_softmax"
+
+
+def _in_dead_rows(value: Expr) -> Expr:
+    if value in (ROW_MAX, ROW_SUM):
+        return const(-math.inf if value is ROW_MAX else 0.0)
+    args = tuple(_in_dead_rows(arg) for arg in value.args)
+    if value.op == "fmul" and const(0.0) in args:
+        return const(0.0)
+    return value if args == value.args else remake(value, args)
+
+
+def facts(condition: Expr) -> Facts:
+    """What holds where the condition does."""
+    return frozenset(conjuncts(condition))
+
+
+def may_be_infinite(value: Expr, known: Facts) -> bool:
+    """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over the keys may."""
+    if value.op == "const":
+        return math.isinf(float(value.attr))  # type: ignore[arg-type]
+    if value.kind is not Kind.FLOAT or value.op in _BOUNDED:
+        return False
+    if value.op == "load":
+        return "j" in coordinates(value)
+    if value.op == "where":
+        condition, then, otherwise = value.args
+        outcome = _outcome(condition, known)
+        return (outcome is not False and may_be_infinite(then, known | facts(condition))) or (
+            outcome is not True and may_be_infinite(otherwise, known | facts(apply("not", condition)))
+        )
+    return value.op == "log" or any(may_be_infinite(arg, known) for arg in value.args)
+
+
+def _outcome(condition: Expr, known: Facts) -> bool | None:
+    """Whether a predicate holds, where all of `known` do; None where that does not say."""
+    if condition.is_const:
+        return bool(condition.attr)
+    if condition in known:
+        return True
+    if apply("not", condition) in known:
+        return False
+    if condition.op not in ("and", "or"):
+        return None
+    outcomes = {_outcome(arg, known) for arg in condition.args}
+    absorbing = condition.op == "or"
+    if absorbing in outcomes:
+        return absorbing
+    return None if None in outcomes else not absorbing

@@ -1,0 +1,125 @@
+"""Rows without a live key under softmaxes that are masked again, or divided by more than their sum: eager's value."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from tests.numerics import assert_as_exact_as_eager
+
+
+def keep(q, k):
+    """Causal, and of the first three rows nothing."""
+    rows = torch.arange(q.shape[2])[:, None]
+    return (torch.arange(k.shape[2]) <= rows) & (rows > 2)
+
+
+def filled_with_zero(q, k, v):
+    w = (q @ k.mT).masked_fill(~keep(q, k), -math.inf).softmax(-1)
+    return w.masked_fill(~keep(q, k), 0.0) @ v
+
+
+def selected_of_two_masks(q, k, v):
+    padding = torch.arange(k.shape[2]) < k.shape[2] - 2
+    s = torch.where(keep(q, k), q @ k.mT, -math.inf).masked_fill(~padding, -math.inf)
+    return torch.where(keep(q, k) & padding, s.softmax(-1), torch.zeros_like(s)) @ v
+
+
+def lowest_then_zero(q, k, v):
+    w = (q @ k.mT).masked_fill(~keep(q, k), torch.finfo(q.dtype).min).softmax(-1)
+    return w.masked_fill(~keep(q, k), 0.0) @ v
+
+
+def multiplied(q, k, v):
+    """Not selected: NaN times zero is NaN."""
+    return ((q @ k.mT).masked_fill(~keep(q, k), -math.inf).softmax(-1) * keep(q, k)) @ v
+
+
+def sum_and_epsilon(q, k, v):
+    e = torch.exp(q @ k.mT) * keep(q, k)
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+def sum_at_least_epsilon(q, k, v):
+    e = torch.exp((q @ k.mT).masked_fill(~keep(q, k), -math.inf))
+    return (e / e.sum(-1, keepdim=True).clamp(min=1e-9)) @ v
+
+
+def sum_twice(q, k, v):
+    """0 / 0."""
+    e = torch.exp(q @ k.mT) * keep(q, k)
+    return (e / (2.0 * e.sum(-1, keepdim=True))) @ v
+
+
+def one_more_than_maximum(q, k, v):
+    """The maximum is -inf, and -inf less -inf is NaN."""
+    s = (q @ k.mT).masked_fill(~keep(q, k), -math.inf)
+    top = s.max(-1, keepdim=True).values
+    e = torch.exp(torch.subtract(s, top))
+    return torch.divide(e, e.sum(-1, keepdim=True) + torch.exp(torch.multiply(top, -1))) @ v
+
+
+def one_more_than_positive_maximum(q, k, v):
+    s = (q @ k.mT).masked_fill(~keep(q, k), -math.inf)
+    top = s.amax(-1, keepdim=True).clamp(min=0)
+    e = (s - top).exp()
+    return (e / (e.sum(-1, keepdim=True) + torch.exp(-top))) @ v
+
+
+FUSED = [filled_with_zero, selected_of_two_masks, lowest_then_zero, multiplied, sum_and_epsilon, sum_at_least_epsilon,
+         sum_twice, one_more_than_maximum, one_more_than_positive_maximum]  # fmt: skip
+
+
+def other_rows_zero(q, k, v):
+    """Some dead rows are selected and some are not."""
+    w = (q @ k.mT).masked_fill(~keep(q, k), -math.inf).softmax(-1)
+    return w.masked_fill((torch.arange(q.shape[2]) < 2)[:, None], 0.0) @ v
+
+
+def mask_added_then_zero(q, k, v):
+    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+    mask[:3, :2] = -math.inf
+    mask[:3, 2:] = -math.inf
+    return (q @ k.mT + mask).softmax(-1).masked_fill(~keep(q, k), 0.0) @ v
+
+
+LEFT = [other_rows_zero, mask_added_then_zero]
+
+
+def outcome(function, emitter="reference"):
+    given = [torch.randn(2, 2, 21, 8) for _ in range(3)]
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": emitter})
+        actual, eager, exact = compiled(*given), function(*given), function(*(x.double() for x in given))
+    assert_as_exact_as_eager(actual, eager, exact, torch.float32)
+    (site,) = [site for report in reports for site in report.sites]
+    return site
+
+
+@pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
+def test_is_fused_with_the_value_of_eager_in_dead_rows(function):
+    assert outcome(function).reason is None
+
+
+@pytest.mark.parametrize(
+    "function", [filled_with_zero, sum_at_least_epsilon, sum_twice, one_more_than_maximum], ids=lambda f: f.__name__
+)
+def test_kernels_have_it_too(function):
+    assert outcome(function, "auto").fused
+
+
+@pytest.mark.parametrize("function", LEFT, ids=lambda f: f.__name__)
+def test_is_left_alone_where_dead_rows_are_not_seen_through(function):
+    assert "masked after the softmax" in outcome(function).reason
+
+
+def test_gradients_of_dead_rows():
+    given = [torch.randn(2, 2, 21, 8, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(filled_with_zero, backend="fusion", options={"inner": "eager"})
+
+    def gradients(function, inputs):
+        return torch.autograd.grad(function(*inputs).square().sum(), inputs)
+
+    exact = gradients(filled_with_zero, [x.detach().double().requires_grad_() for x in given])
+    assert_as_exact_as_eager(gradients(compiled, given), gradients(filled_with_zero, given), exact, torch.float32)
