@@ -48,6 +48,7 @@ def normalize(
     _refuse_fake_constants(traced)
     _carry_placeholders(module, traced)
     dtensor.mark(traced.graph)
+    write_to_the_whole(traced.graph)
     make_functional(traced.graph)
     drop_inactive_dropout(traced.graph)
     drop_settled_assertions(traced.graph)
@@ -171,6 +172,18 @@ def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
         args = nodes.arguments(node)
         if not args["train"] or args["p"] == 0:
             node.replace_all_uses_with(args["input"])
+            graph.erase_node(node)
+
+
+def write_to_the_whole(graph: torch.fx.Graph) -> None:
+    """Write to tensors themselves in the place of slices of all of them, which `x[:, :, mask] = 0` makes."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or nodes.packet(node) is not aten.slice:
+            continue
+        args = nodes.arguments(node)
+        whole = args["start"] in (None, 0) and args["end"] in (None, 2**63 - 1) and args["step"] == 1
+        if whole and node.users and all(_out_of_place(u) is not None and u.args[0] is node for u in node.users):
+            node.replace_all_uses_with(args["self"])
             graph.erase_node(node)
 
 

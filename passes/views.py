@@ -87,6 +87,8 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
     Groups of dimensions with equal products are resolved on their own, so that only dimensions that are really merged
     or split see a division.
     """
+    if integers.integer(0) in old:
+        raise Unsupported(f"a reshape from {list(map(str, old))} to {list(map(str, new))}, which hold nothing")
     result: list[Expr] = []
     a, b = 0, 0
     while a < len(new) or b < len(old):

@@ -46,6 +46,9 @@ def _text(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         return f"{names.get(int(expr.attr), f't{expr.attr}')}[{index}]", _ATOMIC  # type: ignore[arg-type]
     level = _PRECEDENCE.get(expr.op, _ATOMIC)
     inner = [_text(arg, names) for arg in expr.args]
+    if expr.op not in PRIMITIVES:  # what the pull-back has met on the way: a product, a softmax, a sum
+        name = "s" if expr.op == "dot" else str(expr.attr or expr.op)
+        return f"{name}({', '.join(text for text, _ in inner)})" if inner else name, _ATOMIC
     if level == _ATOMIC:
         return PRIMITIVES[expr.op].text.format(*(text for text, _ in inner)), _ATOMIC
     # The right operand of a non-associative operation needs brackets at equal precedence.

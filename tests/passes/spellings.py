@@ -341,7 +341,8 @@ def rounded_to_a_decimal(q, k, v):
 
 
 def padded_by_reflection(q, k, v):
-    return _weights(F.pad(q @ k.mT, (1, 1), mode="replicate"))[..., 1:-1] @ v
+    s = F.pad((q @ k.mT).flatten(0, 1), (1, 1), mode="replicate")
+    return _weights(s)[..., 1:-1] @ v.flatten(0, 1)
 
 
 def softmax_over_queries(q, k, v):
@@ -365,6 +366,11 @@ def squared_weights(q, k, v):
     return _weights(q @ k.mT).square() @ v
 
 
+def normalised_product_added(q, k, v):
+    s = q @ k.mT
+    return (_weights(s) + s / s.sum(-1, keepdim=True)) @ v
+
+
 def linear_attention(q, k, v):
     return (q @ k.mT * 0.1) @ v
 
@@ -384,4 +390,5 @@ def changed_before_it_is_read(q, k, v):
 LEFT = {value_added_to_the_product: "is added to another", rounded_to_a_decimal: "", padded_by_reflection: "",
         weights_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
         softmax_over_heads: "", heads_mixed: "", permuted_wrongly: "", squared_weights: "not linear",
+        normalised_product_added: "added to the weights: s / sum(s)",
         linear_attention: "", doubles: "float64", changed_before_it_is_read: ""}  # fmt: skip
