@@ -19,12 +19,12 @@ FEATURE_MACS, FEATURE_CYCLES = 280.0, 0.36
 PRODUCTS = {1: 1, 2: 3}
 ROUND_TRIP = 5e-4
 """Seconds of a call's tensor operations around the kernels, besides those that grow with the sizes."""
-LOOK = 2e-4
-"""Seconds that a sample of the data takes, most of them for starting from cold caches."""
-LOOK_SHARE = 0.04
+LOOK, LOOK_HEAD = 8e-5, 1.5e-5
+"""Seconds that a sample of the data takes, and of each head, most of them for starting from cold caches."""
+LOOK_SHARE = 0.03
 """What looking may cost of the exact kernel's time where it turns out to be for nothing."""
 GPU_ROUND_TRIP, GPU_RATE = 4e-4, 0.25
-PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 10, 12
+PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 7, 12
 """How often these operations move each of Q, K and V, where causal, and the states of causal chunks."""
 WORTH = 0.9
 """Of the exact kernel's time, what the polynomial's may be predicted to be."""
@@ -44,7 +44,7 @@ def exact_seconds(machine: Machine, problem: Problem) -> float:
 
 def worth_a_look(machine: Machine, problem: Problem) -> bool:
     """Whether exact attention takes long enough for a look at the data not to count."""
-    return LOOK <= LOOK_SHARE * exact_seconds(machine, problem)
+    return LOOK + LOOK_HEAD * problem.problems <= LOOK_SHARE * exact_seconds(machine, problem)
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:

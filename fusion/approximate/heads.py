@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,29 +102,21 @@ def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[
     return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if batch else ((),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Some rows of every head at equal distances, in float32. q: [H, about `rows`, d]; k: [H, about `keys`, d]; steps:
-    the distances of those rows, and of those keys."""
+class Place(NamedTuple):
+    """Where the rows of heads lie in an operand. offsets: int64 [H], elements from the operand's first one to the first
+    row of each head; stride: elements from one row to the next, whose own lie side by side; count: rows of a head."""
 
-    q: np.ndarray
-    k: np.ndarray
-    steps: tuple[int, int]
-
-
-class _Places(NamedTuple):
-    """Where a sample lies. at: of queries and keys (shape, strides, offset from the operand's own); owner: the key head
-    of each head, where heads share keys; steps as of `Sample`."""
-
-    at: list[tuple] | None
-    owner: np.ndarray | None
-    steps: tuple[int, int]
+    offsets: Tensor
+    stride: int
+    count: int
 
 
-def _numpy(x: Tensor, inner: int) -> np.ndarray:
-    """A tensor with all but the last `inner` dimensions made one, in float32."""
-    x = x.detach() if x.requires_grad else x
-    return x.float().cpu().numpy().reshape(-1, *x.shape[-inner:])
+class Places(NamedTuple):
+    """Of the queries, and of the keys of each head (heads may share them). d: columns."""
+
+    q: Place
+    k: Place
+    d: int
 
 
 class Gatherer:
@@ -135,7 +126,6 @@ class Gatherer:
         self.spec = spec
         self.fixed = not any(part.op == "load" for part in walk(*spec.k, *spec.v))
         self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = {}
-        self._places: dict[tuple, _Places] = {}
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
         execution, owner, firsts = self._execution(operands, sizes)
@@ -146,49 +136,31 @@ class Gatherer:
             v=v.reshape(-1, execution.n_k, execution.d_v), owner=owner, batch=execution.batch, execution=execution,
         )  # fmt: skip
 
-    def sample(self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, block: int = 1) -> Sample:
-        """A few rows of the queries and keys of a call. In as few operations as can be: after an attention kernel every
-        one of them starts from cold caches, and takes ten times what it takes in a loop.
-
-        block: keys in a run; k is [H, about `keys`, block, d] if it is not 1.
-        """
-        q, k = operands[0], operands[1]
-        key = (*sizes, rows, keys, block, q.stride(), k.stride())
-        if (places := self._places.get(key)) is None:
-            places = self._place(operands, sizes, rows, keys, block)
-            if len(self._places) >= KEPT:
-                self._places.clear()
-            if self.fixed:
-                self._places[key] = places
-        if places.at is None:  # the rows lie at places that no strides describe
-            execution, _, firsts = self._execution(operands, sizes)
-            some = self._sparse_rows(execution, firsts, places.steps, block)
-        else:
-            some = []
-            for x, (shape, strides, offset) in zip((q, k), places.at, strict=True):
-                some.append(x.as_strided(shape, strides, x.storage_offset() + offset))
-        q, k = (_numpy(x, inner) for x, inner in zip(some, (2, 2 + (block > 1)), strict=True))
-        return Sample(q=q, k=k if places.owner is None else k[places.owner], steps=places.steps)
-
-    def _place(self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, block: int) -> _Places:
+    def sample(self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int) -> tuple[Tensor, Tensor]:
+        """Of each head about so many queries [H, .., d] and keys at equal distances."""
         execution, owner, firsts = self._execution(operands, sizes)
-        step = -(-execution.n_k // block // keys) * block
-        steps = max(step, -(-execution.n_q // rows) // step * step), step  # rows at places where keys are, too
-        shared = None if len(firsts) == len(owner) else owner.numpy()
-        at = []
-        for x, operand in zip(self._sparse_rows(execution, firsts, steps, block), operands[:2], strict=True):
-            if x.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
-                return _Places(None, shared, steps)
-            at.append((x.shape, x.stride(), x.storage_offset() - operand.storage_offset()))
-        return _Places(at, shared, steps)
-
-    def _sparse_rows(self, execution: Execution, firsts: Tensor, steps: tuple[int, int], block: int) -> list[Tensor]:
-        """Queries [.., rows, d] and keys [.., keys, d] or [.., keys, block, d] at these distances."""
         q, k = self._queries_and_keys(execution, firsts)
-        if block == 1:
-            return [q[..., :: steps[0], :], k[..., :: steps[1], :]]
-        whole = k[..., : execution.n_k // block * block, :].unflatten(-2, (-1, block))
-        return [q[..., :: steps[0], :], whole[..., :: steps[1] // block, :, :]]
+        q, k = (x[..., :: -(-x.shape[-2] // most), :] for x, most in ((q, rows), (k, keys)))
+        q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
+        return q, k if len(k) == len(q) else k[owner]
+
+    def places(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Places | None:
+        """Where queries and keys lie, or None where no offset for each head and one stride say it."""
+        execution, owner, firsts = self._execution(operands, sizes)
+        found = []
+        for x, operand in zip(self._queries_and_keys(execution, firsts), operands[:2], strict=True):
+            if x.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
+                return None
+            if x.shape[-1] > 1 and x.stride(-1) != 1:
+                return None
+            offsets = torch.tensor(x.storage_offset() - operand.storage_offset())
+            for extent, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True):
+                offsets = offsets[..., None] + torch.arange(extent) * stride
+            found.append(Place(offsets.reshape(-1), x.stride(-2), x.shape[-2]))
+        q, k = found
+        if len(firsts) != len(owner):
+            k = k._replace(offsets=k.offsets[owner].contiguous())
+        return Places(q, k, execution.d)
 
     def _queries_and_keys(self, execution: Execution, firsts: Tensor) -> tuple[Tensor, Tensor]:
         q = self._rows(execution, 0, I, execution.n_q, C, execution.d)

@@ -15,26 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from fusion.approximate.heads import Heads
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
 TWO_PLANES = 2.0**-15 * (1 + 2.0**-6)
 """Error of a product of two float32 numbers in two planes each, relative to the product of their sizes; terms of second
 order are in the factor."""
-MARGIN = 1 + 1e-5
-"""Covers the float32 rounding of the norms."""
 LARGE = 2.0**60
 """Norms up to which the parts of numbers below 2**-126, which tiles take for 0, add up to nothing in a score."""
-
-
-def centred(k: Tensor) -> Tensor:
-    """Keys [.., N_k, d] minus their mean, which changes all scores of a row by the same and is no error; float32."""
-    k = k.float()
-    return k - k.mean(-2, keepdim=True)
 
 
 def error_of(largest: float) -> float:
@@ -69,14 +59,13 @@ class TwoPlanes:
 
         return tilings_for(spec, target_of(machine))[0].planes == 3
 
-    def errors(self, heads: Heads, keys: Tensor | None = None) -> list[float]:
-        """`error_of` of every head. keys: in the place of those of the heads, [U, N_k, d]."""
-        q, k = (x.float().norm(dim=-1).amax(-1) * MARGIN for x in (heads.q, heads.k if keys is None else keys))
-        k = k[heads.owner]
-        bounds = torch.where((q < LARGE) & (k < LARGE), q * k * abs(self.scale), math.inf).tolist()
-        if abs(self.scale) > LARGE:
-            return [math.inf] * len(bounds)
-        return [error_of(x) for x in bounds]
+    def errors(self, queries: Sequence[float], keys: Sequence[float]) -> list[float]:
+        """`error_of` of heads with queries and keys up to these norms."""
+        scale = abs(self.scale)
+        found = []
+        for q, k in zip(queries, keys, strict=True):
+            found.append(error_of(q * k * scale) if max(q, k, scale) < LARGE else math.inf)
+        return found
 
     def whole(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All heads of a call, in the layout of the spec."""

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +34,9 @@ from fusion.approximate import cost
 from fusion.approximate.blocks import Summaries, causal_tiles, tiles_of_rows
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain
-from fusion.approximate.heads import KEPT, ExactHeads, Executor, Gatherer, Heads, Sample, ieee_products, problem_of
-from fusion.approximate.rounding import TwoPlanes, centred, error_of
+from fusion.approximate.figures import Look
+from fusion.approximate.heads import KEPT, ExactHeads, Executor, Gatherer, Heads, ieee_products, problem_of
+from fusion.approximate.rounding import TwoPlanes
 from fusion.cost.problem import Problem
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
@@ -45,10 +45,10 @@ from fusion.machine import Machine, with_cores
 
 METHOD = "certified_sparse"
 UNCERTIFIED = "too many keys have weight, or rounding is not certified"
-GLANCED, GLANCED_SHARE, OPTIMISM = (12, 128), 0.5, 0.85
-"""Rows and keys of each head that are looked at before more are; the share of such keys that may have weight; by how
-much norms in the sample are lowered."""
-GLANCED_BLOCKS = 8
+GLANCED, OPTIMISM = (16, 128, 4), 0.85
+"""Rows, keys and blocks of each head that are looked at before more are; by how much norms of so few are lowered."""
+FEW = 4
+"""How many keys of the sample are taken to share most of the weight."""
 SELECTION, BOUNDED = 6.5e-9, 0.5
 """Seconds of a row's bound of a key block on two threads, beside its products; share of the exact kernel's time that
 all of them may take."""
@@ -73,18 +73,24 @@ def refusal(spec: AttentionSpec, plain: Plain, emitter: str) -> str | None:
     return mlir.supports(spec, Machine.detect())
 
 
+class _Rounding(NamedTuple):
+    """errors: of the weights of each head in two planes, or none; means: [H, d], what is taken away from the keys for
+    that, where it is needed."""
+
+    errors: list[float]
+    means: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """rows: Q, K and V of every head. Heads that leave out tiles, with (marks, share left out unseen) of those that do
-    so without looking; heads whose products are rounded; the error of doing so, for every head; whether
-    it takes centred keys."""
+    so without looking; heads whose products are rounded, and how."""
 
     rows: Sequence[Tensor]
     selective: list[int]
     rounded: list[int]
-    errors: list[float]
+    rounding: _Rounding
     marks: dict[int, tuple[Tensor, Tensor]]
-    centre: bool
 
 
 class _Likely(NamedTuple):
@@ -114,6 +120,7 @@ class SparseAttention:
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
         self.machine, self._known = machine, {}
         self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
+        self.look = Look(self.gather, plain.scale, plain.causal, native=True)
         self.kernel = SelectiveKernel(canonical(self.some.spec, plain), machine)
         self.rounding = (
             TwoPlanes(spec, self.some.spec, plain.scale, machine) if TwoPlanes.admits(spec, machine) else None
@@ -125,18 +132,32 @@ class SparseAttention:
         if exact is not None or (likely is not None and not likely):
             record(exact or beyond)
             return self.exact(operands, sizes)
+        likely = likely or _Likely([*range(len(beyond.heads))], self.rounding is not None)
+        rounding = self._rounding(operands, sizes) if likely.rounded else _Rounding([], None)
+        if not likely.selective and min(rounding.errors, default=math.inf) > self.epsilon * MARGIN:
+            record(beyond)
+            return self.exact(operands, sizes)
         with ieee_products():
             heads = self.gather(operands, sizes)
-            parts = self._parts(heads, likely or _Likely([*range(len(heads.q))], self.rounding is not None))
-            if len(parts.rounded) == len(heads.q) and not parts.centre:
+            parts = self._parts(heads, likely.selective, rounding)
+            if len(parts.rounded) == len(heads.q) and rounding.means is None:
                 assert self.rounding is not None
                 out = self.rounding.whole(operands, sizes)
-                self._certify(heads, parts.rounded, [parts.errors[head] for head in parts.rounded])
+                self._certify(heads, parts.rounded, [rounding.errors[head] for head in parts.rounded])
                 return out
             if parts.selective or parts.rounded:
                 return self._run(heads, sizes, parts, UNCERTIFIED)
-            record(self._exact(heads, torch.arange(len(heads.q)), UNCERTIFIED))
+        record(beyond)
         return self.exact(operands, sizes)
+
+    def _rounding(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Rounding:
+        """What rounding all heads would do: to the keys as they are where that is certified."""
+        assert self.rounding is not None
+        found = self.look.whole(operands, sizes, second=False)
+        errors = self.rounding.errors(found.queries, found.raw)
+        if max(errors) <= self.epsilon * MARGIN:
+            return _Rounding(errors, None)
+        return _Rounding(self.rounding.errors(found.queries, found.keys), found.means)
 
     def _settle(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Certificate | None, Certificate, bool]:
         """What the sizes alone say: the certificate of such a call, where the exact kernel runs whatever the data are;
@@ -168,57 +189,29 @@ class SparseAttention:
 
     def _glance(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool) -> _Likely:
         """What a few rows and keys leave hope for; looking at all of them costs more."""
-        sample = self.gather.sample(operands, sizes, *GLANCED)
-        with np.errstate(all="ignore"):  # what is not finite is left to the exact kernel
-            hopeful = self._peaked(operands, sizes, sample) if selecting else []
-            if self.rounding is None:
-                return _Likely(hopeful, False)
-            keys = sample.k - sample.k.mean(1, keepdims=True)
-            q, k, around = (np.sqrt((x * x).sum(-1).max(-1)) for x in (sample.q, sample.k, keys))
-            largest = float((q * np.minimum(k, around)).min()) * abs(self.plain.scale)
-            return _Likely(hopeful, error_of(largest * OPTIMISM) <= self.epsilon * MARGIN)
+        hopeful = self._peaked(operands, sizes) if selecting else []
+        if self.rounding is None:
+            return _Likely(hopeful, False)
+        found = self.look.sample(operands, sizes, *GLANCED[:2], second=False)
+        keys = [OPTIMISM * min(head.raw, head.keys) for head in found]
+        return _Likely(hopeful, min(self.rounding.errors([x.queries for x in found], keys)) <= self.epsilon * MARGIN)
 
-    def _peaked(self, operands: Sequence[Tensor], sizes: Sequence[int], sample: Sample) -> list[int]:
-        """Heads in which few of the sampled keys have weight, and the boxes of a few blocks show it."""
-        first = sample.q.shape[1] // 2 if self.plain.causal else 0  # rows that see something
-        q, (row_step, key_step) = sample.q[:, first:] * self.plain.scale, sample.steps
-        scores, rows = (
-            np.matmul(q, sample.k.transpose(0, 2, 1)),
-            np.arange(first, sample.q.shape[1])[:, None] * row_step,
-        )
-        if self.plain.causal:
-            scores[:, rows < np.arange(sample.k.shape[1]) * key_step] = -np.inf
-        highest = np.maximum.reduce(scores, -1, keepdims=True)
-        weights = np.exp(scores - highest)
-        total = np.add.reduce(weights, -1, keepdims=True)
-        share = np.add.reduce(weights > self.epsilon / weights.shape[-1] * total, (1, 2)) / weights[0].size
-        if not (share <= GLANCED_SHARE).any():
-            return []
-        keys = self.kernel.keys
-        blocks = self.gather.sample(operands, sizes, GLANCED[0], GLANCED_BLOCKS, keys)
-        corners = np.concatenate([blocks.k.max(2), blocks.k.min(2)], -1).transpose(0, 2, 1)
-        upper = np.matmul(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], -1), corners)
-        lower = highest + np.log(total * key_step)
-        kept = upper - lower > math.log(self.epsilon / 2 / (sample.k.shape[1] * key_step))
-        if self.plain.causal:
-            kept &= np.arange(corners.shape[-1]) * blocks.steps[1] <= rows
-        return np.flatnonzero((share <= GLANCED_SHARE) & (kept.mean((1, 2)) <= WORTHWHILE)).tolist()
+    def _peaked(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[int]:
+        """Heads in which the boxes of a few blocks could rule out most of them, if few keys had most of the weight."""
+        # A row's sum is then as many weights like the highest as FEW of the sampled keys stand for.
+        gap = -math.log(self.epsilon / 2 * FEW / GLANCED[1])
+        shares = self.look.ruled_out(operands, sizes, (*GLANCED, self.kernel.keys), gap)
+        return [head for head, share in enumerate(shares) if share >= 1 - WORTHWHILE]
 
-    def _parts(self, heads: Heads, likely: _Likely) -> _Parts:
-        """What is done with each head."""
+    def _parts(self, heads: Heads, likely: Sequence[int], rounding: _Rounding) -> _Parts:
+        """What is done with each head. likely: heads in which tiles may be left out."""
         q, k, _ = rows = _by_head(heads)
-        hopeful, bounded = self._sampled(q, k, likely.selective)
-        limit, centre, errors = self.epsilon * MARGIN, False, [math.inf] * len(q)
-        if self.rounding is not None and likely.rounded:
-            errors = self.rounding.errors(heads)
-            centre = max(errors) > limit
-            if centre:
-                errors = self.rounding.errors(heads, centred(heads.k))
-        certified = {head for head, error in enumerate(errors) if error <= limit}
+        hopeful, bounded = self._sampled(q, k, likely)
         marks = {head: found for head in bounded if (found := self._marks(q[head], k[head])) is not None}
         selective = [head for head in hopeful if head in marks]
+        certified = {head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN}
         rounded = sorted(certified.difference(selective))
-        return _Parts(rows=rows, selective=selective, rounded=rounded, errors=errors, marks=marks, centre=centre)
+        return _Parts(rows=rows, selective=selective, rounded=rounded, rounding=rounding, marks=marks)
 
     def _run(self, heads: Heads, sizes: Sequence[int], parts: _Parts, reason: str) -> Tensor:
         every, out = torch.arange(len(heads.q)), None
@@ -233,15 +226,15 @@ class SparseAttention:
             if not chosen:
                 continue
             q, k, v = (x[chosen] for x in parts.rows)
-            if runner is not None and parts.centre:
-                k = centred(k)
+            if runner is not None and parts.rounding.means is not None:
+                k = k.float() - parts.rounding.means[chosen, None]
             found = (self.some if runner is None else runner.some)(q, k, v, sizes)
             out = found.new_empty(len(every), *found.shape[1:]) if out is None else out
             out[chosen] = found
             if runner is None:
                 record(self._exact(heads, every[chosen], reason))
             else:
-                self._certify(heads, chosen, [parts.errors[head] for head in chosen])
+                self._certify(heads, chosen, [parts.rounding.errors[head] for head in chosen])
         assert out is not None
         return heads.store(out)
 

@@ -10,6 +10,7 @@ import fusion
 from fusion import runtime
 from fusion.approximate import dispatch
 from fusion.approximate.eligible import plain
+from fusion.approximate.figures import Look
 from fusion.approximate.heads import Gatherer
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.approximate.sparse import SparseAttention
@@ -143,7 +144,7 @@ def test_errors_stay_within_certificates(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_polynomial_runs_where_scores_are_bounded_and_exact_elsewhere_in_one_call(causal, dtype):
-    q, k, v = inputs(0, 4, 2, 2300 if causal else 700, 8, 8, (0.1, 100.0), "none", dtype)  # three chunks
+    q, k, v = inputs(0, 4, 2, 2300 if causal else 704, 8, 8, (0.1, 100.0), "none", dtype)  # three chunks
     found = check("polynomial", q, k, v, causal, 1e-2)
     ran = {head[1]: certificate.ran for certificate in found for head in certificate.heads}
     assert ran == {0: "polynomial", 1: "exact", 2: "polynomial", 3: "exact"}
@@ -197,15 +198,15 @@ def test_bounds_hold_where_products_of_lower_precision_are_allowed():
 def test_scores_that_two_planes_hold_are_rounded_and_others_are_not(causal):
     """Every number is as far from two planes as one can be, all to the same side, so that nothing cancels."""
     worst = 1 + 2.0**-8 - 2.0**-17
-    q, k, v = inputs(0, 3, 3, 700, 16, 8, (1.0,), "none", torch.float32)
+    q, k, v = inputs(0, 3, 3, 704, 16, 8, (1.0,), "none", torch.float32)
     k = k.sign() * worst
     q = k * torch.tensor([0.25, 2.0, 40.0]).view(1, 3, 1, 1)
     v = v.sign() * worst
     spec, epsilon = cached_spec(q, k, v, causal), 1e-3
     run = SparseAttention(spec, plain(spec), None, None, machine(), epsilon)  # type: ignore[arg-type]
     assert run.rounding is not None
-    heads = run.gather([q, k, v], sizes_of(spec, q, k))
-    errors = run.rounding.errors(heads)
+    figures = run.look.whole([q, k, v], sizes_of(spec, q, k), second=False)
+    errors = run.rounding.errors(figures.queries, figures.raw)
     assert errors[0] < epsilon < errors[2]
     out = run.rounding.whole([q, k, v], sizes_of(spec, q, k))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
@@ -223,9 +224,10 @@ def test_numbers_whose_second_plane_vanishes_are_not_rounded():
     spec = cached_spec(q, k, v, False)
     run = SparseAttention(spec, plain(spec), None, None, machine(), 1e-3)  # type: ignore[arg-type]
     assert run.rounding is not None
-    heads = run.gather([q * 2.0**-118, k * 2.0**110, v], sizes_of(spec, q, k))
-    assert run.rounding.errors(heads) == [float("inf")] * 2
-    assert max(run.rounding.errors(run.gather([q, k, v], sizes_of(spec, q, k)))) < 1e-2
+    for (left, right), expected in (((2.0**-118, 2.0**110), [float("inf")] * 2), ((1, 1), None)):
+        found = run.look.whole([q * left, k * right, v], sizes_of(spec, q, k), second=False)
+        errors = run.rounding.errors(found.queries, found.raw)
+        assert errors == expected if expected else max(errors) < 1e-2
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -281,8 +283,7 @@ def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
     run = executor(method, spec, 1e-2)
     run.always = False
     exact = run.exact([*x], sizes_of(spec, x[0], x[1]))
-    for name in ("_centred", "_parts"):
-        monkeypatch.setattr(type(run), name, lambda *a: 1 / 0, raising=False)
+    monkeypatch.setattr(Look, "whole", lambda *a, **k: 1 / 0)
     for _ in range(2):
         assert torch.equal(run([*x], sizes_of(spec, x[0], x[1])), exact)
     assert fusion.last_certificates()[-1].reason.startswith(("a sample of", "too many keys"))
@@ -291,25 +292,53 @@ def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
     assert fusion.last_certificates()[-1].reason.endswith("at this length")
 
 
-@pytest.mark.parametrize("block", [1, 8])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_samples_are_rows_of_the_operands(groups, block):
-    """Of tensors in any layout, as views."""
-    q, k = torch.randn(2, 70, 4, 6).transpose(1, 2), torch.randn(2, 90, 4 // groups, 6).transpose(1, 2)
-    spec = cached_spec(q, k, k, False)
-    gather, sizes = Gatherer(spec), sizes_of(spec, q, k)
-    heads = gather([q, k, k], sizes)
-    torch.testing.assert_close(heads.k[heads.owner], k.repeat_interleave(groups, 1).flatten(0, 1))
-    for _ in range(2):
-        found = gather.sample([q, k, k], sizes, 12, 10, block)
-        assert next(iter(gather._places.values())).at is not None
-        (q_step, k_step), every = found.steps, heads.k[heads.owner]
-        assert q_step % k_step == 0 and len(found.q) == len(found.k) == 8
-        assert torch.equal(torch.from_numpy(found.q), heads.q[:, ::q_step])
-        expected = every[:, ::k_step] if block == 1 else every[:, : 90 // block * block].unflatten(1, (-1, block))
-        assert torch.equal(torch.from_numpy(found.k), expected if block == 1 else expected[:, :: k_step // block])
-        q, k = q + 1, k + 1  # other tensors, at other addresses
-        heads = gather([q, k, k], sizes)
+def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
+    """In tensors of any layout, in all rows and in a few; torch's operations run where it cannot read them."""
+    if mlir.unavailable() is not None:
+        pytest.skip(mlir.unavailable())
+    n = 2300 if causal else 333
+    q, k = (torch.randn(2, n, 4 // g, 20).transpose(1, 2).to(dtype) + 1 for g in (1, groups))
+    spec = cached_spec(q, k, k, causal)
+    looks = [Look(Gatherer(spec), 0.1, causal, native) for native in (True, False)]
+    sizes = sizes_of(spec, q, k)
+    for operands in ([q, k, k], [q + 1, k + 1, k], [q.contiguous(), k, k]):
+        assert looks[0].gather.places(operands, sizes) is not None
+        for found, expected in (
+            [look.whole(operands, sizes) for look in looks],
+            [look.sample(operands, sizes, 12, 10) for look in looks],
+        ):
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-3, atol=1e-4)
+    operands = [q.mT.contiguous().mT, k, k]
+    assert looks[0].gather.places(operands, sizes) is None
+    assert looks[0].whole(operands, sizes).bounds == looks[1].whole(operands, sizes).bounds
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_glance_counts_blocks_that_their_boxes_rule_out(causal):
+    if mlir.unavailable() is not None:
+        pytest.skip(mlir.unavailable())
+    q, k = torch.randn(2, 2, 2, 704, 24).bfloat16()
+    q[1, 1] *= 9
+    k[1, 1, :] = k[1, 1, ::8].repeat_interleave(8, 0)  # boxes that are points
+    spec, gap = cached_spec(q, k, k, causal), 20.0
+    found = Look(Gatherer(spec), 0.5, causal, True).ruled_out([q, k, k], sizes_of(spec, q, k), (16, 128, 4, 8), gap)
+    step, block_step = -(-704 // 16 // 6) * 6, 704 // 8 // 4 * 8
+    q, k = q[:, :, ::step].flatten(0, 1).double(), k.flatten(0, 1).double()
+    rows = torch.arange(0, 704, step)
+    scores = q @ k[:, ::6].mT
+    if causal:
+        scores.masked_fill_(rows[:, None] < torch.arange(0, 704, 6), -torch.inf)
+    blocks = torch.stack([k[:, first : first + 8] for first in range(0, 704, block_step)], 1)[:, :, None]
+    upper = torch.maximum(q[:, None] * blocks.amax(3), q[:, None] * blocks.amin(3)).sum(-1)
+    seen = (rows >= torch.arange(blocks.shape[1])[:, None] * block_step) & (rows >= rows[len(rows) // 2])
+    seen = seen if causal else torch.ones_like(seen)
+    ruled_out = (upper <= scores.amax(-1)[:, None] - gap / 0.5) & seen
+    assert found == pytest.approx((ruled_out.sum((1, 2)) / seen.sum()).tolist(), abs=1e-6)
+    assert found[0] == 0 < found[3]
 
 
 def test_training_keeps_the_exact_kernel():

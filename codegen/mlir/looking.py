@@ -1,0 +1,217 @@
+"""What kernels share that look at the rows of queries and keys of each head, and how they are called.
+
+Such a kernel runs in front of attention, after other work has filled the caches: it takes some 20 us, of which as much
+again is easily spent on a single operation of torch. What does not change between calls is put together once, and a
+call that wants figures alone makes no tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion.codegen.mlir.builder import PTR, SIZE, Builder, Value
+from fusion.codegen.mlir.compile import compile_text
+from fusion.codegen.mlir.launch import _memory, _parallel
+from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Params
+from fusion.codegen.mlir.transpose import sum_rows
+
+BLOCK = 64
+LANES = 16
+F32 = f"vector<{LANES}xf32>"
+SUMS = 16
+"""Vectors of sums that stay in registers."""
+MAX_WIDTH = 256
+"""Columns of Q and K up to which these kernels are made."""
+FIRST = ("workspace", "counter", "q", "k", "found", "means", "squares", "slants")
+"""The parameters that change from call to call: addresses."""
+
+
+class RowsKernel:
+    """The text of such a kernel for rows of d elements of one scalar type. Subclasses write what happens to a head."""
+
+    name: str
+
+    def __init__(self, d: int, scalar: str):
+        self.d, self.scalar, self.width = d, scalar, round_up(d, LANES)
+        self.vectors = self.width // LANES
+        self.together = 1 << max(0, (SUMS // self.vectors).bit_length() - 1)  # divides BLOCK, and the width
+        self.b = b = Builder()
+        self.params = Params(b, Value("%params", PTR))
+        for name in FIRST:
+            self.params[("ptr", name)]
+        with b.at_entry():
+            number = b.op("llvm.call @omp_get_thread_num() : () -> i32", "i32", "thread")
+            thread = b.op(f"arith.extsi {number} : i32 to i64", "i64", "thread")
+        start = b.mul(thread, self.params[("workspace_bytes",)])
+        self.stage = b.at(self.params[("ptr", "workspace")], start, "i8", "stage")
+        self.partial = b.at(self.stage, BLOCK * self.width, "f32", "partial")
+        self.end = b.at(self.partial, BLOCK * LANES, "f32", "end")
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of a thread."""
+        return 4 * BLOCK * (self.width + LANES)
+
+    def text(self) -> str:
+        b, p = self.b, self.params
+        with b.loop(0, p[("items",)], hint="turn"):
+            item = b.op(
+                f"llvm.atomicrmw add {p[('ptr', 'counter')]}, {b.constant(1, 'i64')} monotonic : {PTR}, i64", "i64",
+                "item",
+            )  # fmt: skip
+            with b.when(b.compare("slt", item, p[("items",)])):
+                q, k = (b.at(p[("ptr", x)], self._offset(item, f"{x}_offsets"), self.scalar, x) for x in ("q", "k"))
+                self._item(item, q, k)
+        head = f"module {{\nllvm.func @omp_get_thread_num() -> i32\nfunc.func @{self.name}(%params: {PTR}) {{\n"
+        return f"{head}{b.text()}\n  return\n}}\n}}\n"
+
+    def slots(self) -> list[str]:
+        return [slot[-1] for slot in sorted(self.params.slots, key=self.params.slots.__getitem__)]
+
+    def _offset(self, item: Value, name: str) -> Value:
+        return self.b.load(self.b.at(self.params[("ptr", name)], item, "i64"), "i64", name)
+
+    def _item(self, item: Value, q: Value, k: Value) -> None:
+        raise NotImplementedError
+
+    def _float(self, x: Value) -> Value:
+        return self.b.op(f"arith.uitofp {x} : i64 to f32", "f32", "count")
+
+    def _row(self, address: Value) -> list[Value]:
+        """A row in memory as vectors of float32, with zeros behind its end."""
+        b, found = self.b, []
+        word = {"f32": "f32", "bf16": "i16", "f16": "f16"}[self.scalar]
+        for column in range(0, self.width, LANES):
+            at = b.at(address, column, self.scalar)
+            if column + LANES <= self.d:
+                x = b.load(at, f"vector<{LANES}x{word}>", "x")
+            else:
+                valid = b.dense(
+                    [float(column + lane < self.d) for lane in range(LANES)], f"vector<{LANES}xi1>", "valid"
+                )
+                zero = b.constant(0, f"vector<{LANES}x{word}>")
+                types = f"({PTR}, {valid.type}, {zero.type}) -> {zero.type}"
+                text = f"llvm.intr.masked.load {at}, {valid}, {zero} {{alignment = {SIZE[word]} : i32}} : {types}"
+                x = b.op(text, zero.type, "x")
+            if word == "i16":
+                x = b.op(f"arith.extui {x} : {x.type} to vector<{LANES}xi32>", f"vector<{LANES}xi32>", "wide")
+                x = b.bitcast(b.binary("arith.shli", x, 16), F32)
+            found.append(b.convert("arith.extf", x, "f32"))
+        return found
+
+    def _note_square(self, r: Value, row: Sequence[Value]) -> None:
+        b = self.b
+        square = b.mul(row[0], row[0])
+        for x in row[1:]:
+            square = b.fma(x, x, square)
+        b.store(square, b.at(self.partial, b.mul(r, LANES), "f32"), align=64)
+
+    def _clear(self, area: Value, width: int, count: Value) -> None:
+        """Zeros in the rows of a block from `count` on."""
+        b = self.b
+        with b.loop(b.mul(count, width), BLOCK * width, LANES, hint="beyond") as place:
+            b.store(b.constant(0.0, F32), b.at(area, place, "f32"), align=64)
+
+    def _stage(self, rows: Value, stride: Value, count: Value, mean: Value | None) -> None:
+        """A block of rows in float32, minus the mean where one is given, and the squares of each in `partial`."""
+        b = self.b
+        away = [] if mean is None else [b.load(b.at(mean, c, "f32"), F32) for c in range(0, self.width, LANES)]
+        with b.loop(0, count, hint="r") as r:
+            row = self._row(b.at(rows, b.mul(r, stride), self.scalar))
+            row = [b.sub(x, y) for x, y in zip(row, away, strict=True)] if away else row
+            for column, x in enumerate(row):
+                b.store(x, b.at(self.stage, b.add(b.mul(r, self.width), column * LANES), "f32"), align=64)
+            self._note_square(r, row)
+        self._clear(self.partial, LANES, count)
+        self._clear(self.stage, self.width, count)
+
+    def _sums(self, first: Value) -> Value:
+        """Of rows first .. first + 15, the sums of what lies in `partial`."""
+        b = self.b
+        rows = b.at(self.partial, b.mul(first, LANES), "f32")
+        return sum_rows(b, [b.load(b.at(rows, LANES * r, "f32"), F32, align=64) for r in range(LANES)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows of heads in memory. offsets: int64 [heads], elements from the operand's address to the first row of each
+    head; stride: elements from one row to the next (those of a row lie side by side); count: rows of a head."""
+
+    offsets: torch.Tensor
+    stride: int
+    count: int
+
+    def every(self, step: int) -> Rows:
+        """Each `step`-th of the rows."""
+        return Rows(offsets=self.offsets, stride=self.stride * step, count=-(-self.count // step))
+
+
+class _Output(threading.local):
+    """Where figures are written to; of one thread."""
+
+    def __init__(self) -> None:
+        self.reserve(1024)
+
+    def reserve(self, size: int) -> None:
+        self.buffer = ctypes.create_string_buffer(size)
+        self.address = ctypes.addressof(self.buffer)
+
+
+_output = _Output()
+
+
+class RowsCall:
+    """A compiled kernel for rows of one kind, bound to where they lie. figures: floats that it writes for a head;
+    values: the parameters that are not in FIRST."""
+
+    def __init__(self, code: RowsCode, q: Rows, k: Rows, figures: int, **values: int):
+        self.code, self.figures, self.places, self.heads = code, figures, (q, k), len(q.offsets)
+        self.per_thread = round_up(code.bytes, 4096) + 128
+        known = {
+            "workspace_bytes": self.per_thread, "items": self.heads, "q_offsets": q.offsets.data_ptr(),
+            "k_offsets": k.offsets.data_ptr(), "q_stride": q.stride, "k_stride": k.stride, "n_q": q.count,
+            "n_k": k.count, **values,
+        }  # fmt: skip
+        self.fixed = [known[name] for name in code.slots[len(FIRST) :]]
+        self.layout, self.result = struct.Struct(f"{len(code.slots)}q"), struct.Struct(f"{figures * self.heads}f")
+
+    def __call__(self, q: int, k: int, threads: int, *wanted: torch.Tensor) -> tuple[float, ...]:
+        """The figures of all heads, one head after the other. q, k: addresses; wanted: tensors for what else the kernel
+        writes, in the order of FIRST."""
+        memory, output = _memory, _output
+        if len(output.buffer) < self.result.size:
+            output.reserve(self.result.size)
+        threads = max(1, min(threads, self.heads))
+        workspace = memory.reserve(threads * self.per_thread)
+        memory.counter.value = 0
+        others = [x.data_ptr() for x in wanted] if wanted else (0, 0, 0)
+        self.layout.pack_into(
+            memory.params, 0, workspace, memory.counter_address, q, k, output.address, *others, *self.fixed
+        )
+        if threads == 1:
+            self.code.alone(memory.packed)
+        else:
+            _parallel()(self.code.address, memory.packed, threads, 0)
+        return self.result.unpack_from(output.buffer)
+
+
+class RowsCode:
+    """A compiled kernel."""
+
+    def __init__(self, writer: RowsKernel):
+        self.bytes = writer.workspace
+        self.source, self.slots = writer.text(), writer.slots()
+        self._code = compile_text(self.source, writer.name)
+        self.address = self._code.address
+        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+
+def scalar_of(dtype: torch.dtype) -> str:
+    return MEMORY_TYPE[str(dtype)[6:]]

@@ -1,0 +1,214 @@
+"""A kernel that bounds the scores of heads from their queries and keys: largest norms, and second moments.
+
+For each head, with keys k_j minus their mean, and the sums G = sum of k_j k_j^T and s = sum of k_j over the keys
+*before* a query (all of them, or those of earlier segments where attention is causal):
+
+    found     float32 [head][4]        the largest |k_j|^2 with the mean and without it, |q_i|^2, and of `squares`
+    means     float32 [head][width]    the mean of the keys
+    squares   float32 [head][rows]     q_i^T G q_i / keys before, rows up to a multiple of BLOCK
+    slants    float32 [head][rows]     q_i . s / keys before
+
+NaN and infinities stay what they are. Sums are taken block by block, so that rounding grows with BLOCK + N / BLOCK. The
+same kernel looks at all rows or, by larger strides, at a few.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.looking import BLOCK, F32, LANES, Rows, RowsCall, RowsCode, RowsKernel, scalar_of
+from fusion.codegen.mlir.products import round_up
+
+
+class _Moments(RowsKernel):
+    name = "moments"
+
+    def __init__(self, d: int, scalar: str):
+        super().__init__(d, scalar)
+        self.gram = self.end
+        self.sums = self.b.at(self.gram, self.width * self.width, "f32", "sums")
+        self.largest = self.b.at(self.sums, self.width, "f32", "largest")
+        self.mean = self.b.at(self.largest, 4 * LANES, "f32", "mean")
+
+    @property
+    def workspace(self) -> int:
+        return super().workspace + 4 * (self.width * (self.width + 2) + 4 * LANES)
+
+    def _item(self, item: Value, q: Value, k: Value) -> None:
+        b, p = self.b, self.params
+        zero = b.constant(0.0, F32)
+        with b.loop(0, self.width * (self.width + 1) + 4 * LANES, LANES, hint="clear") as place:
+            b.store(zero, b.at(self.gram, place, "f32"), align=64)
+        self._mean(k)
+        n_q, n_k, second = p[("n_q",)], p[("n_k",)], b.compare("ne", p[("second",)], 0, "second")
+        with b.loop(0, p[("turns",)], hint="segment") as segment:
+            before = b.mul(segment, p[("k_segment",)])
+            first = b.mul(b.sub(segment, p[("lag",)]), p[("q_segment",)])
+            last = b.least(b.add(first, p[("q_segment",)]), n_q)
+            inverse = b.div(1.0, self._float(b.most(b.least(before, n_k), 1)), "inverse")
+            with b.loop(b.most(first, 0), last, BLOCK, hint="block") as block:
+                count = b.least(b.sub(last, block), BLOCK)
+                self._stage(b.at(q, b.mul(block, p[("q_stride",)]), self.scalar), p[("q_stride",)], count, None)
+                self._raise(2)
+                with b.when(second):
+                    self._queries(b.add(b.mul(item, p[("q_rows",)]), block), inverse)
+            last = b.least(b.add(before, p[("k_segment",)]), n_k)
+            with b.loop(before, last, BLOCK, hint="block") as block:
+                count = b.least(b.sub(last, block), BLOCK)
+                self._stage(b.at(k, b.mul(block, p[("k_stride",)]), self.scalar), p[("k_stride",)], count, self.mean)
+                self._raise(1)
+                with b.when(second):
+                    self._accumulate()
+        self._finish(item)
+
+    def _queries(self, place: Value, inverse: Value) -> None:
+        """Second and first moments of the staged queries, number `place` and on of all."""
+        b, p = self.b, self.params
+        kept = b.compare("eq", p[("keep",)], 2, "kept")
+        self._squares()
+        self._raise(3, inverse)
+        with b.when(kept):
+            self._put(b.at(p[("ptr", "squares")], place, "f32"), inverse)
+            self._slants()
+            self._put(b.at(p[("ptr", "slants")], place, "f32"), inverse)
+
+    def _finish(self, item: Value) -> None:
+        b, p = self.b, self.params
+        found = b.at(p[("ptr", "found")], b.mul(item, 4), "f32", "found")
+        for number in range(4):
+            x = b.load(b.at(self.largest, LANES * number, "f32"), F32, "x")
+            b.store(
+                b.op(f"vector.reduction <maximumf>, {x} : {F32} into f32", "f32", "most"), b.at(found, number, "f32")
+            )
+        with b.when(b.compare("ne", p[("keep",)], 0, "kept")):
+            means = b.at(p[("ptr", "means")], b.mul(item, self.width), "f32", "means")
+            for column in range(0, self.width, LANES):
+                b.store(b.load(b.at(self.mean, column, "f32"), F32), b.at(means, column, "f32"))
+
+    def _mean(self, k: Value) -> None:
+        """The mean of all keys, and the largest of their norms."""
+        b, n, stride = self.b, self.params[("n_k",)], self.params[("k_stride",)]
+        zero = b.constant(0.0, F32)
+        with b.carry(0, n, BLOCK, [zero] * self.vectors, hint="block") as (blocks, block, totals):
+            count = b.least(b.sub(n, block), BLOCK)
+            with b.carry(0, count, 1, [zero] * self.vectors, hint="r") as (rows, r, sums):
+                row = self._row(b.at(k, b.mul(b.add(block, r), stride), self.scalar))
+                self._note_square(r, row)
+                rows.yields(*(b.add(x, y) for x, y in zip(sums, row, strict=True)))
+            self._clear(self.partial, LANES, count)
+            self._raise(0)
+            blocks.yields(*(b.add(x, y) for x, y in zip(totals, rows.results, strict=True)))
+        inverse = b.broadcast(b.div(1.0, self._float(n), "inverse"), LANES)
+        for column, total in enumerate(blocks.results):
+            b.store(b.mul(total, inverse), b.at(self.mean, column * LANES, "f32"))
+
+    def _raise(self, number: int, factor: Value | None = None) -> None:
+        """Raise 16 of the largest numbers to what lies in `partial`, times a factor; NaN stays."""
+        b, target = self.b, self.b.at(self.largest, LANES * number, "f32")
+        with b.loop(0, BLOCK, LANES, hint="first") as first:
+            x = self._sums(first) if factor is None else b.mul(self._sums(first), b.broadcast(factor, LANES))
+            b.store(b.binary("arith.maximumf", b.load(target, F32), x, "largest"), target)
+
+    def _accumulate(self) -> None:
+        """Add a staged block to G and s: some rows of G at a time, in registers over the block."""
+        b, zero, together = self.b, self.b.constant(0.0, F32), self.together
+        with b.loop(0, self.d, together, hint="c") as c:
+            with b.carry(0, BLOCK, 1, [zero] * (together * self.vectors), hint="r") as (loop, r, sums):
+                row = b.at(self.stage, b.mul(r, self.width), "f32")
+                x = [b.load(b.at(row, LANES * v, "f32"), F32, "x", align=64) for v in range(self.vectors)]
+                corner, found = b.at(row, c, "f32"), []
+                for k in range(together):
+                    one = b.broadcast(b.load(b.at(corner, k, "f32"), "f32", "x"), LANES)
+                    found += [b.fma(one, x[v], sums[k * self.vectors + v]) for v in range(self.vectors)]
+                loop.yields(*found)
+            self._add(b.at(self.gram, b.mul(c, self.width), "f32"), loop.results)
+        with b.carry(0, BLOCK, 1, [zero] * self.vectors, hint="r") as (loop, r, sums):
+            row = b.at(self.stage, b.mul(r, self.width), "f32")
+            loop.yields(*(b.add(x, b.load(b.at(row, LANES * v, "f32"), F32)) for v, x in enumerate(sums)))
+        self._add(self.sums, loop.results)
+
+    def _add(self, target: Value, values: Sequence[Value]) -> None:
+        b = self.b
+        for number, value in enumerate(values):
+            at = b.at(target, LANES * number, "f32")
+            b.store(b.add(b.load(at, F32), value), at)
+
+    def _squares(self) -> None:
+        """Into `partial`, 16 numbers for each row of the staged block that add up to q^T G q."""
+        b, zero, together = self.b, self.b.constant(0.0, F32), self.together
+        with b.loop(0, BLOCK, together, hint="r") as r:
+            rows = b.at(self.stage, b.mul(r, self.width), "f32")
+            with b.carry(0, self.d, 1, [zero] * (together * self.vectors), hint="c") as (loop, c, sums):
+                line, found = b.at(self.gram, b.mul(c, self.width), "f32"), []
+                g = [b.load(b.at(line, LANES * v, "f32"), F32, "g", align=64) for v in range(self.vectors)]
+                corner = b.at(rows, c, "f32")
+                for k in range(together):
+                    one = b.broadcast(b.load(b.at(corner, k * self.width, "f32"), "f32", "x"), LANES)
+                    found += [b.fma(one, g[v], sums[k * self.vectors + v]) for v in range(self.vectors)]
+                loop.yields(*found)
+            for k in range(together):
+                products = loop.results[k * self.vectors : (k + 1) * self.vectors]
+                self._note(b.add(r, k), b.at(rows, k * self.width, "f32"), products)
+
+    def _slants(self) -> None:
+        """Into `partial`, 16 numbers for each row of the staged block that add up to q . s."""
+        b = self.b
+        sums = [b.load(b.at(self.sums, LANES * v, "f32"), F32, align=64) for v in range(self.vectors)]
+        with b.loop(0, BLOCK, hint="r") as r:
+            self._note(r, b.at(self.stage, b.mul(r, self.width), "f32"), sums)
+
+    def _note(self, r: Value, row: Value, others: Sequence[Value]) -> None:
+        """Into `partial` of a row, its products with other vectors."""
+        b = self.b
+        total = b.mul(b.load(row, F32, align=64), others[0])
+        for v, other in enumerate(others[1:], 1):
+            total = b.fma(b.load(b.at(row, LANES * v, "f32"), F32, align=64), other, total)
+        b.store(total, b.at(self.partial, b.mul(r, LANES), "f32"), align=64)
+
+    def _put(self, target: Value, inverse: Value) -> None:
+        b, factor = self.b, self.b.broadcast(inverse, LANES)
+        with b.loop(0, BLOCK, LANES, hint="first") as first:
+            b.store(b.mul(self._sums(first), factor), b.at(target, first, "f32"))
+
+
+@functools.lru_cache(maxsize=64)
+def code(d: int, dtype: torch.dtype) -> RowsCode:
+    """The kernel for rows of d elements of one type, compiled once. Raises KernelCompilationError."""
+    return RowsCode(_Moments(d, scalar_of(dtype)))
+
+
+class LargestCall(RowsCall):
+    """The figures of some rows of each head: `found`, without squares if not `second`."""
+
+    def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, second: bool):
+        super().__init__(
+            code(d, dtype), q, k, 4, lag=1, turns=2, q_segment=q.count, k_segment=k.count, second=int(second), keep=0,
+            q_rows=0,
+        )  # fmt: skip
+
+
+class MomentsCall(RowsCall):
+    """Figures of all rows, and what `whole` returns. segment: keys that become visible together, a multiple of BLOCK,
+    where attention is causal; else 0. second: whether squares and slants are asked for (zeros otherwise)."""
+
+    def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, second: bool):
+        self.d, self.n_q, self.width = d, q.count, round_up(d, LANES)
+        self.rows = round_up(max(q.count, 1), BLOCK) if segment and second else 0
+        super().__init__(
+            code(d, dtype), q, k, 4, lag=int(not segment), turns=-(-q.count // segment) if segment else 2,
+            q_segment=segment or q.count, k_segment=segment or k.count, second=int(second), keep=1 + bool(self.rows),
+            q_rows=self.rows,
+        )  # fmt: skip
+
+    def whole(self, q: int, k: int, threads: int) -> tuple[tuple[float, ...], Tensor, Tensor, Tensor]:
+        """(figures, four for each head; the means of the keys, [heads, d]; squares and slants, [heads, rows], where
+        attention is causal)."""
+        means = torch.empty(self.heads, self.width)
+        squares, slants = torch.empty(2, self.heads, self.rows) if self.rows else (means, means)
+        figures = self(q, k, threads, means, squares, slants)
+        return figures, means[:, : self.d], squares[:, : self.n_q], slants[:, : self.n_q]

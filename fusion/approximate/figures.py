@@ -1,0 +1,152 @@
+"""What bounds the scores of a call's heads: the largest norms, and mean squares. Of all rows, or of a few at equal
+distances: then it says what to hope for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion.approximate.cost import CAUSAL_CHUNK
+from fusion.approximate.heads import KEPT, Gatherer, ieee_products
+from fusion.codegen.reference.moments import Moments, moments
+
+MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
+"""Cover the float32 rounding of norms (as a factor), and of moments (times B squared, on top)."""
+TINY = 2.0**-110
+"""For each coordinate, added to the square of a norm: more than what products below 2**-126, which may be taken for 0,
+can be missing, there and in moments (within their margin)."""
+
+
+class Figures(NamedTuple):
+    """Per head. raw: the largest norm of a key; keys: the same once their mean is taken away; queries: of a query;
+    bounds: B, such that |score| <= B for centred keys; moments: a bound on the mean square score of a row over the keys
+    that are approximated, relative to their mean weight; least: a lower bound of this mean weight. Infinite where
+    inputs are not finite. means: [H, d], what was taken away."""
+
+    raw: list[float]
+    keys: list[float]
+    queries: list[float]
+    bounds: list[float]
+    moments: list[float]
+    least: list[float]
+    means: Tensor
+
+
+class Sampled(NamedTuple):
+    """Of some rows of a head: the largest norms of a key, of a key minus the mean of these, of a query; the largest of
+    the queries' mean square scores. Infinite or NaN where inputs are not finite."""
+
+    raw: float
+    keys: float
+    queries: float
+    moment: float
+
+
+class Look:
+    """Looks at the data of the calls of one spec. native: by compiled kernels (on CPUs), else by torch's operations."""
+
+    def __init__(self, gather: Gatherer, scale: float, causal: bool, native: bool):
+        self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
+        self._calls: dict[tuple, Any] = {}
+
+    def whole(self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True) -> Figures:
+        """Of all rows: what a certificate may rest on. second: whether moments are asked for."""
+        segment = CAUSAL_CHUNK if self.causal else 0
+
+        def make(d, q, k):
+            from fusion.codegen.mlir.moments import MomentsCall
+
+            return MomentsCall(d, operands[0].dtype, q, k, segment, second)
+
+        if (call := self._call(("whole", second), operands, sizes, make)) is not None:
+            figures, *rest = call.whole(operands[0].data_ptr(), operands[1].data_ptr(), torch.get_num_threads())
+            return self._figures(figures, *rest, self.causal and second)
+        heads = self.gather(operands, sizes)
+        with ieee_products():
+            norms, *rest = moments(heads.q, heads.k, heads.owner, segment)
+        figures = torch.cat([norms, rest[1].amax(-1, keepdim=True)], 1).flatten().tolist()
+        return self._figures(figures, *rest, self.causal)
+
+    def sample(
+        self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, second: bool = True
+    ) -> list[Sampled]:
+        """Of about so many queries and keys of each head, as if each of these queries saw all of the keys."""
+
+        def make(d, q, k):
+            from fusion.codegen.mlir.moments import LargestCall
+
+            q, k = q.every(-(-q.count // rows)), k.every(-(-k.count // keys))
+            return LargestCall(d, operands[0].dtype, q, k, second)
+
+        if (call := self._call(("sample", rows, keys, second), operands, sizes, make)) is not None:
+            found = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)  # another thread would wake too late
+        else:
+            q, k = self.gather.sample(operands, sizes, rows, keys)
+            with ieee_products():
+                norms, _, squares, _ = moments(q, k, torch.arange(len(q)))
+            found = torch.cat([norms, squares.amax(-1, keepdim=True)], 1).flatten().tolist()
+        scale = self.scale**2
+        return [
+            Sampled(*(math.sqrt(x) if x < math.inf else math.inf for x in found[n : n + 3]), found[n + 3] * scale)
+            for n in range(0, len(found), 4)
+        ]
+
+    def ruled_out(
+        self, operands: Sequence[Tensor], sizes: Sequence[int], sample: tuple[int, int, int, int], gap: float
+    ) -> list[float]:
+        """The share of some blocks of keys of each head that the bounds of their scores leave `gap` or more below the
+        highest score of a query, tried on a few. sample: about so many queries, keys, blocks; keys in a block. Empty
+        where there is no kernel for that, or no whole block."""
+
+        def make(d, q, k):
+            from fusion.codegen.mlir.boxes import BoxesCall
+
+            if k.count < sample[3]:
+                return None
+            return BoxesCall(d, operands[0].dtype, q, k, sample, gap / self.scale, self.causal)
+
+        if (call := self._call(("boxes", sample, gap), operands, sizes, make)) is None:
+            return []
+        found = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)
+        return [found[n] / max(1.0, found[n + 1]) for n in range(0, len(found), 2)]
+
+    def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
+        """What `make(columns, rows of the queries, rows of the keys)` gives, kept for these sizes and strides; None
+        where kernels cannot read the rows."""
+        if not self.native:
+            return None
+        q, k = operands[0], operands[1]
+        key = (what, *sizes, q.stride(), k.stride())
+        if key not in self._calls or not self.gather.fixed:
+            if len(self._calls) >= KEPT:
+                self._calls.clear()
+            places, found = self.gather.places(operands, sizes), None
+            if places is not None and q.dtype == k.dtype:
+                from fusion.codegen.mlir.looking import MAX_WIDTH, Rows
+
+                rows = (Rows(offsets=x.offsets, stride=x.stride, count=x.count) for x in (places.q, places.k))
+                found = make(places.d, *rows) if places.d <= MAX_WIDTH else None
+            self._calls[key] = found
+        return self._calls[key]
+
+    def _figures(self, found: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor, causal: bool) -> Figures:
+        """found: for each head squares of norms, and the largest of `squares`."""
+        scale, tiny = abs(self.scale), TINY * means.shape[-1]
+        raw, keys, queries = (
+            [math.sqrt(x + tiny) * MARGIN if x < math.inf else math.inf for x in found[n::4]] for n in range(3)
+        )
+        bounds = [scale * x * y for x, y in zip(keys, queries, strict=True)]
+        least, largest = [1.0] * len(bounds), found[3::4]
+        if causal:
+            weight = (slants * self.scale).exp_().div_(MARGIN)
+            least = [min(x, 1.0) for x in weight.amin(-1).nan_to_num(0.0).tolist()]
+            largest = (squares / weight).amax(-1).tolist()
+        moments = [
+            x * scale**2 + MOMENT_MARGIN * b * b / a if x < math.inf and a > 0 else math.inf
+            for x, b, a in zip(largest, bounds, least, strict=True)
+        ]
+        return Figures(raw, keys, queries, bounds, moments, least, means)
