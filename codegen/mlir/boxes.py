@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import struct
 
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.looking import F32, LANES, Rows, RowsCall, RowsCode, RowsKernel, scalar_of
+from fusion.codegen.mlir.looking import F32, LANES, Rows, RowsCall, RowsCode, RowsKernel, bits, scalar_of
 from fusion.codegen.mlir.transpose import sum_rows
 
 WORDS = f"vector<{LANES}xi64>"
@@ -117,5 +116,5 @@ class BoxesCall(RowsCall):
             code(d, dtype, size), some, k.every(k_step), 2, q_step=q_step * causal, k_step=k_step * causal,
             first=some.count // 2 * causal, blocks=-(-whole // block_step), block_step=block_step * size * causal,
             block_stride=k.stride * size * block_step, key_stride=k.stride,
-            gap=struct.unpack("<i", struct.pack("<f", gap))[0],
+            gap=bits(gap),
         )  # fmt: skip

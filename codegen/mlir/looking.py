@@ -8,6 +8,7 @@ call that wants figures alone makes no tensor.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections.abc import Sequence
@@ -215,3 +216,8 @@ class RowsCode:
 
 def scalar_of(dtype: torch.dtype) -> str:
     return MEMORY_TYPE[str(dtype)[6:]]
+
+
+def bits(x: float) -> int:
+    """x in float32 as a parameter."""
+    return struct.unpack("<i", struct.pack("<f", min(x, 3e38) if x < math.inf else x))[0]

@@ -8,6 +8,9 @@ For each head, with keys k_j minus their mean, and the sums G = sum of k_j k_j^T
     squares   float32 [head][rows]     q_i^T G q_i / keys before, rows up to a multiple of BLOCK
     slants    float32 [head][rows]     q_i . s / keys before
 
+A head ends early where it turns out that |k_j|^2 |q_i|^2 is above `limit`: its largest square is then infinite, the
+norm of its keys what it is at most.
+
 NaN and infinities stay what they are. Sums are taken block by block, so that rounding grows with BLOCK + N / BLOCK. The
 same kernel looks at all rows or, by larger strides, at a few.
 """
@@ -15,13 +18,14 @@ same kernel looks at all rows or, by larger strides, at a few.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.looking import BLOCK, F32, LANES, Rows, RowsCall, RowsCode, RowsKernel, scalar_of
+from fusion.codegen.mlir.looking import BLOCK, F32, LANES, Rows, RowsCall, RowsCode, RowsKernel, bits, scalar_of
 from fusion.codegen.mlir.products import round_up
 
 
@@ -45,26 +49,67 @@ class _Moments(RowsKernel):
         with b.loop(0, self.width * (self.width + 1) + 4 * LANES, LANES, hint="clear") as place:
             b.store(zero, b.at(self.gram, place, "f32"), align=64)
         self._mean(k)
-        n_q, n_k, second = p[("n_q",)], p[("n_k",)], b.compare("ne", p[("second",)], 0, "second")
-        with b.loop(0, p[("turns",)], hint="segment") as segment:
-            before = b.mul(segment, p[("k_segment",)])
-            first = b.mul(b.sub(segment, p[("lag",)]), p[("q_segment",)])
-            last = b.least(b.add(first, p[("q_segment",)]), n_q)
-            inverse = b.div(1.0, self._float(b.most(b.least(before, n_k), 1)), "inverse")
-            with b.loop(b.most(first, 0), last, BLOCK, hint="block") as block:
-                count = b.least(b.sub(last, block), BLOCK)
-                self._stage(b.at(q, b.mul(block, p[("q_stride",)]), self.scalar), p[("q_stride",)], count, None)
-                self._raise(2)
-                with b.when(second):
-                    self._queries(b.add(b.mul(item, p[("q_rows",)]), block), inverse)
-            last = b.least(b.add(before, p[("k_segment",)]), n_k)
-            with b.loop(before, last, BLOCK, hint="block") as block:
-                count = b.least(b.sub(last, block), BLOCK)
-                self._stage(b.at(k, b.mul(block, p[("k_stride",)]), self.scalar), p[("k_stride",)], count, self.mean)
-                self._raise(1)
-                with b.when(second):
-                    self._accumulate()
+        self._query_norms(q)
+        beyond = self._beyond_by_mean()
+        with b.when(beyond):
+            self._give_up()
+        with b.otherwise():
+            with b.loop(0, p[("turns",)], hint="segment") as segment:
+                self._segment(item, q, k, segment)
         self._finish(item)
+
+    def _segment(self, item: Value, q: Value, k: Value, segment: Value) -> None:
+        b, p = self.b, self.params
+        n_q, n_k = p[("n_q",)], p[("n_k",)]
+        before = b.mul(segment, p[("k_segment",)])
+        first = b.mul(b.sub(segment, p[("lag",)]), p[("q_segment",)])
+        last = b.least(b.add(first, p[("q_segment",)]), n_q)
+        inverse = b.div(1.0, self._float(b.most(b.least(before, n_k), 1)), "inverse")
+        wanted = b.compare("ne", p[("second",)], 0, "wanted")
+        wanted = b.select(self._is_beyond(self._most(1)), b.constant(0, "i1"), wanted)
+        with b.when(wanted), b.loop(b.most(first, 0), last, BLOCK, hint="block") as block:
+            count = b.least(b.sub(last, block), BLOCK)
+            self._stage(b.at(q, b.mul(block, p[("q_stride",)]), self.scalar), p[("q_stride",)], count, None)
+            self._queries(b.add(b.mul(item, p[("q_rows",)]), block), inverse)
+        last = b.least(b.add(before, p[("k_segment",)]), n_k)
+        with b.loop(before, last, BLOCK, hint="block") as block:
+            count = b.least(b.sub(last, block), BLOCK)
+            self._stage(b.at(k, b.mul(block, p[("k_stride",)]), self.scalar), p[("k_stride",)], count, self.mean)
+            self._raise(1)
+            with b.when(wanted):
+                self._accumulate()
+
+    def _most(self, number: int) -> Value:
+        b = self.b
+        x = b.load(b.at(self.largest, LANES * number, "f32"), F32, "x")
+        return b.op(f"vector.reduction <maximumf>, {x} : {F32} into f32", "f32", "most")
+
+    def _is_beyond(self, keys: Value) -> Value:
+        """Whether keys of this norm (squared) make the bound of the scores larger than anything that is asked for."""
+        b = self.b
+        bits = b.op(f"arith.trunci {self.params[('limit',)]} : i64 to i32", "i32", "limit_bits")
+        return b.compare("ogt", b.mul(keys, self._most(2)), b.bitcast(bits, "f32", "limit"), "beyond")
+
+    def _sides(self) -> tuple[Value, Value]:
+        """The norms of the largest key, and of the mean."""
+        b, total = self.b, self.b.constant(0.0, F32)
+        for column in range(0, self.width, LANES):
+            x = b.load(b.at(self.mean, column, "f32"), F32, "mean")
+            total = b.fma(x, x, total)
+        mean = b.op(f"vector.reduction <add>, {total} : {F32} into f32", "f32", "square")
+        return b.unary("math.sqrt", self._most(0), "raw"), b.unary("math.sqrt", mean, "mean")
+
+    def _beyond_by_mean(self) -> Value:
+        """`_is_beyond` of what the largest key keeps at least when the mean is taken away."""
+        b, (raw, mean) = self.b, self._sides()
+        least = b.most(b.sub(raw, mean), 0.0)
+        return self._is_beyond(b.mul(least, least))
+
+    def _give_up(self) -> None:
+        """Norms of keys without the mean: what they are at most."""
+        b, (raw, mean) = self.b, self._sides()
+        most = b.add(raw, mean)
+        b.store(b.broadcast(b.mul(most, most), LANES), b.at(self.largest, LANES, "f32"))
 
     def _queries(self, place: Value, inverse: Value) -> None:
         """Second and first moments of the staged queries, number `place` and on of all."""
@@ -106,6 +151,15 @@ class _Moments(RowsKernel):
         inverse = b.broadcast(b.div(1.0, self._float(n), "inverse"), LANES)
         for column, total in enumerate(blocks.results):
             b.store(b.mul(total, inverse), b.at(self.mean, column * LANES, "f32"))
+
+    def _query_norms(self, q: Value) -> None:
+        b, n, stride = self.b, self.params[("n_q",)], self.params[("q_stride",)]
+        with b.loop(0, n, BLOCK, hint="block") as block:
+            count = b.least(b.sub(n, block), BLOCK)
+            with b.loop(0, count, hint="r") as r:
+                self._note_square(r, self._row(b.at(q, b.mul(b.add(block, r), stride), self.scalar)))
+            self._clear(self.partial, LANES, count)
+            self._raise(2)
 
     def _raise(self, number: int, factor: Value | None = None) -> None:
         """Raise 16 of the largest numbers to what lies in `partial`, times a factor; NaN stays."""
@@ -188,21 +242,24 @@ class LargestCall(RowsCall):
     def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, second: bool):
         super().__init__(
             code(d, dtype), q, k, 4, lag=1, turns=2, q_segment=q.count, k_segment=k.count, second=int(second), keep=0,
+            limit=bits(math.inf),
             q_rows=0,
         )  # fmt: skip
 
 
 class MomentsCall(RowsCall):
-    """Figures of all rows, and what `whole` returns. segment: keys that become visible together, a multiple of BLOCK,
-    where attention is causal; else 0. second: whether squares and slants are asked for (zeros otherwise)."""
+    """All rows, and what `whole` returns. segment: keys that become visible together, a multiple of BLOCK, where
+    attention is causal; else 0. second: whether squares and slants are asked for (zeros otherwise). limit: as above."""
 
-    def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, second: bool):
+    def __init__(
+        self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, second: bool, limit: float
+    ):  # fmt: skip
         self.d, self.n_q, self.width = d, q.count, round_up(d, LANES)
         self.rows = round_up(max(q.count, 1), BLOCK) if segment and second else 0
         super().__init__(
             code(d, dtype), q, k, 4, lag=int(not segment), turns=-(-q.count // segment) if segment else 2,
             q_segment=segment or q.count, k_segment=segment or k.count, second=int(second), keep=1 + bool(self.rows),
-            q_rows=self.rows,
+            q_rows=self.rows, limit=bits(limit),
         )  # fmt: skip
 
     def whole(self, q: int, k: int, threads: int) -> tuple[tuple[float, ...], Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ LOOK, LOOK_HEAD = 8e-5, 1.5e-5
 LOOK_SHARE = 0.03
 """What looking may cost of the exact kernel's time where it turns out to be for nothing."""
 GPU_ROUND_TRIP, GPU_RATE = 4e-4, 0.25
-PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 7, 12
+PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 5, 12
 """How often these operations move each of Q, K and V, where causal, and the states of causal chunks."""
 WORTH = 0.9
 """Of the exact kernel's time, what the polynomial's may be predicted to be."""

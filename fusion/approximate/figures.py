@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion.approximate.cost import CAUSAL_CHUNK
 from fusion.approximate.heads import KEPT, Gatherer, ieee_products
-from fusion.codegen.reference.moments import Moments, moments
+from fusion.codegen.reference.moments import moments
 
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
 """Cover the float32 rounding of norms (as a factor), and of moments (times B squared, on top)."""
@@ -53,16 +53,20 @@ class Look:
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
         self._calls: dict[tuple, Any] = {}
 
-    def whole(self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True) -> Figures:
-        """Of all rows: what a certificate may rest on. second: whether moments are asked for."""
+    def whole(
+        self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
+    ) -> Figures:
+        """Of all rows: what a certificate may rest on. second: whether moments are asked for. limit: of the bounds of
+        heads that are of interest; others may be given up, with norms of keys that are too large and no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):
             from fusion.codegen.mlir.moments import MomentsCall
 
-            return MomentsCall(d, operands[0].dtype, q, k, segment, second)
+            most = (limit / abs(self.scale)) ** 2 if self.scale else math.inf
+            return MomentsCall(d, operands[0].dtype, q, k, segment, second, most)
 
-        if (call := self._call(("whole", second), operands, sizes, make)) is not None:
+        if (call := self._call(("whole", second, limit), operands, sizes, make)) is not None:
             figures, *rest = call.whole(operands[0].data_ptr(), operands[1].data_ptr(), torch.get_num_threads())
             return self._figures(figures, *rest, self.causal and second)
         heads = self.gather(operands, sizes)

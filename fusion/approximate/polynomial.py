@@ -33,6 +33,8 @@ SNAP = 32
 """B is rounded up to the next 1/SNAP of an octave, so that few polynomials are ever computed."""
 STEPS = 8
 """Moments are rounded up to the next 1/STEPS of an octave."""
+LARGEST = 64.0
+"""Bounds for which a polynomial is looked for at all."""
 CHOICES = 4096
 """Polynomials, or that there is none, that are kept for one set of sizes."""
 
@@ -50,13 +52,15 @@ class Centred(NamedTuple):
 class _Known:
     """What the sizes of a call say before its data are looked at. exact: the certificate of such a call, where the
     exact kernel runs whatever the data are; beyond: the certificate where a sample of the data ends the matter. limit:
-    the largest number of features of a degree that is predicted to pay. choices: by bound, moment and least mean
+    the largest number of features of a degree that is predicted to pay; largest: the bound above which no polynomial is
+    chosen, whatever the moments are. choices: by bound, moment and least mean
     weight, each in steps."""
 
     extents: Extents
     exact: Certificate | None
     beyond: Certificate
     limit: int
+    largest: float
     choices: dict[tuple[int, int, int], Choice | None]
 
 
@@ -92,7 +96,7 @@ class PolynomialAttention:
         if known.exact is not None or not (self.always or self._any_bounded(operands, sizes, known)):
             record(known.exact or known.beyond)
             return self.exact(operands, sizes)
-        figures = self.look.whole(operands, sizes)
+        figures = self.look.whole(operands, sizes, limit=known.largest)
         groups = self._groups(figures, known)
         if groups.keys() != {None}:
             with ieee_products():
@@ -120,9 +124,22 @@ class PolynomialAttention:
         beyond = self._exact_certificate(heads, every, beyond, None)
         if len(self._known) >= KEPT:
             self._known.clear()
-        known = _Known(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, choices={})
+        known = _Known(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, largest=LARGEST, choices={})
+        if not reason:
+            known = dataclasses.replace(known, largest=self._largest_bound(known))
         self._known[tuple(sizes)] = known
         return known
+
+    def _largest_bound(self, known: _Known) -> float:
+        """Of the bounds for which there is a choice, if moments are as small as can be; at least."""
+        if self._choice(known, LARGEST, 0.0, 1.0) is not None:
+            return LARGEST
+        low, high = 0, _steps(LARGEST, SNAP)  # a choice, none
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self._choice(known, 2.0 ** (middle / SNAP), 0.0, 1.0)
+            low, high = (low, middle) if found is None else (middle, high)
+        return 2.0 ** (high / SNAP)
 
     def _any_bounded(self, operands: Sequence[Tensor], sizes: Sequence[int], known: _Known) -> bool:
         """Whether a sample of the rows leaves hope for any head: looking at all of them costs more."""
@@ -173,7 +190,7 @@ class PolynomialAttention:
 
     def _choice(self, known: _Known, bound: float, moment: float, least: float) -> Choice | None:
         """The polynomial for a head of these figures that is certified and predicted to be faster, if there is one."""
-        if not (bound <= 64 and moment < math.inf and least > 0):
+        if not (bound <= LARGEST and moment < math.inf and least > 0):
             return None
         key = (_steps(bound, SNAP), _steps(moment, STEPS), _steps(1 / least, STEPS))
         if key not in known.choices:

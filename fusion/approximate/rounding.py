@@ -67,6 +67,11 @@ class TwoPlanes:
             found.append(error_of(q * k * scale) if max(q, k, scale) < LARGE else math.inf)
         return found
 
+    @staticmethod
+    def limit(epsilon: float) -> float:
+        """Scores up to which `error_of` may be at most epsilon."""
+        return math.log1p(epsilon) / TWO_PLANES
+
     def whole(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All heads of a call, in the layout of the spec."""
         return self._kernel(0)(operands, sizes)

@@ -153,7 +153,7 @@ class SparseAttention:
     def _rounding(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Rounding:
         """What rounding all heads would do: to the keys as they are where that is certified."""
         assert self.rounding is not None
-        found = self.look.whole(operands, sizes, second=False)
+        found = self.look.whole(operands, sizes, second=False, limit=self.rounding.limit(self.epsilon))
         errors = self.rounding.errors(found.queries, found.raw)
         if max(errors) <= self.epsilon * MARGIN:
             return _Rounding(errors, None)
