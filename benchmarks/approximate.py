@@ -149,6 +149,7 @@ def cases(parts: Collection[str], lengths: Sequence[int]) -> Iterator[str]:
                     for method, epsilon in (("polynomial", 1e-2), ("certified_sparse", 1e-3)):
                         inputs = tuple(6 * x for x in plain(4, n, d, dtype))  # too large for fewer planes, too
                         yield compare(f"{method}, nothing helps, d={d}, N={n}, {name}", inputs, method, epsilon)
+            yield from _late(dtype)
     if "certified_sparse" in parts:
         yield from _sparse(lengths)
     if "minilm" in parts:
@@ -159,11 +160,27 @@ def cases(parts: Collection[str], lengths: Sequence[int]) -> Iterator[str]:
         yield compare("certified_sparse, MiniLM layer 0 head 2", one, "certified_sparse", 1e-3)
 
 
+def _late(dtype: torch.dtype) -> Iterator[str]:
+    """Inputs that nothing helps, as turns out late: a single key that no sample meets is huge; bounded causal scores of
+    lengths just below the crossing."""
+    name = str(dtype)[6:]
+    for d in (16, 32):
+        for method, epsilon, make in (("polynomial", 1e-2, small), ("certified_sparse", 1e-3, plain)):
+            inputs = make(4, 4096, d, dtype)
+            inputs[1][:, :, 1366] *= 300
+            yield compare(f"{method}, one huge key, d={d}, N=4096, {name}", inputs, method, epsilon)
+    for n in (3072, 3584) if dtype == torch.float32 else (8192, 10240):
+        title = f"polynomial, |s| <= 1, causal, d=32, N={n}, {name}"
+        yield compare(title, small(4, n, 32, dtype), "polynomial", 1e-2, causal)
+
+
 def _sparse(lengths: Sequence[int]) -> Iterator[str]:
     for n in lengths[1:]:
         yield compare(
             f"certified_sparse, documents, d=32, N={n}", peaked(4, n, 32, torch.float32), "certified_sparse", 1e-3
         )
+        inputs = peaked(4, n, 32, torch.bfloat16)
+        yield compare(f"certified_sparse, documents, d=32, N={n}, bfloat16", inputs, "certified_sparse", 1e-3)
     inputs = peaked(4, 8192, 32, torch.float32)
     yield compare("certified_sparse, documents, causal, N=8192", inputs, "certified_sparse", 1e-3, causal)
     shuffled = [x[:, :, torch.randperm(8192)] for x in inputs]

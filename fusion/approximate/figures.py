@@ -68,12 +68,12 @@ class Look:
 
         if (call := self._call(("whole", second, limit), operands, sizes, make)) is not None:
             figures, *rest = call.whole(operands[0].data_ptr(), operands[1].data_ptr(), torch.get_num_threads())
-            return self._figures(figures, *rest, self.causal and second)
+            return self._figures(self.causal and second, figures, *rest)
         heads = self.gather(operands, sizes)
         with ieee_products():
             norms, *rest = moments(heads.q, heads.k, heads.owner, segment)
         figures = torch.cat([norms, rest[1].amax(-1, keepdim=True)], 1).flatten().tolist()
-        return self._figures(figures, *rest, self.causal)
+        return self._figures(self.causal, figures, *rest)
 
     def sample(
         self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, second: bool = True
@@ -93,11 +93,11 @@ class Look:
             with ieee_products():
                 norms, _, squares, _ = moments(q, k, torch.arange(len(q)))
             found = torch.cat([norms, squares.amax(-1, keepdim=True)], 1).flatten().tolist()
-        scale = self.scale**2
-        return [
-            Sampled(*(math.sqrt(x) if x < math.inf else math.inf for x in found[n : n + 3]), found[n + 3] * scale)
-            for n in range(0, len(found), 4)
-        ]
+        sampled = []
+        for n in range(0, len(found), 4):
+            raw, around, queries = (math.sqrt(x) if x < math.inf else math.inf for x in found[n : n + 3])
+            sampled.append(Sampled(raw, around, queries, found[n + 3] * self.scale**2))
+        return sampled
 
     def ruled_out(
         self, operands: Sequence[Tensor], sizes: Sequence[int], sample: tuple[int, int, int, int], gap: float
@@ -137,7 +137,7 @@ class Look:
             self._calls[key] = found
         return self._calls[key]
 
-    def _figures(self, found: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor, causal: bool) -> Figures:
+    def _figures(self, causal: bool, found: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor) -> Figures:
         """found: for each head squares of norms, and the largest of `squares`."""
         scale, tiny = abs(self.scale), TINY * means.shape[-1]
         raw, keys, queries = (

@@ -7,8 +7,9 @@ below. A block's share of the normaliser is then at most
 
     keys in it * exp(upper - lower)
 
-and a row tile leaves out the blocks of least share as long as these add up to half of epsilon for each of its rows.
-Attempted for heads where a sample of rows and of tiles says that it pays.
+and a row tile leaves out the blocks of least share as long as these add up to half of epsilon for each of its rows. The
+ball about a tile's rows gives such bounds for all of them at once, in a 30th of the time: rows are looked at one by one
+where that leaves too much. Attempted for heads where a sample of rows and of tiles says that it pays.
 
 *By looking.* The kernel computes the scores of what remains, and omits exponentials and the product with V of tiles in
 which no key can have more than epsilon / (2 N_k) of its row's sum (`codegen/mlir/skipping.py`). Costs next to nothing.
@@ -31,7 +32,14 @@ import torch
 from torch import Tensor
 
 from fusion.approximate import cost
-from fusion.approximate.blocks import Summaries, causal_tiles, tiles_of_rows
+from fusion.approximate.blocks import (
+    Summaries,
+    causal_tiles,
+    lower_by_means,
+    row_bounds,
+    tile_bounds,
+    tiles_of_rows,
+)
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain
 from fusion.approximate.figures import Look
@@ -54,8 +62,9 @@ SELECTION, BOUNDED = 6.5e-9, 0.5
 all of them may take."""
 SAMPLES, SAMPLED_BLOCKS, SAMPLED_TILES = 16, 4, 32
 """Rows that are looked at in full; of how many key blocks, and of how many row tiles, one is tried before all are."""
-HOPEFUL, WORTHWHILE = 0.2, 0.6
-"""Shares of the keys that a perfect choice would need, and of the tiles that the bounds leave, up to which it pays."""
+HOPEFUL, WORTHWHILE, COARSE = 0.2, 0.6, 0.2
+"""Shares of the keys that a perfect choice would need, and of the tiles that the bounds leave, up to which it pays; of
+the tiles that bounds of whole tiles leave, up to which nothing better is looked for."""
 CANDIDATES = 2
 TILES_TOGETHER = 64
 MARGIN = 0.99
@@ -127,7 +136,7 @@ class SparseAttention:
         )
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        exact, beyond, selecting = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
+        exact, beyond, selecting, fine = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
         likely = None if exact is not None or self.always else self._glance(operands, sizes, selecting)
         if exact is not None or (likely is not None and not likely):
             record(exact or beyond)
@@ -139,7 +148,7 @@ class SparseAttention:
             return self.exact(operands, sizes)
         with ieee_products():
             heads = self.gather(operands, sizes)
-            parts = self._parts(heads, likely.selective, rounding)
+            parts = self._parts(heads, likely.selective, rounding, fine)
             if len(parts.rounded) == len(heads.q) and rounding.means is None:
                 assert self.rounding is not None
                 out = self.rounding.whole(operands, sizes)
@@ -159,11 +168,14 @@ class SparseAttention:
             return _Rounding(errors, None)
         return _Rounding(self.rounding.errors(found.queries, found.keys), found.means)
 
-    def _settle(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Certificate | None, Certificate, bool]:
+    def _settle(
+        self, operands: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Certificate | None, Certificate, bool, bool]:
         """What the sizes alone say: the certificate of such a call, where the exact kernel runs whatever the data are;
-        the certificate of a call where a glance at the data ends the matter; whether leaving out tiles can pay."""
+        the certificate of a call where a glance at the data ends the matter; whether leaving out tiles can pay,
+        and by bounds of every row."""
         heads, reason = self.gather(operands, sizes), None
-        selecting, every = True, torch.arange(len(heads.q))
+        selecting, fine, every = True, True, torch.arange(len(heads.q))
         if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
             reason = "the call is empty"
         elif self.plain.causal and heads.n_q != heads.n_k:
@@ -171,7 +183,8 @@ class SparseAttention:
         elif not self.always:
             machine = with_cores(self.machine, torch.get_num_threads())
             problem = problem_of(heads.extents, self.spec.dtype, self.plain.causal)
-            selecting = self._selection_seconds(machine, problem) <= BOUNDED * cost.exact_seconds(machine, problem)
+            limit = BOUNDED * cost.exact_seconds(machine, problem)
+            selecting, fine = (self._selection_seconds(machine, problem, fine) <= limit for fine in (False, True))
             if not cost.worth_a_look(machine, problem):
                 reason = "looking at the data would cost too much of the exact kernel's time at this length"
             elif not selecting and self.rounding is None:
@@ -179,13 +192,16 @@ class SparseAttention:
         exact = reason and self._exact(heads, every, reason)
         if len(self._known) >= KEPT:
             self._known.clear()
-        found = self._known[tuple(sizes)] = exact or None, self._exact(heads, every, UNCERTIFIED), selecting
+        found = self._known[tuple(sizes)] = exact or None, self._exact(heads, every, UNCERTIFIED), selecting, fine
         return found
 
-    def _selection_seconds(self, machine: Machine, problem: Problem) -> float:
-        """Predicted, of the bounds of all rows and key blocks: box and ball."""
-        bounds = problem.problems * problem.n_q * -(-problem.n_k // self.kernel.keys)
-        return bounds * (SELECTION * 2 / machine.cores + 6 * (problem.d + 1) / machine.flops("float32"))
+    def _selection_seconds(self, machine: Machine, problem: Problem, fine: bool) -> float:
+        """Predicted, of the bounds of all key blocks, for row tiles or, where `fine`, for all rows."""
+        rows, flops = problem.problems * problem.n_q, machine.flops("float32")
+        exact = rows * CANDIDATES * self.kernel.keys * (SELECTION / 8 * 2 / machine.cores + 2 * problem.d / flops)
+        bounds = rows * -(-problem.n_k // self.kernel.keys)
+        bounds = bounds if fine else 4 * bounds / self.kernel.rows
+        return exact + bounds * (SELECTION * 2 / machine.cores + 6 * (problem.d + 1) / flops)
 
     def _glance(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool) -> _Likely:
         """What a few rows and keys leave hope for; looking at all of them costs more."""
@@ -203,12 +219,11 @@ class SparseAttention:
         shares = self.look.ruled_out(operands, sizes, (*GLANCED, self.kernel.keys), gap)
         return [head for head, share in enumerate(shares) if share >= 1 - WORTHWHILE]
 
-    def _parts(self, heads: Heads, likely: Sequence[int], rounding: _Rounding) -> _Parts:
-        """What is done with each head. likely: heads in which tiles may be left out."""
+    def _parts(self, heads: Heads, likely: Sequence[int], rounding: _Rounding, fine: bool) -> _Parts:
+        """What is done with each head. likely: heads in which tiles may be left out; fine: see `_marks`."""
         q, k, _ = rows = _by_head(heads)
-        hopeful, bounded = self._sampled(q, k, likely)
-        marks = {head: found for head in bounded if (found := self._marks(q[head], k[head])) is not None}
-        selective = [head for head in hopeful if head in marks]
+        marks = {head: found for head in likely if (found := self._marks(q[head], k[head], fine)) is not None}
+        selective = [*marks]
         certified = {head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN}
         rounded = sorted(certified.difference(selective))
         return _Parts(rows=rows, selective=selective, rounded=rounded, rounding=rounding, marks=marks)
@@ -257,41 +272,36 @@ class SparseAttention:
         """Row tiles, in whole work items, and key tiles."""
         return -(-n_q // (self.kernel.rows * self.kernel.sets)) * self.kernel.sets, -(-n_k // self.kernel.keys)
 
-    def _marks(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Of a head: (uint8 [row tiles, key tiles], the tiles to look at; the share left out unseen), where it pays."""
-        scaled, keys = q.float() * self.plain.scale, k.float()
+    def _marks(self, q: Tensor, k: Tensor, fine: bool) -> tuple[Tensor, Tensor] | None:
+        """Of a head: (uint8 [row tiles, key tiles], the tiles to look at; the share left out unseen), where it pays. By
+        bounds of whole tiles where these suffice, else of every row, where fine says that they pay at this length."""
+        q, k = q.float() * self.plain.scale, k.float()
+        blocks = Summaries(k, self.kernel.keys)
+        if self._live(self.select(q, blocks, SAMPLED_TILES, coarse=True)[0], SAMPLED_TILES) <= COARSE:
+            return self.select(q, blocks, coarse=True)
         if not self.always:
-            sample, _ = self.select(scaled, keys, every=SAMPLED_TILES)
-            if self._live(sample, SAMPLED_TILES) > WORTHWHILE:
+            if not fine or not self._bounded(q, k):
                 return None
-        return self.select(scaled, keys)
+            if self._live(self.select(q, blocks, SAMPLED_TILES)[0], SAMPLED_TILES) > WORTHWHILE:
+                return None
+        return self.select(q, blocks)
 
-    def _sampled(self, q: Tensor, k: Tensor, likely: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(the heads in which few keys have a weight above epsilon / N_k, so that a perfect choice could leave out
-        the others; the heads whose boxes could tell them), judged by a sample of rows and, for the boxes, of blocks."""
-        if self.always:
-            return [*range(len(q))], [*range(len(q))]
-        n_q, n_k, keys = q.shape[1], k.shape[1], self.kernel.keys
+    def _bounded(self, q: Tensor, k: Tensor) -> bool:
+        """Whether few keys of a head have a weight above epsilon / N_k, so that a perfect choice could leave out the
+        others, and the boxes of blocks could tell them; judged by a sample of rows and, for the boxes, of blocks."""
+        n_q, n_k, keys = len(q), len(k), self.kernel.keys
         rows = torch.linspace(n_q // 2, n_q - 1, SAMPLES).long()
-        dead = rows[:, None] < torch.arange(n_k) if self.plain.causal else None
-        hopeful, bounded = [], []
-        for head in likely:
-            some, every = q[head, rows].float() * self.plain.scale, k[head].float()
-            scores = some @ every.T
-            if dead is not None:
-                scores.masked_fill_(dead, -math.inf)
-            total = scores.logsumexp(-1, keepdim=True)
-            if float((scores > total + math.log(self.epsilon / n_k)).float().mean()) > HOPEFUL:
-                continue
-            hopeful.append(head)
-            blocks = Summaries(
-                every[: n_k // keys * keys].view(-1, keys, k.shape[-1])[::SAMPLED_BLOCKS].flatten(0, 1), keys
-            )
-            upper = torch.cat([some.clamp_min(0), some.clamp_max(0), -total], 1) @ blocks.boxes
-            share = upper.add_(math.log(keys * SAMPLED_BLOCKS)).sort(-1).values.exp_().cumsum(-1)
-            if float((share > self.epsilon / 2).float().mean()) <= WORTHWHILE:
-                bounded.append(head)
-        return hopeful, bounded
+        some = q[rows]
+        scores = some @ k.T
+        if self.plain.causal:
+            scores.masked_fill_(rows[:, None] < torch.arange(n_k), -math.inf)
+        total = scores.logsumexp(-1, keepdim=True)
+        if float((scores > total + math.log(self.epsilon / n_k)).float().mean()) > HOPEFUL:
+            return False
+        blocks = Summaries(k[: n_k // keys * keys].view(-1, keys, k.shape[-1])[::SAMPLED_BLOCKS].flatten(0, 1), keys)
+        upper = torch.cat([some.clamp_min(0), some.clamp_max(0), -total], 1) @ blocks.boxes
+        share = upper.add_(math.log(keys * SAMPLED_BLOCKS)).sort(-1).values.exp_().cumsum(-1)
+        return float((share > self.epsilon / 2).float().mean()) <= WORTHWHILE
 
     def _live(self, marks: Tensor, every: int = 1) -> float:
         """The share of the tiles of one head that exact attention computes."""
@@ -299,33 +309,34 @@ class SparseAttention:
             return float(marks.float().mean())
         return float(marks.sum() / causal_tiles(marks.shape, self.kernel.rows, self.kernel.keys, every).sum())
 
-    def select(self, q: Tensor, k: Tensor, every: int = 1) -> tuple[Tensor, Tensor]:
+    def select(
+        self, q: Tensor, blocks: Summaries, every: int = 1, coarse: bool = False
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(marks [row tiles, key tiles], the share of the normaliser left out at most), of every n-th row tile of one
-        head.
+        head. coarse: by bounds of whole tiles instead of rows, which are a 30th of the work.
 
-        q: [N_q, d], scaled; k: [N_k, d]; float32. Worked on in pieces that stay in the cache (and in the allocator:
-        large temporaries cost a page fault for every 4 KiB at every call).
+        q: [N_q, d], scaled, float32; blocks: of the keys. Worked on in pieces that stay in the cache (and in the
+        allocator: large temporaries cost a page fault for every 4 KiB at every call).
         """
         rows = self.kernel.rows
         tiles = tiles_of_rows(q, rows * self.kernel.sets).view(-1, rows, q.shape[-1])[::every]
-        blocks, marks, dropped = Summaries(k, self.kernel.keys), [], torch.zeros(())
-        for first in range(0, len(tiles), TILES_TOGETHER):
-            piece, largest = self._select(tiles[first : first + TILES_TOGETHER], blocks, first, every)
+        marks, dropped, together = [], torch.zeros(()), TILES_TOGETHER * (1 + 3 * coarse)
+        for first in range(0, len(tiles), together):
+            piece, largest = self._select(tiles[first : first + together], blocks, first, every, coarse)
             marks.append(piece)
             dropped = torch.maximum(dropped, largest)
         return torch.cat(marks), dropped
 
-    def _select(self, tiles: Tensor, blocks: Summaries, first: int, every: int) -> tuple[Tensor, Tensor]:
+    def _select(self, tiles: Tensor, blocks: Summaries, first: int, every: int, coarse: bool) -> tuple[Tensor, Tensor]:
         """The same of some row tiles [t, rows, d] of one head, number `first` * `every` and on."""
         rows, keys = self.kernel.rows, self.kernel.keys
         first_row = (first + torch.arange(len(tiles))) * (every * rows)
-        lower = self._lower(tiles, blocks, first_row).flatten()[:, None]
-        flat = tiles.flatten(0, 1)
-        norm = flat.norm(dim=-1, keepdim=True)
-        box = torch.cat([flat.clamp_min(0), flat.clamp_max(0), -lower], 1) @ blocks.boxes
-        share = box.view(len(tiles), rows, -1).amax(1)
-        ball = torch.cat([flat, norm, -lower], 1) @ blocks.balls
-        share = torch.minimum(share, ball.view(len(tiles), rows, -1).amax(1)).add_(math.log(keys))
+        lower = (
+            self._lower(tiles, blocks, first_row)
+            if self.plain.causal or not coarse
+            else lower_by_means(tiles, blocks, CANDIDATES)
+        )
+        share = (tile_bounds if coarse else row_bounds)(tiles, lower, blocks).add_(math.log(keys))
         if self.plain.causal:
             share.masked_fill_(torch.arange(blocks.count) * keys > first_row[:, None] + rows - 1, -math.inf)
         ascending, order = share.sort(-1)

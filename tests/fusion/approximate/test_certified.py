@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import fusion
 from fusion import runtime
 from fusion.approximate import dispatch
+from fusion.approximate.blocks import Summaries
 from fusion.approximate.eligible import plain
 from fusion.approximate.figures import Look
 from fusion.approximate.heads import Gatherer
@@ -230,11 +231,30 @@ def test_numbers_whose_second_plane_vanishes_are_not_rounded():
         assert errors == expected if expected else max(errors) < 1e-2
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_sparse_leaves_out_most_tiles_of_documents(causal):
-    q, k, v = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", torch.float32)
+@pytest.mark.parametrize(("causal", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)])
+def test_sparse_leaves_out_most_tiles_of_documents(causal, dtype):
+    q, k, v = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", dtype)
     found = check("certified_sparse", q, k, v, causal, 1e-3)
     assert all(c.ran == "certified_sparse" and c.live < 0.3 and 0 < c.weight_error <= 1e-3 for c in found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bounds_of_tiles_are_above_those_of_rows_and_both_above_what_blocks_add(causal):
+    q, k, v = inputs(0, 1, 1, 1000, 16, 8, (1.0,), "documents", torch.float32)
+    run = executor("certified_sparse", cached_spec(q, k, v, causal), 1e-2)
+    q, k = q[0, 0] * run.plain.scale, k[0, 0]
+    q[64:96] += torch.randn(32, 16)  # a tile of rows that differ
+    scores = q.double() @ k.double().T
+    if causal:
+        scores.masked_fill_(torch.arange(1000)[:, None] < torch.arange(1000), -torch.inf)
+    weights = torch.softmax(scores, -1)
+    live = []
+    for coarse in (False, True):
+        marks, dropped = run.select(q, Summaries(k, run.kernel.keys), coarse=coarse)
+        seen = marks.repeat_interleave(run.kernel.rows, 0)[:1000].repeat_interleave(run.kernel.keys, 1)[:, :1000]
+        assert float((weights * (seen == 0)).sum(-1).max()) <= float(dropped) <= 5e-3
+        live.append(float(marks[: 1000 // run.kernel.rows].float().mean()))
+    assert live[0] <= live[1] < 0.7
 
 
 def test_nan_and_infinity_run_exact():
@@ -312,6 +332,9 @@ def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
         ):
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-3, atol=1e-4)
+    known, found = looks[0].whole([q, k, k], sizes), looks[0].whole([q, k, k], sizes, limit=1e-3)  # given up at once
+    assert found.moments == [torch.inf] * 8 and found.queries == known.queries
+    assert all(a <= b <= 2 * a + c for a, b, c in zip(known.bounds, found.bounds, known.raw, strict=True))
     operands = [q.mT.contiguous().mT, k, k]
     assert looks[0].gather.places(operands, sizes) is None
     assert looks[0].whole(operands, sizes).bounds == looks[1].whole(operands, sizes).bounds
