@@ -125,11 +125,10 @@ class _Moments(RowsKernel):
     def _finish(self, item: Value) -> None:
         b, p = self.b, self.params
         found = b.at(p[("ptr", "found")], b.mul(item, 4), "f32", "found")
-        for number in range(4):
-            x = b.load(b.at(self.largest, LANES * number, "f32"), F32, "x")
-            b.store(
-                b.op(f"vector.reduction <maximumf>, {x} : {F32} into f32", "f32", "most"), b.at(found, number, "f32")
-            )
+        for number in range(3):
+            b.store(self._most(number), b.at(found, number, "f32"))
+        square = b.select(self._is_beyond(self._most(1)), float("inf"), self._most(3), "square")
+        b.store(square, b.at(found, 3, "f32"))
         with b.when(b.compare("ne", p[("keep",)], 0, "kept")):
             means = b.at(p[("ptr", "means")], b.mul(item, self.width), "f32", "means")
             for column in range(0, self.width, LANES):

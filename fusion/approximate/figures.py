@@ -148,7 +148,8 @@ class Look:
         if causal:
             weight = (slants * self.scale).exp_().div_(MARGIN)
             least = [min(x, 1.0) for x in weight.amin(-1).nan_to_num(0.0).tolist()]
-            largest = (squares / weight).amax(-1).tolist()
+            whole = (squares / weight).amax(-1).tolist()
+            largest = [x if y < math.inf else y for x, y in zip(whole, largest, strict=True)]  # rows may be missing
         moments = [
             x * scale**2 + MOMENT_MARGIN * b * b / a if x < math.inf and a > 0 else math.inf
             for x, b, a in zip(largest, bounds, least, strict=True)
