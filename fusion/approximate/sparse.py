@@ -55,8 +55,9 @@ METHOD = "certified_sparse"
 UNCERTIFIED = "too many keys have weight, or rounding is not certified"
 GLANCED, OPTIMISM = (16, 128, 4), 0.85
 """Rows, keys and blocks of each head that are looked at before more are; by how much norms of so few are lowered."""
-FEW = 4
-"""How many keys of the sample are taken to share most of the weight."""
+FEW, PROMISING = 4, 0.6
+"""How many keys of the sample are taken to share most of the weight; the share of the blocks that a glance must rule out
+for bounds of whole tiles to be tried before anything else."""
 SELECTION, BOUNDED = 6.5e-9, 0.5
 """Seconds of a row's bound of a key block on two threads, beside its products; share of the exact kernel's time that
 all of them may take."""
@@ -103,9 +104,10 @@ class _Parts:
 
 
 class _Likely(NamedTuple):
-    """selective: the heads in which tiles may be left out. rounded: whether any head may do with two planes."""
+    """selective: the heads in which tiles may be left out, with the share of the blocks that a glance could rule out.
+    rounded: whether any head may do with two planes."""
 
-    selective: list[int]
+    selective: dict[int, float]
     rounded: bool
 
     def __bool__(self) -> bool:
@@ -137,11 +139,11 @@ class SparseAttention:
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         exact, beyond, selecting, fine = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
-        likely = None if exact is not None or self.always else self._glance(operands, sizes, selecting)
+        likely = None if exact is not None or self.always else self._glance(operands, sizes, selecting, fine)
         if exact is not None or (likely is not None and not likely):
             record(exact or beyond)
             return self.exact(operands, sizes)
-        likely = likely or _Likely([*range(len(beyond.heads))], self.rounding is not None)
+        likely = likely or _Likely(dict.fromkeys(range(len(beyond.heads)), 1.0), self.rounding is not None)
         rounding = self._rounding(operands, sizes) if likely.rounded else _Rounding([], None)
         if not likely.selective and min(rounding.errors, default=math.inf) > self.epsilon * MARGIN:
             record(beyond)
@@ -203,26 +205,30 @@ class SparseAttention:
         bounds = bounds if fine else 4 * bounds / self.kernel.rows
         return exact + bounds * (SELECTION * 2 / machine.cores + 6 * (problem.d + 1) / flops)
 
-    def _glance(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool) -> _Likely:
+    def _glance(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool, fine: bool) -> _Likely:
         """What a few rows and keys leave hope for; looking at all of them costs more."""
-        hopeful = self._peaked(operands, sizes) if selecting else []
+        hopeful = self._peaked(operands, sizes, fine) if selecting else {}
         if self.rounding is None:
             return _Likely(hopeful, False)
         found = self.look.sample(operands, sizes, *GLANCED[:2], second=False)
         keys = [OPTIMISM * min(head.raw, head.keys) for head in found]
         return _Likely(hopeful, min(self.rounding.errors([x.queries for x in found], keys)) <= self.epsilon * MARGIN)
 
-    def _peaked(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[int]:
-        """Heads in which the boxes of a few blocks could rule out most of them, if few keys had most of the weight."""
+    def _peaked(self, operands: Sequence[Tensor], sizes: Sequence[int], fine: bool) -> dict[int, float]:
+        """Heads in which the boxes of a few blocks could rule out most of them, if few keys had most of the weight;
+        the share of the blocks."""
         # A row's sum is then as many weights like the highest as FEW of the sampled keys stand for.
         gap = -math.log(self.epsilon / 2 * FEW / GLANCED[1])
         shares = self.look.ruled_out(operands, sizes, (*GLANCED, self.kernel.keys), gap)
-        return [head for head, share in enumerate(shares) if share >= 1 - WORTHWHILE]
+        return {head: x for head, x in enumerate(shares) if x >= (1 - WORTHWHILE if fine else PROMISING)}
 
-    def _parts(self, heads: Heads, likely: Sequence[int], rounding: _Rounding, fine: bool) -> _Parts:
+    def _parts(self, heads: Heads, likely: dict[int, float], rounding: _Rounding, fine: bool) -> _Parts:
         """What is done with each head. likely: heads in which tiles may be left out; fine: see `_marks`."""
         q, k, _ = rows = _by_head(heads)
-        marks = {head: found for head in likely if (found := self._marks(q[head], k[head], fine)) is not None}
+        marks = {}
+        for head, share in likely.items():
+            if (found := self._marks(q[head], k[head], share, fine)) is not None:
+                marks[head] = found
         selective = [*marks]
         certified = {head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN}
         rounded = sorted(certified.difference(selective))
@@ -272,15 +278,19 @@ class SparseAttention:
         """Row tiles, in whole work items, and key tiles."""
         return -(-n_q // (self.kernel.rows * self.kernel.sets)) * self.kernel.sets, -(-n_k // self.kernel.keys)
 
-    def _marks(self, q: Tensor, k: Tensor, fine: bool) -> tuple[Tensor, Tensor] | None:
+    def _marks(self, q: Tensor, k: Tensor, share: float, fine: bool) -> tuple[Tensor, Tensor] | None:
         """Of a head: (uint8 [row tiles, key tiles], the tiles to look at; the share left out unseen), where it pays. By
-        bounds of whole tiles where these suffice, else of every row, where fine says that they pay at this length."""
+        bounds of whole tiles where these suffice, else of every row, where fine says that they pay at this length.
+        share: of the blocks that a glance could rule out."""
         q, k = q.float() * self.plain.scale, k.float()
+        simple = self.always or share >= PROMISING
+        if not simple and not (fine and self._bounded(q, k)):
+            return None
         blocks = Summaries(k, self.kernel.keys)
         if self._live(self.select(q, blocks, SAMPLED_TILES, coarse=True)[0], SAMPLED_TILES) <= COARSE:
             return self.select(q, blocks, coarse=True)
         if not self.always:
-            if not fine or not self._bounded(q, k):
+            if not fine or (simple and not self._bounded(q, k)):
                 return None
             if self._live(self.select(q, blocks, SAMPLED_TILES)[0], SAMPLED_TILES) > WORTHWHILE:
                 return None
