@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.codegen.mlir.builder import PTR, SIZE, Builder, Value
+from fusion.codegen.mlir.builder import PTR, Builder, Value
+from fusion.codegen.mlir.calling import Function, apart, memory
 from fusion.codegen.mlir.compile import compile_text
-from fusion.codegen.mlir.launch import _memory, _parallel
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Params
 from fusion.codegen.mlir.transpose import sum_rows
@@ -97,10 +97,7 @@ class RowsKernel:
                 valid = b.dense(
                     [float(column + lane < self.d) for lane in range(LANES)], f"vector<{LANES}xi1>", "valid"
                 )
-                zero = b.constant(0, f"vector<{LANES}x{word}>")
-                types = f"({PTR}, {valid.type}, {zero.type}) -> {zero.type}"
-                text = f"llvm.intr.masked.load {at}, {valid}, {zero} {{alignment = {SIZE[word]} : i32}} : {types}"
-                x = b.op(text, zero.type, "x")
+                x = b.masked_load(at, valid, f"vector<{LANES}x{word}>", "x")
             if word == "i16":
                 x = b.op(f"arith.extui {x} : {x.type} to vector<{LANES}xi32>", f"vector<{LANES}xi32>", "wide")
                 x = b.bitcast(b.binary("arith.shli", x, 16), F32)
@@ -174,32 +171,26 @@ class RowsCall:
 
     def __init__(self, code: RowsCode, q: Rows, k: Rows, figures: int, **values: int):
         self.code, self.figures, self.places, self.heads = code, figures, (q, k), len(q.offsets)
-        self.per_thread = round_up(code.bytes, 4096) + 128
+        self.per_thread = apart(code.bytes)
         known = {
             "workspace_bytes": self.per_thread, "items": self.heads, "q_offsets": q.offsets.data_ptr(),
             "k_offsets": k.offsets.data_ptr(), "q_stride": q.stride, "k_stride": k.stride, "n_q": q.count,
             "n_k": k.count, **values,
         }  # fmt: skip
         self.fixed = [known[name] for name in code.slots[len(FIRST) :]]
-        self.layout, self.result = struct.Struct(f"{len(code.slots)}q"), struct.Struct(f"{figures * self.heads}f")
+        self.result = struct.Struct(f"{figures * self.heads}f")
 
     def __call__(self, q: int, k: int, threads: int, *wanted: torch.Tensor) -> tuple[float, ...]:
         """The figures of all heads, one head after the other. q, k: addresses; wanted: tensors for what else the kernel
         writes, in the order of FIRST."""
-        memory, output = _memory, _output
+        output = _output
         if len(output.buffer) < self.result.size:
             output.reserve(self.result.size)
         threads = max(1, min(threads, self.heads))
         workspace = memory.reserve(threads * self.per_thread)
         memory.counter.value = 0
         others = [x.data_ptr() for x in wanted] if wanted else (0, 0, 0)
-        self.layout.pack_into(
-            memory.params, 0, workspace, memory.counter_address, q, k, output.address, *others, *self.fixed
-        )
-        if threads == 1:
-            self.code.alone(memory.packed)
-        else:
-            _parallel()(self.code.address, memory.packed, threads, 0)
+        self.code.function((workspace, memory.counter_address, q, k, output.address, *others, *self.fixed), threads)
         return self.result.unpack_from(output.buffer)
 
 
@@ -209,9 +200,7 @@ class RowsCode:
     def __init__(self, writer: RowsKernel):
         self.bytes = writer.workspace
         self.source, self.slots = writer.text(), writer.slots()
-        self._code = compile_text(self.source, writer.name)
-        self.address = self._code.address
-        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+        self.function = Function(compile_text(self.source, writer.name), len(self.slots))
 
 
 def scalar_of(dtype: torch.dtype) -> str:

@@ -28,6 +28,10 @@ PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 5, 12
 """How often these operations move each of Q, K and V, where causal, and the states of causal chunks."""
 WORTH = 0.9
 """Of the exact kernel's time, what the polynomial's may be predicted to be."""
+CANDIDATES = 2
+"""Blocks of keys whose scores bound a row's normaliser from below."""
+SELECTION, EXPONENTIAL = 6.5e-9, 8e-10
+"""Seconds on two threads, beside products: of a row's bound of a key block, and of a weight that is computed."""
 UNIT = 2.0**-8
 """Relative error of rounding to bf16."""
 MAX_FEATURES = 60000
@@ -45,6 +49,15 @@ def exact_seconds(machine: Machine, problem: Problem) -> float:
 def worth_a_look(machine: Machine, problem: Problem) -> bool:
     """Whether exact attention takes long enough for a look at the data not to count."""
     return LOOK + LOOK_HEAD * problem.problems <= LOOK_SHARE * exact_seconds(machine, problem)
+
+
+def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, fine: bool) -> float:
+    """Of bounding the scores of all blocks of `keys` keys, for tiles of `rows` queries or, where `fine`, for all
+    queries."""
+    queries, flops, threads = problem.problems * problem.n_q, machine.flops("float32"), machine.cores / 2
+    seconds = queries * CANDIDATES * keys * (EXPONENTIAL / threads + 2 * problem.d / flops)
+    bounds = queries * -(-problem.n_k // keys) * (1 if fine else 4 / rows)
+    return seconds + bounds * (SELECTION / threads + 6 * (problem.d + 1) / flops)
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:

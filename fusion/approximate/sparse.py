@@ -56,17 +56,16 @@ UNCERTIFIED = "too many keys have weight, or rounding is not certified"
 GLANCED, OPTIMISM = (16, 128, 4), 0.85
 """Rows, keys and blocks of each head that are looked at before more are; by how much norms of so few are lowered."""
 FEW, PROMISING = 4, 0.6
-"""How many keys of the sample are taken to share most of the weight; the share of the blocks that a glance must rule out
-for bounds of whole tiles to be tried before anything else."""
-SELECTION, BOUNDED = 6.5e-9, 0.5
-"""Seconds of a row's bound of a key block on two threads, beside its products; share of the exact kernel's time that
-all of them may take."""
+"""How many keys of the sample are taken to share most of the weight; the share of the blocks that it must rule out for
+bounds of whole tiles to be tried before anything else."""
+BOUNDED = 0.5
+"""Share of the exact kernel's time that bounds may be predicted to take."""
 SAMPLES, SAMPLED_BLOCKS, SAMPLED_TILES = 16, 4, 32
 """Rows that are looked at in full; of how many key blocks, and of how many row tiles, one is tried before all are."""
 HOPEFUL, WORTHWHILE, COARSE = 0.2, 0.6, 0.2
 """Shares of the keys that a perfect choice would need, and of the tiles that the bounds leave, up to which it pays; of
 the tiles that bounds of whole tiles leave, up to which nothing better is looked for."""
-CANDIDATES = 2
+CANDIDATES = cost.CANDIDATES
 TILES_TOGETHER = 64
 MARGIN = 0.99
 """Of epsilon, for the float32 rounding of the bounds."""
@@ -186,7 +185,8 @@ class SparseAttention:
             machine = with_cores(self.machine, torch.get_num_threads())
             problem = problem_of(heads.extents, self.spec.dtype, self.plain.causal)
             limit = BOUNDED * cost.exact_seconds(machine, problem)
-            selecting, fine = (self._selection_seconds(machine, problem, fine) <= limit for fine in (False, True))
+            tile = self.kernel.rows, self.kernel.keys
+            selecting, fine = (cost.selection_seconds(machine, problem, *tile, fine) <= limit for fine in (False, True))
             if not cost.worth_a_look(machine, problem):
                 reason = "looking at the data would cost too much of the exact kernel's time at this length"
             elif not selecting and self.rounding is None:
@@ -196,14 +196,6 @@ class SparseAttention:
             self._known.clear()
         found = self._known[tuple(sizes)] = exact or None, self._exact(heads, every, UNCERTIFIED), selecting, fine
         return found
-
-    def _selection_seconds(self, machine: Machine, problem: Problem, fine: bool) -> float:
-        """Predicted, of the bounds of all key blocks, for row tiles or, where `fine`, for all rows."""
-        rows, flops = problem.problems * problem.n_q, machine.flops("float32")
-        exact = rows * CANDIDATES * self.kernel.keys * (SELECTION / 8 * 2 / machine.cores + 2 * problem.d / flops)
-        bounds = rows * -(-problem.n_k // self.kernel.keys)
-        bounds = bounds if fine else 4 * bounds / self.kernel.rows
-        return exact + bounds * (SELECTION * 2 / machine.cores + 6 * (problem.d + 1) / flops)
 
     def _glance(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool, fine: bool) -> _Likely:
         """What a few rows and keys leave hope for; looking at all of them costs more."""
