@@ -45,7 +45,6 @@ from fusion.approximate.eligible import Plain
 from fusion.approximate.figures import Look
 from fusion.approximate.heads import KEPT, ExactHeads, Executor, Gatherer, Heads, ieee_products, problem_of
 from fusion.approximate.rounding import TwoPlanes
-from fusion.cost.problem import Problem
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec
