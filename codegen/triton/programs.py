@@ -2,8 +2,7 @@
 must be guarded.
 
 A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by
-log2(e) anyway:
-`where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
+log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
 """
 
 from __future__ import annotations
@@ -17,22 +16,7 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 LARGEST = 3.4028234663852886e38
 _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
-_TAME = {
-    "fadd",
-    "fmul",
-    "fsub",
-    "neg",
-    "tanh",
-    "sigmoid",
-    "sin",
-    "cos",
-    "erf",
-    "minimum",
-    "maximum",
-    "abs",
-    "where",
-    "to_float",
-}
+_TAME = frozenset("fadd fmul fsub neg tanh sigmoid sin cos erf minimum maximum abs where to_float".split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
