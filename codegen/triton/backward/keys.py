@@ -23,18 +23,33 @@ class Keys(Role):
         k, v = matrix(head, 1, spec.k, J, C, moving=False), matrix(head, 2, spec.v, J, E, moving=False)
         dk = matrix(head, 1, spec.k, J, C, name="dk", moving=False)
         dv = matrix(head, 2, spec.v, J, E, name="dv", moving=False)
-        q = matrix(self.inside, 0, spec.q, I, C)
-        product = ", input_precision=PRECISION)"
+        member = self._member()
+        reads = [
+            *head.lines[Level.BLOCK],
+            *head.lines[Level.ROW],
+            *self.read("k", k, 1, "c", self.d, "j_ok"),
+            *self.read("v", v, 2, "e", self.d_v, "j_ok"),
+        ]
+        start = [
+            f"dk = tl.full([KEYS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[1] else "",
+            f"dv = tl.full([KEYS, {padded(self.d_v)}], 0.0, tl.float32)" if self.needs[2] else "",
+        ]
+        finish = self.store("dv", "dv", dv, 2, "e", self.d_v, "j_ok") if self.needs[2] else []
+        finish += self.store("dk", "dk", dk, 1, "c", self.d, "j_ok") if self.needs[1] else []
+        body = source.block(*reads, *start, *self._members(member), *finish)
+        places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
+        return source.block(*self._position(), *source.without_dead(places, body), body)
+
+    def _member(self) -> str:
+        """What one query head adds: the loop over the blocks of its rows that visit these keys."""
+        w, product = self.writer, ", input_precision=PRECISION)"
+        q = matrix(self.inside, 0, self.spec.q, I, C)
         into_dv = f"dv = tl.dot(p.to({self.dtype}), do, dv{product}" if self.needs[2] else ""
         scores, upstream = f"tl.dot(k, tl.trans(q){product}", f"tl.dot(v, tl.trans(do){product}"
         tile = self.tile(scores, upstream, "[KEYS, ROWS]", into_dv)
         before, after = self._sums(tile)
-        finish: list[str] = []
-        if self.needs[2]:
-            finish += self.store("dv", "dv", dv, 2, "e", self.d_v, "j_ok")
         if self.needs[1]:
             tile.append(f"dk = tl.dot(ds.to({self.dtype}), q, dk{product}")
-            finish += self.store("dk", "dk", dk, 1, "c", self.d, "j_ok")
         reads = [
             *self.read("q", q, 0, "c", self.d, ""),
             f"do = tl.load({self.output_gradient('row')}{self.within()}).to({self.dtype})",
@@ -52,23 +67,10 @@ class Keys(Role):
         if self.listed:
             turns = "for number in tl.range(0, count):"
             loop = f"block = tl.load(list_at + number)\n{loop}"
-        member = source.block(turns, source.indented(loop), *after)
+        visit = source.block(turns, source.indented(loop), *after)
         scan = source.block(*self._scan())
-        levels = source.without_dead([*w.lines[Level.BLOCK], *w.lines[Level.ROW]], source.block(scan, *before, member))
-        member = source.block(*levels, scan, *before, member)
-        reads = [
-            *head.lines[Level.BLOCK],
-            *head.lines[Level.ROW],
-            *self.read("k", k, 1, "c", self.d, "j_ok"),
-            *self.read("v", v, 2, "e", self.d_v, "j_ok"),
-        ]
-        start = [
-            f"dk = tl.full([KEYS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[1] else "",
-            f"dv = tl.full([KEYS, {padded(self.d_v)}], 0.0, tl.float32)" if self.needs[2] else "",
-        ]
-        body = source.block(*reads, *start, *self._members(member), *finish)
-        places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
-        return source.block(*self._position(), *source.without_dead(places, body), body)
+        levels = source.without_dead([*w.lines[Level.BLOCK], *w.lines[Level.ROW]], source.block(scan, *before, visit))
+        return source.block(*levels, scan, *before, visit)
 
     def _position(self) -> list[str]:
         groups = [self.writer.value(group) for group in self.gradients.groups]
