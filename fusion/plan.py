@@ -1,8 +1,8 @@
 """Picks schedule and tile for one attention problem on one machine, and says what it expects of them.
 
     >>> from fusion.plan import Problem, plan
-    >>> print(plan(Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True),
-    machine="h200"))
+    >>> problem = Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True)
+    >>> print(plan(problem, machine="h200"))
 
 `fusion.plan(...)` works too: the module can be called. On the two-level model (`Machine.two_level(M)`) the plan of
 least I/O is chosen, on processors the one of least predicted time. The formulas are compiled once; plans are cached.
@@ -185,12 +185,10 @@ def plan(
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
-    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`.
-
-    schedule: take this one; otherwise the best of `allow` (by default what there are kernels for). row_multiple,
-    col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of the kernel
-    for this machine).
-    features: number of polynomial features r.
+    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`. schedule: take this one;
+    otherwise the best of `allow` (by default what there are kernels for) in a direction, "forward" or "backward".
+    tile: (B_r, B_c) where they are settled. row_multiple, col_multiple: the kernel's register tile, of which B_r and
+    B_c are multiples on CPUs (default: that of the kernel for this machine). features: number of polynomial features r.
 
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
     """
@@ -320,20 +318,6 @@ def compare(
     return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
 
 
-def cpu_tile(
-    problem: Problem | Any,
-    machine: str | Machine | None = None,
-    *,
-    sizes: Mapping[Any, int] | None = None,
-    row_multiple: int = 32,
-    col_multiple: int = 8,
-) -> tuple[int, int]:
-    """(B_r, B_c) for the query-stationary CPU kernel, multiples of its register tile; never fails for want of cache."""
-    name = "block_sparse" if isinstance(problem, Problem) and problem.masked else "flash"
-    chosen = plan(problem, machine, name, sizes=sizes, row_multiple=row_multiple, col_multiple=col_multiple)
-    return chosen.B_r, chosen.B_c
-
-
 def number_text(value: float) -> str:
     return f"{int(value)}" if float(value).is_integer() else f"{value:.4g}"
 
@@ -365,4 +349,4 @@ class _CallableModule(types.ModuleType):
 
 sys.modules[__name__].__class__ = _CallableModule
 
-__all__ = ["Candidate", "Plan", "Problem", "compare", "cpu_tile", "plan"]
+__all__ = ["Candidate", "Plan", "Problem", "compare", "plan"]
