@@ -111,18 +111,14 @@ def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr] | None) 
 
 
 def _float_arithmetic(name: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr:
-    if name == "fsub" and (negated := _negated_selection(right)) is not None:
-        name, right = "fadd", negated
+    if name == "fsub" and right.op == "where":
+        name, right = "fadd", apply("neg", right)
     if name == "fadd":
         for value, mask in ((left, right), (right, left)):
             if (masked := _add_hard_mask(value, mask, dtype)) is not None:
                 return masked
     result = apply(name, left, right)
     return _round_constants(result, dtype) if result.op in ("const", "where") else result
-
-
-def _negated_selection(value: Expr) -> Expr | None:
-    return apply("neg", value) if value.op == "where" else None
 
 
 def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
@@ -235,18 +231,15 @@ def _either(on_float: Callable[[Expr], Expr], on_integer: Callable[[Expr], Expr]
 
 # --- comparisons and logic --------------------------------------------------------------------------------------
 
-_INTEGRAL_LIMIT = 2**31
 
-
-def _compare(name: str, swap: bool = False, negate: bool = False) -> Builder:
+def _compare(name: str, swap: bool = False) -> Builder:
     def builder(call: Call) -> Expr | None:
         left, right = call.args[:2]
         if swap:
             left, right = right, left
         kinds = {x.kind if isinstance(x, Expr) else const(x).kind for x in (left, right)}
         kind = Kind.FLOAT if Kind.FLOAT in kinds else Kind.INT
-        result = apply(("f" if kind is Kind.FLOAT else "i") + name, operand(left, kind), operand(right, kind))
-        return apply("not", result) if negate else result
+        return apply(("f" if kind is Kind.FLOAT else "i") + name, operand(left, kind), operand(right, kind))
 
     return builder
 
@@ -442,11 +435,7 @@ def _is_inf(call: Call) -> Expr:
     return apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), const(math.inf))
 
 
-def _add_integers(left: Expr, right: Expr) -> Expr:
-    return integers.add(left, right)
-
-
-_ADD = _arithmetic("fadd", _add_integers)
+_ADD = _arithmetic("fadd", lambda left, right: integers.add(left, right))
 _SUB = _arithmetic("fsub", integers.sub)
 _MUL = _arithmetic("fmul", lambda left, right: integers.mul(left, right))
 

@@ -11,8 +11,6 @@ Besides the operations of `fusion.ir.ops` such expressions contain, until `fusio
     dot          attr: number in `PullBack.products`
     softmax      attr: "softmax" or "safe_softmax"; args: the score at key J, then further columns (sinks)
     reduce       attr: "sum", "max" or "logsumexp"; args likewise; binds the coordinate J
-
-One file over the usual length: the walk is one class, a method for each kind of operation.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, TRUE, C, Expr, I, J, Kind, const, coordinates, load, node, walk
+from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
 from fusion.ir.ops import apply, where
+from fusion.passes import assembling, nodes, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
-from fusion.passes import nodes, pointwise
 from fusion.passes.contractions import Factors, factors, is_contraction, strip_scale
 from fusion.passes.folding import folded
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
@@ -178,7 +176,7 @@ class PullBack:
     def _computed(self, here: Node, index: Index) -> Expr | None:
         """The element as an expression, or None where it is to be loaded."""
         if here.op != "call_function":
-            return _literal(here)
+            return assembling.literal(here)
         kind = packet(here)
         if kind in pointwise.BUILDERS:
             return self._pointwise(here, index)
@@ -192,8 +190,11 @@ class PullBack:
             return apply("log", inner) if inner is not None else None
         if kind in _REDUCTIONS:
             return self._reduction(_REDUCTIONS[kind], here, index)
-        method = _METHODS.get(kind)
-        return getattr(self, method)(here, index) if method else _created(here, index)
+        if method := _METHODS.get(kind):
+            return getattr(self, method)(here, index)
+        if operation := assembling.OPERATIONS.get(kind):
+            return operation(self, here, index)
+        return assembling.created(here, index)
 
     def _pointwise(self, here: Node, index: Index) -> Expr | None:
         extents = shape(here)
@@ -233,9 +234,8 @@ class PullBack:
     def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
         """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0.
 
-        The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after
-        the other, so
-        that all but a few instructions are done once per row.
+        The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after the
+        other, so that all but a few instructions are done once per row.
         """
         if "seed" not in here.meta or not isinstance(p, (int, float)):
             raise Unsupported("dropout of a kind, or with a probability, that is not known at compile time")
@@ -370,134 +370,6 @@ class PullBack:
                 return node("reduce", columns, Kind.FLOAT, name)
         return None
 
-    def _triangle(self, here: Node, index: Index) -> Expr | None:
-        args = arguments(here)
-        value = self.value(args["self"], index)
-        diagonal = nodes.size_expr(args["diagonal"])
-        limit = integers.add(index[-2], diagonal)
-        lower = packet(here) is aten.tril
-        keep = apply("ile", index[-1], limit) if lower else apply("ile", limit, index[-1])
-        if value.kind is Kind.BOOL:
-            return apply("and", keep, value)
-        return where(keep, value, const(0, value.kind))
-
-    def _cumsum(self, here: Node, index: Index) -> Expr | None:
-        """A running sum of one constant, such as of a comparison that is false everywhere."""
-        args = arguments(here)
-        dim = nodes.normalize_dim(args["dim"], len(index))
-        if nodes.dtype(here).is_floating_point:
-            return None
-        value = self.value(args["self"], index)
-        if not value.is_const:
-            return None
-        return integers.mul(int(value.attr), integers.add(index[dim], 1))  # type: ignore[arg-type]
-
-    def _diff(self, here: Node, index: Index) -> Expr | None:
-        """Differences of neighbours that are the same everywhere, that to what was put in front included."""
-        args = arguments(here)
-        origin, front = args["self"], args.get("prepend")
-        dim = nodes.normalize_dim(args.get("dim", -1), len(index))
-        if args.get("n", 1) != 1 or args.get("append") is not None or nodes.dtype(here).is_floating_point:
-            return None
-
-        def at(tensor: Node, place: Expr) -> Expr:
-            return self.value(tensor, (*index[:dim], place, *index[dim + 1 :]))
-
-        here_at = index[dim] if front is not None else integers.add(index[dim], 1)
-        step = integers.sub(at(origin, here_at), at(origin, integers.sub(here_at, 1)))
-        if not step.is_const or front is None:
-            return step if step.is_const else None
-        if shape(front)[dim] is not integers.integer(1):
-            return None
-        zero = integers.integer(0)
-        return step if integers.sub(at(origin, zero), at(front, zero)) is step else None
-
-    def _cat(self, here: Node, index: Index) -> Expr | None:
-        """The piece that the index falls into, where the bounds of the coordinates tell."""
-        args = arguments(here)
-        tensors = [t for t in args["tensors"] if shape(t) != (integers.integer(0),)]
-        dim = nodes.normalize_dim(args.get("dim", 0), len(index))
-        position = index[dim]
-        for tensor in tensors:
-            extent = shape(tensor)[dim]
-            if integers.is_below(position, extent, self.bounds):
-                return self.value(tensor, (*index[:dim], position, *index[dim + 1 :]))
-            position = integers.sub(position, extent)
-            if not integers.is_nonnegative(position, self.bounds):
-                return None
-        return None
-
-    def _stack(self, here: Node, index: Index) -> Expr | None:
-        args = arguments(here)
-        dim = nodes.normalize_dim(args.get("dim", 0), len(index))
-        if not index[dim].is_const:
-            return None
-        return self.value(args["tensors"][int(index[dim].attr)], (*index[:dim], *index[dim + 1 :]))  # type: ignore[arg-type]
-
-    def _pad(self, here: Node, index: Index) -> Expr | None:
-        args = arguments(here)
-        origin, pad = args["self"], args["pad"]
-        extents, moved = shape(origin), list(index)
-        inside = const(True)
-        for k in range(len(pad) // 2):
-            dim = len(index) - 1 - k
-            low, high = (nodes.size_expr(p) for p in pad[2 * k : 2 * k + 2])
-            zero = integers.integer(0)
-            if low is zero and high is zero:
-                continue
-            moved[dim] = integers.sub(index[dim], low)
-            if not integers.never_negative(moved[dim], self.bounds):
-                inside = apply("and", inside, apply("ile", zero, moved[dim]))
-            if not integers.is_below(moved[dim], extents[dim], self.bounds):
-                inside = apply("and", inside, apply("ilt", moved[dim], extents[dim]))
-        kind = pointwise.kind_of(nodes.dtype(here))
-        if args.get("mode", "constant") != "constant" or kind in (None, Kind.BOOL):
-            return None
-        fill = const(args.get("value") or 0, kind)
-        if inside is FALSE:
-            return fill
-        value = self.value(origin, tuple(moved))
-        if inside is not TRUE and any(part.op == "load" for part in walk(value)):
-            return None  # a load outside its tensor would be evaluated before it is discarded
-        return where(inside, value, fill)
-
-    def _index_put(self, here: Node, index: Index) -> Expr | None:
-        """`scores[mask] = number`, for a mask of whole dimensions."""
-        args = arguments(here)
-        masks = [(k, t) for k, t in enumerate(args["indices"]) if t is not None]
-        if len(masks) != 1 or nodes.dtype(masks[0][1]) is not torch.bool or args.get("accumulate"):
-            return None
-        if len(shape(args["values"])) > 0:
-            return None
-        first, mask = masks[0]
-        chosen = self.value(mask, index[first : first + len(shape(mask))])
-        call = pointwise.Call(
-            args=(self.value(args["self"], index), chosen, self.value(args["values"], ())),
-            kwargs={},
-            dtype=nodes.dtype(here),
-        )
-        return pointwise.build(aten.masked_fill, call)
-
-    def _index(self, here: Node, index: Index) -> Expr | None:
-        """Indexing by tensors of positions that are known integer expressions, as in `mask[batch_idx, kv_idx]`."""
-        args = arguments(here)
-        origin, tensors = args["self"], args["indices"]
-        given = [t for t in tensors if t is not None]
-        if any(not nodes.is_tensor(t) or nodes.dtype(t) not in (torch.int64, torch.int32) for t in given):
-            return None
-        first = next(k for k, t in enumerate(tensors) if t is not None)
-        if any(t is None for t in tensors[first : first + len(given)]):
-            return None
-        rank = max(len(shape(t)) for t in given)
-        extents = shape(here)
-        own, common = index[first : first + rank], extents[first : first + rank]
-        positions = [self.value(t, broadcast_index(common, shape(t), own)) for t in given]
-        origin_shape = shape(origin)
-        for k, position in enumerate(positions):
-            if not integers.is_below(position, origin_shape[first + k], self.bounds):
-                return None
-        return self.value(origin, (*index[:first], *positions, *index[first + rank :]))
-
     def _too_heavy(self, result: Expr) -> bool:
         """Whether an expression free of scores is better read from the tensor that the graph can compute once.
 
@@ -518,10 +390,7 @@ class PullBack:
 _METHODS = {
     aten.to: "_cast", aten._to_copy: "_cast", aten.type_as: "_cast",
     aten.dropout: "_dropout", aten.native_dropout: "_native_dropout", aten.feature_dropout: "_dropout",
-    aten.tril: "_triangle", aten.triu: "_triangle", aten.cat: "_cat", aten.concat: "_cat", aten.stack: "_stack",
-    aten.constant_pad_nd: "_pad", aten.pad: "_pad", aten.index: "_index",
-    aten.index_put: "_index_put",
-    aten.cumsum: "_cumsum", aten.diff: "_diff", None: "_item",
+    None: "_item",
 }  # fmt: skip
 
 
@@ -559,47 +428,3 @@ def _linear_in(index: Index, row: Expr, column: Expr) -> bool:
         if coordinates(entry) & {"i", "j", "c", "e"}:
             return False
     return True
-
-
-def _literal(here: Node) -> Expr | None:
-    """A tensor constant of one element that the trace lifted into the graph."""
-    if here.op != "get_attr" or not str(here.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
-        return None
-    tensor = here.graph.owning_module
-    for part in str(here.target).split("."):
-        tensor = getattr(tensor, part)
-    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1 or tensor.dtype.is_complex:
-        return None
-    kind = pointwise.kind_of(tensor.dtype)
-    return const(tensor.item(), kind)
-
-
-_FILLED = {aten.zeros: 0, aten.ones: 1, aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
-
-
-def _created(here: Node, index: Index) -> Expr | None:
-    """Tensors made from nothing: arange, zeros, full, eye, ..."""
-    kind = packet(here)
-    dtype = pointwise.kind_of(nodes.dtype(here))
-    if dtype is None:
-        return None
-    args = arguments(here)
-    if kind in _FILLED:
-        return const(_FILLED[kind], dtype)
-    if kind in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
-        fill = args.get("fill_value", args.get("s"))
-        if isinstance(fill, Node):
-            fill = nodes.value(fill)
-        if not isinstance(fill, (bool, int, float)):
-            return None
-        return pointwise.cast(const(fill), nodes.dtype(here))
-    if kind is aten.arange:
-        start, step = args.get("start", 0), args.get("step", 1)
-        if dtype is Kind.INT:
-            return integers.add(nodes.size_expr(start), integers.mul(nodes.size_expr(step), index[0]))
-        if isinstance(start, (int, float)) and isinstance(step, (int, float)):
-            scaled = apply("fmul", apply("to_float", index[0]), const(float(step)))
-            return apply("fadd", scaled, const(float(start)))
-    if kind is aten.eye:
-        return pointwise.cast(apply("ieq", *index), nodes.dtype(here))
-    return None

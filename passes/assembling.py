@@ -1,0 +1,212 @@
+"""Operations that pick elements of other tensors, or make tensors from nothing: what one element of the result is.
+
+`PullBack` (`pullback`) asks `OPERATIONS`, and `created` for everything that is in no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, walk
+from fusion.ir.ops import apply, where
+from fusion.passes import nodes, pointwise
+from fusion.passes.nodes import arguments, packet, shape
+from fusion.passes.views import Index, broadcast_index
+
+if TYPE_CHECKING:
+    from fusion.passes.pullback import PullBack
+
+aten = torch.ops.aten
+
+
+def _triangle(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    args = arguments(here)
+    value = pullback.value(args["self"], index)
+    diagonal = nodes.size_expr(args["diagonal"])
+    limit = integers.add(index[-2], diagonal)
+    lower = packet(here) is aten.tril
+    keep = apply("ile", index[-1], limit) if lower else apply("ile", limit, index[-1])
+    if value.kind is Kind.BOOL:
+        return apply("and", keep, value)
+    return where(keep, value, const(0, value.kind))
+
+
+def _cumsum(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """A running sum of one constant, such as of a comparison that is false everywhere."""
+    args = arguments(here)
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    if nodes.dtype(here).is_floating_point:
+        return None
+    value = pullback.value(args["self"], index)
+    if not value.is_const:
+        return None
+    return integers.mul(int(value.attr), integers.add(index[dim], 1))  # type: ignore[arg-type]
+
+
+def _diff(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """Differences of neighbours that are the same everywhere, that to what was put in front included."""
+    args = arguments(here)
+    origin, front = args["self"], args.get("prepend")
+    dim = nodes.normalize_dim(args.get("dim", -1), len(index))
+    if args.get("n", 1) != 1 or args.get("append") is not None or nodes.dtype(here).is_floating_point:
+        return None
+
+    def at(tensor: Node, place: Expr) -> Expr:
+        return pullback.value(tensor, (*index[:dim], place, *index[dim + 1 :]))
+
+    here_at = index[dim] if front is not None else integers.add(index[dim], 1)
+    step = integers.sub(at(origin, here_at), at(origin, integers.sub(here_at, 1)))
+    if not step.is_const or front is None:
+        return step if step.is_const else None
+    if shape(front)[dim] is not integers.integer(1):
+        return None
+    zero = integers.integer(0)
+    return step if integers.sub(at(origin, zero), at(front, zero)) is step else None
+
+
+def _cat(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """The piece that the index falls into, where the bounds of the coordinates tell."""
+    args = arguments(here)
+    tensors = [t for t in args["tensors"] if shape(t) != (integers.integer(0),)]
+    dim = nodes.normalize_dim(args.get("dim", 0), len(index))
+    position = index[dim]
+    for tensor in tensors:
+        extent = shape(tensor)[dim]
+        if integers.is_below(position, extent, pullback.bounds):
+            return pullback.value(tensor, (*index[:dim], position, *index[dim + 1 :]))
+        position = integers.sub(position, extent)
+        if not integers.is_nonnegative(position, pullback.bounds):
+            return None
+    return None
+
+
+def _stack(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    args = arguments(here)
+    dim = nodes.normalize_dim(args.get("dim", 0), len(index))
+    if not index[dim].is_const:
+        return None
+    return pullback.value(args["tensors"][int(index[dim].attr)], (*index[:dim], *index[dim + 1 :]))  # type: ignore[arg-type]
+
+
+def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    args = arguments(here)
+    origin, pad = args["self"], args["pad"]
+    extents, moved = shape(origin), list(index)
+    inside = const(True)
+    for k in range(len(pad) // 2):
+        dim = len(index) - 1 - k
+        low, high = (nodes.size_expr(p) for p in pad[2 * k : 2 * k + 2])
+        zero = integers.integer(0)
+        if low is zero and high is zero:
+            continue
+        moved[dim] = integers.sub(index[dim], low)
+        if not integers.never_negative(moved[dim], pullback.bounds):
+            inside = apply("and", inside, apply("ile", zero, moved[dim]))
+        if not integers.is_below(moved[dim], extents[dim], pullback.bounds):
+            inside = apply("and", inside, apply("ilt", moved[dim], extents[dim]))
+    kind = pointwise.kind_of(nodes.dtype(here))
+    if args.get("mode", "constant") != "constant" or kind in (None, Kind.BOOL):
+        return None
+    fill = const(args.get("value") or 0, kind)
+    if inside is FALSE:
+        return fill
+    value = pullback.value(origin, tuple(moved))
+    if inside is not TRUE and any(part.op == "load" for part in walk(value)):
+        return None  # a load outside its tensor would be evaluated before it is discarded
+    return where(inside, value, fill)
+
+
+def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """`scores[mask] = number`, for a mask of whole dimensions."""
+    args = arguments(here)
+    masks = [(k, t) for k, t in enumerate(args["indices"]) if t is not None]
+    if len(masks) != 1 or nodes.dtype(masks[0][1]) is not torch.bool or args.get("accumulate"):
+        return None
+    if len(shape(args["values"])) > 0:
+        return None
+    first, mask = masks[0]
+    chosen = pullback.value(mask, index[first : first + len(shape(mask))])
+    call = pointwise.Call(
+        args=(pullback.value(args["self"], index), chosen, pullback.value(args["values"], ())),
+        kwargs={},
+        dtype=nodes.dtype(here),
+    )
+    return pointwise.build(aten.masked_fill, call)
+
+
+def _index(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """Indexing by tensors of positions that are known integer expressions, as in `mask[batch_idx, kv_idx]`."""
+    args = arguments(here)
+    origin, tensors = args["self"], args["indices"]
+    given = [t for t in tensors if t is not None]
+    if any(not nodes.is_tensor(t) or nodes.dtype(t) not in (torch.int64, torch.int32) for t in given):
+        return None
+    first = next(k for k, t in enumerate(tensors) if t is not None)
+    if any(t is None for t in tensors[first : first + len(given)]):
+        return None
+    rank = max(len(shape(t)) for t in given)
+    extents = shape(here)
+    own, common = index[first : first + rank], extents[first : first + rank]
+    positions = [pullback.value(t, broadcast_index(common, shape(t), own)) for t in given]
+    origin_shape = shape(origin)
+    for k, position in enumerate(positions):
+        if not integers.is_below(position, origin_shape[first + k], pullback.bounds):
+            return None
+    return pullback.value(origin, (*index[:first], *positions, *index[first + rank :]))
+
+
+OPERATIONS: dict[object, Callable[[PullBack, Node, Index], Expr | None]] = {
+    aten.tril: _triangle, aten.triu: _triangle, aten.cumsum: _cumsum, aten.diff: _diff,
+    aten.cat: _cat, aten.concat: _cat, aten.stack: _stack, aten.constant_pad_nd: _pad, aten.pad: _pad,
+    aten.index: _index, aten.index_put: _index_put,
+}  # fmt: skip
+"""Operation -> the element at an index of its result, or None where it is to be loaded."""
+
+
+def literal(here: Node) -> Expr | None:
+    """A tensor constant of one element that the trace lifted into the graph."""
+    if here.op != "get_attr" or not str(here.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
+        return None
+    tensor = here.graph.owning_module
+    for part in str(here.target).split("."):
+        tensor = getattr(tensor, part)
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1 or tensor.dtype.is_complex:
+        return None
+    kind = pointwise.kind_of(tensor.dtype)
+    return const(tensor.item(), kind)
+
+
+_FILLED = {aten.zeros: 0, aten.ones: 1, aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
+
+
+def created(here: Node, index: Index) -> Expr | None:
+    """Tensors made from nothing: arange, zeros, full, eye, ..."""
+    kind = packet(here)
+    dtype = pointwise.kind_of(nodes.dtype(here))
+    if dtype is None:
+        return None
+    args = arguments(here)
+    if kind in _FILLED:
+        return const(_FILLED[kind], dtype)
+    if kind in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
+        fill = args.get("fill_value", args.get("s"))
+        if isinstance(fill, Node):
+            fill = nodes.value(fill)
+        if not isinstance(fill, (bool, int, float)):
+            return None
+        return pointwise.cast(const(fill), nodes.dtype(here))
+    if kind is aten.arange:
+        start, step = args.get("start", 0), args.get("step", 1)
+        if dtype is Kind.INT:
+            return integers.add(nodes.size_expr(start), integers.mul(nodes.size_expr(step), index[0]))
+        if isinstance(start, (int, float)) and isinstance(step, (int, float)):
+            scaled = apply("fmul", apply("to_float", index[0]), const(float(step)))
+            return apply("fadd", scaled, const(float(start)))
+    if kind is aten.eye:
+        return pointwise.cast(apply("ieq", *index), nodes.dtype(here))
+    return None
