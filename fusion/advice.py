@@ -22,7 +22,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     (r"the weights are masked after the softmax",
      "Mask the scores with the same predicate before the softmax, or by a large finite number instead of -inf."),
     (r"the product with V is added", "Add after the product: torch.bmm, then `+`."),
-    (r"the scores of the softmax contain another reduction",
+    (r"the scores of the softmax contain another reduction|the result is scaled by another reduction",
      "Scores that are themselves normalised over the keys need two passes; take that reduction out of the scores."),
     (r"a further column of the softmax depends on the scores",
      "Columns concatenated to the scores may depend on the query, not on other scores."),

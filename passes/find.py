@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion.ir.expr import E, Expr, J, const, coord, coordinates, substitute
+from fusion.ir.expr import E, Expr, J, const, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.checkpointing import bodies
@@ -22,7 +22,7 @@ from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.pullback import Access, PullBack, is_made_from_product
 from fusion.passes.recognize import Core, attentions
 from fusion.passes.sdpa import is_sdpa, pull_back_sdpa
-from fusion.passes.views import Index, source
+from fusion.passes.views import Index, broadcast_index, source
 
 aten = torch.ops.aten
 
@@ -183,11 +183,13 @@ _MAX_CHAIN = 8
 
 
 def _chain(anchor: Node) -> list[Node]:
-    """The product and the views, copies and float casts that follow it one by one."""
+    """The product and the views, copies, float casts, and factors made of sums of scores that follow it one by one."""
     chain = [anchor]
     while len(chain) < _MAX_CHAIN and len(chain[-1].users) == 1:
         user = next(iter(chain[-1].users))
-        if user.op != "call_function" or packet(user) not in _MOVES or not nodes.is_tensor(user):
+        if user.op != "call_function" or not nodes.is_tensor(user):
+            break
+        if packet(user) not in _MOVES and not _scales_rows(user):
             break
         same_device = nodes.value(user).device == nodes.value(anchor).device
         if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device:
@@ -196,13 +198,26 @@ def _chain(anchor: Node) -> list[Node]:
     return chain
 
 
+_STATISTICS = {aten.sum, aten.amax, aten.max, aten.logsumexp, aten.special_logsumexp}
+
+
+def _scales_rows(node: Node) -> bool:
+    """Whether this multiplies or divides a product by statistics of the scores, as in `(e @ v) / e.sum(-1)`."""
+    if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(node.args) != 2:
+        return False
+    product, factor = node.args
+    if not (isinstance(product, Node) and isinstance(factor, Node) and nodes.is_tensor(factor)):
+        return False
+    return shape(product) == shape(node) and _reaches(factor, _STATISTICS) and is_made_from_product(factor)
+
+
 def _at_root(anchor: Node, root: Node) -> Site:
     extents = shape(root)
     if not nodes.dtype(anchor).is_floating_point:
         raise _NoAttention
     marks = tuple(coord(f"r{k}") for k in range(len(extents)))
     bounds = dict(zip(marks, extents, strict=True))
-    index = _walk_down(root, anchor, marks, bounds)
+    index, factors_after = _walk_down(root, anchor, marks, bounds)
     if is_sdpa(anchor):
         row, column = index[-2], index[-1]
     else:
@@ -214,16 +229,38 @@ def _at_root(anchor: Node, root: Node) -> Site:
     bounds = {renamed[mark]: extent for mark, extent in bounds.items()}
     index = tuple(substitute(entry, renamed) for entry in index)
     site = Site(anchor=anchor, root=root, dims=tuple(names[mark] for mark in marks), bounds=bounds)
-    build = pull_back_sdpa if is_sdpa(anchor) else _pull_back
-    cores, value, pullback, keys = build(anchor, index, bounds)
+    if is_sdpa(anchor):
+        if factors_after:
+            raise _OtherRoot
+        cores, value, pullback, keys = pull_back_sdpa(anchor, index, bounds)
+    else:
+        for factor in factors_after:
+            factor.index = tuple(substitute(entry, renamed) for entry in factor.index)
+        cores, value, pullback, keys = _pull_back(anchor, index, bounds, factors_after)
     for core in cores:
         site.attentions.append(Attention(core=core, value=value, pullback=pullback, keys=keys, d_v=bounds[E]))
     return site
 
 
-def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Index:
-    here = root
+@dataclass(slots=True, kw_only=True)
+class _Factor:
+    """What rows of the product are multiplied or divided by (op "fmul", "div"): `node[index]`."""
+
+    op: str
+    node: Node
+    index: Index
+
+
+def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Index, list[_Factor]]:
+    """The product's index of the root's element, and the factors on the way, those nearest to the product first."""
+    here, found = root, []
     while here is not anchor:
+        if packet(here) in (aten.mul, aten.div):
+            op = "fmul" if packet(here) is aten.mul else "div"
+            here, factor = here.args  # type: ignore[assignment]
+            at = broadcast_index(shape(here), shape(factor), index)  # type: ignore[arg-type]
+            found.insert(0, _Factor(op=op, node=factor, index=at))  # type: ignore[arg-type]
+            continue
         if packet(here) in (aten.to, aten._to_copy):
             here = here.args[0]  # type: ignore[assignment]
             continue
@@ -231,7 +268,7 @@ def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr])
         if moved is None:
             raise _OtherRoot
         here, index = moved
-    return index
+    return index, found
 
 
 def _names(marks: Index, row: Expr, column: Expr) -> dict[Expr, str]:
@@ -279,7 +316,7 @@ def _reaches(node: Node, kinds: set, accept: Callable[[Node], bool] | None = Non
     return False
 
 
-def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr]):
+def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr], factors_after: list[_Factor]):
     parts = factors(anchor, index, J)
     weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
     if not _weights_are_left(weights, other):
@@ -288,6 +325,11 @@ def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr]):
     weight = pullback.value(weights, at)
     if packet(anchor) is aten.baddbmm:
         weight = apply("fmul", weight, const(_factor_of_sum(anchor)))
+    for factor in factors_after:
+        by = pullback.value(factor.node, factor.index)
+        if "e" in coordinates(by) or not any(part.op == "reduce" for part in walk(by)):
+            raise _OtherRoot
+        weight = apply(factor.op, weight, by)
     try:
         cores = attentions(weight)
     except Unsupported as problem:

@@ -115,8 +115,9 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     return node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
 
 
-def _is_maximum(value: Expr, columns: tuple[Expr, ...]) -> bool:
-    if value.op != "reduce" or value.attr != "max":
+def _is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:
+    """Whether a value is the maximum (or another reduction) of just these columns."""
+    if value.op != "reduce" or value.attr != name:
         return False
     return [_fill_last(arg) for arg in value.args] == [_fill_last(column) for column in columns]
 
@@ -191,6 +192,8 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         for inner, factor in (expr.args, expr.args[::-1]) if expr.op == "fmul" else (expr.args,):
             if not _has(factor, "softmax", "scaled_softmax", "dot", "reduce"):
                 return [(apply(expr.op, c, factor), core) for c, core in _terms(inner)]
+            if _has(factor, "reduce") and _free_of_keys(factor):
+                return [(c, _scaled(core, expr.op, factor)) for c, core in _terms(inner)]
     if expr.op == "where" and not _has(expr.args[0], "softmax", "scaled_softmax", "dot", "reduce"):
         condition, then, otherwise = expr.args
         for arg in (then, otherwise):
@@ -200,6 +203,25 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         kept = [(where(condition, c, ZERO), selected(core, condition)) for c, core in _terms(then)]
         return kept + [(where(condition, ZERO, c), selected(core, inverse)) for c, core in _terms(otherwise)]
     raise Unsupported(f"the softmax is followed by an operation that is not linear in it ({expr.op})", expr)
+
+
+def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
+    """The softmax with its rows multiplied (or divided) by a function of the sum and the maximum of its own scores."""
+    scale, columns = (
+        (core.args[0], core.args[1:])
+        if core.op == "scaled_softmax"
+        else (apply("div", ONE, ROW_SUM), _without_shift(core.args))
+    )
+    own: dict[Expr, Expr] = {}
+    for part in walk(factor):
+        if _is_maximum(part, columns):
+            own[part] = ROW_MAX
+        elif _is_maximum(part, columns, "logsumexp"):
+            own[part] = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
+    factor = _replace(factor, own)
+    if core.attr != "softmax" or _has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
+        raise Unsupported("the result is scaled by another reduction over the keys", factor)
+    return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)
 
 
 def _core(coefficient: Expr, core: Expr) -> Core:

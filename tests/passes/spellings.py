@@ -97,6 +97,18 @@ def softmax_by_log_softmax(q, k, v):
     return F.log_softmax(q @ k.mT, -1).exp() @ v
 
 
+def divided_after_the_product(q, k, v):
+    s = q @ k.mT
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return ((e @ v) / e.sum(-1, keepdim=True)).transpose(1, 2).flatten(2)
+
+
+def sink_by_logsumexp(q, k, v):
+    s = q @ k.mT * 0.3
+    scale = torch.sigmoid(torch.logsumexp(s, -1) - torch.linspace(-1, 1, q.shape[1]).to(q.dtype)[:, None])
+    return ((_weights(s) @ v) * scale.unsqueeze(-1)).transpose(1, 2).contiguous()
+
+
 def softmax_plus_one(q, k, v):
     s = q @ k.mT
     e = torch.exp(s - s.amax(-1, keepdim=True))
@@ -345,6 +357,11 @@ def padded_by_reflection(q, k, v):
     return _weights(s)[..., 1:-1] @ v.flatten(0, 1)
 
 
+def divided_by_another_sum(q, k, v):
+    s = q @ k.mT
+    return (_weights(s) @ v) / torch.exp(0.5 * s).sum(-1, keepdim=True)
+
+
 def softmax_over_queries(q, k, v):
     return (q @ k.mT).softmax(-2) @ v
 
@@ -388,6 +405,7 @@ def changed_before_it_is_read(q, k, v):
 
 
 LEFT = {value_added_to_the_product: "is added to another", rounded_to_a_decimal: "", padded_by_reflection: "",
+        divided_by_another_sum: "needed elsewhere",
         weights_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
         softmax_over_heads: "", heads_mixed: "", permuted_wrongly: "", squared_weights: "not linear",
         normalised_product_added: "added to the weights: s / sum(s)",
