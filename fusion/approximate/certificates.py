@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -58,7 +58,7 @@ class Certificate:
 
 
 _lock = threading.Lock()
-_last: deque[Certificate] = deque(maxlen=LIMIT)
+_last: deque[Certificate | Callable[[], Certificate]] = deque(maxlen=LIMIT)
 
 
 def begin() -> None:
@@ -67,8 +67,8 @@ def begin() -> None:
         _last.clear()
 
 
-def record(certificate: Certificate) -> None:
-    """Keep a certificate."""
+def record(certificate: Certificate | Callable[[], Certificate]) -> None:
+    """Keep a certificate, or what makes it when somebody asks: in front of a short call, making it takes time."""
     with _lock:
         _last.append(certificate)
 
@@ -88,7 +88,10 @@ def last_certificates() -> tuple[Certificate, ...]:
     """The certificates of the last call of a model compiled with the option `approximate` (of its last graph, where it
     has several), in the order in which the attentions ran."""
     with _lock:
-        return tuple(_last)
+        found = tuple(x if isinstance(x, Certificate) else x() for x in _last)
+        _last.clear()
+        _last.extend(found)
+        return found
 
 
 def output_error(weight_error: float, largest_value: float) -> float:

@@ -102,7 +102,7 @@ class PolynomialAttention:
             with ieee_products():
                 return self._run(self.gather(operands, sizes), sizes, figures, groups)
         reason = "no polynomial is both certified and predicted to be faster"
-        record(dataclasses.replace(known.beyond, reason=reason, bound=max(figures.bounds)))
+        record(lambda: dataclasses.replace(known.beyond, reason=reason, bound=max(figures.bounds)))
         return self.exact(operands, sizes)
 
     def _settle(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
