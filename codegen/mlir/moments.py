@@ -9,7 +9,7 @@ For each head, with keys k_j minus their mean, and the sums G = sum of k_j k_j^T
     slants    float32 [head][rows]     q_i . s / keys before
 
 A head ends early where it turns out that |k_j|^2 |q_i|^2 is above `limit`: its largest square is then infinite, the
-norm of its keys what it is at most.
+norm of its keys what it is at most, that of its queries infinite where the first of them were enough.
 
 NaN and infinities stay what they are. Sums are taken block by block, so that rounding grows with BLOCK + N / BLOCK. The
 same kernel looks at all rows or, by larger strides, at a few.
@@ -49,12 +49,15 @@ class _Moments(RowsKernel):
         with b.loop(0, self.width * (self.width + 1) + 4 * LANES, LANES, hint="clear") as place:
             b.store(zero, b.at(self.gram, place, "f32"), align=64)
         self._mean(k)
-        self._query_norms(q)
-        beyond = self._beyond_by_mean()
-        with b.when(beyond):
+        self._query_norms(q, b.least(p[("n_q",)], BLOCK))
+        with b.when(self._beyond_by_mean()):
+            b.store(b.constant(float("inf"), F32), b.at(self.largest, 2 * LANES, "f32"))
             self._give_up()
         with b.otherwise():
-            with b.loop(0, p[("turns",)], hint="segment") as segment:
+            self._query_norms(q, p[("n_q",)])
+            with b.when(self._beyond_by_mean()):
+                self._give_up()
+            with b.otherwise(), b.loop(0, p[("turns",)], hint="segment") as segment:
                 self._segment(item, q, k, segment)
         self._finish(item)
 
@@ -151,8 +154,8 @@ class _Moments(RowsKernel):
         for column, total in enumerate(blocks.results):
             b.store(b.mul(total, inverse), b.at(self.mean, column * LANES, "f32"))
 
-    def _query_norms(self, q: Value) -> None:
-        b, n, stride = self.b, self.params[("n_q",)], self.params[("q_stride",)]
+    def _query_norms(self, q: Value, n: Value) -> None:
+        b, stride = self.b, self.params[("q_stride",)]
         with b.loop(0, n, BLOCK, hint="block") as block:
             count = b.least(b.sub(n, block), BLOCK)
             with b.loop(0, count, hint="r") as r:

@@ -57,7 +57,7 @@ class Look:
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
     ) -> Figures:
         """Of all rows: what a certificate may rest on. second: whether moments are asked for. limit: of the bounds of
-        heads that are of interest; others may be given up, with norms of keys that are too large and no moments."""
+        heads that are of interest; others may be given up, with norms that are too large and no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):

@@ -102,7 +102,7 @@ class PolynomialAttention:
             with ieee_products():
                 return self._run(self.gather(operands, sizes), sizes, figures, groups)
         reason = "no polynomial is both certified and predicted to be faster"
-        record(lambda: dataclasses.replace(known.beyond, reason=reason, bound=max(figures.bounds)))
+        record(lambda: dataclasses.replace(known.beyond, reason=reason, bound=_known(max(figures.bounds))))
         return self.exact(operands, sizes)
 
     def _settle(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
@@ -226,7 +226,7 @@ class PolynomialAttention:
             owner = heads.owner[chosen]
             if key is None:
                 found = self.some(heads.q[chosen], heads.k[owner], heads.v[owner], sizes).float()
-                bound = max(figures.bounds[head] for head in choices)
+                bound = _known(max(figures.bounds[head] for head in choices))
                 record(self._exact_certificate(heads, chosen, "no polynomial is certified and faster at this B", bound))
             elif len(groups) == 1:
                 found = self._attend(data.queries, data.keys, data.values, heads.owner, list(choices.values()), sizes)
@@ -303,6 +303,11 @@ class PolynomialAttention:
             tile = dict(plan(problem, here, "polynomial", features=choice.features).tile)
             found = self._blocks[key] = tile["B_f"]
         return found
+
+
+def _known(bound: float) -> float | None:
+    """None for a bound that was not computed to the end."""
+    return bound if bound < math.inf else None
 
 
 def _steps(x: float, steps: int) -> int:

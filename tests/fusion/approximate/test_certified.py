@@ -149,7 +149,8 @@ def test_polynomial_runs_where_scores_are_bounded_and_exact_elsewhere_in_one_cal
     found = check("polynomial", q, k, v, causal, 1e-2)
     ran = {head[1]: certificate.ran for certificate in found for head in certificate.heads}
     assert ran == {0: "polynomial", 1: "exact", 2: "polynomial", 3: "exact"}
-    assert next(c for c in found if c.ran == "exact").bound > 10
+    bound = next(c for c in found if c.ran == "exact").bound
+    assert bound is None or bound > 10  # None: given up before it was known
 
 
 def test_equal_keys_have_no_bound_and_shifted_keys_a_small_one():
@@ -333,8 +334,10 @@ def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-3, atol=1e-4)
     known, found = looks[0].whole([q, k, k], sizes), looks[0].whole([q, k, k], sizes, limit=1e-3)  # given up at once
-    assert found.moments == [torch.inf] * 8 and found.queries == known.queries
-    assert all(a <= b <= 2 * a + c for a, b, c in zip(known.bounds, found.bounds, known.raw, strict=True))
+    assert found.moments == found.bounds == [torch.inf] * 8
+    found = looks[0].whole([q, k, k], sizes, limit=0.999 * min(known.bounds))  # later
+    assert all(a <= b <= 3 * a for a, b in zip(known.bounds, found.bounds, strict=True))
+    assert torch.inf in found.moments
     operands = [q.mT.contiguous().mT, k, k]
     assert looks[0].gather.places(operands, sizes) is None
     assert looks[0].whole(operands, sizes).bounds == looks[1].whole(operands, sizes).bounds
