@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from fusion.codegen.mlir.builder import TILE, Builder, Value
 from fusion.codegen.mlir.products import Beside, Groups, round_up
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
-from fusion.codegen.mlir.transpose import transpose
+from fusion.codegen.mlir.transpose import sum_rows, transpose
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
 BF16 = "vector<32xbf16>"
@@ -90,9 +90,13 @@ class Amx:
         if self.worst is None:
             return
         b = self.b
-        bits = b.binary("arith.andi", b.bitcast(x, PAIRS), 0x7FFFFFFF, "magnitude")
+        bits = self._magnitude(x)
         seen = b.load(self.worst, PAIRS, "worst")
         b.store(b.most(seen, bits), self.worst)
+
+    def _magnitude(self, x: Value) -> Value:
+        """|x| as bits: they are ordered as the numbers are, NaN above all."""
+        return self.b.binary("arith.andi", self.b.bitcast(x, PAIRS), 0x7FFFFFFF, "magnitude")
 
     def _row_planes(self, rows: Rows, row: Value | int, column: Value) -> list[Value]:
         """32 elements of a row as one vector of bf16 per plane."""
@@ -132,6 +136,48 @@ class Amx:
             for row, (low, high) in enumerate(zip(*halves, strict=True)):
                 for plane, (x, y) in enumerate(zip(self._split(low), self._split(high), strict=True)):
                     b.store(b.shuffle(x, y, range(32)), b.at(base, plane * TILE_ELEMENTS + 32 * row, "bf16"))
+
+    def query_norms(self, packed: Value) -> Value:
+        """The squared norms of a packed group of 16 queries of one plane, a lane each, as bits of float32."""
+        b = self.b
+        zero = b.constant(0.0, F32)
+        with b.carry(0, self.chunks, 1, [zero], hint="chunk") as (loop, chunk, (total,)):
+            for pair in range(16):
+                total = self._add_squares(b.at(packed, b.add(b.mul(chunk, TILE_ELEMENTS), 32 * pair), "bf16"), total)
+            loop.yields(total)
+        return self._magnitude(loop.results[0])
+
+    def key_norms(self, packed: Value) -> Value:
+        """The largest squared norms of keys r and r + 16 of a packed key step of one plane, for r in lane r."""
+        b, halves = self.b, []
+        for half in (0, 1):
+            start = [b.constant(0.0, F32) for _ in range(16)]
+            with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, totals):
+                tile = b.at(packed, b.mul(b.add(chunk, half * self.chunks), TILE_ELEMENTS), "bf16")
+                loop.yields(*(self._add_squares(b.at(tile, 32 * r, "bf16"), total) for r, total in enumerate(totals)))
+            halves.append(self._magnitude(sum_rows(b, loop.results)))
+        return b.most(*halves)
+
+    def value_magnitudes(self, packed: Value) -> Value:
+        """The largest magnitudes in a packed step of values of one plane, over all lanes, as bits of float32."""
+        b = self.b
+        with b.carry(0, self.e_blocks, 1, [b.constant(0, PAIRS)], hint="block") as (loop, block, (worst,)):
+            for row in range(16):
+                bits = b.load(b.at(packed, b.add(b.mul(block, TILE_ELEMENTS), 32 * row), "bf16"), PAIRS, "pair")
+                high = b.binary("arith.andi", bits, 0x7FFF0000)
+                low = b.binary("arith.shli", b.binary("arith.andi", bits, 0x7FFF), 16)
+                worst = b.most(worst, b.most(high, low), "worst")
+            loop.yields(worst)
+        return loop.results[0]
+
+    def _add_squares(self, address: Value, total: Value) -> Value:
+        """`total` plus the squares of the two bf16 in each lane."""
+        b = self.b
+        bits = b.load(address, PAIRS, "pair")
+        for half in (b.binary("arith.shli", bits, 16), b.binary("arith.andi", bits, -0x10000)):
+            x = b.bitcast(half, F32)
+            total = b.fma(x, x, total, "squares")
+        return total
 
     def _sizes(self) -> tuple[Value, Value, Value]:
         return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.constant(64, "i64")

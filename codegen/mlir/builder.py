@@ -11,9 +11,13 @@ writes. Integers stay Python integers as long as they can: arithmetic between th
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 PTR = "!llvm.ptr"
 TILE = "!llvm.x86_amx"
@@ -83,6 +87,26 @@ class Loop:
         self.yielded = values
 
 
+_NAME = re.compile(r"%\w+")
+
+
+def _in_turns(streams: list[list[str]]) -> list[str]:
+    if any(line.endswith("{") for lines in streams for line in lines):
+        return [line for lines in streams for line in lines]
+    waiting = {_NAME.findall(line)[0] for lines in streams for line in lines if " = " in line}
+    rest, merged = [list(reversed(lines)) for lines in streams], []
+    while any(rest):
+        for lines in rest:
+            if not lines:
+                continue
+            names = _NAME.findall(lines[-1])
+            defined = names[:1] if " = " in lines[-1] else []
+            if waiting.isdisjoint(names[len(defined) :]):
+                waiting.difference_update(defined)
+                merged.append(lines.pop())
+    return merged
+
+
 class Builder:
     """Collects the body of one function. `text()` gives it with its constants in front."""
 
@@ -101,6 +125,18 @@ class Builder:
 
     def line(self, text: str) -> None:
         self._lines.append("  " * self._depth + text)
+
+    def side_by_side(self, parts: Sequence[Callable[[], T]]) -> list[T]:
+        """What the parts return. Their lines are written in turns, one of each, as far as none uses what is not there
+        yet: a processor looks ahead by some hundred instructions, and chains of dependent ones keep it busy where
+        several go on at a time. Parts with nested regions stay one after the other."""
+        start, streams, results = len(self._lines), [], []
+        for part in parts:
+            results.append(part())
+            streams.append(self._lines[start:])
+            del self._lines[start:]
+        self._lines += _in_turns(streams)
+        return results
 
     def text(self) -> str:
         constants = [

@@ -15,7 +15,10 @@ long as the keys.
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.amx import LARGE_BITS
+import functools
+
+from fusion.codegen.mlir.amx import LARGE_BITS, Amx
+from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, Near, near
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.programs import J0, J1
@@ -38,18 +41,36 @@ def emit(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) 
 class AttentionKernel(TileKernel):
     """Writes the function; see the module. A selective kernel is made from it (`skipping`)."""
 
+    looks_ahead = True  # takes the range of the scores from the norms of their operands, where that helps
+
     def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
         super().__init__(spec, tiling, target, d, d_v)
         p = self.products
         self.staging = self._area(8 * p.staging_elements(), "staging")
         self.finished = self._area(self.lanes * p.e_padded * 4, "finished")
         self.state = self._area(64 * 4, "state")
+        self.near = self._near() if self.looks_ahead else None
+        if self.near is not None:
+            self.query_norms = self._area(tiling.groups * 4 * self.lanes, "query_norms")
+            self.undone = self._area(64, "undone")
         b = self.b
         fixed = self.layout.size
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             steps = self.params[("key_steps",)]
             self.packed_values = b.at(self.packed_keys, b.mul(steps, p.key_bytes()), "i8", "packed_values")
+            self.notes = b.at(self.packed_values, b.mul(steps, p.value_bytes()), "i8", "notes")
+
+    def _near(self) -> Near | None:
+        """When this kernel's scores are near a centre; None where it would gain nothing (products outweigh the softmax
+        with several planes) or rows need their true maximum."""
+        spec = self.spec
+        if self.tiling.planes != 1 or spec.out_dtype == "float32" or spec.normalizer is Normalizer.NONE:
+            return None
+        if self.weight is not None or spec.row_scale is not None:
+            return None
+        programs = [program for program in (self.programs.masked, self.programs.full) if program is not None]
+        return near(programs, self.programs.scale)
 
     def text(self) -> KernelText:
         b = self.b
@@ -65,8 +86,14 @@ class AttentionKernel(TileKernel):
         return KernelText(
             source=self._function(), slots=self._slots(), rows=self.tiling.groups * self.lanes,
             key_step=self.products.key_step, fixed_bytes=self.layout.size,
-            step_bytes=self.products.key_bytes() + self.products.value_bytes(), may_flag=self.may_flag,
+            step_bytes=self.products.key_bytes() + self.products.value_bytes() + self.note_bytes,
+            may_flag=self.may_flag,
         )  # fmt: skip
+
+    @property
+    def note_bytes(self) -> int:
+        """Of a key step's norms of keys and magnitudes of values, each a vector of bits."""
+        return 0 if self.near is None else 8 * self.lanes
 
     def _raise_flag(self) -> None:
         b = self.b
@@ -92,6 +119,9 @@ class AttentionKernel(TileKernel):
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
             at = b.at(self.queries, b.mul(g, self.products.query_bytes()), "i8")
             self.products.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
+            if self.near is not None:
+                norms = b.at(self.query_norms, b.mul(g, self.lanes), "f32")
+                b.store(self._amx.query_norms(at), norms)
         last = b.sub(b.add(first, count), 1)
         ranged = Scope(context=self.context, parent=scope, known={coord("i0"): first, coord("i1"): last})
         low, high = self._key_range(
@@ -147,16 +177,15 @@ class AttentionKernel(TileKernel):
         have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)
         for start, stop in ((low, have_low), (have_high, end)):
             with b.loop(start, stop, step, hint="j") as j:
-                n = b.div(j, step)
-                self.products.pack_keys(
-                    readers[1],
-                    j,
-                    self.n_k,
-                    b.at(self.packed_keys, b.mul(n, self.products.key_bytes()), "i8"),
-                    self.staging,
-                )
-                at = b.at(self.packed_values, b.mul(n, self.products.value_bytes()), "i8")
-                self.products.pack_values(readers[2], j, self.n_k, at, self.staging)
+                n, p = b.div(j, step), self.products
+                keys = b.at(self.packed_keys, b.mul(n, p.key_bytes()), "i8")
+                p.pack_keys(readers[1], j, self.n_k, keys, self.staging)
+                values = b.at(self.packed_values, b.mul(n, p.value_bytes()), "i8")
+                p.pack_values(readers[2], j, self.n_k, values, self.staging)
+                if self.near is not None:
+                    note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")
+                    b.store(self._amx.key_norms(keys), note)
+                    b.store(self._amx.value_magnitudes(values), b.at(note, self.lanes, "i32"))
         b.store(b.least(low, have_low), self.state)
         b.store(b.most(end, have_high), b.at(self.state, 1, "i64"))
 
@@ -195,15 +224,82 @@ class AttentionKernel(TileKernel):
 
     def _visit(self, scope, readers, first, count, groups, padded_groups, low, high, skipping=None) -> None:
         """Keys [low, high). Where `skipping` (i1) holds, each register tile visits only the keys that its rows need."""
+        b, visited = self.b, (scope, first, count, groups, low, high, skipping)
+        self._pack(readers, low, high)
+        if self.near is None:
+            self._clear(padded_groups, float("-inf"))
+            self._visit_tiles(*visited)
+            return
+        b.store(b.constant(1, "i64"), self.undone)
+        with b.when(self._is_near(self.near, low, high, padded_groups)):
+            self._clear(padded_groups, self.near.centre)
+            self._visit_overlapped(functools.partial(self._alternate, near=self.near), *visited)
+            dead = self._note_dead(count, groups)
+            if not self.near.finite:  # nothing else would come out
+                dead = b.constant(0, "i1")
+            b.store(b.convert("arith.extui", dead, "i64"), self.undone)
+        with b.when(b.compare("ne", b.load(self.undone, "i64"), 0, "again")):
+            self._clear(padded_groups, float("-inf"))
+            self._visit_tiles(*visited)
+
+    def _visit_tiles(self, scope, first, count, groups, low, high, skipping) -> None:
+        visited = scope, first, count, groups, low, high, skipping
+        if self.products.overlaps:
+            self._visit_overlapped(self._overlap if self.tiling.planes > 1 else self._alternate, *visited)
+        else:
+            self._visit_in_turn(*visited)
+
+    def _clear(self, padded_groups: Value, maximum: float) -> None:
         b, lanes = self.b, self.lanes
         with b.loop(0, padded_groups, hint="g") as g:
             memory = self._group_memory(g)
-            b.store(b.constant(float("-inf"), self.vector), memory.maximum)
+            b.store(b.constant(maximum, self.vector), memory.maximum)
             with b.loop(0, memory.rows, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
-        self._pack(readers, low, high)
-        visit = self._visit_overlapped if self.products.overlaps else self._visit_in_turn
-        visit(scope, first, count, groups, low, high, skipping)
+
+    @property
+    def _amx(self) -> Amx:
+        assert isinstance(self.products, Amx)
+        return self.products
+
+    def _is_near(self, near: Near, low: Value | int, high: Value, padded_groups: Value) -> Value:
+        """Whether the scores of the item's queries with keys [low, high) are, and the values are not extreme."""
+        b, step = self.b, self.products.key_step
+        nothing = b.constant(0, vector_of("i32", self.lanes))
+
+        def largest(vector: Value) -> Value:
+            """As a number. Magnitudes are ordered as their bits are, infinities and NaN above all others."""
+            bits = b.op(f"vector.reduction <maxsi>, {vector} : {vector.type} into i32", "i32", "largest")
+            return b.bitcast(bits, "f32")
+
+        with b.carry(0, padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
+            norms = b.load(b.at(self.query_norms, b.mul(g, self.lanes), "f32"), nothing.type, "norms")
+            queries.yields(b.most(worst, norms))
+        first, end = b.div(b.as_value(low, "i64"), step), b.div(b.add(high, step - 1), step)
+        with b.carry(first, end, 1, [nothing, nothing], hint="n") as (keys, n, (norm, magnitude)):
+            note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")
+            norms, magnitudes = (b.load(b.at(note, k * self.lanes, "i32"), nothing.type) for k in (0, 1))
+            keys.yields(b.most(norm, norms), b.most(magnitude, magnitudes))
+        squared = b.mul(largest(queries.results[0]), largest(keys.results[0]))
+        values = largest(keys.results[1])
+        close = b.compare("ole", squared, (near.bound / SLACK) ** 2, "close")
+        small = b.compare("ole", values, 2.0**VALUE_EXPONENTS)
+        large = b.compare("oge", values, 2.0**-VALUE_EXPONENTS)
+        usual = b.binary("arith.andi", small, b.binary("arith.ori", large, b.compare("oeq", values, 0.0)), "usual")
+        return b.binary("arith.andi", close, usual, "near")
+
+    def _note_dead(self, count: Value, groups: Value) -> Value:
+        """Rows whose sum is zero met no live key: their maximum becomes -inf. Returns whether there is one."""
+        b, lanes = self.b, self.lanes
+        with b.carry(0, groups, 1, [b.constant(0, "i1")], hint="g") as (loop, g, (any_,)):
+            memory = self._group_memory(g)
+            dead = b.compare("oeq", b.load(memory.total, self.vector, "l"), 0.0, "dead")
+            m = b.load(memory.maximum, self.vector, "m")
+            b.store(b.select(dead, float("-inf"), m), memory.maximum)
+            rows = b.binary("arith.andi", dead, self._valid(b.sub(count, b.mul(g, lanes))))
+            found = b.op(f"vector.reduction <or>, {rows} : {rows.type} into i1", "i1", "found")
+            loop.yields(b.binary("arith.ori", any_, found))
+        return loop.results[0]
 
     def _visit_in_turn(self, scope, first, count, groups, low, high, skipping) -> None:
         b = self.b
@@ -215,8 +311,9 @@ class AttentionKernel(TileKernel):
             with b.when(b.compare("sgt", n, 0)):
                 self._tile(self._make_tile(rows, first, count, groups, g, j0, n))
 
-    def _visit_overlapped(self, scope, first, count, groups, low, high, skipping) -> None:
-        """The same tiles in the same order, and one more turn to finish the last. A tile without keys takes no turn."""
+    def _visit_overlapped(self, turn, scope, first, count, groups, low, high, skipping) -> None:
+        """The same tiles in the same order, and one more turn to finish the last: `turn(old, new)`. A tile without keys
+        takes no turn."""
         b, keys = self.b, self.tiling.keys
         sets = b.div(b.add(groups, self.together - 1), self.together, "sets")
         blocks = b.div(b.most(b.add(b.sub(high, low), keys - 1), 0), keys, "blocks_here")
@@ -228,11 +325,11 @@ class AttentionKernel(TileKernel):
             g = b.mul(b.rem(t, sets), self.together, "g")
             rows, n = self._rows_and_keys(scope, first, count, g, j0, high, skipping)
             n = b.select(end, 0, n, "n_keys")
-            turn = b.binary("arith.ori", end, b.compare("sgt", n, 0), "turn")
-            with b.when(turn):
+            taken = b.binary("arith.ori", end, b.compare("sgt", n, 0), "taken")
+            with b.when(taken):
                 old = self._make_tile(scope, first, count, groups, old_g, old_j0, old_n)
-                self._overlap(old, self._make_tile(rows, first, count, groups, g, j0, n))
-            loop.yields(*(b.select(turn, x, y) for x, y in ((g, old_g), (j0, old_j0), (n, old_n))))
+                turn(old, self._make_tile(rows, first, count, groups, g, j0, n))
+            loop.yields(*(b.select(taken, x, y) for x, y in ((g, old_g), (j0, old_j0), (n, old_n))))
 
     def _rows_and_keys(self, scope: Scope, first, count, g, j0, high, skipping) -> tuple[Scope, Value]:
         """The scope that knows the rows of the groups from g on, and how many keys from j0 on they visit."""

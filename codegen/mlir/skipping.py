@@ -40,6 +40,7 @@ def emit_selective(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, 
 
 
 class _Selective(AttentionKernel):
+    looks_ahead = False  # what is left out depends on the maxima
     item: Value
     count: Value
 
@@ -69,7 +70,7 @@ class _Selective(AttentionKernel):
         b.store(most, target)
         b.store(b.load(self.computed, "f32", "computed"), b.at(target, 1, "f32"))
 
-    def _visit_overlapped(self, scope, first, count, groups, low, high, skipping) -> None:
+    def _visit_tiles(self, scope, first, count, groups, low, high, skipping) -> None:
         self._visit_in_turn(scope, first, count, groups, low, high, skipping)
 
     def _rows_and_keys(self, scope: Scope, first, count, g, j0, high, skipping) -> tuple[Scope, Value]:
@@ -82,19 +83,15 @@ class _Selective(AttentionKernel):
         return tile, b.select(b.compare("ne", mark, b.constant(0, "i8"), "marked"), n, 0, "n_keys")
 
     def _tile(self, tile: Tile) -> None:
-        b, p = self.b, self.products
-        sets = b.div(b.add(tile.here, p.group_step - 1), p.group_step, "sets")
-        with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
-            self._scores(tile, step, b.mul(number, p.group_step))
+        b = self.b
+        self._all_scores(tile)
         with b.when(self._matters(tile)):
             b.store(b.add(b.load(self.computed, "f32"), b.constant(1.0, "f32")), self.computed)
             for program in self._variants(tile):
                 self._maxima_of(tile, program)
             self._take_over(tile)
             self._weights(tile, 0, tile.block.padded)
-            values, weights, output = self._second_product(tile)
-            p.accumulate_sets(values, tile.steps, weights, output, sets)
-            self._end_chapter(tile)
+            self._accumulate(tile)
         with b.otherwise():
             self._note(tile)
 

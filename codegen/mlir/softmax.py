@@ -16,6 +16,7 @@ mode.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from fusion.ir.expr import SCORE, Expr, J
 
 RESCALE_ABOVE = 8.0  # in powers of two
 HUGE = 2.0**30  # of m * c: above it neighbouring floats are 64 or more apart, 2**-64 in weights
-UNROLL = 4  # keys at a time in the first pass
-PAIR = 2  # and in the second
+UNROLL = 4  # keys at a time where the program is applied
+PAIR = 2  # and where only exponentials are left
 
 #: Takes the weights of two rows: (number of the first, which is even, weights of it and the next)
 Store = Callable[[Value, Value, Value], None]
@@ -112,7 +113,7 @@ class GroupSoftmax:
         b = self.b
         main = b.add(low, b.mul(b.div(b.sub(high, low), UNROLL), UNROLL))
         with b.carry(low, main, UNROLL, [highest], hint="j") as (loop, j, (so_far,)):
-            loop.yields(self.raise_to(so_far, [self.apply_row(rows, b.add(j, u)) for u in range(UNROLL)]))
+            loop.yields(self.raise_to(so_far, self.apply_rows(rows, j, UNROLL)))
         with b.carry(main, high, 1, loop.results, hint="j") as (rest, j, (so_far,)):
             rest.yields(self.largest(self.apply_row(rows, j), so_far))
         return rest.results[0]
@@ -123,13 +124,29 @@ class GroupSoftmax:
             rows = [self.largest(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
         return self.largest(rows[0], highest)
 
+    def apply_rows(self, rows: RowProgram, first: Value, count: int) -> list[Value]:
+        """`apply_row` for `count` keys from `first` on."""
+        keys = [self.b.add(first, u) for u in range(count)]
+        return self.b.side_by_side([functools.partial(self.apply_row, rows, key) for key in keys])
+
     def apply_row(self, rows: RowProgram, key: Value) -> Value:
         """The program's values for one key, which also take the place of the scores."""
         b, program, weight = self.b, rows.program, rows.weight
-        address = self._row(self.group.scores, key)
-        score = b.load(address, self.vector, "s", align=4 * self.lanes)
+        row = self._row_scope(rows, key)
         if program is SCORE and weight is None:
-            return score
+            return row.known[SCORE]
+        x = row.vector(program)
+        if program is not SCORE:
+            b.store(x, self._row(self.group.scores, key), align=4 * self.lanes)
+        if weight is not None:
+            assert self.group.factors is not None
+            b.store(row.vector(weight), self._row(self.group.factors, key), align=4 * self.lanes)
+        return x
+
+    def _row_scope(self, rows: RowProgram, key: Value) -> Scope:
+        """The scope that knows the key's coordinate, its scores and what is staged for it."""
+        b = self.b
+        score = b.load(self._row(self.group.scores, key), self.vector, "s", align=4 * self.lanes)
         known = {SCORE: score, J: b.add(self.block.first, key, "j")}
         row = Scope(context=self.context, parent=rows.scope, known=known)
         memo: dict[Expr, Value] = {}
@@ -143,13 +160,7 @@ class GroupSoftmax:
             return None
 
         row.leaf = leaf
-        x = row.vector(program)
-        if program is not SCORE:
-            b.store(x, address, align=4 * self.lanes)
-        if weight is not None:
-            assert self.group.factors is not None
-            b.store(row.vector(weight), self._row(self.group.factors, key), align=4 * self.lanes)
-        return x
+        return row
 
     def largest(self, x: Value, y: Value) -> Value:
         """The larger; y where x is NaN (one `vmaxps`)."""
@@ -184,13 +195,31 @@ class GroupSoftmax:
         """Of the exponentials, for the maxima in use."""
         return self.exponent.coefficients(self.b.load(self.group.maximum, self.vector, "m"))
 
-    def exponentials(self, store: Store, low: Value | int, high: Value) -> None:
+    def exponentials(
+        self, store: Store, low: Value | int, high: Value, coefficients: tuple[Value, Value] | None = None
+    ) -> None:
         """Weights of rows [low, high), an even number, and their sum."""
         b = self.b
-        coefficients, zero = self.coefficients(), b.constant(0.0, self.vector)
+        coefficients, zero = coefficients or self.coefficients(), b.constant(0.0, self.vector)
         with b.carry(low, high, PAIR, [zero, zero], hint="j") as (loop, j, sums):
             loop.yields(*self.weigh(store, j, coefficients, sums))
         self.add_total(loop.results)
+
+    def apply_and_weigh(self, rows: RowProgram, store: Store, high: Value) -> None:
+        """The weights of rows [0, high), a multiple of UNROLL, and their sum, straight from the raw scores. The
+        program gives exponents of 2."""
+        b, zero = self.b, self.b.constant(0.0, self.vector)
+
+        def weight(key: Value) -> Value:
+            return self.context.math.exp2(self._row_scope(rows, key).vector(rows.program))
+
+        with b.carry(0, high, UNROLL, [zero] * UNROLL, hint="j") as (loop, j, sums):
+            keys = [b.add(j, u) for u in range(UNROLL)]
+            weights = b.side_by_side([functools.partial(weight, key) for key in keys])
+            for u in range(0, UNROLL, PAIR):
+                store(keys[u], *weights[u : u + PAIR])
+            loop.yields(*(b.add(s, p, "l") for s, p in zip(sums, weights, strict=True)))
+        self.add_total([b.add(x, y) for x, y in zip(loop.results[::2], loop.results[1::2], strict=True)])
 
     def weigh(self, store: Store, key: Value, coefficients: tuple[Value, Value], sums: Sequence[Value]) -> list[Value]:
         """Weights of two rows; returns `sums` with them added."""

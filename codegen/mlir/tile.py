@@ -26,12 +26,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.amx import Amx
+from fusion.codegen.mlir.bounds import Near
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
 from fusion.codegen.mlir.products import Beside, Groups, MultiplyAdd, Products
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
-from fusion.codegen.mlir.softmax import PAIR, Group, GroupSoftmax, KeyBlock, RowProgram, Store
+from fusion.codegen.mlir.softmax import PAIR, UNROLL, Group, GroupSoftmax, KeyBlock, RowProgram, Store
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.toeplitz import DistanceTable, distance_parts, without_parts
 from fusion.ir.expr import Expr, I, coord
@@ -167,10 +168,12 @@ class TileKernel(KernelFunction):
 
     def _tile(self, tile: Tile) -> None:
         """All stages, one after the other."""
-        b, p = self.b, self.products
-        sets = b.div(b.add(tile.here, p.group_step - 1), p.group_step, "sets")
-        with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
-            self._scores(tile, step, b.mul(number, p.group_step))
+        self._all_scores(tile)
+        self._make_weights(tile)
+        self._accumulate(tile)
+
+    def _make_weights(self, tile: Tile) -> None:
+        b = self.b
         self._no_maxima(tile)
         for program in self._variants(tile):
             with b.loop(0, tile.here, hint="member") as member:
@@ -178,9 +181,34 @@ class TileKernel(KernelFunction):
                 self._maxima(tile, member, program, 0, tile.block.count)
         self._take_over(tile)
         self._weights(tile, 0, tile.block.padded)
-        values, weights, output = self._second_product(tile)
-        p.accumulate_sets(values, tile.steps, weights, output, sets)
-        self._end_chapter(tile)
+
+    def _alternate(self, old: Tile, new: Tile, near: Near | None = None) -> None:
+        """All products and all vector work of a turn each in one piece: the product with V of a tile after the scores
+        of the next, so that neither waits for what has just been stored. near: every row's maximum is known beforehand,
+        and programs and exponentials are one pass."""
+        b = self.b
+        self._all_scores(new)
+        with b.when(b.compare("sgt", old.steps, 0)):
+            self._accumulate(old)
+        if near is None:
+            self._make_weights(new)
+            return
+        for program in self._variants(new):
+            with b.loop(0, new.here, hint="member") as member:
+                self._stage(new, member, program)
+                self._weights_at_once(new, member, near.exponents[program])
+
+    def _weights_at_once(self, tile: Tile, member: Value, exponent: Expr) -> None:
+        b, block, softmax = self.b, tile.block, self._softmax(tile, member)
+        rows, store = self._row_program(tile, member, exponent), self._store_of(softmax)
+        whole = b.mul(b.div(block.count, UNROLL), UNROLL)
+        softmax.apply_and_weigh(rows, store, whole)
+        with b.when(b.compare("slt", whole, block.padded)):
+            with b.loop(whole, block.count, hint="j") as j:
+                softmax.apply_row(rows, j)
+            softmax.fill_beyond(float("-inf"))
+            one, zero = (b.constant(x, self.vector) for x in (1.0, 0.0))
+            softmax.exponentials(store, whole, block.padded, (one, zero))
 
     def _overlap(self, old: Tile, new: Tile) -> None:
         """The second half of a tile and the first half of the next; either may have no keys."""
@@ -264,7 +292,7 @@ class TileKernel(KernelFunction):
                 if key == 0:
                     highest[member] = b.load(places[member], self.vector, "h")
                 softmax = softmaxes[member]
-                rows = [softmax.apply_row(programs[member], b.add(start, key + u)) for u in range(PAIR)]
+                rows = softmax.apply_rows(programs[member], b.add(start, key), PAIR)
                 highest[member] = softmax.raise_to(highest[member], rows)
                 if key + PAIR == self._width(parts):
                     b.store(highest[member], places[member])
@@ -287,6 +315,22 @@ class TileKernel(KernelFunction):
         queries = [self._part(self.queries, b.add(tile.g, m), p.query_bytes(), "q_at") for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
         p.scores(at, queries, [b.at(self.scores, b.mul(r, self.lanes), "f32") for r in rows], step, beside)
+
+    def _sets(self, tile: Tile) -> Value:
+        """How many pairs (or whatever the products take at a time) of groups the tile has."""
+        b, step = self.b, self.products.group_step
+        return b.div(b.add(tile.here, step - 1), step, "sets")
+
+    def _all_scores(self, tile: Tile) -> None:
+        b = self.b
+        sets = self._sets(tile)
+        with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
+            self._scores(tile, step, b.mul(number, self.products.group_step))
+
+    def _accumulate(self, tile: Tile) -> None:
+        values, weights, output = self._second_product(tile)
+        self.products.accumulate_sets(values, tile.steps, weights, output, self._sets(tile))
+        self._end_chapter(tile)
 
     def _second_product(self, tile: Tile) -> tuple[Value, Groups, Groups]:
         """Where the values of the tile's keys, its weights and its output lie."""

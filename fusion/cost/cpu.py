@@ -32,6 +32,9 @@ _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 CHUNKS_PER_THREAD = 4  # work items are dealt in that many portions
 HIDDEN_FROM = 64  # multiply-adds a score
+#: Seconds without work after which a matrix unit sleeps. With one plane its work and the vectors' take turns, tile by
+#: tile; with several they are mixed.
+SLEEPS_AFTER = 5e-7
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
 
@@ -41,8 +44,9 @@ class Costs:
     peak); `softmax`, a vector of scores (maximum, exponential, sum, packing); `operation`, a vector through one more
     operation of the score program; `output`, a vector of output that is taken up and put back for one more key block;
     `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `far`, 64 bytes of packed K and V
-    from beyond the second; `end`, a vector of scores that has nothing to overlap with; `item`, a work item; `packed`,
-    a vector of Q, K, V or the result between memory and the kernel's layout."""
+    from beyond the second; `end`, a vector of scores that has nothing to overlap with; `wake`, a matrix unit that was
+    left without work for too long; `item`, a work item; `packed`, a vector of Q, K, V or the result between memory and
+    the kernel's layout."""
 
     product: float
     softmax: float
@@ -51,6 +55,7 @@ class Costs:
     near: float
     far: float
     end: float
+    wake: float
     item: float
     packed: float
 
@@ -58,22 +63,26 @@ class Costs:
 #: By planes: 0 for multiply-adds
 COSTS = {
     0: Costs(
-        product=0.826, softmax=1.45, operation=1, output=0, near=0.441, far=3.86, end=0, item=0, packed=5.58
+        product=0.826, softmax=1.45, operation=1, output=0,
+        near=0.441, far=3.86, end=0, wake=0, item=0, packed=5.58,
     ),
     1: Costs(
-        product=1.35, softmax=5.02, operation=1, output=0.901, near=0.19, far=0.737, end=2.35, item=0, packed=4.72
+        product=1.35, softmax=5.02, operation=1, output=0.901,
+        near=0.19, far=0.737, end=2.35, wake=750, item=0, packed=4.72,
     ),
     2: Costs(
-        product=0.476, softmax=8.63, operation=1, output=2.46, near=0.707, far=2.08, end=7.17, item=0, packed=7.86
+        product=0.476, softmax=8.63, operation=1, output=2.46,
+        near=0.707, far=2.08, end=7.17, wake=0, item=0, packed=7.86,
     ),
     3: Costs(
-        product=0.626, softmax=12.2, operation=1, output=1.72, near=0.861, far=2.38, end=6.84, item=228, packed=11.5
+        product=0.626, softmax=12.2, operation=1, output=1.72,
+        near=0.861, far=2.38, end=6.84, wake=0, item=228, packed=11.5,
     ),
 }  # fmt: skip
 
 #: What is reported: resource -> the costs that belong to it
 RESOURCES = {
-    "products": ("product",),
+    "products": ("product", "wake"),
     "softmax": ("softmax", "operation", "end"),
     "output": ("output",),
     "cache": ("near", "far"),
@@ -184,6 +193,9 @@ def _item_counts(
     exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
     rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
     beyond = widest * dims * kernel.size * _spilled(n_k * dims * kernel.size + own + scores, second)
+    costs = COSTS[kernel.planes]
+    vector_work = keys * step / lanes * (costs.softmax + costs.operation * problem.score_flops)  # between products
+    asleep = kernel.planes == 1 and vector_work > SLEEPS_AFTER * clock
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),
@@ -193,6 +205,7 @@ def _item_counts(
         "near": per_item((streamed + rewritten) / 64),
         "far": beyond / 64,
         "end": np.minimum(keys, widest) * step / lanes,
+        "wake": per_item(blocks * asleep),
         "item": np.ones(len(widest)),
         "packed": per_item(here * dims / lanes),
     }

@@ -1,0 +1,224 @@
+"""Scores whose range is known before they are computed: |q k^T| <= |q| |k| (the Cauchy-Schwarz inequality).
+
+A row's softmax is the same whatever is subtracted in the exponents, as long as nothing over- or underflows. So where
+the norms of an item's queries and keys show that all its live scores lie within `EXPONENTS` powers of two of a known
+centre, that centre stands for every row's maximum. No pass over the scores looks for maxima then, nothing is rescaled,
+and the score program is applied in the registers where the exponential follows. On such a range `tanh` is a short
+polynomial, whose coefficients take up the factors around it.
+
+The norms cost O((N_q + N_k) d), and the decision is made for each work item, from its queries and the keys that it
+reads: it does not depend on what else a thread does. Where it fails the general kernel runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion.codegen.mlir.programs import LARGEST
+from fusion.codegen.mlir.vectormath import LOG2E
+from fusion.ir import ops
+from fusion.ir.expr import SCORE, Expr, const
+
+#: Weights lie within 2**-48 .. 2**48 of the centre's ...
+EXPONENTS = 48
+#: ... and the largest of an item's values within 2**-50 .. 2**50 (or is zero): its products with weights, and sums over
+#: 2**25 keys, are normal numbers.
+VALUE_EXPONENTS = 50
+#: Relative to the computed product of norms: more than rounding can take from it.
+SLACK = 1.01
+#: Natural exponents from here down have weight zero, however low the other scores of a row are within the range.
+FILL = -1000.0
+#: Of raw scores: powers of them, by which polynomials are evaluated, stay far from overflow.
+LARGEST_SCORE = 1e4
+#: Largest argument of `tanh` that its polynomial takes, and the error that it may add to an exponent of 2: a quarter of
+#: what the rounding of weights to bfloat16 does
+TANH_NEAR = 1.0
+TANH_ERROR = 2.0**-11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for constants below `FILL` that some
+    keys may have in place of x (fills). finite: one of them is finite, so that a row of nothing else has weights."""
+
+    centre: float
+    slope: float
+    offset: float
+    fills: bool = False
+    finite: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """When the scores of a spec are near `centre` (in units of the programs' scale): for raw scores of magnitude
+    `bound` at most. exponents: what the programs become there, as exponents of 2 relative to the centre. finite: see
+    `Reach`."""
+
+    centre: float
+    bound: float
+    exponents: dict[Expr, Expr]
+    finite: bool
+
+
+def near(programs: Sequence[Expr], scale: float) -> Near | None:
+    """None where a program's range does not follow from that of the raw score."""
+    factor, limit, found = scale * LOG2E, LARGEST_SCORE, []
+    for program in programs:
+        arguments: list[Reach] = []
+        reach = _reach(program, scale, arguments)
+        if reach is None:
+            return None
+        found.append(reach)
+        radii = [(reach, EXPONENTS / factor), *((x, TANH_NEAR - abs(x.centre)) for x in arguments)]
+        limit = min([limit, *(_largest(*pair) for pair in radii)])
+    centre = found[0].centre
+    if any(reach.centre != centre for reach in found) or limit <= 0:
+        return None
+    exponents = {program: _times(program, factor) for program in programs}
+    if centre:
+        exponents = {key: ops.apply("fadd", x, const(-centre * factor)) for key, x in exponents.items()}
+    return Near(centre=centre, bound=limit, exponents=exponents, finite=any(reach.finite for reach in found))
+
+
+@functools.cache
+def tanh_polynomial(error: float) -> tuple[float, ...]:
+    """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR.
+
+    It meets the function at Chebyshev's nodes; the nearest singularity lies at x**2 = -(pi / 2)**2, so each degree
+    gains a factor of 12.
+    """
+    x = np.linspace(1e-3, TANH_NEAR, 1000)
+    for degree in range(1, 12):
+        roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
+        nodes = np.sqrt((1 + roots) / 2) * TANH_NEAR
+        coefficients = np.linalg.solve(np.vander(nodes**2, increasing=True), np.tanh(nodes) / nodes)
+        if np.abs(x * np.polyval(coefficients[::-1], x * x) - np.tanh(x)).max() <= error:
+            break
+    return tuple(coefficients.tolist())
+
+
+def _times(expr: Expr, factor: float, gain: float = 1.0) -> Expr:
+    """factor * expr for the operations that `_reach` knows, with constants folded and `tanh` as a polynomial. gain: by
+    how much errors of the result grow on the way to the exponent."""
+    inner, factor = _peel(expr, factor)
+    if inner.op == "const":
+        value = float(inner.attr) * factor  # type: ignore[arg-type]
+        return const(max(-LARGEST, min(LARGEST, value)) if math.isfinite(float(inner.attr)) else value)  # type: ignore[arg-type]
+    if inner.op == "where":
+        return ops.where(inner.args[0], *(_times(arg, factor, gain) for arg in inner.args[1:]))
+    if inner.op in ("fadd", "fsub"):
+        return ops.apply(inner.op, *(_times(arg, factor, gain) for arg in inner.args))
+    if inner.op != "tanh":
+        return ops.apply("fmul", inner, const(factor))
+    argument, slope = _peel(inner.args[0], 1.0)
+    gain *= abs(factor)
+    if argument is not SCORE:
+        argument = _times(argument, 1.0, gain * abs(slope))
+    square = ops.apply("fmul", argument, argument)
+    terms = [c * slope ** (2 * k + 1) * factor for k, c in enumerate(tanh_polynomial(TANH_ERROR / gain))]
+    value = const(terms[-1])
+    for c in reversed(terms[:-1]):
+        value = ops.apply("fadd", ops.apply("fmul", value, square), const(c))
+    return ops.apply("fmul", argument, value)
+
+
+def _peel(expr: Expr, factor: float) -> tuple[Expr, float]:
+    """(x, c) with c x = factor * expr, without constant factors around x."""
+    while True:
+        if expr.op == "neg":
+            expr, factor = expr.args[0], -factor
+        elif expr.op == "fmul" and (constants := [arg for arg in expr.args if arg.op == "const"]):
+            expr = expr.args[1] if constants[0] is expr.args[0] else expr.args[0]
+            factor *= float(constants[0].attr)  # type: ignore[arg-type]
+        elif expr.op == "div" and expr.args[1].op == "const":
+            expr, factor = expr.args[0], factor / float(expr.args[1].attr)  # type: ignore[arg-type]
+        else:
+            return expr, factor
+
+
+def _largest(reach: Reach, radius: float) -> float:
+    """The largest B with slope * B + offset <= radius; at most 0 where there is none."""
+    if reach.slope == 0.0:
+        return math.inf if reach.offset <= radius else 0.0
+    return (radius - reach.offset) / reach.slope
+
+
+def _reach(expr: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
+    """Of a FLOAT expression; notes what `tanh` is applied to."""
+    if expr is SCORE:
+        return Reach(centre=0.0, slope=1.0, offset=0.0)
+    if expr.op == "const":
+        value = float(expr.attr)  # type: ignore[arg-type]
+        return Reach(centre=value, slope=0.0, offset=0.0) if math.isfinite(value) else None
+    if expr.op == "where":
+        return _either(*expr.args[1:], scale, arguments)
+    parts = [_reach(arg, scale, arguments) for arg in expr.args] if expr.op in _RULES else [None]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or any(part.fills for part in known):
+        return None
+    if expr.op == "tanh":
+        arguments.append(known[0])
+    return _RULES[expr.op](*known)
+
+
+def _either(x: Expr, y: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
+    for part, other in ((x, y), (y, x)):
+        if part.op == "const" and float(part.attr) * scale <= FILL:  # type: ignore[arg-type]
+            reach = _reach(other, scale, arguments)
+            if reach is None:
+                return None
+            finite = reach.finite or math.isfinite(float(part.attr))  # type: ignore[arg-type]
+            return Reach(centre=reach.centre, slope=reach.slope, offset=reach.offset, fills=True, finite=finite)
+    first, second = (_reach(part, scale, arguments) for part in (x, y))
+    if first is None or second is None:
+        return None
+    return Reach(
+        centre=first.centre,
+        slope=max(first.slope, second.slope),
+        offset=max(first.offset, second.offset + abs(second.centre - first.centre)),
+        fills=first.fills or second.fills,
+        finite=first.finite or second.finite,
+    )
+
+
+def _negated(x: Reach) -> Reach:
+    return Reach(centre=-x.centre, slope=x.slope, offset=x.offset)
+
+
+def _sum(x: Reach, y: Reach) -> Reach:
+    return Reach(centre=x.centre + y.centre, slope=x.slope + y.slope, offset=x.offset + y.offset)
+
+
+def _product(x: Reach, y: Reach) -> Reach | None:
+    if x.slope or x.offset:
+        x, y = y, x
+    if x.slope or x.offset:
+        return None
+    factor = x.centre
+    return Reach(centre=factor * y.centre, slope=abs(factor) * y.slope, offset=abs(factor) * y.offset)
+
+
+def _quotient(x: Reach, y: Reach) -> Reach | None:
+    if y.slope or y.offset or y.centre == 0.0:
+        return None
+    return _product(x, Reach(centre=1.0 / y.centre, slope=0.0, offset=0.0))
+
+
+def _tanh(x: Reach) -> Reach:
+    """|tanh x| <= |x|."""
+    return Reach(centre=0.0, slope=x.slope, offset=x.offset + abs(x.centre))
+
+
+_RULES = {
+    "neg": _negated,
+    "fadd": _sum,
+    "fsub": lambda x, y: _sum(x, _negated(y)),
+    "fmul": _product,
+    "div": _quotient,
+    "tanh": _tanh,
+}

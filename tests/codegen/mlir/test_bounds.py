@@ -1,0 +1,199 @@
+"""Scores near a centre that the norms of queries and keys show: the rule, polynomials and kernels that use it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fusion.codegen.mlir.bounds import FILL, LARGEST_SCORE, TANH_NEAR, near, tanh_polynomial
+from fusion.codegen.mlir.vectormath import LOG2E
+from fusion.ir import Normalizer
+from fusion.ir.expr import SCORE, Expr, I, J, const
+from fusion.ir.ops import apply, evaluate, where
+from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw
+
+BELOW = apply("ilt", I, J)
+
+
+def scaled(x: Expr, factor: float) -> Expr:
+    return apply("fmul", x, const(factor))
+
+
+def capped(cap: float, factor: float = 0.125) -> Expr:
+    return scaled(apply("tanh", scaled(SCORE, factor / cap)), cap)
+
+
+PROGRAMS = {
+    "plain": scaled(SCORE, 0.125),
+    "negative": apply("neg", scaled(SCORE, 0.125)),
+    "shifted": apply("fadd", scaled(SCORE, 0.125), const(7.0)),
+    "divided": apply("div", apply("fsub", const(1.0), SCORE), const(8.0)),
+    "capped": capped(20.0),
+    "capped twice": scaled(apply("tanh", scaled(capped(30.0), 1 / 40)), 40.0),
+    "filled": where(BELOW, const(-math.inf), scaled(SCORE, 0.125)),
+    "finite": where(BELOW, const(-1e9), capped(50.0)),
+    "penalty": where(BELOW, apply("fadd", scaled(SCORE, 0.125), const(-3.0)), scaled(SCORE, 0.125)),
+    "two values": where(BELOW, const(-5.0), scaled(SCORE, 0.125)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_exponents_are_those_of_the_program_and_in_range(name: str, scale: float) -> None:
+    program = PROGRAMS[name]
+    found = near([program], scale)
+    assert found is not None
+    s = torch.linspace(-found.bound, found.bound, 1001, dtype=torch.float64)
+    for i, j in ((0, 1), (1, 0)):
+        places = {SCORE: s, I: torch.tensor(i), J: torch.tensor(j)}
+        x = evaluate(program, places.__getitem__).broadcast_to(s.shape) * scale * LOG2E
+        y = evaluate(found.exponents[program], places.__getitem__).broadcast_to(s.shape)
+        expected = x - found.centre * scale * LOG2E
+        if float(x.max()) <= FILL * LOG2E:  # a fill has no weight, whatever it is
+            assert float(y.max()) < -1000
+            continue
+        torch.testing.assert_close(y, expected, atol=2.0**-10, rtol=1e-6)
+        assert float(y.abs().max()) <= 48 + 1e-3
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        apply("exp", SCORE),
+        apply("fmul", SCORE, SCORE),
+        apply("fadd", SCORE, const(math.inf)),
+        apply("fadd", SCORE, where(BELOW, const(-math.inf), const(0.0))),
+        scaled(apply("tanh", apply("fadd", SCORE, const(2.0))), 3.0),
+        apply("div", const(1.0), SCORE),
+    ],
+)
+def test_ranges_that_do_not_follow_from_the_score(program: Expr) -> None:
+    found = near([program], 1.0)
+    assert found is None or program.op == "where"
+
+
+def test_programs_must_share_a_centre() -> None:
+    assert near([SCORE, apply("fadd", SCORE, const(1.0))], 1.0) is None
+
+
+def test_tiny_scales_stay_within_powers_that_are_numbers() -> None:
+    found = near([scaled(SCORE, 1e-9)], 1.0)
+    assert found is not None
+    assert found.bound == LARGEST_SCORE
+
+
+@pytest.mark.parametrize("error", [1e-3, 2.0**-11 / 50, 1e-7])
+def test_tanh_polynomial(error: float) -> None:
+    x = np.linspace(-TANH_NEAR, TANH_NEAR, 4001)
+    coefficients = tanh_polynomial(error)
+    assert np.abs(x * np.polyval(coefficients[::-1], x * x) - np.tanh(x)).max() <= error * 1.01
+    shorter = tanh_polynomial(error * 20)
+    assert len(shorter) < len(coefficients)
+
+
+SHAPES = (
+    {"B": 2, "H": 2, "Nq": 100, "Nk": 100},
+    {"B": 1, "H": 3, "Nq": 33, "Nk": 301},
+    {"B": 1, "H": 1, "Nq": 130, "Nk": 7},
+)
+
+
+def kernels(c: Case):
+    """The kernel of a case, and one that never looks at norms."""
+    pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+    from fusion.codegen.mlir.kernel import AttentionKernel
+    from fusion.codegen.mlir.launch import Kernel
+    from fusion.codegen.mlir.strategy import tilings_for
+
+    target = TARGETS["best"]
+    tilings = tilings_for(c.spec, target)
+    if tilings[0].planes != 1:
+        pytest.skip("needs AMX")
+
+    class General(Kernel):
+        def variant(self, *args):
+            before, AttentionKernel.looks_ahead = AttentionKernel.looks_ahead, False
+            try:
+                return super().variant(*args)
+            finally:
+                AttentionKernel.looks_ahead = before
+
+    return Kernel(c.spec, tilings, target), General(c.spec, tilings, target)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "left_padded", "left_padded_inf", "bool_mask", "padding", "soft_cap", "documents"]
+)
+def test_near_scores(name: str) -> None:
+    c = case(name, "bfloat16", 40, 24)
+    run, general = kernels(c)
+    for shape in SHAPES:
+        operands, sizes = draw(c, shape)
+        out = run(operands, sizes)
+        assert_as_exact_as_eager(out, c.spec, operands, sizes)
+        operands[0] *= 1000  # far from near
+        torch.testing.assert_close(run(operands, sizes), general(operands, sizes), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])
+@pytest.mark.parametrize("name", ["left_padded_inf", "bool_mask"])
+def test_rows_without_a_live_key(name: str, normalizer: Normalizer) -> None:
+    c = case(name, "bfloat16", 40, 24, normalizer=normalizer, sinks=name == "bool_mask")
+    run, _ = kernels(c)
+    operands, sizes = draw(c, SHAPES[0])
+    if name == "bool_mask":
+        operands[3][:, :, 5:9] = False
+    assert_as_exact_as_eager(run(operands, sizes), c.spec, operands, sizes)
+
+
+def test_the_decision_is_by_item_and_reaches_all_that_it_should() -> None:
+    c = case("soft_cap", "bfloat16")
+    run, general = kernels(c)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 512, "Nk": 300})
+    operands[0][:, :, :64] *= 100
+    one, other = run(operands, sizes).float(), general(operands, sizes).float()
+    assert torch.equal(one[:, :, :64], other[:, :, :64])
+    assert not torch.equal(one[:, :, 64:], other[:, :, 64:])  # by another polynomial
+    torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("value", [2.0**70, 2.0**-70, math.nan, math.inf])
+def test_extreme_values(value: float) -> None:
+    c = case("plain", "bfloat16")
+    run, general = kernels(c)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 64, "Nk": 100})
+    operands[2] *= value
+    torch.testing.assert_close(run(operands, sizes), general(operands, sizes), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_not_a_number(number: int, sign: float) -> None:
+    c = case("causal", "bfloat16")
+    run, _ = kernels(c)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 64, "Nk": 64})
+    operands[number][0, 0, 5, 3] = math.copysign(math.nan, sign)
+    out = run(operands, sizes)
+    # A key reaches the rows from 5 on; a value also those whose weight for it is zero, as in eager mode.
+    reached = [out[:, :, 5:6], out[:, :, 5:], out[..., 3:4]][number]
+    assert torch.isnan(reached).all()
+    assert torch.isnan(out).sum() == reached.numel()
+
+
+def test_results_do_not_depend_on_what_a_thread_did_before() -> None:
+    c = case("causal", "bfloat16")
+    run, _ = kernels(c)
+    operands, sizes = draw(c, {"B": 1, "H": 3, "Nq": 1000, "Nk": 1000})
+    operands[1][:, :, 700:] *= 3  # from there on other norms
+    threads, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            outs.append(run(operands, sizes))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
