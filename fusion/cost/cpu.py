@@ -34,7 +34,7 @@ CHUNKS_PER_THREAD = 4  # work items are dealt in that many portions
 HIDDEN_FROM = 64  # multiply-adds a score
 #: Seconds without work after which a matrix unit sleeps. With one plane its work and the vectors' take turns, tile by
 #: tile; with several they are mixed.
-SLEEPS_AFTER = 5e-7
+SLEEPS_AFTER = 6e-7
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
 
@@ -67,8 +67,8 @@ COSTS = {
         near=0.441, far=3.86, end=0, wake=0, item=0, packed=5.58,
     ),
     1: Costs(
-        product=1.35, softmax=5.02, operation=1, output=0.901,
-        near=0.19, far=0.737, end=2.35, wake=750, item=0, packed=4.72,
+        product=1.96, softmax=4.38, operation=1, output=1.18,
+        near=0.535, far=0.611, end=0.32, wake=541, item=0, packed=7.36,
     ),
     2: Costs(
         product=0.476, softmax=8.63, operation=1, output=2.46,
