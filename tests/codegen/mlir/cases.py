@@ -107,6 +107,10 @@ PROGRAMS = {
         operands=(tensor("bias", 2, "float16"),), score=lambda s: apply("fadd", s, read(I, J)),
         tensors=lambda n: [torch.randn(n["Nq"], n["Nk"]).half()],
     ),
+    "brain_bias": Program(
+        operands=(tensor("bias", 3, "bfloat16"),), score=lambda s: apply("fadd", s, read(HEAD, I, J)),
+        tensors=lambda n: [torch.randn(n["H"], n["Nq"], n["Nk"]).bfloat16()],
+    ),
     "expanded_mask": Program(
         operands=(tensor("mask", 4),), score=lambda s: apply("fadd", s, read(BATCH, const(0), I, J)),
         tensors=lambda n: [torch.where(torch.rand(n["B"], 1, 1, n["Nk"]) < 0.7, 0.0, FMIN).expand(-1, 1, n["Nq"], -1)],
