@@ -3,7 +3,8 @@
     for each work item (batch coordinates, block of query rows) of this thread
         pack K and V, as far as needed, if the item reads other keys than the one before
         pack Q^T
-        for each block of keys in range
+        for each block of keys in range, with each row's maximum so far or, where the norms of Q and K say that the
+        scores lie close together, without (`bounds`)
             S^T = K Q^T;  score program, softmax statistics, weights;  O^T += V^T P^T
         where a row met no live key although keys were skipped: once more over all keys
         divide by the sum, transpose, write
@@ -17,10 +18,11 @@ from __future__ import annotations
 
 import functools
 
-from fusion.codegen.mlir.amx import LARGE_BITS, Amx
+from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, Near, near
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
+from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
 from fusion.codegen.mlir.programs import J0, J1
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
@@ -48,7 +50,7 @@ class AttentionKernel(TileKernel):
         p = self.products
         self.staging = self._area(8 * p.staging_elements(), "staging")
         self.finished = self._area(self.lanes * p.e_padded * 4, "finished")
-        self.state = self._area(64 * 4, "state")
+        self.packed = PackedRows(self.b, self._area(STATE_BYTES, "state"))
         self.near = self._near() if self.looks_ahead else None
         if self.near is not None:
             self.query_norms = self._area(tiling.groups * 4 * self.lanes, "query_norms")
@@ -76,13 +78,12 @@ class AttentionKernel(TileKernel):
         b = self.b
         top = self._top()
         if self.worst is not None:
-            b.store(b.constant(0, vector_of("i32", 16)), self.worst)
-        for slot in range(2 + 8):
-            b.store(b.constant(-1, "i64"), b.at(self.state, slot, "i64"))
+            clear_largest(b, self.worst)
+        self.packed.clear()
         with self._items() as item:
             self._item(top, item)
         if self.worst is not None:
-            self._raise_flag()
+            raise_flag(b, self.worst, self.params[("ptr", "flag")])
         return KernelText(
             source=self._function(), slots=self._slots(), rows=self.tiling.groups * self.lanes,
             key_step=self.products.key_step, fixed_bytes=self.layout.size,
@@ -95,13 +96,6 @@ class AttentionKernel(TileKernel):
         """Of a key step's norms of keys and magnitudes of values, each a vector of bits."""
         return 0 if self.near is None else 8 * self.lanes
 
-    def _raise_flag(self) -> None:
-        b = self.b
-        seen = b.load(self.worst, vector_of("i32", 16), "worst")
-        worst = b.op(f"vector.reduction <maxsi>, {seen} : {seen.type} into i32", "i32", "worst")
-        with b.when(b.compare("sge", worst, LARGE_BITS)):
-            b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
-
     def _item(self, top: Scope, item: Value) -> None:
         b, rows, mask = self.b, self.tiling.groups * self.lanes, self.spec.mask
         blocks = self.params[("blocks",)]
@@ -112,7 +106,7 @@ class AttentionKernel(TileKernel):
         groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
         readers = self._readers(scope)
         self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
-        self._note_identity(readers[1:])
+        self.packed.note(readers[1:])
         padded_groups = b.mul(
             b.div(b.add(groups, self.products.group_step - 1), self.products.group_step), self.products.group_step
         )
@@ -153,41 +147,22 @@ class AttentionKernel(TileKernel):
         start = b.mul(b.div(b.least(start, self.n_k), step), step)
         return b.most(low, start, "key_lo"), b.least(high, stop, "key_hi")
 
-    def _note_identity(self, readers: list[RowReader]) -> None:
-        """Forget what is packed where this item reads other keys or values than the last one."""
-        b = self.b
-        values = [b.as_value(v, "i64") for reader in readers for v in reader.identity()]
-        changed: Value = b.constant(0, "i1")
-        for slot, value in enumerate(values):
-            old = b.load(b.at(self.state, 2 + slot, "i64"), "i64", "seen")
-            changed = b.binary("arith.ori", changed, b.compare("ne", old, value), "changed")
-        first = b.compare("slt", b.load(self.state, "i64"), 0, "nothing")
-        with b.when(b.binary("arith.ori", changed, first)):
-            for slot, value in enumerate([b.constant(0, "i64"), b.constant(0, "i64"), *values]):
-                b.store(value, b.at(self.state, slot, "i64"))
-
     def _pack(self, readers: list[RowReader], low: Value | int, high: Value) -> None:
-        """Make sure that key steps [low, high) (in keys, low on a step) are packed: extend the packed range to both
-        sides."""
-        b, step = self.b, self.products.key_step
-        have_low, have_high = b.load(self.state, "i64", "have_lo"), b.load(b.at(self.state, 1, "i64"), "i64", "have_hi")
-        end = b.mul(b.div(b.add(high, step - 1), step), step, "end")
-        low = b.as_value(low, "i64")
-        empty = b.compare("sge", have_low, have_high, "empty")
-        have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)
-        for start, stop in ((low, have_low), (have_high, end)):
-            with b.loop(start, stop, step, hint="j") as j:
-                n, p = b.div(j, step), self.products
-                keys = b.at(self.packed_keys, b.mul(n, p.key_bytes()), "i8")
-                p.pack_keys(readers[1], j, self.n_k, keys, self.staging)
-                values = b.at(self.packed_values, b.mul(n, p.value_bytes()), "i8")
-                p.pack_values(readers[2], j, self.n_k, values, self.staging)
-                if self.near is not None:
-                    note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")
-                    b.store(self._amx.key_norms(keys), note)
-                    b.store(self._amx.value_magnitudes(values), b.at(note, self.lanes, "i32"))
-        b.store(b.least(low, have_low), self.state)
-        b.store(b.most(end, have_high), b.at(self.state, 1, "i64"))
+        """Make sure that keys [low, high) (low on a step) are packed."""
+        b, p = self.b, self.products
+
+        def pack(key: Value) -> None:
+            n = b.div(key, p.key_step)
+            keys = b.at(self.packed_keys, b.mul(n, p.key_bytes()), "i8")
+            p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
+            values = b.at(self.packed_values, b.mul(n, p.value_bytes()), "i8")
+            p.pack_values(readers[2], key, self.n_k, values, self.staging)
+            if self.near is not None:
+                note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")
+                b.store(self._amx.key_norms(keys), note)
+                b.store(self._amx.value_magnitudes(values), b.at(note, self.lanes, "i32"))
+
+        self.packed.extend(low, high, p.key_step, pack)
 
     def _attend(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
         """All key blocks; a second time over all keys where the mask let keys be skipped and a row met none that is

@@ -11,7 +11,7 @@ FLOAT is f32. BOOL is i1. INT is i64 as a scalar; as a vector i32 where its magn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
@@ -73,6 +73,21 @@ class Context:
     math: VectorMath
     operands: tuple[Operand, ...]
     lanes: int
+
+
+def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Value) -> Callable[[Expr], Value | None]:
+    """A `Scope.leaf` that finds loads in what has been staged of them for a tile: (load, function of the row)."""
+    found: dict[Expr, Value] = {}
+
+    def leaf(expr: Expr) -> Value | None:
+        for load, read in staged:
+            if load is expr:
+                if expr not in found:
+                    found[expr] = read(row)
+                return found[expr]
+        return None
+
+    return leaf
 
 
 def magnitude(expr: Expr) -> float:

@@ -5,7 +5,7 @@ m * c), with c = scale * log2(e), adds up the sum, and hands the weights to the 
 
 The maximum that is subtracted is allowed to be stale: as long as no lane's new maximum is more than 2**8 above it,
 weights stay below 2**8 and nothing is rescaled. That is exact in floating point (only the common exponent differs) and
-saves nearly all rescaling.
+saves nearly all rescaling. Where it is known beforehand (`bounds`), both passes are one: `apply_and_weigh`.
 
 Special values. A maximum of -inf (no key yet) is replaced by 0, so that exp(-inf) gives weight 0 and a row that ends so
 has sum 0. Where the maximum is so large (finfo.min of fully masked rows) that the rounding of m * c would count, c is
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.scope import Context, Scope
+from fusion.codegen.mlir.scope import Context, Scope, staged_leaf
 from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir.expr import SCORE, Expr, J
 
@@ -148,19 +148,7 @@ class GroupSoftmax:
         b = self.b
         score = b.load(self._row(self.group.scores, key), self.vector, "s", align=4 * self.lanes)
         known = {SCORE: score, J: b.add(self.block.first, key, "j")}
-        row = Scope(context=self.context, parent=rows.scope, known=known)
-        memo: dict[Expr, Value] = {}
-
-        def leaf(expr: Expr) -> Value | None:
-            for load, read in rows.staged:
-                if load is expr:
-                    if expr not in memo:
-                        memo[expr] = read(key)
-                    return memo[expr]
-            return None
-
-        row.leaf = leaf
-        return row
+        return Scope(context=self.context, parent=rows.scope, known=known, leaf=staged_leaf(rows.staged, key))
 
     def largest(self, x: Value, y: Value) -> Value:
         """The larger; y where x is NaN (one `vmaxps`)."""

@@ -5,14 +5,18 @@
     weights      exponentials, their sums                     vectors
     accumulate   O^T += V^T P^T                               product
 
-Where the products run on a unit of their own (AMX), two tiles are in the works at a time, so that both units are busy:
+Where the products run on a unit of their own (AMX), two tiles are in the works at a time. With several planes, so that
+both units are busy:
 
     the weights of one tile beside the scores of the next, then the product with V of the one beside the maxima of the
     next
 
 The processor overlaps the two by itself where their instructions stand close together: the products take pieces of
 vector work that they write between tile instructions. No memory is needed twice: the weights of a key step are made
-before the next tile's scores of that step are stored over the scores that they were made of.
+before the next tile's scores of that step are stored over the scores that they were made of. With one plane that gains
+nothing, and products and vector work alternate:
+
+    the scores of the next tile and the product with V of the last, then maxima and weights of the next
 
 Sums over many keys lose digits: each addition rounds to the last place of what has been added up so far. So output and
 sum begin anew every `CHAPTER` keys and are added to those of the chapters before (where the result is float32; others

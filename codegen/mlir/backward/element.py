@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusion.codegen.mlir.backward.plan import Form
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.scope import Scope, staged_leaf
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, Expr
 
@@ -67,7 +67,7 @@ class Elements:
         slope = b.load(b.at(self.slopes, at, "f32"), kernel.vector, "dp", align=align)
         position = b.add(self.first, r, "row")
         row = Scope(context=kernel.context, parent=self.scope, known={SCORE: score, kernel.role.row: position})
-        row.leaf = self._leaf(r)
+        row.leaf = staged_leaf(self.staged, r)
         x = row.vector(self.program)
         factor = None if kernel.weight is None else row.vector(kernel.weight)
         scaled = slope if factor is None else b.mul(slope, factor)
@@ -111,16 +111,3 @@ class Elements:
         shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector))
         for k, entry in enumerate(self.kernel.collected, start=count + 1):
             sums[k] = b.add(sums[k], shares.vector(entry.full if self.full else entry.masked), "share")
-
-    def _leaf(self, r: Value) -> Callable[[Expr], Value | None]:
-        memo: dict[Expr, Value] = {}
-
-        def leaf(expr: Expr) -> Value | None:
-            for load, read in self.staged:
-                if load is expr:
-                    if expr not in memo:
-                        memo[expr] = read(r)
-                    return memo[expr]
-            return None
-
-        return leaf

@@ -16,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import math
 
-from fusion.codegen.mlir.amx import LARGE_BITS
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
 from fusion.codegen.mlir.backward.plan import Form, Role, access
-from fusion.codegen.mlir.backward.tile import STATE_SLOTS, BackwardTile, Block, Half, Rows
-from fusion.codegen.mlir.builder import Value, vector_of
+from fusion.codegen.mlir.backward.tile import BackwardTile, Block, Half, Rows
+from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
+from fusion.codegen.mlir.packing import clear_largest, raise_flag
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
@@ -43,12 +43,11 @@ class BackwardKernel(BackwardTile):
         top = self._top()
         self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.role is Role.QUERIES else (self.n_k, self.n_q)
         if self.worst is not None:
-            b.store(b.constant(0, vector_of("i32", 16)), self.worst)
-        for slot in range(STATE_SLOTS):
-            b.store(b.constant(-1, "i64"), b.at(self.state, slot, "i64"))
+            clear_largest(b, self.worst)
+        self.packed.clear()
         self._loops(top)
         if self.worst is not None:
-            self._raise_flag()
+            raise_flag(b, self.worst, self.params[("ptr", "flag")])
         return KernelText(
             source=self._function(), slots=self._slots(), rows=self.rows_per_block,
             key_step=self.score_half.products.key_step,
@@ -101,7 +100,7 @@ class BackwardKernel(BackwardTile):
         self.readers = [self._reader(scope, number) for number in self.sides]
         load_of = DenseLoad if self.role is Role.QUERIES else LaneLoad
         self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
-        self._note_identity()
+        self.packed.note(self.readers[2:])
         self.sinks = [
             GradientSink(self.context, entry, self.thread, self.plan.written_once(entry)) for entry in self.collected
         ]
@@ -115,26 +114,7 @@ class BackwardKernel(BackwardTile):
             index, row, column = access(spec, number)
         return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))
 
-    def _raise_flag(self) -> None:
-        b = self.b
-        seen = b.load(self.worst, vector_of("i32", 16), "worst")
-        worst = b.op(f"vector.reduction <maxsi>, {seen} : {seen.type} into i32", "i32", "worst")
-        with b.when(b.compare("sge", worst, LARGE_BITS)):
-            b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
-
     # --- packing ------------------------------------------------------------------------------------------------
-
-    def _note_identity(self) -> None:
-        """Forget what is packed where other rows are read than before."""
-        b = self.b
-        values = [b.as_value(v, "i64") for reader in self.readers[2:] for v in reader.identity()]
-        changed: Value = b.compare("slt", b.load(self.state, "i64"), 0, "nothing")
-        for slot, value in enumerate(values):
-            old = b.load(b.at(self.state, 2 + slot, "i64"), "i64", "seen")
-            changed = b.binary("arith.ori", changed, b.compare("ne", old, value), "changed")
-        with b.when(changed):
-            for slot, value in enumerate([b.constant(0, "i64"), b.constant(0, "i64"), *values]):
-                b.store(value, b.at(self.state, slot, "i64"))
 
     def _pack_lanes(self, block: Block) -> None:
         b = self.b
@@ -144,21 +124,8 @@ class BackwardKernel(BackwardTile):
                 first = b.add(block.first, b.mul(g, self.lanes))
                 half.products.pack_queries(reader, first, self.n_lanes, at, self.staging)
 
-    def _pack_rows(self, low: Value, high: Value) -> None:
-        """Make sure that rows [low, high) of the row side are packed (low on a step): extend what is there to both
-        sides."""
-        b, step = self.b, self.score_half.products.key_step
-        have_low, have_high = b.load(self.state, "i64", "have_lo"), b.load(b.at(self.state, 1, "i64"), "i64", "have_hi")
-        end = b.mul(b.div(b.add(high, step - 1), step), step, "end")
-        empty = b.compare("sge", have_low, have_high, "empty")
-        have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)
-        for start, stop in ((low, have_low), (have_high, end)):
-            with b.loop(start, stop, step, hint="r") as r:
-                self._pack_step(r, b.div(r, step))
-        b.store(b.least(low, have_low), self.state)
-        b.store(b.most(end, have_high), b.at(self.state, 1, "i64"))
-
-    def _pack_step(self, row: Value, n: Value) -> None:
+    def _pack_step(self, row: Value) -> None:
+        n = self.b.div(row, self.score_half.products.key_step)
         for reader, half in zip(self.readers[2:], self.halves, strict=True):
             p, rest = half.products, (row, self.n_rows)
             p.pack_keys(reader, *rest, self.part(half.keys, n, p.key_bytes()), self.staging)
@@ -179,7 +146,7 @@ class BackwardKernel(BackwardTile):
         with b.loop(0, self.sum_count * self.tiling.groups, hint="n") as n:
             b.store(zero, b.at(self.sums, b.mul(n, self.lanes), "f32"))
         low, high = self._row_range(block)
-        self._pack_rows(low, high)
+        self.packed.extend(low, high, self.score_half.products.key_step, self._pack_step)
         with b.loop(low, high, keys, hint="r0") as first:
             rows = Rows(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
             with b.when(self._may_meet(block, rows)):

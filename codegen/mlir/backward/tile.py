@@ -18,6 +18,7 @@ from fusion.codegen.mlir.backward.loads import GradientSink
 from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, Role, normalized, result_memory
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
+from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import MultiplyAdd, Products
 from fusion.codegen.mlir.programs import I0, I1, J0, J1
 from fusion.codegen.mlir.scope import Lanes, Scope
@@ -25,8 +26,6 @@ from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
 from fusion.ir.spec import AttentionSpec, Operand
-
-STATE_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +144,7 @@ class BackwardTile(KernelFunction):
         self.finished = self._area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
         self.staged = [self._area(rows * row, "staged") for _ in self.dense]
         self.sums = self._area(max(1, self.sum_count) * groups * row, "sums")
-        self.state = self._area(STATE_SLOTS * 8, "state")
+        self.packed = PackedRows(self.b, self._area(STATE_BYTES, "state"))
         packed = self._packed_areas(products)
         scales, widths = (self.programs.scale, 1.0), (self.d, self.d_v)
         self.halves = tuple(

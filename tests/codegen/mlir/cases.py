@@ -272,3 +272,15 @@ def assert_as_exact_as_eager(
     allowed = (eager.double() - want)[finite].abs().max() + torch.finfo(got.dtype).eps * want[finite].abs().max()
     error = (got.double() - want)[finite].abs().max()
     assert error <= 2 * allowed, f"error {error:.2e}, eager's {allowed:.2e}"
+
+
+def on_threads(run: Callable[[list[torch.Tensor], list[int]], torch.Tensor], *operands) -> list[torch.Tensor]:
+    """The results of `run(*operands)` on 1, 2 and 5 threads."""
+    threads, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            outs.append(run(*operands))
+    finally:
+        torch.set_num_threads(threads)
+    return outs

@@ -13,7 +13,7 @@ from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir import Normalizer
 from fusion.ir.expr import SCORE, Expr, I, J, const
 from fusion.ir.ops import apply, evaluate, where
-from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw
+from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
 
 BELOW = apply("ilt", I, J)
 
@@ -188,12 +188,6 @@ def test_results_do_not_depend_on_what_a_thread_did_before() -> None:
     run, _ = kernels(c)
     operands, sizes = draw(c, {"B": 1, "H": 3, "Nq": 1000, "Nk": 1000})
     operands[1][:, :, 700:] *= 3  # from there on other norms
-    threads, outs = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            outs.append(run(operands, sizes))
-    finally:
-        torch.set_num_threads(threads)
+    outs = on_threads(run, operands, sizes)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])

@@ -11,7 +11,7 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.ir import Normalizer
-from tests.codegen.mlir.cases import PROGRAMS, TARGETS, Case, assert_as_exact_as_eager, case, draw
+from tests.codegen.mlir.cases import PROGRAMS, TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
 
 SHAPES = (
     {"B": 2, "H": 2, "Nq": 100, "Nk": 100},
@@ -150,12 +150,6 @@ def test_results_do_not_depend_on_the_number_of_threads(name: str, n_q: int, n_k
     c = case(name, group=group)
     run = kernel(c)
     operands, sizes = draw(c, {"B": 2, "H": 3, "Nq": n_q, "Nk": n_k})
-    outs, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            outs.append(run(operands, sizes))
-    finally:
-        torch.set_num_threads(threads)
+    outs = on_threads(run, operands, sizes)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])

@@ -1,0 +1,67 @@
+"""What a thread has packed: a range of one side's rows, and which rows they are; and what it saw while it packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fusion.codegen.mlir.amx import LARGE_BITS, PAIRS
+from fusion.codegen.mlir.builder import Builder, Value
+from fusion.codegen.mlir.rows import RowReader
+
+SLOTS = 64
+STATE_BYTES = 8 * SLOTS
+
+
+class PackedRows:
+    """Rows [low, high) of what some readers read are packed. state: `STATE_BYTES` of the thread's memory, which hold
+    low, high and the identity of what is read."""
+
+    def __init__(self, b: Builder, state: Value):
+        self.b, self.low, self.state = b, state, state
+        self.high = b.at(state, 1, "i64")
+
+    def clear(self) -> None:
+        """At the start of the kernel: nothing is packed."""
+        self.b.store(self.b.constant(-1, "i64"), self.low)
+
+    def note(self, readers: Sequence[RowReader]) -> None:
+        """Forget what is packed where other rows are read from here on than before."""
+        b = self.b
+        values = [b.as_value(v, "i64") for reader in readers for v in reader.identity()]
+        assert len(values) + 2 <= SLOTS, "more coordinates than a spec has"
+        changed: Value = b.compare("slt", b.load(self.low, "i64"), 0, "nothing")
+        for slot, value in enumerate(values, start=2):
+            old = b.load(b.at(self.state, slot, "i64"), "i64", "seen")
+            changed = b.binary("arith.ori", changed, b.compare("ne", old, value), "changed")
+        zero = b.constant(0, "i64")
+        with b.when(changed):
+            for slot, value in enumerate([zero, zero, *values]):
+                b.store(value, b.at(self.state, slot, "i64"))
+
+    def extend(self, low: Value | int, high: Value, step: int, pack: Callable[[Value], None]) -> None:
+        """Make sure that rows [low, high) are packed (low on a step), and what lies between them and those that are:
+        `pack(row)` packs a step from that row on."""
+        b = self.b
+        have_low, have_high = b.load(self.low, "i64", "have_lo"), b.load(self.high, "i64", "have_hi")
+        end = b.mul(b.div(b.add(high, step - 1), step), step, "end")
+        low = b.as_value(low, "i64")
+        empty = b.compare("sge", have_low, have_high, "empty")
+        have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)
+        for start, stop in ((low, have_low), (have_high, end)):
+            with b.loop(start, stop, step, hint="r") as row:
+                pack(row)
+        b.store(b.least(low, have_low), self.low)
+        b.store(b.most(end, have_high), self.high)
+
+
+def clear_largest(b: Builder, worst: Value) -> None:
+    """Of the magnitudes that `Amx` collects while it packs."""
+    b.store(b.constant(0, PAIRS), worst)
+
+
+def raise_flag(b: Builder, worst: Value, flag: Value) -> None:
+    """Tell the launcher where one of them was too large for planes."""
+    seen = b.load(worst, PAIRS, "worst")
+    largest = b.op(f"vector.reduction <maxsi>, {seen} : {PAIRS} into i32", "i32", "largest")
+    with b.when(b.compare("sge", largest, LARGE_BITS)):
+        b.store(b.constant(1, "i64"), flag)
