@@ -26,6 +26,9 @@ LOOK_SHARE = 0.03
 GPU_ROUND_TRIP, GPU_RATE = 4e-4, 0.25
 PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 5, 12
 """How often these operations move each of Q, K and V, where causal, and the states of causal chunks."""
+CHUNKED, STATISTICS = 1.4, 1.3
+"""Times that the feature kernels take longer chunk by chunk, each with a state of its own, and that exact attention
+inside of chunks takes longer than the planner says, for short rows whose statistics are written."""
 WORTH = 0.9
 """Of the exact kernel's time, what the polynomial's may be predicted to be."""
 CANDIDATES = 2
@@ -80,7 +83,8 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
         chunks = -(-problem.n_q // chunk)
         near = replace(problem, batch=problem.batch * chunks, n_q=chunk, n_k=chunk, dtype="float32")
         states = problem.problems * (chunks - 1) * features * columns * 4 / machine.main.bandwidth
-        inside = exact_seconds(machine, near) + STATE_PASSES * states
+        seconds *= CHUNKED
+        inside = STATISTICS * exact_seconds(machine, near) + STATE_PASSES * states
     return seconds + inside + moved + ROUND_TRIP
 
 

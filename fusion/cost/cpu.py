@@ -75,8 +75,8 @@ COSTS = {
         near=0.707, far=2.08, end=7.17, wake=0, item=0, packed=7.86,
     ),
     3: Costs(
-        product=0.626, softmax=12.2, operation=1, output=1.72,
-        near=0.861, far=2.38, end=6.84, wake=0, item=228, packed=11.5,
+        product=0.783, softmax=15.3, operation=1.25, output=2.15,
+        near=1.08, far=2.98, end=8.55, wake=0, item=285, packed=14.4,
     ),
 }  # fmt: skip
 
