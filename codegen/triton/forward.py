@@ -20,6 +20,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.programs import LARGEST, Programs, programs_of
+from fusion.codegen.triton.stages import Visit, key_limits, listed, visit
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, Expr, I, J, const, coord, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
 
@@ -69,13 +70,13 @@ class Forward:
 
     def text(self) -> KernelText:
         """The two functions: `visit_keys`, one stage of the loop over keys, and the kernel itself."""
-        visit, visit_body = self._visit()
+        visit = self._visit()
         body = self._kernel(visit)
         names = source.free_names(body)
         parameters, constexprs = signature(names, self.spec)
         given = [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)]
         kernel = source.definition(self.name, given, self._doc(), body)
-        text, helpers = f"{visit_body}\n\n{kernel}", frozenset(self.writer.helpers)
+        text, helpers = f"{visit.text}\n\n{kernel}", frozenset(self.writer.helpers)
         return KernelText(name=self.name, text=text, helpers=helpers, parameters=parameters)
 
     def _doc(self) -> str:
@@ -83,8 +84,8 @@ class Forward:
 
     # -- the loop over keys ------------------------------------------------------------------------------------------
 
-    def _visit(self) -> tuple[list[str], str]:
-        """(parameters of `visit_keys`, its text)."""
+    def _visit(self) -> Visit:
+        """`visit_keys`."""
         k = matrix(self.keys, 1, self.spec.k, J, C)
         v = matrix(self.keys, 2, self.spec.v, J, E)
         self.k_block, self.v_block = k.block, v.block
@@ -107,30 +108,21 @@ class Forward:
         columns += self.keys.lines[Level.TILE]
         loop = source.block(*self._first(), *source.without_dead(columns, loop), loop)
         before = source.block(self._tile("k", k), self._tile("v", v))
-        state = "acc, m, l" if self.softmax else "acc"
         head = f"for {'number' if self.listed else 'first'} in tl.range(start, stop{'' if self.listed else ', KEYS'}):"
-        body = source.block(before, head, source.indented(loop), f"return {state}")
-        first = [*(("acc", "m", "l") if self.softmax else ("acc",)), "q", "start", "stop"]
-        rest = [name for name in source.free_names(body) if name not in self._globals() | {*first}]
-        constants = [name for name in rest if name.isupper() and name not in self.spec.sizes]
-        runtime = [name for name in rest if name not in constants]
-        self.visit_parameters = [*first, *runtime, *constants]
         doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
         if self.listed:
             doc = "Tiles start <= number < stop, LISTED: of a list; BOUNDED: of the last; MASKED: keys may be dead."
-        text = source.definition(
-            "visit_keys", [*first, *runtime, *(f"{c}: tl.constexpr" for c in constants)], doc, body
-        )
-        return self.visit_parameters, text
+        state = ("acc", "m", "l") if self.softmax else ("acc",)
+        return visit(
+            "visit_keys", doc, source.block(before, head, source.indented(loop)), state=state,
+            first=("q", "start", "stop"), helpers=self.writer.helpers, sizes=self.spec.sizes,
+        )  # fmt: skip
 
     def _first(self) -> list[str]:
         """`first`, the first key of a tile, from its number or its place in the list."""
         if not self.listed:
             return []
         return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
-
-    def _globals(self) -> set[str]:
-        return {"tl", "triton", "float", *self.writer.helpers}
 
     def _tile(self, name: str, part: Matrix) -> str:
         within = sum_of(part.rows if part.advance else "", part.columns)
@@ -205,7 +197,7 @@ class Forward:
 
     # -- the kernel --------------------------------------------------------------------------------------------------
 
-    def _kernel(self, visit: list[str]) -> str:
+    def _kernel(self, visit: Visit) -> str:
         q = matrix(self.writer, 0, self.spec.q, I, C)
         load_q = self._load_queries(q)
         range_text = self._key_range()
@@ -263,36 +255,12 @@ class Forward:
         return f"q = tl.load({at}{inside}){self._cast(0)}{wide}"
 
     def _key_range(self) -> str:
-        """start and stop of the keys to visit; full_start and full_stop of those that need no mask, all in whole
-        tiles."""
+        """Which keys to visit (see `stages`)."""
+        n_k = self.writer.value(self.spec.n_k)
         if self.listed:
-            return self._listed_tiles()
-        mask, n_k = self.spec.mask, self.writer.value(self.spec.n_k)
-        lines = ["start = 0", f"stop = {n_k}"]
-        if mask is not None and mask.key_lo is not None:
-            lines[0] = f"start = tl.minimum(tl.maximum({self.writer.value(mask.key_lo)}, 0), {n_k}) // KEYS * KEYS"
-        if mask is not None and mask.key_hi is not None:
-            lines[1] = f"stop = tl.maximum(tl.minimum({self.writer.value(mask.key_hi)}, {n_k}), 0)"
-        if self.programs.full is None:
-            return source.block(*lines, "whole = tl.maximum(start, stop // KEYS * KEYS)")
-        assert mask is not None
-        low = "start" if mask.full_lo is None else f"tl.maximum({self.writer.value(mask.full_lo)}, start)"
-        high = "stop" if mask.full_hi is None else f"tl.minimum({self.writer.value(mask.full_hi)}, stop)"
-        return source.block(
-            *lines,
-            f"full_start = tl.minimum(({low} + KEYS - 1) // KEYS * KEYS, tl.maximum(stop, start))",
-            f"full_stop = tl.maximum({high} // KEYS * KEYS, full_start)",
-        )
-
-    def _listed_tiles(self) -> str:
-        """Where the tiles of the block are listed, and how many (see `tile_lists`)."""
-        return source.block(
-            f"tiles_across = ({self.writer.value(self.spec.n_k)} + KEYS - 1) // KEYS",
-            f"tile_place = {place_in_list(self.writer)} * blocks + block",
-            "list_at = tile_list_ptr + tl.cast(tile_place, tl.int64) * tiles_across",
-            "full_count = tl.load(tile_counts_ptr + 2 * tile_place)",
-            "partial_count = tl.load(tile_counts_ptr + 2 * tile_place + 1)",
-        )
+            across, place = f"({n_k} + KEYS - 1) // KEYS", f"{place_in_list(self.writer)} * blocks + block"
+            return source.block(*listed(across, place))
+        return source.block(*key_limits(self.spec.mask, n_k, self.writer.value))
 
     def _initial(self) -> list[str]:
         lines = [f"acc = tl.full([ROWS, {padded(self.d_v)}], 0.0, tl.float32)"]
@@ -301,13 +269,11 @@ class Forward:
         return lines
 
     def _call(
-        self, visit: list[str], start: str, stop: str, masked: bool, bounded: bool, indent: int = 4, listed: bool = True
+        self, visit: Visit, start: str, stop: str, masked: bool, bounded: bool, indent: int = 4, listed: bool = True
     ) -> str:
-        given = {"start": start, "stop": stop, "MASKED": str(masked), "BOUNDED": str(bounded), "LISTED": str(listed)}
-        state = "acc, m, l" if self.softmax else "acc"
-        return source.call(state, "visit_keys", [given.get(name, name) for name in visit], indent)
+        return visit.call(indent, start=start, stop=stop, MASKED=masked, BOUNDED=bounded, LISTED=listed)
 
-    def _stages(self, visit: list[str]) -> str:
+    def _stages(self, visit: Visit) -> str:
         """The calls of `visit_keys`."""
         lines = self._initial()
         if self.listed:
@@ -315,11 +281,8 @@ class Forward:
                 self._call(visit, "0", "full_count", False, False),
                 self._call(visit, "tiles_across - partial_count", "tiles_across", True, True),
             ]
-        elif self.programs.full is None:
-            lines += [self._call(visit, "start", "whole", True, False), self._call(visit, "whole", "stop", True, True)]
         else:
-            assert self.spec.mask is not None
-            if self.spec.mask.full_lo is not None:
+            if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
                 lines.append(self._call(visit, "start", "tl.minimum(full_start, stop)", True, True))
             lines += [
                 self._call(visit, "full_start", "full_stop", False, False),
@@ -327,7 +290,7 @@ class Forward:
             ]
         return source.block(*lines, self._again(visit))
 
-    def _again(self, visit: list[str]) -> str:
+    def _again(self, visit: Visit) -> str:
         """Rows that met no live key behave as in eager mode: their block is done again over all keys."""
         if not (self.skips and self.softmax):
             return ""

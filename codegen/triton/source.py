@@ -51,8 +51,8 @@ def parse(text: str) -> ast.Module:
 
 
 def call(target: str, function: str, arguments: Iterable[str], indent: int = 4) -> str:
-    """`target = function(arguments)`, broken into lines of at most WIDTH characters."""
-    return _listing(f"{target} = {function}(", arguments, ")", indent)
+    """`target = function(arguments)`, or without a target the call, broken into lines of at most WIDTH characters."""
+    return _listing(f"{target} = {function}(" if target else f"{function}(", arguments, ")", indent)
 
 
 def definition(name: str, parameters: Iterable[str], doc: str, body: str) -> str:

@@ -51,7 +51,8 @@ class Part(Forward):
             f"share = (({n_k} + splits - 1) // splits + KEYS - 1) // KEYS * KEYS",
             f"start = tl.minimum(split * share, {n_k})",
             f"stop = tl.minimum(start + share, {n_k})",
-            "whole = start + (stop - start) // KEYS * KEYS",
+            "full_start = start",
+            "full_stop = start + (stop - start) // KEYS * KEYS",
         )
 
     def _finish(self) -> str:
