@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 
 from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.forward import DTYPES
+from fusion.codegen.triton.key_loop import DTYPES
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec

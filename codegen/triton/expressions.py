@@ -14,6 +14,7 @@ FLOAT is float32. INT is 32 bits wide where its magnitude is provably small, els
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import keyword
 import math
@@ -88,7 +89,8 @@ RESERVED = frozenset(
         "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok row rows_ok first start stop "
         "whole full_start full_stop rows blocks program heads group place members head block section i0 i1 row_max "
         "row_sum factor highest base shrink dead out dx dw dp do dq dk dv y delta member share "
-        "split splits part at beta"
+        "split splits part at beta begin key_before before_ok q_1 k_1 v_1 acc_1 c_1 e_1 k_1_at v_1_at "
+        "out_1_at out_rows part_1"
     ).split()
 )
 
@@ -198,6 +200,12 @@ class Writer:
         bound = {line.split(" = ")[0] for line in self.lines[level]}
         self.lines[level] = []
         self.known = {expr: name for expr, name in self.known.items() if name not in bound}
+
+    def where(self, values: dict[Expr, str], mask: str | None = None) -> Writer:
+        """A writer into the same lines for which some coordinates have other names."""
+        changed = {str(coordinate.attr) for coordinate in values}
+        known = {expr: name for expr, name in self.known.items() if not coordinates(expr) & changed}
+        return dataclasses.replace(self, known=known | values, mask=mask or self.mask)
 
     # -- texts -------------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,8 @@
     where a row met no live key although keys were skipped: once more over all keys
     divide by the sum, write
 
-All sizes and strides are run-time arguments; d and d_v are constants of the module, padded to powers of two with masks.
-
-One file over the usual length: the kernel is one template, a method for each of its parts.
+All sizes and strides are run-time arguments; d and d_v are constants of the module, read in panels (`panels`). The loop
+itself is `key_loop`'s.
 """
 
 from __future__ import annotations
@@ -18,19 +17,13 @@ from dataclasses import dataclass
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
+from fusion.codegen.triton.key_loop import DTYPES, LOG2E, KeyLoop, Order
+from fusion.codegen.triton.matrices import matrix, sum_of
+from fusion.codegen.triton.panels import panels
 from fusion.codegen.triton.programs import LARGEST, Programs, programs_of
-from fusion.codegen.triton.stages import Visit, key_limits, listed, visit
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, Expr, I, J, const, coord, coordinates
+from fusion.codegen.triton.stages import key_limits, listed
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
-
-LOG2E = 1.4426950408889634
-DTYPES = {"float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16"}
-
-
-def padded(extent: int) -> int:
-    """The power of two that holds a head dimension; products take at least 16."""
-    return max(16, 1 << (extent - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,170 +45,49 @@ class Forward:
 
     name = "attention_forward"
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False):
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order | None = None):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
+        self.order = order or Order()
+        self.columns, self.values = panels(d), panels(d_v)
         self.programs: Programs = programs_of(spec)
         self.softmax = spec.normalizer is not Normalizer.NONE
-        batch = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
-        self.known = {**batch, coord("i0"): "i0", coord("i1"): "i1", I: "i", C: "c", E: "e"}
-        self.writer = Writer(spec=spec, known={**self.known, J: "j", SCORE: "s"})
-        w = self.writer
-        self.keys = Writer(spec=spec, known={**self.known, J: "key"}, names=w.names, helpers=w.helpers, mask="key_ok")
-        self.keys.lines[Level.BLOCK] = w.lines[Level.BLOCK]
-        self.keys.lines[Level.ROW] = w.lines[Level.ROW]
+        known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
+        known |= {coord("i0"): "i0", coord("i1"): "i1", I: "i", J: "j", C: "c", E: "e", SCORE: "s"}
+        self.writer = Writer(spec=spec, known=known)
         mask = spec.mask
         self.skips = mask is not None and mask.skips
         self.listed = mask is not None and mask.tile_live is not None
-        w.count(self.programs.masked, self.programs.full, spec.weight, *spec.sinks, spec.row_scale)
+        self.writer.count(self.programs.masked, self.programs.full, spec.weight, *spec.sinks, spec.row_scale)
 
     def text(self) -> KernelText:
-        """The two functions: `visit_keys`, one stage of the loop over keys, and the kernel itself."""
-        visit = self._visit()
-        body = self._kernel(visit)
+        """The functions: those of the loop over keys, and the kernel itself."""
+        self.loop = KeyLoop(self.spec, self.programs, self.writer, (self.d, self.d_v), self.order, self.listed)
+        loop = self.loop.text()
+        body = self._kernel()
         names = source.free_names(body)
         parameters, constexprs = signature(names, self.spec)
         given = [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)]
         kernel = source.definition(self.name, given, self._doc(), body)
-        text, helpers = f"{visit.text}\n\n{kernel}", frozenset(self.writer.helpers)
+        text, helpers = f"{loop}\n\n{kernel}", frozenset(self.writer.helpers)
         return KernelText(name=self.name, text=text, helpers=helpers, parameters=parameters)
 
     def _doc(self) -> str:
         return (self.__doc__ or "").strip().splitlines()[0]
 
-    # -- the loop over keys ------------------------------------------------------------------------------------------
-
-    def _visit(self) -> Visit:
-        """`visit_keys`."""
-        k = matrix(self.keys, 1, self.spec.k, J, C)
-        v = matrix(self.keys, 2, self.spec.v, J, E)
-        self.k_block, self.v_block = k.block, v.block
-        score = "s = tl.dot(q, tl.trans(k), input_precision=PRECISION)"
-        loop = source.block(
-            *self._load("k", k, "c", self.d, 1),
-            score,
-            self._programs_text(),
-            self._statistics(),
-            *self._load("v", v, "e", self.d_v, 2),
-            self._product(),
-        )
-        end = self.writer.value(self.spec.n_k) if self.listed else "stop"
-        columns = [
-            "key = (first + tl.arange(0, KEYS))[:, None]",
-            f"key_ok = key < {end}",
-            "j = (first + tl.arange(0, KEYS))[None, :]",
-            f"j_ok = j < {end}",
-        ]
-        columns += self.keys.lines[Level.TILE]
-        loop = source.block(*self._first(), *source.without_dead(columns, loop), loop)
-        before = source.block(self._tile("k", k), self._tile("v", v))
-        head = f"for {'number' if self.listed else 'first'} in tl.range(start, stop{'' if self.listed else ', KEYS'}):"
-        doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
-        if self.listed:
-            doc = "Tiles start <= number < stop, LISTED: of a list; BOUNDED: of the last; MASKED: keys may be dead."
-        state = ("acc", "m", "l") if self.softmax else ("acc",)
-        return visit(
-            "visit_keys", doc, source.block(before, head, source.indented(loop)), state=state,
-            first=("q", "start", "stop"), helpers=self.writer.helpers, sizes=self.spec.sizes,
-        )  # fmt: skip
-
-    def _first(self) -> list[str]:
-        """`first`, the first key of a tile, from its number or its place in the list."""
-        if not self.listed:
-            return []
-        return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
-
-    def _tile(self, name: str, part: Matrix) -> str:
-        within = sum_of(part.rows if part.advance else "", part.columns)
-        return f"{name}_tile = {name}_block + {within}" if within else f"{name}_tile = {name}_block"
-
-    def _load(self, name: str, part: Matrix, column: str, extent: int, operand: int) -> list[str]:
-        """Statements that read a tile of K or V, with masks only where the tile may be cut off or is padded."""
-        moved = f"tl.cast(first, tl.int64) * {_factor(part.advance)}" if part.advance else ""
-        at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
-        inside = f"{column} < {extent}" if padded(extent) != extent else ""
-        bounded = f"key_ok & ({inside})" if inside else "key_ok"
-        whole = f"tl.load({name}_at, mask={inside}, other=0.0)" if inside else f"tl.load({name}_at)"
-        cast = self._cast(operand)
-        lines = [
-            f"{name}_at = {at}",
-            "if BOUNDED:",
-            f"    {name} = tl.load({name}_at, mask={bounded}, other=0.0){cast}",
-            "else:",
-            f"    {name} = {whole}{cast}",
-        ]
-        if not part.rows and not part.both and not part.columns:  # one element for all
-            lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {padded(extent)}])")
-        return lines
-
-    def _cast(self, operand: int) -> str:
-        """The conversion of an operand to the dtype of the products."""
-        return "" if self.spec.operands[operand].dtype == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
-
-    def _programs_text(self) -> str:
-        """x, the score program of a tile, and w, the weight program, in the variants that there are."""
-        masked = self._program(self.programs.masked)
-        if self.programs.full is None:
-            text = masked
-        else:
-            full = self._program(self.programs.full)
-            text = source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
-        beyond = 'float("-inf")' if self.softmax else "0.0"
-        return source.block(text, "if BOUNDED:", f"    x = tl.where(j_ok, x, {beyond})")
-
-    def _program(self, program: Expr) -> str:
-        self.writer.forget(Level.TILE)
-        value = self.writer.value(program)
-        lines = [f"x = {value}"]
-        if not {"i", "j"} <= coordinates(program):  # scores that do not depend on both: one value for many keys
-            lines = [f"x = tl.broadcast_to({value}, [ROWS, KEYS])"]
-        if self.spec.weight is not const(1.0):
-            lines.append(f"w = {self.writer.value(self.spec.weight)}")
-        text = source.block(*self.writer.lines[Level.TILE], *lines)
-        self.writer.forget(Level.TILE)
-        return text
-
-    def _statistics(self) -> str:
-        """The running maximum and sum, and the weights p."""
-        if not self.softmax:
-            return "p = x" if self.spec.weight is const(1.0) else "p = x * w"
-        scale = self.programs.scale
-        unit, lines = number(scale * LOG2E), ["m_new = tl.maximum(m, tl.max(x, 1))"]
-        if self.programs.guarded:
-            lines.append(f"unit = tl.where(tl.abs(m_new) > 1e38, {number(scale)}, {unit})")
-            lines.append('shift = tl.where(m_new == float("-inf"), 0.0, m_new * unit)')
-            lines += ["alpha = tl.exp2(m * unit - shift)", "p = tl.exp2(x * unit[:, None] - shift[:, None])"]
-        else:
-            lines.append(f"shift = m_new * {unit}")
-            lines += [f"alpha = tl.exp2(m * {unit} - shift)", f"p = tl.exp2(x * {unit} - shift[:, None])"]
-        lines += ["l = l * alpha + tl.sum(p, 1)", "acc = acc * alpha[:, None]", "m = m_new"]
-        if self.spec.weight is not const(1.0):
-            lines.append("p = p * w")
-        return source.block(*lines)
-
-    def _product(self) -> str:
-        return f"acc = tl.dot(p.to({DTYPES[self.spec.dtype]}), v, acc, input_precision=PRECISION)"
-
     # -- the kernel --------------------------------------------------------------------------------------------------
 
-    def _kernel(self, visit: Visit) -> str:
-        q = matrix(self.writer, 0, self.spec.q, I, C)
-        load_q = self._load_queries(q)
+    def _kernel(self) -> str:
+        load_q = self._load_queries()
         range_text = self._key_range()
-        stages = self._stages(visit)
+        stages = self._stages()
         finish = self._finish()
-        pointers = [
-            f"{name}_block = {sum_of(f'{operand}_ptr', part)}"
-            for name, operand, part in zip(
-                "kv", (self.keys.operand(1), self.keys.operand(2)), (self.k_block, self.v_block), strict=True
-            )
-        ]
-        later = source.block(load_q, *pointers, range_text, stages, finish)
+        later = source.block(*load_q, *self.loop.pointers(), range_text, stages, finish)
         level_lines = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
         places = [
             "rows = i0 + tl.arange(0, ROWS)",
             "i = tl.minimum(rows, i1)[:, None]",
-            f"c = tl.arange(0, {padded(self.d)})[None, :]",
-            f"e = tl.arange(0, {padded(self.d_v)})[None, :]",
+            *(panel.columns("c") for panel in self.columns),
+            *(panel.columns("e") for panel in self.values),
         ]
         kept = source.without_dead([*places, *level_lines], later)
         return source.block(self._position(), *kept, later)
@@ -248,11 +120,19 @@ class Forward:
         lines += ["i0 = block * ROWS", f"i1 = tl.minimum(i0 + ROWS, {n_q}) - 1"]
         return source.block(*lines)
 
-    def _load_queries(self, part: Matrix) -> str:
-        inside = f", mask=c < {self.d}, other=0.0" if padded(self.d) != self.d else ""
-        at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
-        wide = "" if part.rows or part.both else f"\nq = tl.broadcast_to(q, [ROWS, {padded(self.d)}])"
-        return f"q = tl.load({at}{inside}){self._cast(0)}{wide}"
+    def _load_queries(self) -> list[str]:
+        lines = []
+        for panel in self.columns:
+            name, column = f"q{panel.suffix}", f"c{panel.suffix}"
+            writer = self.writer if column == "c" else self.writer.where({C: column})
+            part = matrix(writer, 0, self.spec.q, I, C)
+            inside = f", mask={panel.inside('c')}, other=0.0" if panel.inside("c") else ""
+            at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
+            cast = "" if self.spec.operands[0].dtype == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
+            lines.append(f"{name} = tl.load({at}{inside}){cast}")
+            if not (part.rows or part.both):
+                lines.append(f"{name} = tl.broadcast_to({name}, [ROWS, {panel.width}])")
+        return lines
 
     def _key_range(self) -> str:
         """Which keys to visit (see `stages`)."""
@@ -262,35 +142,22 @@ class Forward:
             return source.block(*listed(across, place))
         return source.block(*key_limits(self.spec.mask, n_k, self.writer.value))
 
-    def _initial(self) -> list[str]:
-        lines = [f"acc = tl.full([ROWS, {padded(self.d_v)}], 0.0, tl.float32)"]
-        if self.softmax:
-            lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
-        return lines
-
-    def _call(
-        self, visit: Visit, start: str, stop: str, masked: bool, bounded: bool, indent: int = 4, listed: bool = True
-    ) -> str:
-        return visit.call(indent, start=start, stop=stop, MASKED=masked, BOUNDED=bounded, LISTED=listed)
-
-    def _stages(self, visit: Visit) -> str:
+    def _stages(self) -> str:
         """The calls of `visit_keys`."""
-        lines = self._initial()
+        lines, stages = self.loop.initial(), []
         if self.listed:
-            lines += [
-                self._call(visit, "0", "full_count", False, False),
-                self._call(visit, "tiles_across - partial_count", "tiles_across", True, True),
+            stages += [
+                ("0", "full_count", False, False),
+                ("tiles_across - partial_count", "tiles_across", True, True),
             ]
         else:
             if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
-                lines.append(self._call(visit, "start", "tl.minimum(full_start, stop)", True, True))
-            lines += [
-                self._call(visit, "full_start", "full_stop", False, False),
-                self._call(visit, "full_stop", "stop", True, True),
-            ]
-        return source.block(*lines, self._again(visit))
+                stages.append(("start", "tl.minimum(full_start, stop)", True, True))
+            stages += [("full_start", "full_stop", False, False), ("full_stop", "stop", True, True)]
+        lines += [self.loop.call(*stage, begin="start") for stage in stages]
+        return source.block(*lines, self.loop.finish("start", "stop"), self._again())
 
-    def _again(self, visit: Visit) -> str:
+    def _again(self) -> str:
         """Rows that met no live key behave as in eager mode: their block is done again over all keys."""
         if not (self.skips and self.softmax):
             return ""
@@ -302,31 +169,40 @@ class Forward:
             else 'float("-inf")'
         )
         left_out = f"(start > 0) | (stop < {n_k})"
-        every = self._call(visit, "0", "tiles_across" if self.listed else n_k, True, True, 8, listed=False)
+        end = "tiles_across" if self.listed else n_k
+        every = self.loop.call("0", end, True, True, indent=8, listed=False, begin="0")
         if self.listed:
             left_out = "full_count + partial_count < tiles_across"
         return source.block(
             f"dead = (m > {limit}) == 0",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
-            source.indented(source.block(*self._initial(), every)),
+            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", n_k, 8))),
         )
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> str:
         lines = self._row_factor() if self.softmax else []
-        axes = [f"b{axis}" for axis in range(len(self.spec.batch))]
-        head = [f"tl.cast({axis}, tl.int64) * out_stride_{axis}" for axis in axes]
-        at = sum_of(
-            "out_ptr", *head, "tl.cast(rows[:, None], tl.int64) * out_stride_i", "tl.cast(e, tl.int64) * out_stride_e"
-        )
-        inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
-        result = "acc * factor" if self.softmax else "acc"
-        lines += [
-            f"out_at = {at}",
-            f"tl.store(out_at, ({result}).to({DTYPES[self.spec.out_dtype]}), mask=(rows <= i1)[:, None]{inside})",
-        ]
+        dtype = DTYPES[self.spec.out_dtype]
+        lines.append(f"out_rows = {self._output_rows()}")
+        for panel in self.values:
+            result = f"acc{panel.suffix} * factor" if self.softmax else f"acc{panel.suffix}"
+            inside = f" & ({panel.inside('e')})" if panel.inside("e") else ""
+            lines += [
+                f"out{panel.suffix}_at = out_rows + tl.cast(e{panel.suffix}, tl.int64) * out_stride_e",
+                f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask=(rows <= i1)[:, None]{inside})",
+            ]
         return source.block(*lines)
+
+    def _output_rows(self) -> str:
+        """Pointers to the rows of the output; those of packed heads lie side by side in the block."""
+        axes = [f"b{axis}" for axis in range(len(self.spec.batch))]
+        rows, places = "rows[:, None]", list(axes)
+        if (packed := self.order.packed) > 1:
+            places[-1] = f"{axes[-1]} * {packed} + {rows} % {packed}"
+            rows = f"{rows} // {packed}"
+        head = [f"tl.cast({p}, tl.int64) * out_stride_{a}" for p, a in zip(places, axes, strict=True)]
+        return sum_of("out_ptr", *head, f"tl.cast({rows}, tl.int64) * out_stride_i")
 
     def _maximum_and_sum(self) -> list[str]:
         """row_max and row_sum over the keys, in the score's own units."""
@@ -400,10 +276,6 @@ def axes_of(spec: AttentionSpec) -> list[int]:
     facts = (mask.key_lo, mask.key_hi, mask.full_lo, mask.full_hi, mask.tile_live, mask.tile_mixed)
     names = {name for fact in facts if fact is not None for name in coordinates(fact)}
     return sorted(int(name[1:]) for name in names if name.startswith("b"))
-
-
-def _factor(text: str) -> str:
-    return text if text.isidentifier() else f"({text})"
 
 
 def _nested(function: str, values: list[str]) -> str:

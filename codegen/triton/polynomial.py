@@ -15,8 +15,8 @@ from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.reference.polynomial import Monomials, monomials
 from fusion.codegen.triton import interpret, module
 from fusion.codegen.triton.features import features_module
-from fusion.codegen.triton.forward import padded
 from fusion.codegen.triton.launch import processors
+from fusion.codegen.triton.panels import padded
 
 MOST_FEATURES = 64
 """Features of a block: with as many, sums and features stay in registers (ahead-of-time compilation shows it)."""

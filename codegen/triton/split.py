@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import LOG2E, Forward, KernelText, padded, place_of, signature
+from fusion.codegen.triton.forward import Forward, KernelText, place_of, signature
+from fusion.codegen.triton.key_loop import LOG2E, Order
+from fusion.codegen.triton.panels import Panel
 from fusion.ir.spec import AttentionSpec
 
 #: fewest tiles of keys that are worth a program of their own
@@ -36,8 +38,8 @@ class Part(Forward):
 
     name = "attention_split"
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int):
-        super().__init__(spec, d, d_v)
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, order: Order | None = None):
+        super().__init__(spec, d, d_v, order=order)
         self.programs = replace(self.programs, full=None)
         self.skips = self.listed = False
 
@@ -57,17 +59,20 @@ class Part(Forward):
 
     def _finish(self) -> str:
         lines = self._maximum_and_sum() if self.softmax else []
-        inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
-        lines += [
-            *self.places("split"),
-            f"tl.store(part_ptr + at * {self.d_v} + e, acc, mask=(rows <= i1)[:, None]{inside})",
-        ]
+        lines += self.places("split")
+        for panel in self.values:
+            at, acc = f"part_ptr + at * {self.d_v} + e{panel.suffix}", f"acc{panel.suffix}"
+            lines.append(f"tl.store({at}, {acc}, mask={self._rows_inside(panel)})")
         if self.softmax:
             lines += [
                 "tl.store(part_max_ptr + at, row_max, mask=(rows <= i1)[:, None])",
                 "tl.store(part_sum_ptr + at, row_sum, mask=(rows <= i1)[:, None])",
             ]
         return source.block(*lines)
+
+    def _rows_inside(self, panel: Panel) -> str:
+        """Which elements of a block's panel exist."""
+        return f"(rows <= i1)[:, None] & ({panel.inside('e')})" if panel.inside("e") else "(rows <= i1)[:, None]"
 
     def places(self, split: str) -> list[str]:
         """`at`: the number of a row among all rows of all heads and parts."""
@@ -81,8 +86,8 @@ class Combine(Part):
 
     name = "attention_combine"
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool):
-        super().__init__(spec, d, d_v)
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None):
+        super().__init__(spec, d, d_v, order)
         self.statistics = statistics
         self.programs = replace(
             self.programs, scale=1.0, clamped=None
@@ -90,11 +95,11 @@ class Combine(Part):
 
     def text(self) -> KernelText:
         finish = Forward._finish(self)
-        inside = f" & (e < {self.d_v})" if padded(self.d_v) != self.d_v else ""
-        loop = [
-            *self.places("split"),
-            f"part = tl.load(part_ptr + at * {self.d_v} + e, mask=(rows <= i1)[:, None]{inside}, other=0.0)",
-        ]
+        loop, sums = self.places("split"), []
+        for panel in self.values:
+            name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + e{panel.suffix}"
+            loop.append(f"{name} = tl.load({at}, mask={self._rows_inside(panel)}, other=0.0)")
+            sums.append((f"acc{panel.suffix}", name))
         if self.softmax:
             loop += [
                 'part_max = tl.load(part_max_ptr + at, mask=(rows <= i1)[:, None], other=float("-inf"))',
@@ -103,13 +108,13 @@ class Combine(Part):
                 'base = tl.where(m_new == float("-inf"), 0.0, m_new)',
                 f"alpha = tl.exp2((m - base) * {LOG2E})",
                 f"beta = tl.exp2((part_max - base) * {LOG2E})",
-                "acc = acc * alpha + part * beta",
+                *(f"{acc} = {acc} * alpha + {part} * beta" for acc, part in sums),
                 "l = l * alpha + part_sum * beta",
                 "m = m_new",
             ]
         else:
-            loop.append("acc = acc + part")
-        start = [f"acc = tl.full([ROWS, {padded(self.d_v)}], 0.0, tl.float32)"]
+            loop += [f"{acc} = {acc} + {part}" for acc, part in sums]
+        start = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in self.values]
         if self.softmax:
             start += ['m = tl.full([ROWS, 1], float("-inf"), tl.float32)', "l = tl.full([ROWS, 1], 0.0, tl.float32)"]
         finish = finish.replace("m[:, None]", "m").replace("l[:, None]", "l")
@@ -117,7 +122,7 @@ class Combine(Part):
         places = [
             "rows = i0 + tl.arange(0, ROWS)",
             "i = tl.minimum(rows, i1)[:, None]",
-            f"e = tl.arange(0, {padded(self.d_v)})[None, :]",
+            *(panel.columns("e") for panel in self.values),
         ]
         levels = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
         body = source.block(Forward._position(self), *source.without_dead([*places, *levels], later), later)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.expressions import Level, Writer
-from fusion.codegen.triton.forward import padded, place_of
+from fusion.codegen.triton.forward import place_of
 from fusion.codegen.triton.matrices import matrix
+from fusion.codegen.triton.panels import padded
 from fusion.ir import integers
 from fusion.ir.expr import C, E, I, J
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
-from fusion.codegen.triton.forward import padded, place_in_list, place_of
+from fusion.codegen.triton.forward import place_in_list, place_of
+from fusion.codegen.triton.panels import padded
 
 
 class Prepare(Role):

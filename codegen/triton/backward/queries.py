@@ -5,8 +5,9 @@ from __future__ import annotations
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import LOG2E, padded
+from fusion.codegen.triton.key_loop import LOG2E
 from fusion.codegen.triton.matrices import matrix
+from fusion.codegen.triton.panels import padded
 from fusion.ir.expr import C, E, I, J
 
 

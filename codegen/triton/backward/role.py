@@ -6,9 +6,11 @@ import math
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.forward import DTYPES, LOG2E, KernelText, padded, place_in_list, place_of, signature
+from fusion.codegen.triton.forward import KernelText, place_in_list, place_of, signature
 from fusion.codegen.triton.gradients import UPSTREAM_ROW, UPSTREAM_WEIGHT, Captured, Gradients, gradients_of
+from fusion.codegen.triton.key_loop import DTYPES, LOG2E
 from fusion.codegen.triton.matrices import Matrix, sum_of
+from fusion.codegen.triton.panels import padded
 from fusion.codegen.triton.programs import LARGEST
 from fusion.ir.derivative import UPSTREAM
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, const, coord

@@ -1,0 +1,278 @@
+"""`visit_keys`: one stage of a kernel's loop over tiles of keys, from the score product to the sum of weighted values.
+
+In the plain order a tile's softmax stands between its two products, and the matrix units wait for it. In the rotated
+order a tile's product with V is taken up one tile later,
+
+    S_j = Q K_j^T;  O = O * alpha;  O = O + P_(j-1) V_(j-1);  P_j, alpha = softmax step of S_j
+
+so that the units of Hopper have work during the exponentials: the sum into O is not needed before the next tile. The
+weights of the last tile are multiplied after the loop, by `last_product`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.codegen.triton import source
+from fusion.codegen.triton.expressions import Level, Writer, number
+from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
+from fusion.codegen.triton.panels import Panel, panels
+from fusion.codegen.triton.programs import Programs
+from fusion.codegen.triton.stages import Visit, visit
+from fusion.ir.expr import C, E, Expr, J, const, coordinates
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+LOG2E = 1.4426950408889634
+DTYPES = {"float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How a kernel goes about its tiles. rotated: in the rotated order. shared: V is the first columns of K, and is
+    read once (latent attention). packed: query heads whose rows lie side by side in a block of rows."""
+
+    rotated: bool = False
+    shared: bool = False
+    packed: int = 1
+
+
+class KeyLoop:
+    """The text of `visit_keys`, and of `last_product` in the rotated order.
+
+    writer: of the kernel. sizes: d and d_v. listed: tiles come from a list (`tile_lists`).
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        programs: Programs,
+        writer: Writer,
+        sizes: tuple[int, int],
+        order: Order,
+        listed: bool,
+    ):
+        self.spec, self.programs, self.writer, self.listed = spec, programs, writer, listed
+        self.softmax = spec.normalizer is not Normalizer.NONE
+        self.rotated, self.shared = order.rotated, order.shared
+        self.columns, self.values = panels(sizes[0]), panels(sizes[1])
+        # Keys as rows, for reading K and V: lines of their own at the level of tiles.
+        self.keys = writer.where({J: "key"}, "key_ok")
+        self.keys.lines, self.keys.uses = writer.lines | {Level.TILE: []}, {}
+        self.blocks: dict[str, str] = {}  # where the block's keys and values begin
+
+    @property
+    def state(self) -> list[str]:
+        """What is carried from stage to stage."""
+        names = [f"acc{panel.suffix}" for panel in self.values]
+        names += ["m", "l"] if self.softmax else []
+        return [*names, "p", "alpha"] if self.rotated else names
+
+    def initial(self) -> list[str]:
+        """Statements that begin the state."""
+        lines = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in self.values]
+        if self.softmax:
+            lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
+        if self.rotated:
+            lines += [
+                f"p = tl.full([ROWS, KEYS], 0.0, {DTYPES[self.spec.dtype]})",
+                "alpha = tl.full([ROWS], 1.0, tl.float32)",
+            ]
+        return lines
+
+    def text(self) -> str:
+        """The functions; afterwards they can be called."""
+        self.visit = self._visit()
+        if not self.rotated:
+            return self.visit.text
+        self.last = self._last()
+        return f"{self.visit.text}\n\n{self.last.text}"
+
+    def call(
+        self, start: str, stop: str, masked: bool, bounded: bool, *, begin: str, indent: int = 4, listed: bool = True
+    ) -> str:
+        """A stage. begin: where the first stage of the same pass started."""
+        return self.visit.call(
+            indent, start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=bounded, LISTED=listed
+        )
+
+    def finish(self, start: str, stop: str, indent: int = 4) -> str:
+        """What is left after the last stage of a pass over start <= j < stop."""
+        return self.last.call(indent, start=start, stop=stop) if self.rotated else ""
+
+    def pointers(self) -> list[str]:
+        """Statements that point to the block's keys and values."""
+        return [f"{name} = {at}" for name, at in sorted(self.blocks.items())]
+
+    # -- the functions -----------------------------------------------------------------------------------------------
+
+    def _visit(self) -> Visit:
+        k = [matrix(self._of(C, panel), 1, self.spec.k, J, C) for panel in self.columns]
+        loads = [self._load("k", part, panel, "key_ok") for part, panel in zip(k, self.columns, strict=True)]
+        key, mask = ("key_before", "before_ok") if self.rotated else ("key", "key_ok")
+        v, tiles = self._value_parts(key, mask, self.rotated)
+        softmax = source.block(self._programs_text(), self._statistics())
+        steps = [*self._scaled(), *v, *self._products(), softmax] if self.rotated else [softmax, *v, *self._products()]
+        loop = source.block(*(line for lines in loads for line in lines), *self._scores(), *steps)
+        end = self.writer.value(self.spec.n_k) if self.listed else "stop"
+        columns = [
+            "key = (first + tl.arange(0, KEYS))[:, None]",
+            f"key_ok = key < {end}",
+            "key_before = key - KEYS",
+            "before_ok = key_before >= begin",
+            "j = (first + tl.arange(0, KEYS))[None, :]",
+            f"j_ok = j < {end}",
+        ]
+        columns += self.keys.lines[Level.TILE]
+        loop = source.block(*self._first(), *source.without_dead(columns, loop), loop)
+        before = source.block(*(self._tile("k", part, p) for part, p in zip(k, self.columns, strict=True)), *tiles)
+        head = f"for {'number' if self.listed else 'first'} in tl.range(start, stop{'' if self.listed else ', KEYS'}):"
+        doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
+        if self.listed:
+            doc = "Tiles start <= number < stop, LISTED: of a list; BOUNDED: of the last; MASKED: keys may be dead."
+        queries = [f"q{panel.suffix}" for panel in self.columns]
+        return self._function("visit_keys", doc, source.block(before, head, source.indented(loop)), self.state, queries)
+
+    def _last(self) -> Visit:
+        """The product of the weights of the last tile with its values."""
+        self.keys.forget(Level.TILE)
+        v, tiles = self._value_parts("key", "key_ok", True)
+        later = source.block(*tiles, *self._scaled(), *v, *self._products())
+        columns = [
+            "first = (stop - 1) // KEYS * KEYS",
+            "key = (first + tl.arange(0, KEYS))[:, None]",
+            "key_ok = (key >= start) & (key < stop)",
+            *self.keys.lines[Level.TILE],
+        ]
+        body = source.block(*source.without_dead(columns, later), later)
+        doc = "The sums with the weights p of the last tile of start <= j < stop."
+        return self._function("last_product", doc, body, self._sums(), ["p", "alpha"])
+
+    def _function(self, name: str, doc: str, body: str, state: list[str], first: list[str]) -> Visit:
+        return visit(
+            name, doc, body, state=state, first=[*first, "start", "stop"], helpers=self.writer.helpers,
+            sizes=self.spec.sizes,
+        )  # fmt: skip
+
+    def _sums(self) -> list[str]:
+        return [f"acc{panel.suffix}" for panel in self.values]
+
+    def _first(self) -> list[str]:
+        """`first`, the first key of a tile, from its number or its place in the list."""
+        if not self.listed:
+            return []
+        return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
+
+    # -- reading K and V ---------------------------------------------------------------------------------------------
+
+    def _of(self, column: Expr, panel: Panel, key: str = "key", mask: str = "key_ok") -> Writer:
+        """The writer for a panel's columns of the keys `key`, of which those exist that `mask` says."""
+        named = {column: f"{column.attr}{panel.suffix}", J: key}
+        if all(self.keys.known.get(coordinate) == name for coordinate, name in named.items()):
+            return self.keys
+        return self.keys.where(named, mask)
+
+    def _value_parts(self, key: str, mask: str, always: bool) -> tuple[list[str], list[str]]:
+        """Statements that read the tile of V, and those before the loop that point to it."""
+        lines, tiles = [], []
+        for panel in self.values:
+            if self.shared and (panel.start, panel.width) in {(p.start, p.width) for p in self.columns}:
+                lines.append(f"v{panel.suffix} = k{panel.suffix}")
+                continue
+            part = matrix(self._of(E, panel, key, mask), 2, self.spec.v, J, E)
+            lines += self._load("v", part, panel, mask, always)
+            tiles.append(self._tile("v", part, panel))
+        return lines, tiles
+
+    def _tile(self, name: str, part: Matrix, panel: Panel) -> str:
+        self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)
+        within = sum_of(f"{name}_block", part.rows if part.advance else "", part.columns)
+        return f"{name}{panel.suffix}_tile = {within}"
+
+    def _load(self, name: str, part: Matrix, panel: Panel, mask: str, always: bool = False) -> list[str]:
+        """Statements that read a tile of K or V, with masks only where it may be cut off (always: in every stage) or is
+        padded."""
+        column, operand = ("c", 1) if name == "k" else ("e", 2)
+        name = f"{name}{panel.suffix}"
+        first = "first - KEYS" if mask == "before_ok" else "first"
+        moved = f"tl.cast({first}, tl.int64) * {_factor(part.advance)}" if part.advance else ""
+        at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
+        inside = panel.inside(column)
+        cast = "" if self.spec.operands[operand].dtype == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
+        masked = f"{name} = tl.load({name}_at, mask={f'{mask} & ({inside})' if inside else mask}, other=0.0){cast}"
+        lines = [f"{name}_at = {at}"]
+        if always:
+            lines.append(masked)
+        else:
+            whole = f"tl.load({name}_at, mask={inside}, other=0.0)" if inside else f"tl.load({name}_at)"
+            lines += ["if BOUNDED:", f"    {masked}", "else:", f"    {name} = {whole}{cast}"]
+        if not part.rows and not part.both and not part.columns:  # one element for all
+            lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {panel.width}])")
+        return lines
+
+    # -- from scores to weights --------------------------------------------------------------------------------------
+
+    def _scores(self) -> list[str]:
+        lines = []
+        for panel in self.columns:
+            sum_ = ", s" if lines else ""
+            pair = f"q{panel.suffix}, tl.trans(k{panel.suffix})"
+            lines.append(f"s = tl.dot({pair}{sum_}, input_precision=PRECISION)")
+        return lines
+
+    def _products(self) -> list[str]:
+        weights = "p" if self.rotated else f"p.to({DTYPES[self.spec.dtype]})"
+        return [
+            f"acc{p.suffix} = tl.dot({weights}, v{p.suffix}, acc{p.suffix}, input_precision=PRECISION)"
+            for p in self.values
+        ]
+
+    def _scaled(self) -> list[str]:
+        return [f"acc{panel.suffix} = acc{panel.suffix} * alpha[:, None]" for panel in self.values]
+
+    def _programs_text(self) -> str:
+        """x, the score program of a tile, and w, the weight program, in the variants that there are."""
+        masked = self._program(self.programs.masked)
+        if self.programs.full is None:
+            text = masked
+        else:
+            full = self._program(self.programs.full)
+            text = source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
+        beyond = 'float("-inf")' if self.softmax else "0.0"
+        return source.block(text, "if BOUNDED:", f"    x = tl.where(j_ok, x, {beyond})")
+
+    def _program(self, program: Expr) -> str:
+        self.writer.forget(Level.TILE)
+        value = self.writer.value(program)
+        lines = [f"x = {value}"]
+        if not {"i", "j"} <= coordinates(program):  # scores that do not depend on both: one value for many keys
+            lines = [f"x = tl.broadcast_to({value}, [ROWS, KEYS])"]
+        if self.spec.weight is not const(1.0):
+            lines.append(f"w = {self.writer.value(self.spec.weight)}")
+        text = source.block(*self.writer.lines[Level.TILE], *lines)
+        self.writer.forget(Level.TILE)
+        return text
+
+    def _statistics(self) -> str:
+        """The running maximum and sum, and the weights p."""
+        if not self.softmax:
+            return "p = x" if self.spec.weight is const(1.0) else "p = x * w"
+        scale = self.programs.scale
+        unit, lines = number(scale * LOG2E), ["m_new = tl.maximum(m, tl.max(x, 1))"]
+        if self.programs.guarded:
+            lines.append(f"unit = tl.where(tl.abs(m_new) > 1e38, {number(scale)}, {unit})")
+            lines.append('shift = tl.where(m_new == float("-inf"), 0.0, m_new * unit)')
+            lines += ["alpha = tl.exp2(m * unit - shift)", "p = tl.exp2(x * unit[:, None] - shift[:, None])"]
+        else:
+            lines.append(f"shift = m_new * {unit}")
+            lines += [f"alpha = tl.exp2(m * {unit} - shift)", f"p = tl.exp2(x * {unit} - shift[:, None])"]
+        lines.append("l = l * alpha + tl.sum(p, 1)")
+        lines += ["m = m_new"] if self.rotated else [*self._scaled(), "m = m_new"]
+        if self.spec.weight is not const(1.0):
+            lines.append("p = p * w")
+        if self.rotated:
+            lines.append(f"p = p.to({DTYPES[self.spec.dtype]})")
+        return source.block(*lines)
+
+
+def _factor(text: str) -> str:
+    return text if text.isidentifier() else f"({text})"
