@@ -3,16 +3,21 @@ the reference."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fusion.codegen import reference
-from fusion.codegen.triton.backward import Keys, Queries, backward_kernels
+from fusion.codegen.triton import autotune
+from fusion.codegen.triton.autotune import Stage, Tuner, call_of
+from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kernels
+from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
 from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, empty_lists, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
@@ -29,12 +34,14 @@ LISTED_BY = {KeyLists.name: Queries.name, RowLists.name: Keys.name}
 class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
 
-    dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32.
+    dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32. tile: in
+    place of those that are chosen at each call. tuner: measures tiles.
     """
 
-    def __init__(self, spec: AttentionSpec, tile: Tile | None = None):
+    def __init__(self, spec: AttentionSpec, tile: Tile | None = None, tuner: Tuner | None = None):
         self.spec, self.tile = spec, tile
-        self.kernel = Kernel(spec, tile, statistics=True)
+        self.tuner = tuner if tile is None else None
+        self.kernel = Kernel(spec, tile, statistics=True, tuner=tuner)
         self._variants: dict[tuple, Variant] = {}
         self._lock = threading.Lock()
 
@@ -87,30 +94,37 @@ class Differentiable:
 
     def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents) -> None:
         batch, n_q, n_k, d, d_v = extents
-        device, heads = operands[0].device, math.prod(batch)
+        device = operands[0].device
         variant = self._variant(d, d_v, needs, device.type == "cpu")
         names = [self.kernel.operand_name(n) for n in range(len(operands))]
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
-        tiles = {
-            name: self.tile or tile for name, tile in backward_tiles(self.spec, d, d_v, capability(device)).items()
-        }
-        listed = KeyLists.name in variant.kernels or RowLists.name in variant.kernels
-        rows, keys = -(-n_q // tiles[Keys.name].rows), -(-n_k // tiles[Keys.name].keys)
-        dead = places(self.spec, batch) * rows if listed else heads
-        results["dead"] = torch.zeros([dead], dtype=torch.int32, device=device)
-        shared = math.prod(self._shared(batch, sizes))
-        for name in variant.kernels:
-            tile = tiles.get(name) or list_tile(tiles[LISTED_BY[name]])
-            programs = heads * -(-n_q // tile.rows)
-            if name == Keys.name:
-                programs = shared * keys
-            elif name in LISTED_BY:
-                across = (keys, rows) if name == RowLists.name else (-(-n_q // tile.rows), -(-n_k // tile.keys))
-                results |= empty_lists(self.spec, batch, across, device)
-                programs = len(results["tile_counts"])
-            variant.launch(name, programs, tile, precision(self.spec.dtype), (operands, sizes, results, {}))
+        shared = self._shared(batch, sizes)
+        launches = _Launches(self.spec, variant, operands, sizes, results, batch, (n_q, n_k), shared)
+        tiles = backward_tiles(self.spec, d, d_v, capability(device))
+        stages = [
+            Stage(
+                kernel=name,
+                variant=variant,
+                tile=self.tile or tiles[name],
+                launch=launch,
+                others=functools.partial(
+                    candidates, name, self.spec, (n_q, n_k, d, d_v), tiles[name], capability(device)
+                ),
+            )
+            for name, launch in launches.by_kernel.items()
+            if name in variant.kernels
+        ]
+        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+        if launches.listed and stages[0].kernel == Prepare.name and stages[-1].kernel == Keys.name:
+            stages[0] = launches.prepared_for(autotune.settled(stages[-1], call, self.tuner), stages[0])
+
+        def reset() -> None:
+            for tensor in made.values():
+                tensor.zero_()
+
+        autotune.run(stages, call, self.tuner, reset)
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """How many values of each batch coordinate K and V tell apart."""
@@ -126,3 +140,60 @@ class Differentiable:
                     kernels = backward_kernels(self.spec, d, d_v, needs)
                     found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
         return found
+
+
+class _Launches:
+    """The launches of one call, by the kernel whose tile they are in, in order."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        variant: Variant,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        results: dict[str, Tensor],
+        batch: Sequence[int],
+        rows_and_keys: tuple[int, int],
+        shared: Sequence[int],
+    ):
+        self.spec, self.variant, self.results, self.batch = spec, variant, results, batch
+        self.arguments = (operands, sizes, results, {})
+        self.n_q, self.n_k = rows_and_keys
+        self.heads, self.shared = math.prod(batch), math.prod(shared)
+        self.device, self.exact = operands[0].device, precision(spec.dtype)
+        self.listed = KeyLists.name in variant.kernels or RowLists.name in variant.kernels
+        self.noted_rows = 0
+        self.by_kernel = {Prepare.name: self.prepare, Queries.name: self.queries, Keys.name: self.keys}
+
+    def prepare(self, tile: Tile) -> None:
+        """delta, and what has dead rows: heads; where tiles are listed, blocks of as many rows as in the kernel of dK
+        and dV."""
+        self.noted_rows = tile.rows
+        blocks = -(-self.n_q // tile.rows)
+        count = places(self.spec, self.batch) * blocks if self.listed else self.heads
+        self.results["dead"] = torch.zeros([count], dtype=torch.int32, device=self.device)
+        self._launch(Prepare.name, self.heads * blocks, tile)
+
+    def prepared_for(self, tile: Tile, stage: Stage) -> Stage:
+        """The stage of `prepare` where the kernel of dK and dV has a certain tile."""
+        return replace(stage, tile=replace(stage.tile, rows=tile.rows), others=None)
+
+    def queries(self, tile: Tile) -> None:
+        rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
+        self._list(KeyLists.name, tile, (rows, keys))
+        self._launch(Queries.name, self.heads * rows, tile)
+
+    def keys(self, tile: Tile) -> None:
+        rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
+        if self.listed and Prepare.name in self.variant.kernels and self.noted_rows != tile.rows:
+            self.prepare(Tile(rows=tile.rows, keys=16, warps=4, stages=1))
+        self._list(RowLists.name, tile, (keys, rows))
+        self._launch(Keys.name, self.shared * keys, tile)
+
+    def _list(self, name: str, tile: Tile, across: tuple[int, int]) -> None:
+        if name in self.variant.kernels:
+            self.results |= empty_lists(self.spec, self.batch, across, self.device)
+            self._launch(name, len(self.results["tile_counts"]), list_tile(tile))
+
+    def _launch(self, name: str, programs: int, tile: Tile) -> None:
+        self.variant.launch(name, programs, tile, self.exact, self.arguments)

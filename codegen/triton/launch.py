@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ from types import ModuleType
 import torch
 
 from fusion.codegen import reference
-from fusion.codegen.triton import interpret, module
+from fusion.codegen.triton import autotune, interpret, module
+from fusion.codegen.triton.autotune import Stage, Tuner, call_of
+from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.split import Combine, Part, may_split, splits_for
@@ -56,7 +59,9 @@ class Variant:
         self.source = module.module_text(spec, kernels, d, d_v)
         with interpret.decorating() if interpreted else contextlib.nullcontext():
             self.module: ModuleType = module.load(self.source)
+        self.digest = hashlib.sha256(self.source.encode()).hexdigest()
         self.interpreted = interpreted
+        self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
         self.kernels = {
             kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))
             for kernel in kernels
@@ -65,7 +70,7 @@ class Variant:
     def launch(self, name: str, programs: int, tile: Tile, precision: str, arguments: tuple) -> None:
         """Run one kernel: arguments are those of `argument_function`."""
         function, make = self.kernels[name]
-        constants = {"ROWS": tile.rows, "KEYS": tile.keys, "PRECISION": precision}
+        constants = {**tile.constants(), "PRECISION": precision}
         constants = {key: value for key, value in constants.items() if key in function.arg_names}
         given = make(*arguments)
         if self.interpreted:
@@ -73,7 +78,7 @@ class Variant:
                 function[(programs,)](*given, **constants)
             return
         with torch.cuda.device(arguments[0][0].device):
-            function[(programs,)](*given, **constants, num_warps=tile.warps, num_stages=tile.stages)
+            function[(programs,)](*given, **constants, **tile.options())
 
 
 class Kernel:
@@ -81,13 +86,19 @@ class Kernel:
     tensor.
 
     CPU tensors are run by Triton's interpreter. statistics: whether `forward` is used, which returns each row's
-    statistics too.
+    statistics too. tile, splits: in place of those that are chosen at each call. tuner: measures tiles.
     """
 
     def __init__(
-        self, spec: AttentionSpec, tile: Tile | None = None, statistics: bool = False, splits: int | None = None
+        self,
+        spec: AttentionSpec,
+        tile: Tile | None = None,
+        statistics: bool = False,
+        splits: int | None = None,
+        tuner: Tuner | None = None,
     ):
         self.spec, self.tile, self.statistics, self.splits = spec, tile, statistics, splits
+        self.tuner = tuner if tile is None else None
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._variants: dict[tuple[int, int, bool, bool], Variant] = {}
         self._lock = threading.Lock()
@@ -145,27 +156,47 @@ class Kernel:
 
     def _launch(self, operands, sizes, results, batch, extents) -> None:
         n_q, n_k, d, d_v = extents
-        interpreted = operands[0].device.type == "cpu"
-        tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(operands[0].device))
-        heads = math.prod(batch)
-        per_head = n_k * (d + d_v) * operands[1].element_size()
-        section = max(1, min(heads, SECTION_BYTES // max(1, per_head)))
+        device = operands[0].device
+        table = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
+        split = self._splits(math.prod(batch) * -(-n_q // table.rows), n_k, table, device) > 1
+        variant = self.variant(d, d_v, device.type == "cpu", split)
+        schedule = self._split if split else self._flash
+        stage = Stage(
+            kernel="attention_split" if split else "attention_forward",
+            variant=variant,
+            tile=table,
+            launch=lambda tile: schedule(variant, tile, operands, sizes, dict(results), batch, extents),
+            others=lambda: candidates("attention_forward", self.spec, extents, table, capability(device)),
+        )
+        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+        autotune.run([stage], call, self.tuner, lambda: None)
+
+    def _section(self, operands, heads: int, extents) -> int:
+        """How many heads run side by side."""
+        _, n_k, d, d_v = extents
+        return max(1, min(heads, SECTION_BYTES // max(1, n_k * (d + d_v) * operands[1].element_size())))
+
+    def _flash(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
+        n_q, n_k, _, _ = extents
+        heads, exact = math.prod(batch), precision(self.spec.dtype)
+        arguments = (operands, sizes, results, {"section": self._section(operands, heads, extents)})
+        if TileLists.name in variant.kernels:
+            blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
+            results |= empty_lists(self.spec, batch, blocks, operands[0].device)
+            variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
+        variant.launch("attention_forward", heads * -(-n_q // tile.rows), tile, exact, arguments)
+
+    def _split(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
+        n_q, n_k, _, d_v = extents
+        heads, exact = math.prod(batch), precision(self.spec.dtype)
         programs = heads * -(-n_q // tile.rows)
         splits = self._splits(programs, n_k, tile, operands[0].device)
-        arguments = (operands, sizes, results, {"section": section, "splits": splits})
-        variant, exact = self.variant(d, d_v, interpreted, splits > 1), precision(self.spec.dtype)
-        if splits == 1:
-            if TileLists.name in variant.kernels:
-                blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
-                results |= empty_lists(self.spec, batch, blocks, operands[0].device)
-                variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
-            variant.launch("attention_forward", programs, tile, exact, arguments)
-            return
-        parts = torch.empty([splits * heads * n_q * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         rows = splits * heads * n_q
+        parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
-        variant.launch("attention_split", programs * splits, tile, exact, arguments)
-        variant.launch("attention_combine", programs, tile, exact, arguments)
+        others = {"section": self._section(operands, heads, extents), "splits": splits}
+        variant.launch("attention_split", programs * splits, tile, exact, (operands, sizes, results, others))
+        variant.launch("attention_combine", programs, tile, exact, (operands, sizes, results, others))
 
     def _splits(self, programs: int, n_k: int, tile: Tile, device: torch.device) -> int:
         if self.splits is not None:

@@ -79,15 +79,20 @@ def directory() -> Path:
     return path
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that another process never reads half of it."""
+    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
 def load(text: str) -> ModuleType:
     """The module with this text, from a file named after its content."""
     name = f"attention_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = directory() / f"{name}.py"
-    if not path.exists():  # written aside and renamed, so that another process never reads half of it
-        handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(aside, path)
+    if not path.exists():
+        write(path, text)
     found = importlib.util.spec_from_file_location(f"fusion_generated_{name}", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

@@ -163,7 +163,7 @@ def _signature(spec: AttentionSpec, names: Sequence[str], tile: Tile) -> tuple[d
     results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
     inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
-    given = {"ROWS": tile.rows, "KEYS": tile.keys, "PRECISION": "ieee"}
+    given = {**tile.constants(), "PRECISION": "ieee"}
     signature, constants, attributes = {}, {}, {}
     for position, name in enumerate(names):
         stem = name.removesuffix("_ptr")

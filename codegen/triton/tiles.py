@@ -26,8 +26,20 @@ class Tile:
     warps: int
     stages: int
 
+    def constants(self) -> dict[str, int]:
+        """What a kernel is told of its tile at compile time, by name."""
+        return {"ROWS": self.rows, "KEYS": self.keys}
 
-def _power(extent: int) -> int:
+    def options(self) -> dict[str, int]:
+        """What Triton is told of it, by name."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}"
+
+
+def power(extent: int) -> int:
+    """The power of two that holds an extent."""
     return 1 << max(0, (max(1, extent) - 1).bit_length())
 
 
@@ -39,8 +51,8 @@ def reads_tiles(*programs: Expr) -> bool:
 def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capability: int) -> Tile:
     """The forward's tile. capability: 10 * major + minor of an NVIDIA device, or INTERPRETER, or AMD."""
     if capability == INTERPRETER:
-        return Tile(rows=min(32, max(16, _power(n_q))), keys=16, warps=4, stages=1)
-    width = max(_power(d), _power(d_v), 16)
+        return Tile(rows=min(32, max(16, power(n_q))), keys=16, warps=4, stages=1)
+    width = max(power(d), power(d_v), 16)
     if spec.dtype == "float32":
         tile = _float32(width)
     elif capability == AMD:
@@ -49,8 +61,8 @@ def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capabili
         tile = _hopper(width) if 90 <= capability < 120 else _ampere(width)
     if tile.stages > 1 and width == 128 and reads_tiles(spec.score, spec.weight):
         tile = Tile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=tile.stages - 1)
-    rows = min(tile.rows, max(16, _power(n_q)))
-    keys = min(tile.keys, max(16, _power(n_k)))
+    rows = min(tile.rows, max(16, power(n_q)))
+    keys = min(tile.keys, max(16, power(n_k)))
     return Tile(rows=rows, keys=keys, warps=tile.warps if rows >= 64 else 4, stages=tile.stages)
 
 
@@ -87,7 +99,7 @@ def _float32(width: int) -> Tile:
 
 def queries_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
     """The tile of the kernel of dQ."""
-    width = max(_power(d), _power(d_v), 16)
+    width = max(power(d), power(d_v), 16)
     if capability == INTERPRETER:
         return Tile(rows=32, keys=32, warps=4, stages=1)
     if spec.dtype == "float32":
@@ -99,7 +111,7 @@ def queries_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile
 
 def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
     """The tile of the kernel of dK and dV, which keeps two gradients and two tiles of scores."""
-    width = max(_power(d), _power(d_v), 16)
+    width = max(power(d), power(d_v), 16)
     if capability == INTERPRETER:
         return Tile(rows=32, keys=32, warps=4, stages=1)
     if spec.dtype == "float32":

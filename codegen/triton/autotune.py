@@ -1,0 +1,287 @@
+"""Which tile a kernel runs in: the table's, a smaller one where that does not fit, or the fastest of a few that were
+measured.
+
+Every launch goes through `run`. A tile for which Triton finds too little shared memory or too few registers is replaced
+by the next smaller one, for the rest of the process. With a `Tuner` the first call of a kernel in a situation (device,
+sizes up to the next power of two, alignment) is timed on its own arguments in the tiles that the cost model expects to
+be the best; the fastest is remembered in a file beside the generated module.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import torch
+
+from fusion.codegen.triton import module
+from fusion.codegen.triton.candidates import MOST, smaller
+from fusion.codegen.triton.tiles import Tile, power
+
+if TYPE_CHECKING:
+    from fusion.codegen.triton.launch import Variant
+
+log = logging.getLogger(__name__)
+
+MEASURED = 8
+"""Tiles that are timed, at most."""
+
+MARGIN = 0.02
+"""A tile must be faster than the table's by this share to take its place: less is within what two runs differ."""
+
+FORMAT = 1
+"""Of the files; to be raised when a tile or a situation comes to mean something else."""
+
+_measuring = threading.RLock()  # what runs beside a measurement falsifies it
+
+Clock = Callable[[Callable[[], None], torch.device], float]
+"""(launch, device) -> seconds that one launch takes."""
+
+Times = Callable[[str, Sequence[int], Sequence[Tile]], Sequence[float]]
+"""(kernel, values of the spec's sizes, tiles) -> the seconds that are predicted for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Launches that share a tile.
+
+    kernel: the one that takes the time. variant: its module. tile: the table's. launch: all of them in a tile, as often
+    as is asked. others: tiles that may run, too; None where the tile is settled.
+    """
+
+    kernel: str
+    variant: Variant
+    tile: Tile
+    launch: Callable[[Tile], None]
+    others: Callable[[], Sequence[Tile]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is known of a call. sizes: values of the spec's sizes. situation: what choices are remembered by, beside
+    kernel and device."""
+
+    device: torch.device
+    sizes: Sequence[int]
+    situation: str = ""
+
+
+def call_of(
+    operands: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    extents: tuple[int, int, int],
+    precision: str,
+    tuner: Tuner | None,
+) -> Call:
+    """extents: heads, n_q, n_k. precision: of products."""
+    if tuner is None:
+        return Call(device=operands[0].device, sizes=sizes)
+    heads, n_q, n_k = map(power, extents)
+    aligned = all(
+        tensor.data_ptr() % 16 == 0 and all(stride in (0, 1) or stride % 16 == 0 for stride in tensor.stride())
+        for tensor in operands[:3]
+    )
+    situation = f"heads <= {heads}, n_q <= {n_q}, n_k <= {n_k}, {'' if aligned else 'not '}aligned, {precision}"
+    return Call(device=operands[0].device, sizes=sizes, situation=situation)
+
+
+def run(stages: Sequence[Stage], call: Call, tuner: Tuner | None, reset: Callable[[], None]) -> None:
+    """Launch the stages, each in its tile. reset: undo what launches have added to results."""
+    if tuner is not None and any(tuner.tile(stage, call) is None for stage in stages) and tuner.measures(call):
+        for stage in stages:  # in order: later ones read what earlier ones write
+            tuner.measure(stage, call)
+        reset()
+    for stage in stages:
+        launch(stage, call, tuner)
+
+
+def launch(stage: Stage, call: Call, tuner: Tuner | None = None) -> Tile:
+    """Launch a stage in its tile or, where that does not fit, in the largest smaller one; which is returned."""
+    tile = settled(stage, call, tuner)
+    while True:
+        try:
+            stage.launch(tile)
+            return tile
+        except Exception as error:
+            if not _out_of_resources(error) or (reduced := smaller(tile)) is None:
+                raise
+            log.info("%s does not fit in tiles of %s (%s); it runs in %s", stage.kernel, tile, error, reduced)
+            stage.variant.reduced[stage.kernel, call.device, tile] = reduced
+            tile = reduced
+
+
+def settled(stage: Stage, call: Call, tuner: Tuner | None) -> Tile:
+    """The tile in which a stage is launched, as far as is known."""
+    tile = (tuner and tuner.tile(stage, call)) or stage.tile
+    reduced = stage.variant.reduced
+    while reduced and (found := reduced.get((stage.kernel, call.device, tile))) is not None:
+        tile = found
+    return tile
+
+
+def _out_of_resources(error: Exception) -> bool:
+    """Whether Triton, ptxas or the driver refused a kernel for want of shared memory, registers or threads."""
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    if isinstance(error, OutOfResources):
+        return True
+    refused = isinstance(error, (PTXASError, RuntimeError))
+    return refused and any(text in str(error) for text in ("uses too much", "too many resources requested"))
+
+
+class Tuner:
+    """Measures tiles, and remembers the fastest.
+
+    times: ranks what is to be measured; without it tiles nearer to the table's come first. clock: by default CUDA
+    events, and nothing is measured on other devices.
+    """
+
+    def __init__(self, times: Times | None = None, clock: Clock | None = None):
+        self.times, self.clock = times, clock
+        self._tiles: dict[tuple, Tile | None] = {}
+
+    def measures(self, call: Call) -> bool:
+        """Whether a call may be timed: not while a CUDA graph is captured, nor where results must not depend on it."""
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        if call.device.type != "cuda":
+            return self.clock is not None
+        return not torch.cuda.is_current_stream_capturing()
+
+    def tile(self, stage: Stage, call: Call) -> Tile | None:
+        """The tile that was measured to be the fastest, by this process or another."""
+        if stage.others is None:
+            return stage.tile
+        if torch.are_deterministic_algorithms_enabled():
+            return None
+        key = (stage.variant.digest, stage.kernel, call.device, call.situation)
+        if key not in self._tiles:
+            found = remembered(stage.variant.digest, call.device).get(f"{stage.kernel}: {call.situation}")
+            self._tiles[key] = None if found is None else Tile(**found["tile"])
+        return self._tiles[key]
+
+    def measure(self, stage: Stage, call: Call) -> None:
+        """Launch a stage in several tiles and choose the fastest, or what `launch` takes where none could be timed.
+        Where the choice is known the stage is launched once."""
+        with _measuring:
+            if self.tile(stage, call) is not None:
+                launch(stage, call, self)
+                return
+            started = time.perf_counter()
+            seconds, failed = self._seconds(stage, call)
+            best = min(seconds, key=seconds.__getitem__, default=None)
+            if best is None:
+                best = launch(stage, call)
+            elif stage.tile in seconds and seconds[best] > (1 - MARGIN) * seconds[stage.tile]:
+                best = stage.tile
+            log.info("%s: %s, after %.1f s", stage.kernel, best, time.perf_counter() - started)
+            digest = stage.variant.digest
+            self._tiles[digest, stage.kernel, call.device, call.situation] = best
+            remember(digest, call.device, f"{stage.kernel}: {call.situation}", best, seconds, failed)
+
+    def _seconds(self, stage: Stage, call: Call) -> tuple[dict[Tile, float], dict[Tile, str]]:
+        """The seconds of a stage by tile, and why others have none."""
+        seconds: dict[Tile, float] = {}
+        failed: dict[Tile, str] = {}
+        tiles = self._ranked(stage, call)
+        for number, tile in enumerate(tiles):
+            log.info("%s: measuring tile %d of %d, %s", stage.kernel, number + 1, len(tiles), tile)
+            try:
+                stage.launch(tile)
+                seconds[tile] = (self.clock or by_events)(functools.partial(stage.launch, tile), call.device)
+            except Exception as error:
+                failed[tile] = f"{type(error).__name__}: {error}"
+                log.info("%s cannot run in %s: %s", stage.kernel, tile, failed[tile])
+        return seconds, failed
+
+    def _ranked(self, stage: Stage, call: Call) -> list[Tile]:
+        """The table's tile, and the best of the others by the model."""
+        first, *others = dict.fromkeys([stage.tile, *(stage.others() if stage.others else ())])
+        if self.times is not None and others:
+            predicted = dict(zip(others, self.times(stage.kernel, call.sizes, others), strict=True))
+            others.sort(key=predicted.__getitem__)
+        return [first, *others[: MEASURED - 1]]
+
+
+def by_events(launch: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one launch: the median of several, between events on the device."""
+    with torch.cuda.device(device):
+        once = _between_events(launch, 1)[0]
+        times = sorted(_between_events(launch, min(20, max(5, int(0.02 / max(once, 1e-6))))))
+    return times[len(times) // 2]
+
+
+def _between_events(launch: Callable[[], None], repeats: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda._sleep(1_000_000 * repeats)  # while the device waits, the host runs ahead: its own time is not measured
+    for event in events[:-1]:
+        event.record()
+        launch()
+    events[-1].record()
+    events[-1].synchronize()
+    return [1e-3 * first.elapsed_time(second) for first, second in zip(events, events[1:], strict=False)]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _header(digest: str, device: torch.device) -> dict[str, Any]:
+    import triton
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"format": FORMAT, "module": digest, "device": name, "triton": triton.__version__}
+
+
+def path_of(digest: str, device: torch.device) -> Path:
+    """The file with the choices for one module on one kind of device."""
+    key = hashlib.sha256(json.dumps(_header(digest, device)).encode()).hexdigest()[:16]
+    return module.directory() / f"tiles_{key}.json"
+
+
+def remembered(digest: str, device: torch.device) -> dict[str, Any]:
+    """The choices for a module on a device by kernel and situation; none from files that cannot be read or are of
+    another module, device or version."""
+    path = path_of(digest, device)
+    try:
+        content = json.loads(path.read_text())
+        if {name: content.get(name) for name in _header(digest, device)} != _header(digest, device):
+            return {}
+        return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"])}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
+        log.debug("%s is ignored: %s", path, problem)
+        return {}
+
+
+def _sound(tile: dict[str, Any]) -> bool:
+    """Whether this is what became of a tile in a file."""
+    kinds = get_type_hints(Tile)
+    if tile.keys() != kinds.keys() or any(type(tile[name]) is not kind for name, kind in kinds.items()):
+        return False
+    sizes = [tile[name] for name, kind in kinds.items() if kind is int and name != "stages"]
+    return tile["stages"] >= 1 and all(1 <= size <= MOST and size == power(size) for size in sizes)
+
+
+def remember(
+    digest: str, device: torch.device, name: str, tile: Tile, seconds: dict[Tile, float], failed: dict[Tile, str]
+) -> None:
+    """Add a choice to its file, with what was measured."""
+    measured = [{"tile": str(other), "seconds": seconds[other]} for other in sorted(seconds, key=seconds.__getitem__)]
+    choice = {"tile": asdict(tile), "measured": measured, "failed": {str(t): text for t, text in failed.items()}}
+    choices = remembered(digest, device) | {name: choice}
+    try:
+        module.write(path_of(digest, device), json.dumps(_header(digest, device) | {"choices": choices}, indent=1))
+    except OSError as problem:
+        log.info("what was measured is not remembered: %s", problem)
+
+
+__all__ = ["Call", "Stage", "Tuner", "call_of", "launch", "remembered", "run", "settled"]

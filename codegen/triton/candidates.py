@@ -1,0 +1,113 @@
+"""Other tiles than the table's that a kernel may run in: neighbours worth measuring, and smaller ones where a tile does
+not fit the device.
+
+What a tile needs is estimated: shared memory from the operands that stay there and the tiles in flight, registers from
+the accumulators and scores of a program. `benchmarks/triton_versions.py` has the facts of the table's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, power
+from fusion.ir.expr import coordinates, loads
+from fusion.ir.spec import AttentionSpec
+
+LEAST, MOST = 16, 256
+"""Rows and keys of a tile."""
+
+REGISTERS = 170
+"""32-bit registers per thread that accumulators and scores may take; the rest of 255 holds addresses and operands."""
+
+
+def smaller(tile: Tile) -> Tile | None:
+    """The next tile that needs less memory: fewer stages first, then fewer keys and rows, then fewer warps; None after
+    the smallest."""
+    if tile.stages > 1:
+        return replace(tile, stages=tile.stages - 1)
+    if tile.keys > LEAST and (tile.keys >= tile.rows or tile.rows <= LEAST):
+        return replace(tile, keys=tile.keys // 2)
+    if tile.rows > LEAST:
+        return replace(tile, rows=tile.rows // 2, warps=tile.warps if tile.rows > 64 else min(4, tile.warps))
+    return replace(tile, warps=tile.warps // 2) if tile.warps > 1 else None
+
+
+def candidates(
+    kernel: str, spec: AttentionSpec, extents: tuple[int, int, int, int], tile: Tile, capability: int
+) -> list[Tile]:
+    """The table's tile for a kernel, then those around it that are expected to fit, nearest first.
+
+    extents: n_q, n_k, d, d_v.
+    """
+    n_q, n_k, d, d_v = extents
+    most = {"rows": min(MOST, max(LEAST, power(n_q))), "keys": min(MOST, max(LEAST, power(n_k)))}
+    sizes = [
+        [size for size in (own, own // 2, own * 2) if size == own or LEAST <= size <= most[name]]
+        for name, own in (("rows", tile.rows), ("keys", tile.keys))
+    ]
+    if capability == INTERPRETER:
+        schedules = [(tile.warps, tile.stages)]
+    else:
+        warps = dict.fromkeys((tile.warps, *(w for w in (4, 8) if kernel != "attention_backward_prepare" or w < 8)))
+        stages = dict.fromkeys(s for s in (tile.stages, tile.stages - 1, tile.stages + 1) if 1 <= s <= 4)
+        schedules = list(itertools.product(warps, stages if kernel != "attention_backward_prepare" else [tile.stages]))
+    if kernel == "attention_backward_prepare":
+        sizes[1] = [tile.keys]
+    around = [
+        replace(tile, rows=rows, keys=keys, warps=warps, stages=stages)
+        for rows, keys, (warps, stages) in itertools.product(*sizes, schedules)
+    ]
+    around.sort(key=lambda other: _distance(tile, other))
+    return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, capability)]
+
+
+def _distance(tile: Tile, other: Tile) -> int:
+    """In how many ways two tiles differ."""
+    return sum(getattr(tile, name) != getattr(other, name) for name in Tile.__dataclass_fields__)
+
+
+def fits(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> bool:
+    """Whether a kernel's tile is expected to have room on a device, without spilling registers."""
+    if capability == INTERPRETER:
+        return True
+    threads = tile.warps * (64 if capability == AMD else 32)
+    shared, registers = needs(kernel, spec, d, d_v, tile)
+    return shared <= shared_memory(capability) and registers <= 4 * REGISTERS * threads
+
+
+def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tuple[int, int]:
+    """(bytes of shared memory, bytes of registers) that a program is expected to take."""
+    d, d_v = max(LEAST, power(d)), max(LEAST, power(d_v))
+    width, size = d + d_v, getattr(torch, spec.dtype).itemsize
+    scores = tile.rows * tile.keys
+    matrices = tile.stages * scores * _bytes_per_score(spec)
+    if kernel == "attention_backward_prepare":
+        return 0, 8 * tile.rows * d_v
+    if kernel == "attention_backward_queries":
+        return (tile.rows + tile.stages * tile.keys) * width * size + matrices, 4 * tile.rows * d + (8 + size) * scores
+    if kernel == "attention_backward_keys":
+        shared = (tile.keys + tile.stages * tile.rows) * width * size + scores * size + matrices
+        return shared, 4 * tile.keys * width + (8 + size) * scores
+    return (
+        tile.rows * d * size + tile.stages * tile.keys * width * size + matrices,
+        4 * tile.rows * d_v + (4 + size) * scores,
+    )
+
+
+def _bytes_per_score(spec: AttentionSpec) -> int:
+    """Bytes that are loaded for every score: of bias and mask matrices."""
+    read = {*loads(spec.score), *loads(spec.weight)}
+    numbers = {int(load.attr) for load in read if {"i", "j"} <= coordinates(load)}  # type: ignore[arg-type]
+    return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
+
+
+def shared_memory(capability: int) -> int:
+    """Bytes of shared memory that one program may use."""
+    if capability == AMD:
+        return 64 << 10
+    if capability in (86, 89) or capability >= 120:
+        return 99 << 10
+    return {7: 64 << 10, 8: 163 << 10}.get(capability // 10, 227 << 10)
