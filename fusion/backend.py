@@ -40,7 +40,7 @@ def fusion(
     Returns the compiled callable. Raises `OptionError` for options that do not exist; any other failure of ours leaves
     the graph to the inner compiler as it was, with a note in the report.
     """
-    chosen = Options.parse(options)
+    chosen = Options.parse(options, mode)
     fused, report = fuse(module, example_inputs, chosen)
     publish(report)
     from fusion.inner import compile_rest
@@ -125,9 +125,13 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
 
 
 def _emitter(options: Options) -> str:
-    """What the op is told: the emitter, and the approximation that is allowed."""
-    request = _request(options)
-    return options.emitter if request is None else request.attach(options.emitter)
+    """What the op is told: the emitter, whether it measures, and the approximation that is allowed."""
+    request, emitter = _request(options), _exact_emitter(options)
+    return emitter if request is None else request.attach(emitter)
+
+
+def _exact_emitter(options: Options) -> str:
+    return options.emitter + runtime.TUNED * (options.autotune and options.emitter != "reference")
 
 
 def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], str | None]:
@@ -198,7 +202,7 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
 def _plan(part: Specified, hints: Mapping[str, int], options: Options) -> Plan:
     """What the kernel is predicted to cost at the sizes of this trace."""
     sizes = _sizes(part, hints)
-    tile = runtime.kernel_tile(part.spec, part.device, options.emitter, tuple(sizes.values()))
+    tile = runtime.kernel_tile(part.spec, part.device, _exact_emitter(options), tuple(sizes.values()))
     machine = None if part.device == "cpu" else part.device
     return plan(part.spec, machine, sizes=sizes, tile=tile)
 

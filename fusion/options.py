@@ -27,6 +27,8 @@ class Options:
     block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
         that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
         and heads). None for no such mask. An attention that cannot have it is an error.
+    autotune: measure a few tiles of each GPU kernel at its first call, and take the fastest from then on;
+        `mode="max-autotune"` asks for it, too.
     strict: raise `StrictError` instead of leaving an attention unfused.
     approximate: allow this approximation of attention in inference, where it is certified from the data and predicted
         to be faster; exact otherwise. See docs/approximate.md.
@@ -37,13 +39,17 @@ class Options:
     emitter: Emitter = "auto"
     tile_maps: TileMaps = "auto"
     block_mask: Any = None
+    autotune: bool = False
     strict: bool = False
     approximate: Approximate = None
     epsilon: float = 1e-2
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | None) -> Options:
-        """Options from the caller's dict, which is left alone; raises `OptionError` naming what is valid."""
+    def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+        """Options from the caller's dict, which is left alone; raises `OptionError` naming what is valid. mode: that of
+        torch.compile, which says what `autotune` is where the dict does not."""
+        if str(mode).startswith("max-autotune"):
+            given = {"autotune": True, **(given or {})}
         hints = get_type_hints(cls)
         known = [field.name for field in fields(cls)]
         for name, value in (given or {}).items():

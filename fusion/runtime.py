@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,18 @@ from torch import Tensor
 from fusion.approximate import dispatch
 from fusion.approximate.dispatch import Request
 from fusion.codegen import reference
-from fusion.errors import LargeTableError
+from fusion.errors import LargeTableError, UnknownMachineError
 from fusion.ir import AttentionSpec, Normalizer, Operand
 from fusion.ir.sizes import size_value
 from fusion.machine import machine
 
+if TYPE_CHECKING:
+    from fusion.codegen.triton.autotune import Tuner
+
 log = logging.getLogger(__name__)
+TUNED = "/tuned"
+"""Ends the text of an emitter whose kernels measure tiles at their first call: `options={"autotune": True}`."""
+
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 
 
@@ -234,8 +240,28 @@ def _compile(spec: AttentionSpec, device: str) -> Executor:
     return mlir.compile(spec, machine(), tile_times(spec, machine()))
 
 
+def _compile_tuned(spec: AttentionSpec) -> Executor:
+    """A GPU kernel that measures tiles."""
+    from fusion.codegen import triton
+
+    return triton.Kernel(spec, tuner=_tuner(spec))
+
+
+def _tuner(spec: AttentionSpec) -> Tuner:
+    """What measures tiles of a spec's kernels: those first that the cost model expects to be the fastest."""
+    from fusion.codegen.triton.autotune import Tuner
+    from fusion.cost.from_spec import gpu_tile_times
+
+    try:
+        return Tuner(gpu_tile_times(spec, machine("cuda")))
+    except UnknownMachineError:
+        return Tuner()
+
+
 def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
     emitter, request = Request.parse(emitter)
+    if device != "cuda" and request is None and emitter.endswith(TUNED):  # only GPU kernels measure
+        return executor(spec.to_json(), device, emitter.removesuffix(TUNED))
     if request is not None:
         exact = executor(spec.to_json(), device, emitter)
         kernel = dispatch.build(
@@ -245,14 +271,27 @@ def _build(spec: AttentionSpec, device: str, emitter: str) -> Executor:
     if emitter != "reference":
         reason = unsupported(spec, torch.device(device))
         if reason is None:
-            return Guarded(spec, _compile(spec, device))
+            return Guarded(spec, _compile_tuned(spec) if emitter.endswith(TUNED) else _compile(spec, device))
         log.warning("running %s in the reference interpreter: %s", spec, reason)
     return lambda operands, sizes: reference.run(spec, operands, sizes)
 
 
 def _build_differentiable(spec: str, device: str, emitter: str) -> Differentiable:
+    if emitter.endswith(TUNED):
+        return _build_tuned_differentiable(spec, device, emitter)
     kernel = None if emitter == "reference" else _compile_training(AttentionSpec.from_json(spec), device)
     return _WithReferenceGradient(spec, device, emitter) if kernel is None else _GuardedTraining(spec, kernel)
+
+
+def _build_tuned_differentiable(spec: str, device: str, emitter: str) -> Differentiable:
+    if device != "cuda":
+        return differentiable(spec, device, emitter.removesuffix(TUNED))
+    from fusion.codegen import triton
+
+    parsed = AttentionSpec.from_json(spec)
+    if triton.supports(parsed) is not None:
+        return _WithReferenceGradient(spec, device, emitter)
+    return _GuardedTraining(spec, triton.Differentiable(parsed, tuner=_tuner(parsed)))
 
 
 def _compile_training(spec: AttentionSpec, device: str) -> Differentiable | None:

@@ -6,8 +6,9 @@
 
 `forward` writes the kernel, `expressions` and `matrices` the values and addresses in it, `programs` decides about the
 score program, `mathematics` has functions that Triton lacks, `module` writes and loads files, `tiles` chooses tile
-sizes, `launch` makes the call, `features` and `polynomial` are the kernels of approximate attention, `interpret` runs
-it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is made.
+sizes, `autotune` measures others (`candidates`) and takes smaller ones where they do not fit, `launch` makes the call,
+`features` and `polynomial` are the kernels of approximate attention, `interpret` runs it on CPU tensors in Triton's
+interpreter. Nothing of Triton is imported before a kernel is made.
 """
 
 from __future__ import annotations

@@ -48,14 +48,11 @@ def candidates(
         [size for size in (own, own // 2, own * 2) if size == own or LEAST <= size <= most[name]]
         for name, own in (("rows", tile.rows), ("keys", tile.keys))
     ]
-    if capability == INTERPRETER:
-        schedules = [(tile.warps, tile.stages)]
-    else:
-        warps = dict.fromkeys((tile.warps, *(w for w in (4, 8) if kernel != "attention_backward_prepare" or w < 8)))
-        stages = dict.fromkeys(s for s in (tile.stages, tile.stages - 1, tile.stages + 1) if 1 <= s <= 4)
-        schedules = list(itertools.product(warps, stages if kernel != "attention_backward_prepare" else [tile.stages]))
-    if kernel == "attention_backward_prepare":
-        sizes[1] = [tile.keys]
+    warps = dict.fromkeys([tile.warps, 4, 8])
+    stages = [count for count in (tile.stages, tile.stages - 1, tile.stages + 1) if 1 <= count <= 4]
+    if kernel == "attention_backward_prepare":  # has no loop
+        sizes[1], stages = [tile.keys], [tile.stages]
+    schedules = itertools.product(warps, stages) if capability != INTERPRETER else [(tile.warps, tile.stages)]
     around = [
         replace(tile, rows=rows, keys=keys, warps=warps, stages=stages)
         for rows, keys, (warps, stages) in itertools.product(*sizes, schedules)

@@ -155,21 +155,42 @@ class Kernel:
         return out, statistics
 
     def _launch(self, operands, sizes, results, batch, extents) -> None:
+        n_q, n_k, _, _ = extents
+
+        def launch(variant: Variant, tile: Tile) -> None:
+            schedule = self._split if "attention_split" in variant.kernels else self._flash
+            schedule(variant, tile, operands, sizes, dict(results), batch, extents)
+
+        stage = self._stage(operands[0].device, math.prod(batch), extents, launch)
+        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+        autotune.run([stage], call, self.tuner, lambda: None)
+
+    def _stage(self, device: torch.device, heads: int, extents, launch: Callable[[Variant, Tile], None]) -> Stage:
+        """The schedule and the table's tile for a call."""
         n_q, n_k, d, d_v = extents
-        device = operands[0].device
         table = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
-        split = self._splits(math.prod(batch) * -(-n_q // table.rows), n_k, table, device) > 1
+        split = self._splits(heads * -(-n_q // table.rows), n_k, table, device) > 1
         variant = self.variant(d, d_v, device.type == "cpu", split)
-        schedule = self._split if split else self._flash
-        stage = Stage(
+        return Stage(
             kernel="attention_split" if split else "attention_forward",
             variant=variant,
             tile=table,
-            launch=lambda tile: schedule(variant, tile, operands, sizes, dict(results), batch, extents),
+            launch=functools.partial(launch, variant),
             others=lambda: candidates("attention_forward", self.spec, extents, table, capability(device)),
         )
-        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
-        autotune.run([stage], call, self.tuner, lambda: None)
+
+    def tile_of(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """(rows, keys) of the tile that a call with these sizes and aligned tensors gets on the current device, as far
+        as is known before it."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
+        tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
+        if self.tuner is not None and 0 not in (*batch, n_q, n_k, d, d_v):
+            stage = self._stage(device, math.prod(batch), (n_q, n_k, d, d_v), lambda *_: None)
+            aligned = [torch.empty(0, device=device)]
+            call = call_of(aligned, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+            tile = autotune.settled(stage, call, self.tuner)
+        return tile.rows, tile.keys
 
     def _section(self, operands, heads: int, extents) -> int:
         """How many heads run side by side."""

@@ -100,11 +100,8 @@ def _tiles_and_times(
             tiles = grid({"B_r": [given[0]], "B_c": [given[1]], "stages": [1]})
         return tiles, cpu_time(machine, problem, tiles, multiples, skip=name == "block_sparse")
     if machine.kind == "gpu" and name in _FLASH:
-        tiles = (
-            _with_splits(gpu_tiles(problem, machine), problem, machine)
-            if name == "split_k"
-            else gpu_tiles(problem, machine)
-        )
+        tiles = gpu_tiles(problem, machine) if given is None else _of_size(problem, machine, given)
+        tiles = _with_splits(tiles, problem, machine) if name == "split_k" else tiles
         splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if name == "split_k" else 1
         return tiles, gpu_time(machine, problem, tiles, _shares(problem, tiles, name), splits)
     tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
@@ -125,6 +122,16 @@ def _least_io(name: str, problem: Problem, capacity: int, features: int) -> Tile
 
 def _shares(problem: Problem, tiles: Tiles, name: str) -> np.ndarray:
     return shares_of(problem, tiles) if name == "block_sparse" else np.ones(len(tiles["B_r"]))
+
+
+def _of_size(problem: Problem, machine: Machine, given: tuple[int, int]) -> Tiles:
+    """The legal tiles (B_r, B_c) = given, or that with one stage where there is none: a kernel runs in it."""
+    single = grid({"B_r": [given[0]], "B_c": [given[1]], "stages": [1]})
+    with contextlib.suppress(NoFittingTileError):
+        tiles = gpu_tiles(problem, machine)
+        keep = (tiles["B_r"] == given[0]) & (tiles["B_c"] == given[1])
+        return {name: column[keep] for name, column in tiles.items()} if keep.any() else single
+    return single
 
 
 def _with_splits(tiles: Tiles, problem: Problem, machine: Machine) -> Tiles:

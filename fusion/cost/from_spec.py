@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from fusion.cost.cpu import predict
 from fusion.cost.problem import Problem
 from fusion.cost.tiles import cpu_tiles
+from fusion.cost.timing import gpu_time, shares_of
 from fusion.errors import ProblemError
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, Kind, walk
@@ -17,6 +21,19 @@ from fusion.ir.ops import PRIMITIVES, evaluate
 from fusion.machine import Machine, with_cores
 
 _SAMPLES = 256
+
+
+class GpuTile(Protocol):
+    """rows: queries, keys: of a tile; stages: tiles in flight."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def keys(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
 
 
 def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
@@ -59,6 +76,30 @@ def tile_times(
         legal = cpu_tiles(problem, here, *multiples)
         pairs = zip(legal["B_r"].tolist(), legal["B_c"].tolist(), strict=True)
         return predict(here, problem, dict.fromkeys([*more, *pairs]), multiples)
+
+    return times
+
+
+def gpu_tile_times(
+    spec: AttentionSpec, machine: Machine
+) -> Callable[[str, Sequence[int], Sequence[GpuTile]], list[float]]:
+    """A function of (name of a GPU kernel, values of `spec.sizes`, tiles): a predicted time of each tile, s.
+
+    Times of backward kernels are those of a forward with their tiles, good for an order only: dQ walks the keys as the
+    forward does, dK and dV the queries. Kernels that make no products have the same time in all tiles.
+    """
+
+    def times(kernel: str, sizes: Sequence[int], tiles: Sequence[GpuTile]) -> list[float]:
+        if kernel == "attention_backward_prepare":
+            return [0.0] * len(tiles)
+        problem = problem_of(spec, sizes)
+        pairs = [(tile.rows, tile.keys) for tile in tiles]
+        if kernel == "attention_backward_keys":
+            problem = replace(problem, n_q=problem.n_k, n_k=problem.n_q)
+            pairs = [(keys, rows) for rows, keys in pairs]
+        columns = {"B_r": [r for r, _ in pairs], "B_c": [c for _, c in pairs], "stages": [t.stages for t in tiles]}
+        arrays = {name: np.array(column) for name, column in columns.items()}
+        return gpu_time(machine, problem, arrays, shares_of(problem, arrays)).total.tolist()
 
     return times
 
