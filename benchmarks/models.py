@@ -1,8 +1,11 @@
 """Whole models with random weights, in the sizes people run: what the rest of a model leaves of a kernel's gain."""
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +16,12 @@ from torch import Tensor, nn
 class Model:
     """A model under test. `make(attention)` builds it with transformers' attn_implementation; `lengths` are N.
 
-    `inputs(N)` gives the one tensor it takes: token ids `[1, N]`, or pixels.
+    `make(attention, **smaller)` replaces sizes of its configuration. `inputs(N)` gives the one tensor it takes: token
+    ids `[1, N]`, or pixels.
     """
 
     title: str
-    make: Callable[[str], nn.Module]
+    make: Callable[..., nn.Module]
     inputs: Callable[[int], Tensor]
     lengths: tuple[int, ...]
 
@@ -37,12 +41,12 @@ class LastState(nn.Module):
 VOCABULARY = 1000
 
 
-def _build(kind: str, config: str, argument: str = "input_ids", **sizes: Any) -> Callable[[str], nn.Module]:
-    def make(attention: str) -> nn.Module:
+def _build(kind: str, config: str, argument: str = "input_ids", **sizes: Any) -> Callable[..., nn.Module]:
+    def make(attention: str, **smaller: Any) -> nn.Module:
         import transformers
 
         torch.manual_seed(0)
-        settings = getattr(transformers, config)(**sizes, attn_implementation=attention)
+        settings = getattr(transformers, config)(**(sizes | smaller), attn_implementation=attention)
         return LastState(getattr(transformers, kind)(settings), argument).eval()
 
     return make
@@ -115,6 +119,69 @@ MODELS: dict[str, Model] = {
         lengths=(197,),
     ),
 }
+
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+"""Sizes of decoders for a rehearsal."""
+
+
+class Scores(nn.Module):
+    """A causal language model that takes token ids and returns the scores of the next ones, `[B, N, 256]`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x, use_cache=False).logits
+
+
+TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window": 128, "query_pre_attn_scalar": 64}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+}
+"""Class, configuration and its own arguments of models that are trained; dropout, which each run draws anew, is off."""
+
+
+def trained_model(name: str, tiny: bool = False) -> nn.Module:
+    """A small model of bytes with eager attention, in training mode: 4 layers of 8 heads of 64."""
+    import transformers
+
+    kind, config, own = TRAINED[name]
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    sizes |= TINY if tiny else {}
+    if name == "gpt2":
+        sizes = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_hidden_layers"],
+                 "n_head": sizes["num_attention_heads"], "n_positions": 16384}  # fmt: skip
+    else:
+        sizes["max_position_embeddings"] = 16384
+    torch.manual_seed(0)
+    given = {**sizes, **own, "vocab_size": 256, "attn_implementation": "eager"}
+    return Scores(getattr(transformers, kind)(getattr(transformers, config)(**given))).train()
+
+
+@functools.cache
+def _text() -> Tensor:
+    """About a megabyte of Python's own library, as bytes."""
+    folder = Path(inspect.__file__).parent
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("[a-f]*.py")))[:1_000_000]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def text_tokens(step: int, batch: int, N: int) -> Tensor:
+    """`[batch, N + 1]` bytes of text, the same for the same step."""
+    text, generator = _text(), torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(text) - N - 1, (batch,), generator=generator).tolist()
+    return torch.stack([text[start : start + N + 1] for start in starts])
 
 
 def reference(make: Callable[[str], nn.Module], x: Tensor, dtype: torch.dtype) -> Tensor:

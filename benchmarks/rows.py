@@ -2,13 +2,14 @@
 
 `q: [B, H, N, d]`, `k, v: [B, H_kv, N, d]`. The plain function is what eager, Inductor and fusion get. For
 `scaled_dot_product_attention` and FlexAttention masks, biases and block masks are made beforehand, outside the time
-measured: a model would make them once and use them in every layer.
+measured: a model would make them once and use them in every layer. In latent attention V is a part of K's columns.
 """
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from torch import Tensor
 WINDOW = 512  # keys that a query sees in the sliding-window row, itself included
 CAP = 20.0  # bound of the soft-capped score
 GROUP = 4  # query heads per key head in the grouped row
+ROTARY = 64  # columns of K in latent attention that only the scores see
+DOCUMENTS = (5, 1, 3, 2, 8, 4, 6, 3)  # lengths of packed documents, in parts of their sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +32,17 @@ class Problem:
     d: int
     dtype: torch.dtype
 
-    def tensors(self, row: "Row", dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Operands of the row's plain function: q, k, v, and what else the variant takes; the same ones every time."""
-        generator = torch.Generator().manual_seed(0)
-        keys = (self.B, self.H // row.group, self.N, self.d)
-        shapes = [(self.B, self.H, row.queries or self.N, self.d), keys, keys]
-        operands = [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
-        operands += [extra.to(self.dtype) for extra in row.extras(self, generator)]
-        return tuple(x.to(dtype or self.dtype) for x in operands)
+    def tensors(self, row: "Row", dtype: torch.dtype | None = None, device: str = "cpu") -> tuple[Tensor, ...]:
+        """Operands of the row's plain function: q, k, v, and what else the variant takes; the same ones every time.
+
+        Latent attention takes no v. Those of a floating-point dtype are rounded to the problem's, then become `dtype`.
+        """
+        generator = torch.Generator(device).manual_seed(0)
+        keys = (self.B, max(1, self.H // (row.group or self.H)), self.N, self.d)
+        shapes = [(self.B, self.H, row.queries or self.N, self.d), keys, keys][: 2 if row.latent else 3]
+        operands = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+        operands += [extra.to(device) for extra in row.extras(self, generator)]
+        return tuple(x.to(self.dtype).to(dtype or self.dtype) if x.is_floating_point() else x for x in operands)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -95,16 +101,41 @@ def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return full(*_for_every_query_head(q, k, v))
 
 
+def packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)[:, None]
+    j = torch.arange(k.shape[-2], device=q.device)[None, :]
+    live = (documents[:, None, :, None] == documents[:, None, None, :]) & (j <= i)
+    return torch.softmax(_scores(q, k).masked_fill(~live, -math.inf), dim=-1) @ v
+
+
+def latent(q: Tensor, compressed: Tensor) -> Tensor:
+    return causal(q, compressed, compressed[..., : q.shape[-1] - ROTARY])
+
+
+def latent_decode(q: Tensor, compressed: Tensor) -> Tensor:
+    return full(q, compressed, compressed[..., : q.shape[-1] - ROTARY])
+
+
 def _slopes(p: Problem, generator: torch.Generator) -> list[Tensor]:
     return [torch.tensor([2 ** (-8 * (h + 1) / p.H) for h in range(p.H)])]
 
 
 def _position_bias(p: Problem, generator: torch.Generator) -> list[Tensor]:
-    return [torch.randn(1, p.H, p.N, p.N, generator=generator)]
+    return [torch.randn(1, p.H, p.N, p.N, generator=generator, device=generator.device)]
 
 
 def _offsets(p: Problem, generator: torch.Generator) -> list[Tensor]:
-    return [torch.randn(p.H, 2 * p.N - 1, generator=generator)]
+    return [torch.randn(p.H, 2 * p.N - 1, generator=generator, device=generator.device)]
+
+
+def _document_lengths(N: int) -> list[int]:
+    ends = [N * sum(DOCUMENTS[: n + 1]) // sum(DOCUMENTS) for n in range(len(DOCUMENTS))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _documents(p: Problem, generator: torch.Generator) -> list[Tensor]:
+    lengths = torch.tensor(_document_lengths(p.N))
+    return [torch.arange(len(DOCUMENTS)).repeat_interleave(lengths).expand(p.B, -1).contiguous()]
 
 
 def _nothing(p: Problem, generator: torch.Generator) -> list[Tensor]:
@@ -119,6 +150,10 @@ def _window_mask(b, h, i, j):
     return (i >= j) & (i - j < WINDOW)
 
 
+def _packed_mask(documents: Tensor) -> Callable:
+    return lambda b, h, i, j: (documents[b, i] == documents[b, j]) & (i >= j)
+
+
 def _cap_score(score, b, h, i, j):
     return CAP * torch.tanh(score / CAP)
 
@@ -128,28 +163,54 @@ class Row:
     """A variant: how it is written plainly, what it needs besides q, k, v, and what the peers call it.
 
     `sdpa(q, k, *extras)` gives the keyword arguments of F.scaled_dot_product_attention, or is None where it cannot say
-    it. `score(*extras)` gives FlexAttention's score_mod, `mask` is its mask_mod.
+    it. `score(*extras)` gives FlexAttention's score_mod, `mask(*extras)` its mask_mod. `pairs(N)`: live query-key pairs
+    of one head, where they are not all. group: query heads per key head, None where all share one. learned: training
+    wants the gradient of the extras too. latent: V is K without its last ROTARY columns.
     """
 
     title: str
     plain: Callable[..., Tensor]
     extras: Callable[[Problem, torch.Generator], list[Tensor]] = _nothing
-    group: int = 1
+    group: int | None = 1
     queries: int | None = None  # N of them where this is None
     sdpa: Callable[..., dict] | None
     score: Callable[..., Callable] | None = None
-    mask: Callable | None = None
+    mask: Callable[..., Callable] | None = None
+    pairs: Callable[[int], int] | None = None
+    learned: bool = False
+    latent: bool = False
 
     def live_pairs(self, N: int) -> int:
-        """Query-key pairs whose weight is not zero: what the arithmetic is counted by."""
-        if self.mask is None:
-            return (self.queries or N) * N
-        seen = min(N, WINDOW) if self.mask is _window_mask else N
-        return seen * (seen + 1) // 2 + (N - seen) * seen
+        """Query-key pairs of a head whose weight is not zero: what the arithmetic is counted by."""
+        return (self.queries or N) * N if self.pairs is None else self.pairs(N)
+
+    def width(self, d: int) -> int:
+        """Columns of V."""
+        return d - ROTARY if self.latent else d
 
     def flop(self, p: Problem) -> int:
         """Operations of both matrix products over live pairs; exponentials and score arithmetic are not counted."""
-        return 4 * p.B * p.H * p.d * self.live_pairs(p.N)
+        return 2 * p.B * p.H * (p.d + self.width(p.d)) * self.live_pairs(p.N)
+
+    def attended(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """q, k, v and the extras, for peers that want a v."""
+        q, k, *rest = operands
+        if self.latent:
+            return q, k, k[..., : self.width(k.shape[-1])], rest
+        return q, k, rest[0], rest[1:]
+
+
+def _triangle(N: int) -> int:
+    return N * (N + 1) // 2
+
+
+def _band_pairs(N: int) -> int:
+    seen = min(N, WINDOW)
+    return _triangle(seen) + (N - seen) * seen
+
+
+def _packed_pairs(N: int) -> int:
+    return sum(map(_triangle, _document_lengths(N)))
 
 
 def _alibi_mask(q: Tensor, k: Tensor, slopes: Tensor) -> dict:
@@ -160,6 +221,11 @@ def _alibi_mask(q: Tensor, k: Tensor, slopes: Tensor) -> dict:
 def _band(q: Tensor, k: Tensor) -> dict:
     i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
     return {"attn_mask": (j <= i) & (i - j < WINDOW)}
+
+
+def _packed_sdpa(q: Tensor, k: Tensor, documents: Tensor) -> dict:
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return {"attn_mask": same & torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()}
 
 
 def _table_mask(q: Tensor, k: Tensor, offsets: Tensor) -> dict:
@@ -180,30 +246,38 @@ def _table_score(offsets: Tensor) -> Callable:
     return lambda score, b, h, i, j: score + offsets[h, j - i + last]
 
 
+_CAUSAL: dict[str, Any] = {"mask": lambda *_: _causal_mask, "pairs": _triangle}
+
 ROWS: dict[str, Row] = {
     "full": Row(title="full", plain=full, sdpa=lambda q, k: {}),
-    "causal": Row(title="causal", plain=causal, sdpa=lambda q, k: {"is_causal": True}, mask=_causal_mask),
-    "alibi": Row(
-        title="ALiBi + causal", plain=alibi, extras=_slopes, sdpa=_alibi_mask, score=_alibi_score, mask=_causal_mask
-    ),
+    "causal": Row(title="causal", plain=causal, sdpa=lambda q, k: {"is_causal": True}, **_CAUSAL),
+    "alibi": Row(title="ALiBi + causal", plain=alibi, extras=_slopes, sdpa=_alibi_mask, score=_alibi_score, **_CAUSAL),
     "softcap": Row(title="soft-cap", plain=softcap, sdpa=None, score=lambda: _cap_score),
-    "window": Row(title=f"sliding window ({WINDOW})", plain=window, sdpa=_band, mask=_window_mask),
+    "window": Row(
+        title=f"sliding window ({WINDOW})", plain=window, sdpa=_band, mask=lambda: _window_mask, pairs=_band_pairs
+    ),
     "bias": Row(
         title="T5-style bias [1, H, N, N]",
         plain=bias,
         extras=_position_bias,
         sdpa=lambda q, k, position_bias: {"attn_mask": position_bias},
         score=_bias_score,
+        learned=True,
     ),
     "table": Row(
-        title="relative-position table [H, 2N-1]", plain=table, extras=_offsets, sdpa=_table_mask, score=_table_score
+        title="relative-position table [H, 2N-1]",
+        plain=table,
+        extras=_offsets,
+        sdpa=_table_mask,
+        score=_table_score,
+        learned=True,
     ),
     "grouped": Row(
         title=f"grouped heads ({GROUP}), causal",
         plain=grouped,
         group=GROUP,
         sdpa=lambda q, k: {"is_causal": True, "enable_gqa": True},
-        mask=_causal_mask,
+        **_CAUSAL,
     ),
     "decode": Row(
         title=f"decoding: one query, grouped heads ({GROUP})",
@@ -215,22 +289,57 @@ ROWS: dict[str, Row] = {
 }
 
 
+GPU_ROWS: dict[str, Row] = ROWS | {
+    "packed": Row(
+        title=f"{len(DOCUMENTS)} packed documents, causal",
+        plain=packed,
+        extras=_documents,
+        sdpa=_packed_sdpa,
+        mask=_packed_mask,
+        pairs=_packed_pairs,
+    ),
+    "latent": Row(
+        title="latent attention, causal",
+        plain=latent,
+        group=None,
+        latent=True,
+        sdpa=lambda q, k: {"is_causal": True},
+        **_CAUSAL,
+    ),
+    "latent decode": Row(
+        title="latent attention, decoding",
+        plain=latent_decode,
+        group=None,
+        latent=True,
+        queries=1,
+        sdpa=lambda q, k: {},
+    ),
+}
+"""Variants measured on GPUs: those of CPUs and more."""
+
+
 def sdpa_call(row: Row, operands: tuple[Tensor, ...]) -> Callable[[], Tensor] | None:
-    """A call of F.scaled_dot_product_attention for the row, or None where it has no argument that says the variant."""
+    """A call of F.scaled_dot_product_attention for the row, or None where it has no argument that says the variant.
+
+    A key head that all query heads share is expanded, which copies nothing.
+    """
     if row.sdpa is None:
         return None
-    q, k, v, *extras = operands
+    q, k, v, extras = row.attended(operands)
+    if row.group is None:
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     return functools.partial(F.scaled_dot_product_attention, q, k, v, **row.sdpa(q, k, *extras))
 
 
-def flex_call(row: Row, operands: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-    """A call of compiled FlexAttention for the row, with a block mask wherever the variant has a mask."""
+def flex_call(row: Row, operands: tuple[Tensor, ...], compiled: bool = True) -> Callable[[], Tensor]:
+    """A call of FlexAttention for the row, with a block mask wherever the variant has a mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    q, k, v, *extras = operands
+    q, k, v, extras = row.attended(operands)
     blocks = None
     if row.mask is not None:
-        blocks = create_block_mask(row.mask, None, None, q.shape[-2], k.shape[-2], device="cpu")
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        batch = q.shape[0] if extras and not extras[0].is_floating_point() else None  # documents differ by batch
+        blocks = create_block_mask(row.mask(*extras), batch, None, q.shape[-2], k.shape[-2], device=str(q.device))
+    call = torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention
     score = row.score(*extras) if row.score else None
-    return functools.partial(compiled, q, k, v, score_mod=score, block_mask=blocks, enable_gqa=row.group > 1)
+    return functools.partial(call, q, k, v, score_mod=score, block_mask=blocks, enable_gqa=row.group != 1)

@@ -62,6 +62,7 @@ _HELPERS = {
     "trunc": "trunc",
     "round": "round_half_even",
     "pow": "power",
+    "hash": "hashed",
 }
 _INFIX = {
     "fadd": (" + ", 5),
@@ -106,6 +107,8 @@ def magnitude(expr: Expr) -> float:
         return math.inf
     if expr.op == "bool_to_int":
         return 1.0
+    if expr.op == "hash":
+        return 2.0**31 - 1
     parts = [magnitude(arg) for arg in expr.args if arg.kind is Kind.INT]
     if expr.op == "add":
         return sum(parts)

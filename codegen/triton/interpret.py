@@ -5,6 +5,9 @@ Triton decides when a function is decorated whether it will be interpreted. Modu
 on, and while a kernel runs, the reductions of Triton's own library (compiled functions in such a process) are replaced
 by interpreted ones.
 
+Integers of one element that Python code needs (bounds of a loop) are read from arrays of shape [1], which numpy 2.4 no
+longer allows where the interpreter does it; that is mended here as well.
+
 The interpreter keeps bfloat16 as bit patterns, multiplies those as if they were integers, and truncates where devices
 round to the nearest. While a kernel runs here, products and conversions of bfloat16 are done as devices do them.
 """
@@ -38,7 +41,7 @@ def running() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    with _language_restored(), _exact_bfloat16():
+    with _language_restored(), _exact_bfloat16(), _plain_integers():
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -66,6 +69,24 @@ def _language_restored() -> Iterator[None]:
             for name, member in members.items():
                 if now.get(name) is not member:
                     setattr(place, name, member)
+
+
+@contextlib.contextmanager
+def _plain_integers() -> Iterator[None]:
+    """Inside, an interpreted scalar becomes a Python integer whether it is kept in an array of shape [] or [1]."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *rest):
+        patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patched
+    try:
+        yield
+    finally:
+        interpreter._patch_lang_tensor = patch
 
 
 @contextlib.contextmanager

@@ -8,6 +8,10 @@ rounded by the compiler.
 
 from __future__ import annotations
 
+from fusion.ir.ops import HASH_MULTIPLIERS, HASH_SPREAD
+
+_HASH_STEPS = "\n".join(f"    x = (x ^ (x >> {shift})) * {factor:#x}" for shift, factor in HASH_MULTIPLIERS)
+
 TANH = '''
 @triton.jit
 def tanh(x):
@@ -106,6 +110,15 @@ def floor_mod(x, y):
     return tl.where(r < 0, r + y, r)
 '''
 
+HASHED = f'''
+@triton.jit
+def hashed(key, counter):
+    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count."""
+    x = tl.cast(key, tl.uint32) ^ (tl.cast(counter, tl.uint32) * {HASH_SPREAD:#x})
+{_HASH_STEPS}
+    return tl.cast((x ^ (x >> 16)) >> 1, tl.int32)
+'''
+
 HELPERS: dict[str, str] = {
     "tanh": TANH,
     "sigmoid": SIGMOID,
@@ -117,5 +130,6 @@ HELPERS: dict[str, str] = {
     "power": POWER,
     "floor_div": FLOOR_DIV,
     "floor_mod": FLOOR_MOD,
+    "hashed": HASHED,
 }
 """Name of the function in a module -> its text."""

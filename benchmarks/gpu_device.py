@@ -1,0 +1,161 @@
+"""Where benchmarks/gpu.py runs: a GPU, or in a rehearsal this computer's CPU with Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fusion import runtime
+from fusion.codegen import triton
+from fusion.errors import UnknownMachineError
+from fusion.machine import Machine, machine
+
+SLEEP = 1_500_000  # cycles, about a millisecond: the device waits so long while the host queues what is timed
+FLUSH = 256 << 20  # bytes, several times a second-level cache
+
+
+class Gpu:
+    """The current CUDA or ROCm device."""
+
+    kind, rehearsal = "cuda", False
+    absent: frozenset[str] = frozenset()  # competitors that cannot run here
+
+    def __init__(self) -> None:
+        self.name = torch.cuda.get_device_name()
+        self.machine: Machine | None = None
+        with contextlib.suppress(UnknownMachineError):
+            self.machine = machine("cuda")
+        self._flushed = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+
+    def compiled(self, call: Callable[..., Any], backend: str, **given: Any) -> Callable[..., Any]:
+        """`torch.compile` with static shapes; fusion must fuse every attention."""
+        if backend == "fusion":
+            given["options"] = {"strict": True}
+        return torch.compile(call, backend=backend, dynamic=False, **given)
+
+    def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
+        """(on the device, on the host) of one call. The cache is emptied before, and the device kept waiting until the
+        host has queued everything, so that its time has no gaps in it."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP)
+        self._flushed.zero_()
+        begun = time.perf_counter()
+        start.record()
+        call()
+        stop.record()
+        host = time.perf_counter() - begun
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3, host
+
+    def free(self) -> None:
+        """Give unused memory back, so that one cell's does not count against the next."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        """Bytes that a call holds at most beyond those that were held before."""
+        self.free()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def launched(self, call: Callable[[], object]) -> list[tuple[str, float]]:
+        """(name, device seconds) of every kernel that a call runs, the longest first."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            call()
+            torch.cuda.synchronize()
+        return _longest_first((event.key, event.self_device_time_total) for event in profile.key_averages())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+class Rehearsal:
+    """CPU tensors and tiny sizes: every line of the benchmark runs, and no figure means anything.
+
+    fusion goes through `torch.compile` as on a GPU, its Triton kernels run in Triton's interpreter (see
+    `rehearsing`), and everything else stays eager: Inductor and FlexAttention are called uncompiled.
+    """
+
+    kind, rehearsal = "cpu", True
+    absent = frozenset({"sdpa cudnn", "sdpa efficient"})
+    name = "rehearsal"
+    machine: Machine | None = machine("h200")
+
+    def compiled(self, call: Callable[..., Any], backend: str, **given: Any) -> Callable[..., Any]:
+        if backend == "fusion":
+            return torch.compile(call, backend=backend, dynamic=False, options={"strict": True, "inner": "eager"})
+        return call
+
+    def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
+        begun = time.perf_counter()
+        call()
+        took = time.perf_counter() - begun
+        return took, took
+
+    def free(self) -> None:
+        pass
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        call()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def launched(self, call: Callable[[], object]) -> list[tuple[str, float]]:
+        """Of operators: there are no kernels."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+            call()
+        return _longest_first((event.key, event.self_cpu_time_total) for event in profile.key_averages())
+
+    def synchronize(self) -> None:
+        pass
+
+
+Device = Gpu | Rehearsal
+
+
+def _longest_first(microseconds: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    return sorted(((name, time / 1e6) for name, time in microseconds if time), key=lambda pair: -pair[1])
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Inside, attention on CPU tensors runs in the Triton kernels, by Triton's interpreter."""
+    with (
+        mock.patch.object(runtime, "unsupported", lambda spec, device: triton.supports(spec)),
+        mock.patch.object(runtime, "_compile", lambda spec, device: triton.compile(spec)),
+        mock.patch.object(
+            runtime,
+            "_compile_training",
+            lambda spec, device: triton.Differentiable(spec) if triton.supports(spec) is None else None,
+        ),
+        mock.patch.dict(runtime._executors, clear=True),
+        mock.patch.dict(runtime._differentiables, clear=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def failures_shown() -> Iterator[None]:
+    """Inside, a kernel that fails raises. Otherwise the reference interpreter would take over, and be measured."""
+
+    def call(self: runtime.Guarded, operands: list[Tensor], sizes: list[int]) -> Tensor:
+        return self.kernel(operands, sizes)
+
+    def give_up(self: runtime._GuardedTraining) -> None:
+        raise  # what is being handled where this is called
+
+    with (
+        mock.patch.object(runtime.Guarded, "__call__", call),
+        mock.patch.object(runtime._GuardedTraining, "_give_up", give_up),
+    ):
+        yield

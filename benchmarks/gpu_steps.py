@@ -1,0 +1,224 @@
+"""The steps of benchmarks/gpu.py in order, the most telling first, and the process that takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from gpu_cells import Cell as Measured
+from gpu_cells import Place, brief, measure, operands_of, prepare
+from gpu_check import checks
+from gpu_device import Device, failures_shown, rehearsing
+from gpu_findings import Findings
+from gpu_models import measure_model
+from gpu_training import follow, grow
+from rows import GPU_ROWS
+
+HEADS = {64: 32, 128: 16, 256: 8, 512: 4, 576: 16}
+TOKENS = 16384  # N times the batch
+TELLING = ("full", "causal", "alibi", "softcap", "packed", "window")
+WIDE = ("full", "causal")
+DECODE = ((8, 16384), (64, 8192), (1, 131072), (32, 2048))  # batch and keys; 32 query heads share 8 key heads
+LATENT_DECODE = ((32, 8192), (128, 4096))
+MODELS = (("gemma2", 4, 2048), ("llama", 4, 2048), ("bert", 32, 512), ("t5", 8, 2048))
+LOSSES = ("llama", "gemma2")
+PROFILED = (("causal", "forward"), ("causal", "backward"), ("full", "forward"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is asked for: rows, lengths, widths and dtype."""
+
+    rows: tuple[str, ...]
+    N: tuple[int, ...]
+    d: tuple[int, ...]
+    dtype: str
+    models: bool = True
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Something to do: its title is unique. phase: "check" or "time". place: of a cell, which can be compiled ahead."""
+
+    title: str
+    phase: str
+    run: Callable[[Findings], None]
+    place: Place | None = None
+
+
+def attention_places(sizes: Sizes) -> Iterator[Place]:
+    """Full rows of lengths and widths: first what the targets ask for at the first length, then the rest."""
+    rows = [name for name in sizes.rows if GPU_ROWS[name].queries is None and not GPU_ROWS[name].latent]
+    telling = [name for name in TELLING if name in rows]
+    others = [name for name in rows if name not in TELLING]
+    wide = [name for name in WIDE if name in rows]
+
+    def place(name: str, direction: str, n: int, d: int) -> Place:
+        return Place(row=name, direction=direction, B=max(1, TOKENS // n), H=HEADS[d], N=n, d=d, dtype=sizes.dtype)
+
+    first, *lengths = sizes.N
+    main, *widths = sizes.d
+    for direction in ("forward", "backward"):
+        yield from (place(name, direction, first, main) for name in telling)
+    yield from (place(name, "forward", first, 512) for name in wide if 512 in widths)
+    yield from (place(name, direction, first, main) for name in others for direction in ("forward", "backward"))
+    for n in lengths:
+        yield from (place(name, direction, n, main) for name in telling for direction in ("forward", "backward"))
+    for n in sizes.N:
+        for d in widths:
+            for direction in ("forward", "backward"):
+                if (n, d, direction) != (first, 512, "forward"):
+                    yield from (place(name, direction, n, d) for name in wide)
+    yield from (place(name, direction, n, main) for n in lengths for name in others if name != "bias" or n <= 8192
+                for direction in ("forward", "backward"))  # fmt: skip
+
+
+def decoding_places(sizes: Sizes) -> Iterator[Place]:
+    for name, shapes, heads, d in (("decode", DECODE, 32, 128), ("latent decode", LATENT_DECODE, 128, 576)):
+        if name in sizes.rows:
+            yield from (Place(row=name, direction="forward", B=b, H=heads, N=n, d=d, dtype=sizes.dtype)
+                        for b, n in shapes)  # fmt: skip
+
+
+def latent_places(sizes: Sizes) -> Iterator[Place]:
+    if "latent" in sizes.rows:
+        yield from (Place(row="latent", direction=direction, B=2, H=HEADS[576], N=n, d=576, dtype=sizes.dtype)
+                    for n in sizes.N[:2] for direction in ("forward", "backward"))  # fmt: skip
+
+
+def places(sizes: Sizes, device: Device) -> list[Place]:
+    """All cells in order; those of the decoding and latent rows among the first."""
+    if device.rehearsal:
+        return [
+            Place(row=name, direction=direction, B=1, H=2, N=20, d=80 if GPU_ROWS[name].latent else 16,
+                  dtype=sizes.dtype)
+            for name in sizes.rows for direction in ("forward", "backward")
+            if GPU_ROWS[name].queries is None or direction == "forward"
+        ]  # fmt: skip
+    attention, decoding = list(attention_places(sizes)), list(decoding_places(sizes))
+    latent = list(latent_places(sizes))
+    telling = 2 * len([name for name in TELLING if name in sizes.rows]) + len(WIDE)
+    return [*attention[:telling], *decoding[:2], *latent[:1], *attention[telling:], *decoding[2:], *latent[1:]]
+
+
+def steps(sizes: Sizes, device: Device) -> list[Step]:
+    """Everything, in order: checks, the telling cells, training, what calls launch, a model, the rest."""
+    looked = [
+        Step(title=f"check {check.name}", phase="check", run=lambda found, check=check: _look(found, check))
+        for check in checks(list(sizes.rows), sizes.dtype, device)
+    ]
+    cells = [
+        Step(title=f"time {p}", phase="time", place=p, run=lambda found, p=p: found.cells.append(measure(p, device)))
+        for p in places(sizes, device)
+    ]
+    launched = [
+        Step(title=f"kernels of {p}", phase="time", run=lambda found, p=p: _kernels(found, p, device))
+        for p in _profiled(sizes, device)
+    ]
+    early = 2 * len([name for name in TELLING if name in sizes.rows]) + 5
+    training, models = _training(sizes, device), _models(sizes, device)
+    return [*looked, *cells[:early], *training[:2], *launched, *models[:1], *cells[early:], *training[2:], *models[1:]]
+
+
+def _training(sizes: Sizes, device: Device) -> list[Step]:
+    """Losses and memory of one model, then losses of the others."""
+    if not sizes.training:
+        return []
+    dtype = getattr(torch, sizes.dtype)
+    names, count, size = (LOSSES, 50, (8, 512)) if not device.rehearsal else (LOSSES[:1], 2, (1, 12))
+    lengths = {"fusion": [2048, 4096, 8192, 16384], "eager": [2048, 4096, 8192]}
+    if device.rehearsal:
+        lengths = {"eager": [8, 12]}
+    losses = [
+        Step(title=f"losses of {name}", phase="time",
+             run=lambda found, name=name: found.losses.append(follow(name, device, dtype, count, size)))
+        for name in names
+    ]  # fmt: skip
+    memory = Step(
+        title=f"memory of {names[0]}",
+        phase="time",
+        run=lambda found: found.memory.append(grow(names[0], device, dtype, lengths)),
+    )
+    return [losses[0], memory, *losses[1:]]
+
+
+def _models(sizes: Sizes, device: Device) -> list[Step]:
+    dtype = getattr(torch, sizes.dtype)
+    wanted = MODELS if not device.rehearsal else (("llama", 1, 12),)
+    return [
+        Step(title=f"model {name}", phase="time",
+             run=lambda found, name=name, b=b, n=n: found.models.append(measure_model(name, b, n, device, dtype)))
+        for name, b, n in wanted
+        if sizes.models
+    ]  # fmt: skip
+
+
+def _profiled(sizes: Sizes, device: Device) -> list[Place]:
+    found = places(sizes, device)
+    if device.rehearsal:
+        return found[:1]
+    first = (next((p for p in found if (p.row, p.direction) == each), None) for each in PROFILED)
+    return [place for place in first if place is not None]
+
+
+def _look(found: Findings, check) -> None:
+    check.look()
+    found.checks[check.name] = check.faults
+
+
+def _kernels(found: Findings, place: Place, device: Device) -> None:
+    """What each competitor's call launches, and for how long, to see what lies outside the attention itself."""
+    operands = operands_of(place, device)
+    cell = Measured(place=place, flop=1, bytes=1)
+    with torch.no_grad() if place.direction == "forward" else contextlib.nullcontext():
+        for who, call in prepare(cell, operands, device).items():
+            found.kernels.setdefault(str(place), {})[who] = device.launched(call)
+
+
+def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: float, path: Path) -> None:
+    """Take the steps of a phase that were not tried yet. deadline: time.time() after which no step is begun.
+
+    What is known is written to `path` after every step. Raises where the device no longer answers.
+    """
+    console = Console(stderr=True)
+    warnings.simplefilter("ignore")  # peers say at length why they refuse; the notes have it
+    with failures_shown(), rehearsing() if device.rehearsal else contextlib.nullcontext():
+        for step in steps(sizes, device):
+            if step.phase != phase or step.title in found.tried:
+                continue
+            if time.time() > deadline:
+                break
+            found.current = step.title
+            found.write(path)
+            begun = time.monotonic()
+            try:
+                step.run(found)
+            except Exception as failure:  # the rest is still worth knowing
+                found.failed[step.title] = brief(failure)
+            device.free()
+            device.synchronize()  # raises if the step has broken the device
+            found.tried.append(step.title)
+            found.current = None
+            console.print(f"{time.monotonic() - begun:5.1f} s  {step.title}", highlight=False, markup=False)
+    found.write(path)
+
+
+def compile_ahead(sizes: Sizes, device: Device, part: int, parts: int) -> None:
+    """Compile every `parts`-th cell's competitors, so that whoever measures finds their kernels in torch's and Triton's
+    caches on disk."""
+    for place in places(sizes, device)[part::parts]:
+        try:
+            operands = operands_of(place, device)
+            with torch.no_grad() if place.direction == "forward" else contextlib.nullcontext():
+                prepare(Measured(place=place, flop=1, bytes=1), operands, device)
+        except Exception as failure:  # nobody depends on it
+            print(f"{place}: {brief(failure)}")
+        device.free()

@@ -1,0 +1,19 @@
+"""In these tests `torch.compile(..., backend="fusion")` runs GPU kernels on CPU tensors, in Triton's interpreter, also
+where the CPU's own emitter is missing."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from fusion import runtime
+    from fusion.codegen import triton
+
+    monkeypatch.setattr(runtime, "unsupported", lambda spec, device: triton.supports(spec))
+    monkeypatch.setattr(runtime, "_compile", lambda spec, device: triton.compile(spec))
+    monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: triton.Differentiable(spec))
+    monkeypatch.setattr(runtime, "_executors", {})
+    monkeypatch.setattr(runtime, "_differentiables", {})
+    yield

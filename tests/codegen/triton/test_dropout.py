@@ -1,0 +1,85 @@
+"""Dropout in GPU kernels: the mask is that of every other emitter, and the backward's is the forward's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+import fusion
+from fusion.codegen import reference
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.offline import facts_of
+from fusion.codegen.triton.tiles import Tile
+from fusion.ir.ops import hashed
+from tests.codegen.triton.test_backward import assert_as_exact
+
+B, H, N_Q, N_K = 2, 3, 40, 50
+
+
+def plain(q, k, v):
+    return F.dropout(torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1), 0.3) @ v
+
+
+def inputs(dtype, d=16):
+    return [torch.randn(B, H, n, d, dtype=dtype) for n in (N_Q, N_K, N_K)]
+
+
+def spec_and_sizes(dtype, d=16):
+    torch._dynamo.reset()
+    site = fusion.explain(plain, *inputs(dtype, d)).sites[0]
+    assert site.fused
+    return site.spec, list(site.sizes[0].values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_output_and_gradients_are_those_of_the_reference(dtype):
+    spec, sizes = spec_and_sizes(dtype)
+    seed = torch.tensor([(1 << 40) + 0x9E3779B9])
+    operands = [*inputs(dtype), seed]
+    needs = (True, True, True, False)
+    run = Differentiable(spec, Tile(rows=32, keys=32, warps=4, stages=1))
+    out, statistics = run.forward(operands, sizes)
+    grad = torch.randn(out.shape).to(dtype)
+    got = run.backward(grad, out, statistics, operands, sizes, needs)
+    wide = [x.double() if x.is_floating_point() else x for x in operands]
+    exact = reference.backward(spec, grad.double(), wide, sizes, needs)
+    eager = reference.backward(spec, grad, operands, sizes, needs, dtype)
+    found = [(out, reference.run(spec, operands, sizes), reference.run(spec, wide, sizes))]
+    for name, triple in zip(("output", "q", "k", "v"), [*found, *zip(got, eager, exact, strict=True)], strict=True):
+        assert_as_exact(name, *triple, dtype)
+
+
+def test_the_hash_is_the_same_integer():
+    """Also where 32-bit words run over."""
+    import triton
+    import triton.language as tl
+
+    from fusion.codegen.triton import interpret, module
+    from fusion.codegen.triton.mathematics import HASHED
+
+    text = f"""import triton
+import triton.language as tl
+{HASHED}
+
+@triton.jit
+def kernel(key_ptr, counter_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, hashed(tl.load(key_ptr + at), tl.load(counter_ptr + at)))
+"""
+    assert triton and tl
+    generator = torch.Generator().manual_seed(0)
+    key, counter = (torch.randint(-(2**62), 2**62, (256,), generator=generator) for _ in "kc")
+    out = torch.empty(256, dtype=torch.int64)
+    with interpret.decorating():
+        loaded = module.load(text)
+    with interpret.running():
+        loaded.kernel[(1,)](key, counter, out, N=256)
+    assert torch.equal(out, hashed(key, counter))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_kernels_with_dropout_compile(target):
+    facts = facts_of(spec_and_sizes(torch.bfloat16, 64)[0], target, training=True)
+    for fact in facts:
+        assert fact.fits and not fact.lost, fact

@@ -1,0 +1,121 @@
+"""benchmarks/gpu.py rehearsed: every section runs on CPU tensors, and what keeps a crash from costing a run."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="its kernels need triton")
+pytest.importorskip("transformers", reason="its models need transformers")
+
+ROOT = Path(__file__).parents[1]
+CHILD = """
+import pathlib, sys, time
+state = pathlib.Path(sys.argv[1])
+for step in ("good", "crash", "hang", "last"):
+    if step in state.read_text().split():
+        continue
+    with state.open("a") as file:
+        file.write(step + " ")
+    if step == "crash":
+        sys.exit(7)
+    while step == "hang":
+        time.sleep(1)
+"""
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Modules of benchmarks/ can be imported inside."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_rehearsal(scripts, monkeypatch, tmp_path, capsys):
+    """In this process: what is started as another one there is called here."""
+    import gpu
+
+    def here(command, *others):
+        monkeypatch.setattr(sys, "argv", command[1:])
+        gpu.main()
+
+    monkeypatch.setattr(gpu, "attend", here)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--rows", "bias", "--out", str(tmp_path)])
+    gpu.main()
+    found = json.loads(next(tmp_path.glob("*-rehearsal.json")).read_text())
+    assert found["rehearsal"] and not found["failed"] and not found["left"]
+    assert found["checks"] == {"bias d=16 bfloat16": [], "dropout": []}
+    assert [cell["place"]["direction"] for cell in found["cells"]] == ["forward", "backward"]
+    for cell in found["cells"]:
+        assert cell["seconds"]["fusion"] > 0 and cell["predicted"] > 0
+        assert cell["notes"]["sdpa cudnn"] == "needs a GPU"
+    assert found["models"][0]["seconds"].keys() == {"fusion", "eager", "inductor", "inductor, sdpa"}
+    assert not found["models"][0]["notes"]
+    assert found["losses"][0]["losses"].keys() == {"eager", "fusion", "seed 1", "seed 2"}
+    assert found["kernels"] and found["memory"]
+    page = next(tmp_path.glob("*-rehearsal.md")).read_text()
+    assert "no figure on this page means anything" in page and "losses: distance from eager's" in page
+    assert "no figure on this page means anything" in capsys.readouterr().out
+
+
+def test_a_rehearsal_is_never_kept_among_the_results(scripts, capsys):
+    import gpu
+
+    with pytest.raises(SystemExit):
+        gpu.parse(["--rehearse", "--out", str(ROOT / "benchmarks" / "results")])
+    assert "another folder" in capsys.readouterr().err
+
+
+def test_targets_take_the_worst_figure(scripts):
+    from gpu_report import Target
+
+    assert Target(title="speed", needed=1.1, values={"here": 1.5, "there": 1.0}).met is False
+    assert Target(title="speed", needed=1.1, values={"here": 1.5}).line()[-1] == "met"
+    assert Target(title="noise", needed=1, at_most=True, values={"here": 0.2, "there": 2.0}).worst == ("there", 2.0)
+    assert Target(title="speed", needed=1.1, values={}).line()[-1] == "not measured"
+    assert Target(title="noise", needed=1, at_most=True, values={"here": float("nan")}).met is False
+
+
+def test_findings_survive_in_a_file(scripts, tmp_path):
+    from gpu_cells import Cell, Place
+    from gpu_findings import Findings
+    from gpu_training import Losses, Memory
+
+    place = Place(row="full", direction="forward", B=1, H=2, N=8, d=16, dtype="bfloat16")
+    found = Findings(environment={"versions": {}}, device="none", rehearsal=False)
+    found.cells.append(Cell(place=place, flop=1.0, bytes=2.0, seconds={"fusion": 1.0}))
+    found.losses.append(Losses(model="llama", steps=1, losses={"eager": [1.0]}))
+    found.memory.append(Memory(model="llama", bytes={"fusion": {1024: 10, 2048: 40}}))
+    found.write(tmp_path / "found.json")
+    assert Findings.read(tmp_path / "found.json") == found
+    assert found.memory[0].growth("fusion") == 2
+
+
+def test_a_crash_and_a_hang_cost_one_step_each(scripts, tmp_path):
+    from gpu_supervisor import attend
+
+    state, child, reasons = tmp_path / "state", tmp_path / "child.py", []
+    state.write_text("")
+    child.write_text(CHILD)
+    attend([sys.executable, "-S", str(child), str(state)], state, time.time() + 60, 1.0, reasons.append)
+    assert reasons == ["the process ended with status 7", "no answer within 1 s"]
+    assert state.read_text().split() == ["good", "crash", "hang", "last"]
+
+
+def test_rounding_of_weights_is_to_a_neighbour_and_fair(scripts):
+    import torch
+
+    from gpu_training import stochastically_rounded
+
+    weights = torch.full((20000,), 1.0 + 2**-9)  # a quarter of the way between two neighbours
+    for dtype, share in ((torch.bfloat16, 0.25), (torch.float16, 0.0)):
+        rounded = stochastically_rounded(weights, dtype, torch.Generator().manual_seed(0))
+        assert torch.equal(rounded, rounded.to(dtype).float())
+        assert rounded.sub(weights).abs().max() < torch.finfo(dtype).eps
+        assert abs((rounded > weights).float().mean() - share) < 0.02
