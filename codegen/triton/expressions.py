@@ -91,7 +91,8 @@ RESERVED = frozenset(
         "whole full_start full_stop rows blocks program heads group place members head block section i0 i1 row_max "
         "row_sum factor highest base shrink dead out dx dw dp do dq dk dv y delta member share "
         "split splits part at beta begin key_before before_ok q_1 k_1 v_1 acc_1 c_1 e_1 k_1_at v_1_at "
-        "out_1_at out_rows part_1"
+        "out_1_at out_rows part_1 number every meets visit_keys differentiate_keys differentiate_rows "
+        "full_count partial_count tile_place list_at tiles_across"
     ).split()
 )
 
@@ -313,12 +314,19 @@ class Writer:
             if level <= outer:
                 break
             if not at.isidentifier():
-                at_name = self.fresh(f"{name}_{'block' if outer is Level.BLOCK else 'row'}")
-                self.lines[outer].append(f"{at_name} = {at}")
-                at = at_name
+                at = self._named(at, f"{name}_{'block' if outer is Level.BLOCK else 'row'}", outer)
             if part := self.offset(name, expr.args, inner):
                 at = f"{at} + {part}"
         return at
+
+    def _named(self, text: str, hint: str, level: Level) -> str:
+        """A text under a name at a level: the one that it has there, or a new one."""
+        for line in self.lines[level]:
+            if line.endswith(f" = {text}"):
+                return line.removesuffix(f" = {text}")
+        name = self.fresh(hint)
+        self.lines[level].append(f"{name} = {text}")
+        return name
 
     def offset(self, name: str, index: tuple[Expr, ...], level: Level) -> str:
         """The elements by which the part of an index that belongs to one level moves the pointer; empty for none."""

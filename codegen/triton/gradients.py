@@ -29,11 +29,12 @@ UPSTREAM_ROW = node("upstream", (), Kind.FLOAT, "row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The gradient of one load of a captured tensor: `load`, and the gradient at it for every score; `sink` is the
-    number of the sink it belongs to, or None."""
+    """The gradient of one load of a captured tensor: `load`, and the gradient at it for every score; `full`, the same
+    where no mask is evaluated; `sink` is the number of the sink it belongs to, or None."""
 
     load: Expr
     gradient: Expr
+    full: Expr
     sink: int | None = None
 
     @property
@@ -45,10 +46,13 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """score: dS as an expression in UPSTREAM. captured: of the loads that need a gradient. groups: how many values of
-    each batch coordinate share an element of K and V (1: none)."""
+    """score: dS as an expression in UPSTREAM. program, full: the score program where no mask is evaluated, and dS
+    there; None where it is the same, or would leave out a load that needs a gradient. captured: of the loads that need
+    a gradient. groups: how many values of each batch coordinate share an element of K and V (1: none)."""
 
     score: Expr
+    program: Expr | None
+    full: Expr | None
     captured: tuple[Captured, ...]
     groups: tuple[Expr, ...]
 
@@ -59,17 +63,22 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
     assert groups is not None
     targets = [load for load in loads(spec.score) if load.kind is Kind.FLOAT and needs[int(load.attr)]]  # type: ignore[arg-type]
     found = adjoints(spec.score, UPSTREAM, [SCORE, *targets])
-    captured = [Captured(load=load, gradient=found[load]) for load in targets]
+    program = None if spec.mask is None else spec.mask.full
+    if program is not None and not {*targets} <= {*loads(program)}:
+        program = None
+    simpler = found if program is None else adjoints(program, UPSTREAM, [SCORE, *targets])
+    captured = [Captured(load=load, gradient=found[load], full=simpler[load]) for load in targets]
     weighted = [load for load in loads(spec.weight) if load.kind is Kind.FLOAT and needs[int(load.attr)]]  # type: ignore[arg-type]
     at_weight = adjoints(spec.weight, UPSTREAM_WEIGHT, [SCORE, *weighted])
-    captured += [Captured(load=load, gradient=at_weight[load]) for load in weighted]
+    captured += [Captured(load=load, gradient=at_weight[load], full=at_weight[load]) for load in weighted]
     for number, sink in enumerate(spec.sinks):
         for load in loads(sink):
             if load.kind is Kind.FLOAT and needs[int(load.attr)]:  # type: ignore[arg-type]
                 at_sink = adjoints(sink, UPSTREAM_ROW, [load])
-                captured.append(Captured(load=load, gradient=at_sink[load], sink=number))
+                captured.append(Captured(load=load, gradient=at_sink[load], full=at_sink[load], sink=number))
     kept = tuple(item for item in captured if item.gradient is not ZERO)
-    return Gradients(score=found[SCORE], captured=kept, groups=groups)
+    full = None if program is None else simpler[SCORE]
+    return Gradients(score=found[SCORE], program=program, full=full, captured=kept, groups=groups)
 
 
 def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-_REDUCTIONS = ("max", "sum", "cumsum")
+_REDUCTIONS = ("max", "min", "sum", "cumsum")
 
 
 @contextlib.contextmanager

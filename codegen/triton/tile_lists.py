@@ -7,9 +7,8 @@ a small kernel writes, for every block of rows and the tile size of the kernel t
     tile_list[place, block, :]     numbers of the full tiles from the front, of those that need the mask from the back
     tile_counts[place, block, :]   how many there are of the former, of the latter
 
-with one place for each combination of those batch coordinates that the mask depends on. The backward kernels evaluate
-the mask in all tiles: theirs are in one list, with one count. The kernel of dK and dV walks along blocks of rows, and
-gets the lists of the transpose: for every block of keys the numbers of blocks of rows.
+with one place for each combination of those batch coordinates that the mask depends on. The kernel of dK and dV walks
+along blocks of rows, and gets the lists of the transpose: for every block of keys the numbers of blocks of rows.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class TileLists:
 
     name = "attention_tiles"
     outer, inner = ("i0", "i1", "ROWS"), ("j0", "j1", "KEYS")
-    parted = True
 
     def __init__(self, spec: AttentionSpec):
         assert spec.mask is not None and spec.mask.tile_live is not None
@@ -58,14 +56,14 @@ class TileLists:
             f"{last} = tl.minimum({first} + {size}, {count}) - 1",
             "list_at = tile_list_ptr + tl.cast(program, tl.int64) * tiles_across",
         ]
-        names = ("full_count", "partial_count") if self.parted else ("count",)
-        at = f"tile_counts_ptr + {len(names)} * program"
         body = source.block(
             *outside,
-            *(f"{name} = 0" for name in names),
+            "full_count = 0",
+            "partial_count = 0",
             f"for start in tl.range(0, tiles_across, {LANES}):",
             source.indented(self._lanes()),
-            *(f"tl.store({at} + {place}, {name})" for place, name in enumerate(names)),
+            "tl.store(tile_counts_ptr + 2 * program, full_count)",
+            "tl.store(tile_counts_ptr + 2 * program + 1, partial_count)",
         )
         parameters, constants = signature(source.free_names(body), self.spec)
         doc = (self.__doc__ or "").strip().splitlines()[0]
@@ -83,7 +81,7 @@ class TileLists:
     def _lanes(self) -> str:
         """Look up LANES tiles and add the live ones to the lists."""
         first, last, size = self.inner
-        live, whole = self._live(), self._whole() if self.parted else []
+        live, whole = self._live(), self._whole()
         return source.block(
             f"number = start + tl.arange(0, {LANES})",
             f"{first} = tl.minimum(number, tiles_across - 1) * {size}",
@@ -91,15 +89,6 @@ class TileLists:
             *self._facts(),
             f"meets = (number < tiles_across) & {' & '.join(live)}",
             *self._more(),
-            *(self._into_two_lists(whole) if self.parted else self._into_one_list()),
-        )
-
-    def _into_one_list(self) -> list[str]:
-        place = "list_at + count - 1 + tl.cumsum(meets.to(tl.int32), 0)"
-        return [f"tl.store({place}, number, mask=meets)", "count += tl.sum(meets.to(tl.int32), 0)"]
-
-    def _into_two_lists(self, whole: list[str]) -> list[str]:
-        return [
             f"full = meets & {' & '.join(whole)}",
             "partial = meets & (full == 0)",
             "tl.store(list_at + full_count - 1 + tl.cumsum(full.to(tl.int32), 0), number, mask=full)",
@@ -107,7 +96,7 @@ class TileLists:
             "partial_at = list_at + tiles_across - partial_count",
             "tl.store(partial_at - tl.cumsum(partial.to(tl.int32), 0), number, mask=partial)",
             "partial_count += tl.sum(partial.to(tl.int32), 0)",
-        ]
+        )
 
     def _more(self) -> list[str]:
         """Statements that add tiles to `meets`."""
@@ -129,30 +118,28 @@ class TileLists:
         return [*conditions, f"({self._value(mask.tile_live)} != 0)"]
 
     def _whole(self) -> list[str]:
-        """That all keys exist, and none needs the mask."""
-        mask = self.mask
+        """That the tile is not cut off along the list, and nothing in it needs the mask."""
+        mask, (first, _, size) = self.mask, self.inner
         assert mask.tile_mixed is not None
         limits = [f"(j0 >= {self._value(e)})" for e in (mask.key_lo, mask.full_lo) if e is not None]
         limits += [f"(j1 < {self._value(e)})" for e in (mask.key_hi, mask.full_hi) if e is not None]
-        return [f"(j0 + KEYS <= {self.extents['j0']})", *limits, f"({self._value(mask.tile_mixed)} == 0)"]
+        return [f"({first} + {size} <= {self.extents[first]})", *limits, f"({self._value(mask.tile_mixed)} == 0)"]
 
 
 class KeyLists(TileLists):
-    """Numbers of the tiles of keys that one block of ROWS query rows meets."""
+    """Numbers of the tiles of keys that one block of ROWS query rows of dQ meets, full ones first."""
 
     name = "attention_key_tiles"
-    parted = False
 
 
 class RowLists(TileLists):
-    """Numbers of the blocks of ROWS query rows that meet one block of KEYS keys.
+    """Numbers of the blocks of ROWS query rows that meet one block of KEYS keys, full ones first.
 
     dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys.
     """
 
     name = "attention_row_blocks"
     outer, inner = TileLists.inner, TileLists.outer
-    parted = False
 
     def __init__(self, spec: AttentionSpec, dead: bool):
         super().__init__(spec)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.expressions import Level, Writer
-from fusion.codegen.triton.forward import place_of
+from fusion.codegen.triton.forward import place_in_list, place_of
 from fusion.codegen.triton.matrices import matrix
 from fusion.codegen.triton.panels import padded
+from fusion.codegen.triton.stages import Visit, listed
+from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
-from fusion.ir.expr import C, E, I, J
+from fusion.ir.expr import C, E, Expr, I, J
+from fusion.ir.spec import MaskFacts
 
 
 class Keys(Role):
@@ -18,18 +23,18 @@ class Keys(Role):
     name = "attention_backward_keys"
     outer, inner = "j", "i"
 
-    def body(self) -> str:
+    def body(self) -> tuple[list[Visit], str]:
         spec, w = self.spec, self.writer
         head = Writer(spec=spec, known=dict(w.known), names=w.names, helpers=w.helpers, outer="j", inner="i")
         k, v = matrix(head, 1, spec.k, J, C, moving=False), matrix(head, 2, spec.v, J, E, moving=False)
         dk = matrix(head, 1, spec.k, J, C, name="dk", moving=False)
         dv = matrix(head, 2, spec.v, J, E, name="dv", moving=False)
-        member = self._member()
+        visit = self._visit()
         reads = [
             *head.lines[Level.BLOCK],
             *head.lines[Level.ROW],
-            *self.read("k", k, 1, "c", self.d, "j_ok"),
-            *self.read("v", v, 2, "e", self.d_v, "j_ok"),
+            self.read("k", k, 1, "c", self.d, "j_ok"),
+            self.read("v", v, 2, "e", self.d_v, "j_ok"),
         ]
         start = [
             f"dk = tl.full([KEYS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[1] else "",
@@ -37,41 +42,55 @@ class Keys(Role):
         ]
         finish = self.store("dv", "dv", dv, 2, "e", self.d_v, "j_ok") if self.needs[2] else []
         finish += self.store("dk", "dk", dk, 1, "c", self.d, "j_ok") if self.needs[1] else []
-        body = source.block(*reads, *start, *self._members(member), *finish)
+        body = source.block(*reads, *start, *self._members(self._member(visit)), *finish)
         places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
-        return source.block(*self._position(), *source.without_dead(places, body), body)
+        return [visit], source.block(*self._position(), *source.without_dead(places, body), body)
 
-    def _member(self) -> str:
-        """What one query head adds: the loop over the blocks of its rows that visit these keys."""
-        w, product = self.writer, ", input_precision=PRECISION)"
+    def _member(self, visit: Visit) -> str:
+        """What one query head adds: the blocks of its rows that visit these keys."""
+        mask = self.spec.mask
+        indent = 4 if all(group is integers.integer(1) for group in self.gradients.groups) else 8
+        after: list[str] = []
+        for n, item in self.captured("rows"):
+            after += self.add(item, f"sum_{n}[:, None]", "j_ok")
+        member = source.block(
+            *self._rows(),
+            *self.sums_to("KEYS", "rows"),
+            *self.stages(visit, mask is not None and mask.full is not None, indent),
+            *after,
+        )
+        lines = self.writer.lines
+        return source.block(*source.without_dead([*lines[Level.BLOCK], *lines[Level.ROW]], member), member)
+
+    def _visit(self) -> Visit:
+        """`differentiate_rows`."""
+        product = ", input_precision=PRECISION)"
         q = matrix(self.inside, 0, self.spec.q, I, C)
         into_dv = f"dv = tl.dot(p.to({self.dtype}), do, dv{product}" if self.needs[2] else ""
         scores, upstream = f"tl.dot(k, tl.trans(q){product}", f"tl.dot(v, tl.trans(do){product}"
-        tile = self.tile(scores, upstream, "[KEYS, ROWS]", into_dv)
-        before, after = self._sums(tile)
-        if self.needs[1]:
-            tile.append(f"dk = tl.dot(ds.to({self.dtype}), q, dk{product}")
-        reads = [
-            *self.read("q", q, 0, "c", self.d, ""),
+        inner = source.block(
+            self.read("q", q, 0, "c", self.d, ""),
             f"do = tl.load({self.output_gradient('row')}{self.within()}).to({self.dtype})",
-        ]
-        inner = source.block(*reads, *self.statistics("i"), *tile)
+            *self.statistics("i"),
+            self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", into_dv),
+            f"dk = tl.dot(ds.to({self.dtype}), q, dk{product}" if self.needs[1] else "",
+        )
         rows = [
-            "rows = (block * ROWS + tl.arange(0, ROWS))",
-            f"rows_ok = (rows < {self.n_q})[None, :]",
-            f"row = tl.minimum(rows, {self.n_q} - 1)[:, None]",
-            f"i = tl.minimum(rows, {self.n_q} - 1)[None, :]",
+            "rows = block * ROWS + tl.arange(0, ROWS)",
+            f"if MASKED:\n    rows_ok = (rows < {self.n_q})[None, :]\n    rows = tl.minimum(rows, {self.n_q} - 1)",
+            "row = rows[:, None]",
+            "i = rows[None, :]",
             *self.inside.lines[Level.TILE],
         ]
         loop = source.block(*source.without_dead(rows, inner), inner)
-        turns = "for block in tl.range(block_start, block_stop):"
+        turns, doc = "for block in tl.range(start, stop):", "Blocks of rows start <= block < stop"
         if self.listed:
-            turns = "for number in tl.range(0, count):"
+            turns, doc = "for number in tl.range(start, stop):", "Blocks of rows start <= number < stop of a list"
             loop = f"block = tl.load(list_at + number)\n{loop}"
-        visit = source.block(turns, source.indented(loop), *after)
-        scan = source.block(*self._scan())
-        levels = source.without_dead([*w.lines[Level.BLOCK], *w.lines[Level.ROW]], source.block(scan, *before, visit))
-        return source.block(*levels, scan, *before, visit)
+        text = source.block(turns, source.indented(loop))
+        state = [name for name, needed in zip(("dk", "dv"), self.needs[1:3], strict=True) if needed]
+        state += [f"sum_{n}" for n, _ in self.captured("rows")]
+        return self.visit("differentiate_rows", f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
 
     def _position(self) -> list[str]:
         groups = [self.writer.value(group) for group in self.gradients.groups]
@@ -110,40 +129,63 @@ class Keys(Role):
         lines += [f"b{axis} = kv{axis} * {extent} + in{axis}" for axis, extent in zip(shared, extents, strict=True)]
         return [f"for member in tl.range({' * '.join(extents)}):", source.indented(source.block(*lines, member))]
 
-    def _scan(self) -> list[str]:
-        """block_start and block_stop: the blocks of rows among which all are that visit these keys; or their list."""
-        if self.listed:
-            return self.list_of(f"({self.n_q} + ROWS - 1) // ROWS", "key_blocks + program % key_blocks")
+    def _rows(self) -> list[str]:
+        """The blocks of rows that visit these keys: start..stop, full_start..full_stop (see `stages`), or their
+        list."""
         blocks = f"({self.n_q} + ROWS - 1) // ROWS"
-        if not self.skips:
-            return ["block_start = 0", f"block_stop = {blocks}"]
-        inner = source.block(
-            "i0 = block * ROWS",
-            f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1",
-            *self.key_range(),
-            "meets = (key_start < first + KEYS) & (key_stop > first)",
-            "block_start = tl.where(meets, tl.minimum(block_start, block), block_start)",
-            "block_stop = tl.where(meets, block + 1, block_stop)",
-        )
+        if self.listed:
+            return listed(blocks, f"{place_in_list(self.writer)} * key_blocks + program % key_blocks")
+        mask = self.spec.mask
+        whole = f"full_stop = tl.maximum(start, tl.minimum(stop, {self.n_q} // ROWS))"
+        if mask is None or not (self.skips or mask.full is not None):
+            return ["start = 0", f"stop = {blocks}", "full_start = start", whole]
         lines = [
-            f"block_start = {blocks}",
-            "block_stop = 0",
-            f"for block in tl.range({blocks}):",
-            source.indented(inner),
+            f"blocks = {blocks}",
+            "start = blocks",
+            "stop = 0",
+            "full_start = blocks",
+            "full_stop = blocks",
+            f"for begin in tl.range(0, blocks, {LANES}):",
+            source.indented(self._scan(mask)),
         ]
-        if self.softmax:  # rows that met no live key have weights everywhere
+        if self.skips and self.softmax:  # rows that met no live key have weights everywhere
             lines += [
                 f"dead = tl.load(dead_ptr + {place_of(self.writer)}) != 0",
-                "block_start = tl.where(dead, 0, block_start)",
-                f"block_stop = tl.where(dead, {blocks}, block_stop)",
+                "start = tl.where(dead, 0, start)",
+                "stop = tl.where(dead, blocks, stop)",
             ]
-        return lines
+        if mask.full is None:
+            return [*lines, "full_start = start", whole]
+        return [*lines, "full_start = tl.minimum(full_start, stop)", "full_stop = tl.minimum(full_stop, stop)"]
 
-    def _sums(self, tile: list[str]) -> tuple[list[str], list[str]]:
-        before, after = [], []
-        for n, item in self.captured("rows"):
-            value = self._bound(item.gradient, tile)
-            before.append(f"sum_{n} = tl.full([KEYS], 0.0, tl.float32)")
-            tile.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [KEYS, ROWS]), 1)")
-            after += self.add(item, f"sum_{n}[:, None]", "j_ok")
-        return before, after
+    def _scan(self, mask: MaskFacts) -> str:
+        """Look at the key ranges of some blocks of rows: which of them meet these keys, and the first blocks in a row
+        for which all of these keys need no mask."""
+
+        def conditions(value: Callable[[Expr], str]) -> list[str]:
+            last = f"tl.minimum(first + KEYS, {self.n_k})"
+            meets = ["(number < blocks)"]
+            meets += [] if mask.key_lo is None else [f"({value(mask.key_lo)} < {last})"]
+            meets += [] if mask.key_hi is None else [f"({value(mask.key_hi)} > first)"]
+            full = [f"(i0 + ROWS <= {self.n_q})"]
+            full += [] if mask.full_lo is None else [f"({value(mask.full_lo)} <= first)"]
+            full += [] if mask.full_hi is None else [f"({value(mask.full_hi)} >= {last})"]
+            return [f"meets = {' & '.join(meets)}", f"full = meets & {' & '.join(full)}"]
+
+        return source.block(
+            f"number = begin + tl.arange(0, {LANES})",
+            "i0 = tl.minimum(number, blocks - 1) * ROWS",
+            f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1",
+            *self.ranges_of(conditions),
+            "start = tl.minimum(start, tl.min(tl.where(meets, number, blocks), 0))",
+            "stop = tl.maximum(stop, tl.max(tl.where(meets, number + 1, 0), 0))",
+            "full_start = tl.minimum(full_start, tl.min(tl.where(full, number, blocks), 0))",
+            "full_stop = tl.minimum(full_stop, tl.min(tl.where(full | (number < full_start), blocks, number), 0))",
+        )
+
+    def summed(self, full: bool) -> list[str]:
+        lines: list[str] = []
+        for n, _, gradient in self.gradients_of_tile(full, "rows"):
+            value = self.bound(gradient, lines)
+            lines.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [KEYS, ROWS]), 1)")
+        return lines

@@ -6,6 +6,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.forward import place_in_list, place_of
 from fusion.codegen.triton.panels import padded
+from fusion.codegen.triton.stages import Visit
 
 
 class Prepare(Role):
@@ -16,7 +17,7 @@ class Prepare(Role):
 
     name = "attention_backward_prepare"
 
-    def body(self) -> str:
+    def body(self) -> tuple[list[Visit], str]:
         within = self.within()
         out = self.output_gradient("i").replace("dout_", "out_")
         place = place_of(self.writer)
@@ -34,4 +35,4 @@ class Prepare(Role):
                 f"if {any_dead(self.spec)} != 0:",
                 f"    tl.store(dead_ptr + {dead}, 1)",
             ]
-        return source.block(*self.query_block(), *lines)
+        return [], source.block(*self.query_block(), *lines)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.expressions import Level
+from fusion.codegen.triton.forward import place_in_list
 from fusion.codegen.triton.key_loop import LOG2E
 from fusion.codegen.triton.matrices import matrix
 from fusion.codegen.triton.panels import padded
+from fusion.codegen.triton.stages import Visit, key_limits, listed
 from fusion.ir.expr import C, E, I, J
 
 
@@ -16,19 +18,38 @@ class Queries(Role):
 
     name = "attention_backward_queries"
 
-    def body(self) -> str:
-        spec, w = self.spec, self.writer
-        q = matrix(w, 0, spec.q, I, C)
-        dq = matrix(w, 0, spec.q, I, C, name="dq")
-        k, v = matrix(self.inside, 1, spec.k, J, C, moving=False), matrix(self.inside, 2, spec.v, J, E, moving=False)
-        product = ", input_precision=PRECISION)"
-        tile = self.tile(f"tl.dot(q, tl.trans(k){product}", f"tl.dot(do, tl.trans(v){product}", "[ROWS, KEYS]")
-        accumulate, finish = self._sums(tile)
+    def body(self) -> tuple[list[Visit], str]:
+        w, mask = self.writer, self.spec.mask
+        q, dq = (matrix(w, 0, self.spec.q, I, C, name=name) for name in ("", "dq"))
+        visit = self._visit()
+        finish = self._finish()
         if self.needs[0]:
-            tile.append(f"dq = tl.dot(ds.to({self.dtype}), k, dq{product}")
             finish += self.store("dq", "dq", dq, 0, "c", self.d, "rows_ok")
-        reads = [*self.read("k", k, 1, "c", self.d, "key_ok"), *self.read("v", v, 2, "e", self.d_v, "key_ok")]
-        loop_body = source.block(*reads, *tile)
+        finish += self._sinks()
+        later = source.block(
+            self.read("q", q, 0, "c", self.d, ""),
+            f"do = tl.load({self.output_gradient('i')}{self.within()}).to({self.dtype})",
+            *self.statistics("i"),
+            *self._keys(),
+            f"dq = tl.full([ROWS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[0] else "",
+            *self.sums_to("ROWS", "keys", "all"),
+            *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
+            *finish,
+        )
+        places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
+        kept = source.without_dead([*places, *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
+        return [visit], source.block(*self.query_block(), *kept, later)
+
+    def _visit(self) -> Visit:
+        """`differentiate_keys`."""
+        spec, product = self.spec, ", input_precision=PRECISION)"
+        k, v = matrix(self.inside, 1, spec.k, J, C, moving=False), matrix(self.inside, 2, spec.v, J, E, moving=False)
+        inner = source.block(
+            self.read("k", k, 1, "c", self.d, "key_ok", bounded=True),
+            self.read("v", v, 2, "e", self.d_v, "key_ok", bounded=True),
+            self.tile(f"tl.dot(q, tl.trans(k){product}", f"tl.dot(do, tl.trans(v){product}", "[ROWS, KEYS]", "j_ok"),
+            f"dq = tl.dot(ds.to({self.dtype}), k, dq{product}" if self.needs[0] else "",
+        )
         columns = [
             "key = (first + tl.arange(0, KEYS))[:, None]",
             f"key_ok = key < {self.n_k}",
@@ -36,63 +57,59 @@ class Queries(Role):
             f"j_ok = j < {self.n_k}",
             *self.inside.lines[Level.TILE],
         ]
-        loop = source.block(*source.without_dead(columns, loop_body), loop_body)
-        finish += self._sinks()
-        statistics = self.statistics("i")
-        head, ranges = self._keys()
+        turns, doc = "for first in tl.range(start, stop, KEYS):", "Keys start <= first < stop, in tiles"
         if self.listed:
-            loop = f"{self._listed()}\n{loop}"
-        before = source.block(
-            *self.read("q", q, 0, "c", self.d, ""),
-            f"do = tl.load({self.output_gradient('i')}{self.within()}).to({self.dtype})",
-            *statistics,
+            turns, doc = "for number in tl.range(start, stop):", "Tiles start <= number < stop of a list"
+        loop = source.block(
+            turns, source.indented(source.block(*self._first(), *source.without_dead(columns, inner), inner))
         )
-        later = source.block(
-            before,
-            *ranges,
-            f"dq = tl.full([ROWS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[0] else "",
-            *accumulate,
-            head,
-            source.indented(loop),
-            *finish,
-        )
-        places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
-        kept = source.without_dead([*places, *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
-        return source.block(*self.query_block(), *kept, later)
+        state = ["dq"] if self.needs[0] else []
+        state += [f"sum_{n}" for n, _ in self.captured("keys", "all")]
+        return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 
-    def _keys(self) -> tuple[str, list[str]]:
-        """(head of the loop over tiles of keys, statements before it). A block with a row that met no live key visits
-        all keys: eager's weights there are not zero."""
+    def _first(self) -> list[str]:
+        """`first`, the first key of a tile of a list."""
+        lines = ["first = tl.load(list_at + number) * KEYS"]
+        if self.skips and self.softmax:
+            lines += ["if MASKED:", "    first = tl.where(every, number * KEYS, first)"]
+        return lines
+
+    def _keys(self) -> list[str]:
+        """Which keys to visit. A block with a row that met no live key visits all: eager's weights there are not
+        zero."""
         dead = any_dead(self.spec) if self.skips and self.softmax else ""
         if not self.listed:
-            every = [f"if {dead} != 0:", "    key_start = 0", f"    key_stop = {self.n_k}"] if dead else []
-            lines = [*self.key_range(), *every, "key_start = key_start // KEYS * KEYS"]
-            return "for first in tl.range(key_start, key_stop, KEYS):", lines
-        lines = self.list_of(f"({self.n_k} + KEYS - 1) // KEYS", "blocks + block")
+            limits = self.ranges_of(lambda value: key_limits(self.spec.mask, self.n_k, value))
+            every = ("start = 0", f"stop = {self.n_k}", "full_start = 0", "full_stop = 0")
+            return [*limits, *([f"if {dead} != 0:", *(f"    {line}" for line in every)] if dead else [])]
+        lines = listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{place_in_list(self.writer)} * blocks + block")
         if dead:
-            lines += [f"every = {dead} != 0", "count = tl.where(every, tiles_across, count)"]
-        return "for number in tl.range(0, count):", lines
+            lines += [
+                f"every = {dead} != 0",
+                "full_count = tl.where(every, 0, full_count)",
+                "partial_count = tl.where(every, tiles_across, partial_count)",
+            ]
+        return lines
 
-    def _listed(self) -> str:
-        """`first`, the first key of a tile."""
-        listed = "tl.load(list_at + number)"
-        return f"first = tl.where(every, number, {listed}) * KEYS" if self.softmax else f"first = {listed} * KEYS"
+    def summed(self, full: bool) -> list[str]:
+        lines: list[str] = []
+        for n, _, gradient in self.gradients_of_tile(full, "keys", "all"):
+            value = self.bound(gradient, lines)
+            lines.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
+        for _, item, gradient in self.gradients_of_tile(full, "none"):
+            value = self.bound(gradient, lines)
+            lines += self.add(item, f"tl.broadcast_to({value}, [ROWS, KEYS])", "rows_ok & j_ok")
+        return lines
 
-    def _sums(self, tile: list[str]) -> tuple[list[str], list[str]]:
-        """(before the loop, after it) for sums over keys; adds to the tile what is done for every score."""
-        before, after = [], []
+    def _finish(self) -> list[str]:
+        """Statements that add up what was summed."""
+        lines: list[str] = []
         for n, item in self.captured("keys", "all"):
-            value = self._bound(item.gradient, tile)
-            before.append(f"sum_{n} = tl.full([ROWS], 0.0, tl.float32)")
-            tile.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
             if item.reach == "keys":
-                after += self.add(item, f"sum_{n}[:, None]", "rows_ok")
+                lines += self.add(item, f"sum_{n}[:, None]", "rows_ok")
             else:
-                after += self.add(item, f"tl.sum(sum_{n}, 0)", "")
-        for _, item in self.captured("none"):
-            value = self._bound(item.gradient, tile)
-            tile += self.add(item, f"tl.broadcast_to({value}, [ROWS, KEYS])", "valid")
-        return before, after
+                lines += self.add(item, f"tl.sum(tl.sum(tl.where(rows_ok, sum_{n}[:, None], 0.0), 1), 0)", "")
+        return lines
 
     def _sinks(self) -> list[str]:
         """Gradients of sinks: their share of the row sum times -delta."""

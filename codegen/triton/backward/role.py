@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.forward import KernelText, place_in_list, place_of, signature
+from fusion.codegen.triton.forward import KernelText, place_of, signature
 from fusion.codegen.triton.gradients import UPSTREAM_ROW, UPSTREAM_WEIGHT, Captured, Gradients, gradients_of
 from fusion.codegen.triton.key_loop import DTYPES, LOG2E
 from fusion.codegen.triton.matrices import Matrix, sum_of
 from fusion.codegen.triton.panels import padded
 from fusion.codegen.triton.programs import LARGEST
+from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.derivative import UPSTREAM
-from fusion.ir.expr import SCORE, C, E, Expr, I, J, const, coord
+from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, const, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 
@@ -21,6 +23,7 @@ class Role:
     """What the two kernels share: coordinates, statistics, and the gradient of the scores of a tile.
 
     outer: the coordinate that a program owns a block of ("i" for dQ, "j" for dK and dV). Tiles are [outer, inner].
+    The loop over tiles is a function (see `stages`), called with MASKED for those that need the mask or are cut off.
     """
 
     name = ""
@@ -51,20 +54,44 @@ class Role:
         self.ranges = Writer(
             spec=spec, known=known | {coord("i0"): "i0", coord("i1"): "i1"}, names=w.names, helpers=w.helpers
         )
-        w.count(spec.score, spec.weight, self.gradients.score, *(item.gradient for item in self.gradients.captured))
+        found = self.gradients
+        captured = [part for item in found.captured for part in {item.gradient, item.full}]
+        w.count(spec.score, spec.weight, found.score, found.program, found.full, *captured)
         self.n_q, self.n_k = w.value(spec.n_q), w.value(spec.n_k)
         self.dtype = DTYPES[spec.dtype]
 
     def text(self) -> KernelText:
         """The kernel."""
-        body = self.body()
+        visits, body = self.body()
         parameters, constants = signature(source.free_names(body), self.spec)
         doc = (self.__doc__ or "").strip().splitlines()[0]
         text = source.definition(self.name, [*parameters, *(f"{name}: tl.constexpr" for name in constants)], doc, body)
+        text = "\n\n".join([*(part.text for part in visits), text])
         return KernelText(name=self.name, text=text, helpers=frozenset(self.writer.helpers), parameters=parameters)
 
-    def body(self) -> str:
+    def body(self) -> tuple[list[Visit], str]:
+        """(functions that the kernel calls, its body)."""
         raise NotImplementedError
+
+    def visit(self, name: str, doc: str, body: str, state: Sequence[str]) -> Visit:
+        """The function that visits tiles."""
+        first = ("start", "stop")
+        helpers, sizes = self.writer.helpers, self.spec.sizes
+        return visit(name, doc, body, state=state, first=first, helpers=helpers, sizes=sizes)
+
+    def stages(self, visit: Visit, before: bool, indent: int = 4) -> list[str]:
+        """The calls of it: for tiles that need no mask, and for the others; before: also before the former."""
+        if self.listed:
+            return [
+                visit.call(indent, start=0, stop="full_count", MASKED=False),
+                visit.call(indent, start="tiles_across - partial_count", stop="tiles_across", MASKED=True),
+            ]
+        first = [visit.call(indent, stop="full_start", MASKED=True)] if before else []
+        return [
+            *first,
+            visit.call(indent, start="full_start", stop="full_stop", MASKED=False),
+            visit.call(indent, start="full_stop", MASKED=True),
+        ]
 
     # -- pieces ------------------------------------------------------------------------------------------------------
 
@@ -76,15 +103,21 @@ class Role:
             rest = f"rest_{name}"
         return lines
 
-    def read(self, name: str, part: Matrix, operand: int | None, column: str, extent: int, mask: str) -> list[str]:
-        """Statements that read a matrix at its parts of offsets."""
+    def read(
+        self, name: str, part: Matrix, operand: int, column: str, extent: int, mask: str, bounded: bool = False
+    ) -> str:
+        """Statements that read a matrix at its parts of offsets; bounded: with the mask only where tiles are cut
+        off."""
         at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
-        limits = [text for text in (mask, f"({column} < {extent})" if padded(extent) != extent else "") if text]
-        inside = f", mask={' & '.join(limits)}, other=0.0" if limits else ""
-        cast = (
-            "" if operand is not None and self.spec.operands[operand].dtype == self.spec.dtype else f".to({self.dtype})"
-        )
-        return [f"{name} = tl.load({at}{inside}){cast}"]
+        inside = f"({column} < {extent})" if padded(extent) != extent else ""
+        cast = "" if self.spec.operands[operand].dtype == self.spec.dtype else f".to({self.dtype})"
+
+        def load(*limits: str) -> str:
+            shown = " & ".join(text for text in limits if text)
+            return f"{name} = tl.load({name}_at{f', mask={shown}, other=0.0' if shown else ''}){cast}"
+
+        loaded = _either(load(mask, inside), load(inside)) if bounded else load(mask, inside)
+        return source.block(f"{name}_at = {at}", loaded)
 
     def store(
         self, name: str, value: str, part: Matrix, operand: int, column: str, extent: int, mask: str
@@ -142,30 +175,55 @@ class Role:
             ]
         return lines
 
-    def tile(self, score: str, upstream: str, shape: str, with_p: str = "") -> list[str]:
-        """Statements from s to p (weights) and ds. score, upstream: products of the tile; with_p: what uses p, as soon
-        as it is there."""
-        spec, w = self.spec, self.writer
-        w.forget(Level.TILE)
-        lines = [f"s = {score}"]
-        x = w.value(spec.score)
-        weight = None if spec.weight is const(1.0) else w.value(spec.weight)
-        lines += [*self._taken(), f"x = tl.broadcast_to({x}, {shape})"]
-        if weight is not None:
-            lines.append(f"w = {weight}")
-        lines.append("valid = rows_ok & j_ok")
-        times = "" if weight is None else " * w"
-        if self.softmax:
-            lines.append(f"y = tl.where(valid, tl.exp2((x - row_max) * {LOG2E}) * share, 0.0)")
-        else:
-            lines.append("y = tl.where(valid, x, 0.0)")
-        lines += [f"p = y{times}", with_p, f"dp = {upstream}"]
-        lines.append(f"dx = y * (dp{times} - delta)" if self.softmax else f"dx = tl.where(valid, dp{times}, 0.0)")
-        lines.append("dw = y * dp")
-        lines.append(f"ds = tl.broadcast_to({self._bound(self.gradients.score, lines)}, {shape})")
-        return lines
+    def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
+        """Statements from s to ds and to what is summed.
 
-    def _bound(self, expr: Expr, lines: list[str]) -> str:
+        score, upstream: products of the tile. exists: the inner places that do, where the tile is cut off. with_p: what
+        uses the weights p, as soon as they are there.
+        """
+        times = "" if self.spec.weight is const(1.0) else " * w"
+        whole = [] if self.gradients.program is None else [self._variant(True, shape)]
+        programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
+        weight = f"tl.exp2((x - row_max) * {LOG2E}) * share" if self.softmax else "x"
+        return source.block(
+            f"s = {score}",
+            _either(*programs),
+            f"y = {weight}",
+            f"if MASKED:\n    y = tl.where({exists}, y, 0.0)",
+            f"p = y{times}",
+            with_p,
+            f"dp = {upstream}",
+            f"dx = y * (dp{times} - delta)" if self.softmax else f"dx = dp{times}",
+            "" if self.softmax else f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)",
+            "dw = y * dp",
+            _either(*gradients),
+        )
+
+    def _variant(self, full: bool, shape: str) -> tuple[str, str]:
+        """(from s to x and w, from dx and dw to ds and what is summed), with the mask or, full, without."""
+        w, found = self.writer, self.gradients
+        outside = set(w.known)
+        score, gradient = (found.program, found.full) if full else (self.spec.score, found.score)
+        assert score is not None and gradient is not None
+        lines: list[str] = []
+        lines.append(f"x = tl.broadcast_to({self.bound(score, lines)}, {shape})")
+        if self.spec.weight is not const(1.0):
+            lines.append(f"w = {self.bound(self.spec.weight, lines)}")
+        after: list[str] = []
+        after.append(f"ds = tl.broadcast_to({self.bound(gradient, after)}, {shape})")
+        after += self.summed(full)
+        w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
+        return source.block(*lines), source.block(*after)
+
+    def summed(self, full: bool) -> list[str]:
+        """Statements that add a tile's gradients of captured tensors."""
+        raise NotImplementedError
+
+    def sums_to(self, length: str, *reaches: str) -> list[str]:
+        """Statements that start sums along the inner coordinate."""
+        return [f"sum_{n} = tl.full([{length}], 0.0, tl.float32)" for n, _ in self.captured(*reaches)]
+
+    def bound(self, expr: Expr, lines: list[str]) -> str:
         """The value of an expression, after the statements that it needs."""
         text = self.writer.value(expr)
         lines += self._taken()
@@ -177,18 +235,11 @@ class Role:
         self.writer.lines[Level.TILE] = []
         return taken
 
-    def key_range(self) -> list[str]:
-        """key_start and key_stop of the rows i0..i1."""
-        mask = self.spec.mask
-        low = "0" if mask is None or mask.key_lo is None else self.ranges.value(mask.key_lo)
-        high = (
-            self.n_k
-            if mask is None or mask.key_hi is None
-            else f"tl.minimum({self.ranges.value(mask.key_hi)}, {self.n_k})"
-        )
-        taken = self.ranges.lines[Level.BLOCK]
-        self.ranges.lines[Level.BLOCK] = []
-        return [*taken, f"key_start = tl.maximum({low}, 0)", f"key_stop = tl.maximum({high}, 0)"]
+    def ranges_of(self, lines: Callable[[Callable[[Expr], str]], list[str]]) -> list[str]:
+        """Statements about the rows i0..i1, made with a function that takes expressions in them to texts."""
+        made = lines(self.ranges.value)
+        taken, self.ranges.lines[Level.BLOCK] = self.ranges.lines[Level.BLOCK], []
+        return [*taken, *made]
 
     @property
     def skips(self) -> bool:
@@ -199,19 +250,15 @@ class Role:
         """Whether the tiles to visit are listed (see `tile_lists`)."""
         return self.spec.mask is not None and self.spec.mask.tile_live is not None
 
-    def list_of(self, across: str, block: str) -> list[str]:
-        """Where the tiles of a block are listed, and how many they are of the `across` that there could be."""
-        return [
-            f"tiles_across = {across}",
-            f"tile_place = {place_in_list(self.writer)} * {block}",
-            "list_at = tile_list_ptr + tl.cast(tile_place, tl.int64) * tiles_across",
-            "count = tl.load(tile_counts_ptr + tile_place)",
-        ]
-
     def captured(self, *reaches: str) -> list[tuple[int, Captured]]:
         """The captured gradients of certain reaches, numbered."""
         items = enumerate(self.gradients.captured)
         return [(n, item) for n, item in items if item.reach in reaches and item.sink is None]
+
+    def gradients_of_tile(self, full: bool, *reaches: str) -> list[tuple[int, Captured, Expr]]:
+        """Of the captured gradients of certain reaches those that are not zero in a tile, as expressions."""
+        items = [(n, item, item.full if full else item.gradient) for n, item in self.captured(*reaches)]
+        return [(n, item, gradient) for n, item, gradient in items if gradient is not ZERO]
 
     def gradient_name(self, load: Expr) -> str:
         return f"d{self.writer.operand(int(load.attr))}"  # type: ignore[arg-type]
@@ -221,6 +268,13 @@ class Role:
         at = self.writer.address(item.load, self.writer.level_of(item.load), self.gradient_name(item.load))
         inside = f", mask={mask}" if mask else ""
         return [*self._taken(), f'tl.atomic_add({at}, {value}, sem="relaxed"{inside})']
+
+
+def _either(masked: str, full: str | None = None) -> str:
+    """Statements by MASKED; no branch where they are the same."""
+    if full is None or masked == full:
+        return masked
+    return source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
 
 
 def dead_limit(spec: AttentionSpec) -> str:
