@@ -60,15 +60,16 @@ class Queries(Role):
         turns, doc = "for first in tl.range(start, stop, KEYS):", "Keys start <= first < stop, in tiles"
         if self.listed:
             turns, doc = "for number in tl.range(start, stop):", "Tiles start <= number < stop of a list"
-        loop = source.block(
-            turns, source.indented(source.block(*self._first(), *source.without_dead(columns, inner), inner))
-        )
+        tile = source.block(*self._first(), *source.without_dead(columns, inner), inner)
+        loop = source.block(turns, source.indented(tile))
         state = ["dq"] if self.needs[0] else []
         state += [f"sum_{n}" for n, _ in self.captured("keys", "all")]
         return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 
     def _first(self) -> list[str]:
-        """`first`, the first key of a tile of a list."""
+        """Statements of `first`, the first key of a tile, where tiles are listed."""
+        if not self.listed:
+            return []
         lines = ["first = tl.load(list_at + number) * KEYS"]
         if self.skips and self.softmax:
             lines += ["if MASKED:", "    first = tl.where(every, number * KEYS, first)"]

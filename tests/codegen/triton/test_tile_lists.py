@@ -6,7 +6,6 @@ What is computed is compared with eager in float64, and the tiles that were visi
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from fusion import runtime
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.tiles import Tile
+from tests.codegen.triton.counting import count_products, full_tiles, live_tiles
 from tests.numerics import assert_as_exact_as_eager
 
 ROWS, KEYS = 32, 64
@@ -30,28 +30,7 @@ N_Q, N_K = 150, 200
 @pytest.fixture
 def products(monkeypatch):
     """Attention is run by GPU kernels in the interpreter; returns a count of the products of each of them."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    from fusion.codegen.triton.launch import Variant
-
-    counts: Counter[str] = Counter()
-    running = []
-    dot, launch = InterpreterBuilder.create_dot, Variant.launch
-
-    def create_dot(self, *arguments):
-        counts[running[-1]] += 1
-        return dot(self, *arguments)
-
-    def launched(self, name, *arguments):
-        running.append(name)
-        try:
-            launch(self, name, *arguments)
-        except Exception as problem:
-            counts[f"{name}: {problem}"] += 1
-            raise
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(Variant, "launch", launched)
+    counts = count_products(monkeypatch)
     monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec, TILE))
     monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: Differentiable(spec, TILE))
     monkeypatch.setattr(runtime, "_executors", {})
@@ -59,16 +38,16 @@ def products(monkeypatch):
     return counts
 
 
-def live_tiles(live, softmax):
-    """Tiles with a live score, of a bool tensor [b.., h, n_q, n_k], and all tiles once more of blocks where a row has
-    none."""
-    n_q, n_k = live.shape[-2:]
-    total, across = 0, -(-n_k // KEYS)
-    for rows in live.reshape(-1, n_q, n_k).split(ROWS, 1):
-        dead = ~rows.any(2).all(1) & softmax
-        count = sum(tile.flatten(1).any(1).long() for tile in rows.split(KEYS, 2))
-        total += int((count + across * (dead & (count < across))).sum())
-    return total
+def tiles_with_a_second_pass(live, softmax):
+    """Tiles with a live score, and all tiles once more of blocks where a row has none."""
+    dead = ~live.any(3) & softmax
+    count = live_tiles(live, ROWS, KEYS)
+    blocks = live.reshape(-1, *live.shape[2:]).split(ROWS, 1)
+    for rows, none in zip(blocks, dead.reshape(-1, live.shape[2]).split(ROWS, 1), strict=True):
+        for head in torch.where(none.any(1))[0].tolist():
+            met, across = live_tiles(rows[head], ROWS, KEYS), -(-live.shape[3] // KEYS)
+            count += across * (met < across)
+    return count
 
 
 def random_blocks(heads, n_q, n_k, seed):
@@ -163,16 +142,12 @@ def test_forward_visits_live_tiles_only(products, name, dtype):
         assert_as_exact_as_eager(actual, function(*inputs), function(*wide(inputs)), dtype)
     assert reports[0].sites[0].spec.mask.tile_live is not None
     live = live.expand(2, 2, n_q, N_K)
-    assert products == {"attention_forward": 2 * live_tiles(live, function is not sigmoid)}
+    assert products == {"attention_forward": 2 * tiles_with_a_second_pass(live, function is not sigmoid)}
 
 
-def tiles_to_differentiate(live, softmax=True):
+def tiles_to_differentiate(live):
     """Tiles with a live score, and all tiles of blocks of rows in which a row has none."""
-    total = 0
-    for rows in live.reshape(-1, *live.shape[-2:]).split(ROWS, 1):
-        dead = ~rows.any(2).all(1) & softmax
-        total += sum(int((tile.flatten(1).any(1) | dead).sum()) for tile in rows.split(KEYS, 2))
-    return total
+    return live_tiles(live, ROWS, KEYS, ~live.any(-1))
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -188,9 +163,15 @@ def test_backward_visits_live_tiles_only(products, name, dtype):
     exact = torch.autograd.grad(function(*(wide_inputs := wide([*qkv, mask]))), wide_inputs[:3], grad.double())
     for ours, theirs, true in zip(found, eager, exact, strict=True):
         assert_as_exact_as_eager(ours, theirs, true, dtype)
-    expected = tiles_to_differentiate(live.expand(2, 2, n_q, N_K), function is not sigmoid)
+    live, dead = live.expand(2, 2, n_q, N_K), ~live.any(3).expand(2, 2, n_q) & (function is not sigmoid)
+    expected = live_tiles(live, ROWS, KEYS, dead)
     del products["attention_forward"]
     assert products == {"attention_backward_queries": 3 * expected, "attention_backward_keys": 4 * expected}
+    full = live & (mask == 0) if mask.is_floating_point() else live
+    by_rows, by_keys = full_tiles(full, ROWS, KEYS, whole="keys", dead=dead), full_tiles(full, ROWS, KEYS, whole="rows")
+    assert products.full["attention_backward_queries"] == 3 * by_rows
+    assert products.full["attention_backward_keys"] == 4 * by_keys
+    assert (by_rows > 0 < by_keys) == (name != "documents")
 
 
 def attend(q, k, v):
@@ -224,7 +205,7 @@ def test_a_users_block_mask_is_listed_too(products, mask):
     for ours, theirs, true in zip(found, *results, strict=True):
         assert_as_exact_as_eager(ours, theirs, true, torch.float32)
     live = live.expand(2, 2, N_K, N_K)
-    assert products["attention_forward"] == 2 * live_tiles(live, True) < 2 * 2 * 2 * 7 * 4
+    assert products["attention_forward"] == 2 * tiles_with_a_second_pass(live, True) < 2 * 2 * 2 * 7 * 4
     assert products["attention_backward_keys"] == 4 * tiles_to_differentiate(live)
 
 

@@ -1,0 +1,91 @@
+"""Counting the tiles that interpreted kernels visit, and by brute force those that they have to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+STAGES = {"visit_keys", "differentiate_keys", "differentiate_rows"}
+
+
+class Products(Counter):
+    """Matrix products of each kernel; `full`: of those, the ones in tiles where no mask is evaluated."""
+
+    def __init__(self):
+        super().__init__()
+        self.full: Counter[str] = Counter()
+
+
+def count_products(monkeypatch) -> Products:
+    """A count of the products of every kernel that the interpreter runs from now on."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from fusion.codegen.triton.launch import Variant
+
+    counts, running, unmasked = Products(), [], [False]
+    dot, launch, init = InterpreterBuilder.create_dot, Variant.launch, Variant.__init__
+
+    def create_dot(self, *arguments):
+        counts[running[-1]] += 1
+        counts.full[running[-1]] += unmasked[-1]
+        return dot(self, *arguments)
+
+    def launched(self, name, *arguments):
+        running.append(name)
+        try:
+            launch(self, name, *arguments)
+        except Exception as problem:
+            counts[f"{name}: {problem}"] += 1
+            raise
+
+    def made(self, *arguments):
+        init(self, *arguments)
+        for name in STAGES & vars(self.module).keys():
+            setattr(self.module, name, noted(getattr(self.module, name)))
+
+    def noted(function):
+        place = function.arg_names.index("MASKED") if "MASKED" in function.arg_names else None
+
+        def call(*arguments):
+            unmasked.append(place is not None and not arguments[place])
+            try:
+                return function(*arguments)
+            finally:
+                unmasked.pop()
+
+        return call
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(Variant, "launch", launched)
+    monkeypatch.setattr(Variant, "__init__", made)
+    return counts
+
+
+def live_tiles(live: torch.Tensor, rows: int, keys: int, dead: torch.Tensor | None = None) -> int:
+    """Tiles with a live score, of a bool tensor [.., n_q, n_k]; dead: rows [.., n_q] whose blocks meet all tiles."""
+    return sum(
+        int((tile.flatten(1).any(1) | (met_none if dead is not None else False)).sum())
+        for block, met_none in _blocks(live, rows, dead)
+        for tile in block.split(keys, 2)
+    )
+
+
+def full_tiles(full: torch.Tensor, rows: int, keys: int, *, whole: str, dead: torch.Tensor | None = None) -> int:
+    """Tiles in which every score is `full`, [.., n_q, n_k], and that are not cut off along `whole`, "rows" or "keys";
+    but none of the blocks with a `dead` row."""
+    extent = {"rows": (1, rows), "keys": (2, keys)}[whole]
+    return sum(
+        int((tile.flatten(1).all(1) & ~met_none).sum())
+        for block, met_none in _blocks(full, rows, dead)
+        for tile in block.split(keys, 2)
+        if tile.shape[extent[0]] == extent[1]
+    )
+
+
+def _blocks(scores: torch.Tensor, rows: int, dead: torch.Tensor | None):
+    """(block of rows [heads, rows, n_k], whether it has a dead row [heads])."""
+    n_q, n_k = scores.shape[-2:]
+    none = torch.zeros(scores.shape[:-1], dtype=torch.bool) if dead is None else dead
+    parts = zip(scores.reshape(-1, n_q, n_k).split(rows, 1), none.reshape(-1, n_q).split(rows, 1), strict=True)
+    return [(block, met_none.any(1)) for block, met_none in parts]

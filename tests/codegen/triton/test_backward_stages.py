@@ -1,0 +1,94 @@
+"""Masks of positions in the backward kernels: full tiles are differentiated without the mask, the others with it.
+
+Gradients are compared with autograd through the reference in float64; tiles of both kinds are counted in Triton's
+interpreter and equal a count by brute force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+from fusion.codegen.triton.gradients import gradients_of
+from fusion.codegen.triton.tiles import Tile
+from fusion.ir import MaskFacts, integers
+from fusion.ir.expr import SCORE, TRUE, I, J, const
+from fusion.ir.ops import apply, where
+from fusion.passes.masks import understand
+from tests.codegen.mlir.cases import CAUSAL, FMIN, Case, case
+from tests.codegen.triton.counting import count_products, full_tiles, live_tiles
+from tests.codegen.triton.test_backward import check
+
+ROWS, KEYS = 32, 16
+TILE = Tile(rows=ROWS, keys=KEYS, warps=4, stages=1)
+PLACES = {
+    "plain": lambda i, j, n_q, n_k: (i < n_q) & (j < n_k),
+    "causal": lambda i, j, n_q, n_k: j <= i,
+    "causal_last_key": lambda i, j, n_q, n_k: j <= i + n_k - n_q,
+    "window": lambda i, j, n_q, n_k: (j <= i) & (i - j < 60),
+    "alibi": lambda i, j, n_q, n_k: j <= i,
+    "left_padded": lambda i, j, n_q, n_k: j <= i,
+}
+"""What masks say of positions; also data (padding) bounds nothing."""
+SHAPES = (
+    {"B": 1, "H": 1, "Nq": 64, "Nk": 64},
+    {"B": 1, "H": 1, "Nq": 75, "Nk": 83},
+    {"B": 1, "H": 1, "Nq": 90, "Nk": 40},
+)
+
+
+def understood(name: str, **options) -> Case:
+    """A case whose mask is known as the front end would know it."""
+    torch.manual_seed(1)
+    c = case(name, d=16, **options)
+    if name == "window":  # a longer one, in which tiles are full
+        live = apply("and", CAUSAL, apply("ilt", integers.sub(I, J), const(60)))
+        c = replace(c, spec=replace(c.spec, score=where(live, apply("fmul", SCORE, const(0.25)), const(FMIN))))
+    return replace(c, spec=replace(c.spec, mask=understand(c.spec.score)))
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_only_tiles_at_the_edge_evaluate_the_mask(monkeypatch, name: str) -> None:
+    """Sizes that fill tiles, odd ones, and more queries than keys: rows that meet no live key."""
+    products, c = count_products(monkeypatch), understood(name)
+    assert name == "plain" or c.spec.mask.full is not None
+    if name == "left_padded":  # whose rows' deaths depend on data
+        c = replace(c, program=replace(c.program, tensors=lambda n: [torch.arange(n["Nk"])[None] % 5 < 4]))
+    shapes = SHAPES if name == "causal_last_key" else SHAPES[:2]
+    check(c, tile=TILE, shapes=shapes)
+    queries, keys = Counter(), Counter()
+    for shape in shapes:
+        n_q, n_k = shape["Nq"], shape["Nk"]
+        live = PLACES[name](torch.arange(n_q)[:, None], torch.arange(n_k), n_q, n_k).expand(1, n_q, n_k)
+        dead = ~live.any(2)
+        queries["all"] += 3 * live_tiles(live, ROWS, KEYS, dead)
+        queries["full"] += 3 * full_tiles(live, ROWS, KEYS, whole="keys", dead=dead)
+        everywhere = dead.any(1, keepdim=True).expand_as(dead)  # in a head: all of its blocks of rows visit all keys
+        keys["all"] += 4 * live_tiles(live, ROWS, KEYS, everywhere)
+        keys["full"] += 4 * full_tiles(live, ROWS, KEYS, whole="rows")
+    for kernel, expected in (("queries", queries), ("keys", keys)):
+        assert products[f"attention_backward_{kernel}"] == expected["all"]
+        assert products.full[f"attention_backward_{kernel}"] == expected["full"] > 0
+
+
+@pytest.mark.parametrize("options", [{"group": 2}, {"weight": True, "sinks": True}], ids=str)
+def test_gradients_of_more_than_q_k_and_v(options) -> None:
+    check(understood("alibi", **options), tile=TILE, shapes=SHAPES[1:2])
+
+
+def test_a_bias_that_the_simpler_program_leaves_out_keeps_its_gradient() -> None:
+    """An additive mask that is told to be zero in full tiles, and is asked for its gradient."""
+    c = case("bias", d=16)
+    simpler = apply("fmul", SCORE, const(0.25))
+    facts = MaskFacts(live=TRUE, full=simpler, full_lo=integers.integer(32), fill=-math.inf)
+    c = replace(c, spec=replace(c.spec, mask=facts))
+    assert gradients_of(c.spec, (True,) * 4).program is None
+    assert gradients_of(c.spec, (True, True, True, False)).program is simpler
+    zero = replace(c.program, tensors=lambda n: [torch.zeros(n["H"], n["Nq"], n["Nk"])])
+    check(replace(c, program=zero), tile=TILE, shapes=SHAPES[1:2])
