@@ -105,7 +105,6 @@ def competitors(place: Place, operands: Operands, device: Device) -> Iterator[tu
     row = place.definition
 
     def plainly(backend: str) -> Call:
-        torch._dynamo.reset()
         call = device.compiled(row.plain, backend)
         return lambda: call(*operands)
 
@@ -148,6 +147,7 @@ def backward_of(call: Call, operands: Operands) -> Call:
 
 def prepare(cell: Cell, operands: Operands, device: Device) -> dict[str, Call]:
     """The competitors that run, each called once; the others' reasons go into the cell's notes."""
+    torch._dynamo.reset()  # once: what is compiled below must stay
     calls: dict[str, Call] = {}
     for name, make in competitors(cell.place, operands, device):
         if name in device.absent:

@@ -1,10 +1,12 @@
 """What holds for every test: fixed seeds, two threads at most, the same random cases, no state of Dynamo left over."""
 
+import importlib.util
 import os
 import pickle
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,6 +29,19 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 
+WITHOUT_TORCH_MLIR = (
+    "codegen/triton/",
+    "fusion/cost/",
+    "fusion/ir/test_derivative.py",
+    "fusion/ir/test_integers.py",
+    "fusion/test_machine.py",
+    "fusion/test_plan.py",
+    "test_gpu_benchmark.py",
+    "test_numerics.py",
+    "test_packaging.py",
+)
+"""Tests that need no kernel for CPU tensors."""
+
 # What architecture tests found, by the run's title: the table at the end of the run. With several workers (-n) each
 # hands its part over when it ends.
 OUTCOMES = pytest.StashKey[dict[str, list]]()
@@ -35,6 +50,18 @@ OUTCOMES = pytest.StashKey[dict[str, list]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: architectures that do not run by default (run them with `-m slow`)")
     config.stash[OUTCOMES] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without torch-mlir (which has no release for some platforms, and which a machine for GPU work may lack) there are
+    no kernels for CPU tensors, and what is tested on them is skipped."""
+    if importlib.util.find_spec("torch_mlir") is not None:
+        return
+    skip = pytest.mark.skip(reason="kernels for CPU tensors need torch-mlir")
+    for item in items:
+        place = item.path.relative_to(Path(__file__).parent).as_posix()
+        if not place.startswith(WITHOUT_TORCH_MLIR):
+            item.add_marker(skip)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
