@@ -59,7 +59,8 @@ def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capabili
         tile = _amd(width)
     else:
         tile = _hopper(width) if 90 <= capability < 120 else _ampere(width)
-    if tile.stages > 1 and width == 128 and reads_tiles(spec.score, spec.weight):
+    # With more than two tiles of a bias in flight ptxas has wgmma instructions wait for each other (C7515).
+    if (tile.stages > 2 or tile.stages > 1 and width == 128) and reads_tiles(spec.score, spec.weight):
         tile = Tile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=tile.stages - 1)
     rows = min(tile.rows, max(16, power(n_q)))
     keys = min(tile.keys, max(16, power(n_k)))
@@ -105,7 +106,9 @@ def queries_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile
     if spec.dtype == "float32":
         return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4, stages=1)
     if 90 <= capability < 120 and width <= 128:
-        return Tile(rows=64 if reads_tiles(spec.score, spec.weight) else 128, keys=64, warps=8, stages=2)
+        if reads_tiles(spec.score, spec.weight):  # an element for each score, in flight and in registers
+            return Tile(rows=64 if width <= 64 else 128, keys=64 if width <= 64 else 32, warps=8, stages=2)
+        return Tile(rows=128, keys=64, warps=8, stages=2)
     return Tile(rows=64 if width <= 128 else 32, keys=32, warps=8, stages=2 if 90 <= capability < 120 else 1)
 
 
@@ -117,9 +120,10 @@ def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
     if spec.dtype == "float32":
         return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4, stages=1)
     if 90 <= capability < 120:
-        if 64 < width <= 128 and spec.mask is not None and spec.mask.tile_live is not None:
-            return Tile(rows=32, keys=128, warps=8, stages=2)  # reading a list takes the registers that 64 x 64 leaves
-        keys = 128 if width <= 64 and not reads_tiles(spec.score, spec.weight) else 64
+        listed, read = spec.mask is not None and spec.mask.tile_live is not None, reads_tiles(spec.score, spec.weight)
+        if 64 < width <= 128 and (listed or read):
+            return Tile(rows=32, keys=128, warps=8, stages=2)  # lists and biases take registers that 64 x 64 needs
+        keys = 128 if width <= 64 and not read else 64
         return Tile(rows=64 if width <= 128 else 32, keys=keys, warps=8, stages=2)
     return Tile(rows=32, keys=64 if width <= 128 else 32, warps=8, stages=1)
 

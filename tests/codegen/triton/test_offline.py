@@ -38,6 +38,14 @@ def test_nothing_spills_on_hopper(d: int) -> None:
     assert all(fact.spills == 0 for fact in facts), facts
 
 
+@pytest.mark.parametrize(("name", "d"), [("bool_mask", 128), ("bias", 64)])
+def test_matrices_of_scores_serialise_nothing(name: str, d: int) -> None:
+    """A tensor with an element for every score, read in each tile, with its gradient."""
+    facts = facts_of(case(name, "bfloat16", d).spec, "sm_90", training=True)
+    check(facts)
+    assert all(fact.spills == 0 for fact in facts), facts
+
+
 def packed(q, k, v, numbers):
     i, j = torch.arange(256)[:, None], torch.arange(256)
     keep = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (j <= i)
