@@ -9,7 +9,8 @@ Correctness: outputs and gradients of every variant against float64 by the rule 
 CUDA graphs, dropout. Speed: medians of device times over turns in which every competitor runs once, in TFLOP/s of the
 two matrix products over live pairs, or GB/s where queries are few; whole models; training: losses, steps, peak memory;
 what calls launch. Begins with the project's targets, and whether they were met. Writes <date>-<gpu>.json and .md to
---out; what there was no time for is named. A rehearsal writes only where --out says.
+--out, and a .log with the tracebacks of all that failed; what there was no time for is named. A rehearsal writes only
+where --out says.
 
 The steps run in a process of their own, and what they find is kept in the JSON file after each: if a kernel brings the
 process down or hangs, that step is noted and another process goes on with the next. Others compile ahead, into the
@@ -32,12 +33,12 @@ import results
 from gpu_device import Device, Gpu, Rehearsal
 from gpu_findings import Findings
 from gpu_report import report
-from gpu_steps import HEADS, Sizes, compile_ahead, steps, work
-from gpu_supervisor import Crew, attend
+from gpu_steps import HEADS, TELLING, Sizes, compile_ahead, steps, work
+from gpu_supervisor import NO_TIME, Crew, attend
 from rows import GPU_ROWS
 
 CHECKING = 0.3  # share of the time in which steps of the phase "check" may begin, and ahead of which is compiled
-SILENCE = 150  # s without a finished step after which a process counts as hung
+SILENCE = 200  # s without a finished step after which a process counts as hung
 LAST_STEP = 30  # s from when no step is begun until the process is stopped
 REHEARSED = ("causal", "bias", "latent decode")
 NO_GPU = (
@@ -56,6 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--minutes", type=float, default=7.7, help="time for everything")
     parser.add_argument("--ahead", type=int, default=6, help="processes that compile ahead (0: none)")
+    parser.add_argument("--autotune", action="store_true", help="fusion measures its tiles first (option autotune)")
     parser.add_argument("--quick", action="store_true", help="N = 4096, d = 128, telling rows only, three minutes")
     parser.add_argument("--no-models", action="store_true")
     parser.add_argument("--no-training", action="store_true")
@@ -71,6 +73,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.quick:
         options.N, options.d, options.minutes = [4096], [128], 3.0
         options.no_models = options.no_training = True
+        options.rows = options.rows or [*TELLING, "decode"]
     return options
 
 
@@ -87,11 +90,11 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 
 def device_of(options: argparse.Namespace) -> Device:
-    return Rehearsal() if options.rehearse else Gpu()
+    return Rehearsal() if options.rehearse else Gpu(options.autotune)
 
 
 def started(options: argparse.Namespace, device: str) -> Findings:
-    environment = results.environment({}) | {"arguments": sys.argv[1:]}
+    environment = results.environment({}) | {"arguments": sys.argv[1:], "cuda": torch.version.cuda}
     return Findings(environment=environment, device=device, rehearsal=options.rehearse)
 
 
@@ -103,11 +106,12 @@ def supervise(options: argparse.Namespace, path: Path) -> None:
 
     def lost(reason: str) -> None:
         found = Findings.read(path)
-        if found.current is not None:
-            found.tried.append(found.current)
-            if found.current.startswith("check "):
-                found.checks[found.current.removeprefix("check ")] = [reason]
-        found.failed[found.current or f"start {len(found.failed)}"] = reason
+        if reason != NO_TIME:
+            if found.current is not None:
+                found.tried.append(found.current)
+                if found.current.startswith("check "):
+                    found.checks[found.current.removeprefix("check ")] = [reason]
+            found.failed[found.current or f"start {len(found.failed)}"] = reason
         found.current = None
         found.write(path)
 

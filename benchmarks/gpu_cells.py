@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from fusion.plan import plan
 from gpu_device import Device
 from rows import GPU_ROWS, Problem, Row, flex_call, sdpa_call
 
+log = logging.getLogger("benchmarks.gpu")
 SDPA = ("flash", "cudnn", "efficient")
 COMPETITORS = ("fusion", *(f"sdpa {kind}" for kind in SDPA), "sdpa math", "flex", "inductor")
 MOST_SCORES = 1 << 32  # elements of a score matrix that a competitor may have to hold
@@ -84,7 +86,8 @@ class Cell:
 
 def brief(failure: Exception) -> str:
     """The class and the first lines of what was raised, of the cause where Dynamo wraps it; without `|`, which ends
-    cells of tables."""
+    cells of tables. The traceback goes to the log."""
+    log.error("%s", type(failure).__name__, exc_info=failure)
     failure = getattr(failure, "inner_exception", failure)
     text = " ".join(line.strip() for line in str(failure).splitlines() if line.strip())
     return f"{type(failure).__name__}: {text[:200]}".replace("|", "/")

@@ -28,7 +28,8 @@ class Gpu:
     kind, rehearsal = "cuda", False
     absent: frozenset[str] = frozenset()  # competitors that cannot run here
 
-    def __init__(self) -> None:
+    def __init__(self, autotune: bool = False) -> None:
+        self.options: dict[str, Any] = {"strict": True, "autotune": autotune}
         self.name = torch.cuda.get_device_name()
         self.machine: Machine | None = None
         with contextlib.suppress(UnknownMachineError):
@@ -36,9 +37,9 @@ class Gpu:
         self._flushed = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
 
     def compiled(self, call: Callable[..., Any], backend: str, **given: Any) -> Callable[..., Any]:
-        """`torch.compile` with static shapes; fusion must fuse every attention."""
-        if backend == "fusion":
-            given["options"] = {"strict": True}
+        """`torch.compile` with static shapes; fusion must fuse every attention (torch takes options or a mode)."""
+        if backend == "fusion" and "mode" not in given:
+            given["options"] = self.options | given.get("options", {})
         return torch.compile(call, backend=backend, dynamic=False, **given)
 
     def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
@@ -93,9 +94,10 @@ class Rehearsal:
     machine: Machine | None = machine("h200")
 
     def compiled(self, call: Callable[..., Any], backend: str, **given: Any) -> Callable[..., Any]:
-        if backend == "fusion":
-            return torch.compile(call, backend=backend, dynamic=False, options={"strict": True, "inner": "eager"})
-        return call
+        if backend != "fusion":
+            return call
+        options = {"strict": True} | given.get("options", {}) | {"inner": "eager"}
+        return torch.compile(call, backend=backend, dynamic=False, options=options)
 
     def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
         begun = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 
 from gpu_cells import Cell as Measured
-from gpu_cells import Place, brief, measure, operands_of, prepare
+from gpu_cells import Place, brief, log, measure, operands_of, prepare
 from gpu_check import checks
 from gpu_device import Device, failures_shown, rehearsing
 from gpu_findings import Findings
@@ -55,7 +56,7 @@ class Step:
 
 
 def attention_places(sizes: Sizes) -> Iterator[Place]:
-    """Full rows of lengths and widths: first what the targets ask for at the first length, then the rest."""
+    """First what the targets ask for at the first length, then other rows and widths there, then other lengths."""
     rows = [name for name in sizes.rows if GPU_ROWS[name].queries is None and not GPU_ROWS[name].latent]
     telling = [name for name in TELLING if name in rows]
     others = [name for name in rows if name not in TELLING]
@@ -69,16 +70,14 @@ def attention_places(sizes: Sizes) -> Iterator[Place]:
     for direction in ("forward", "backward"):
         yield from (place(name, direction, first, main) for name in telling)
     yield from (place(name, "forward", first, 512) for name in wide if 512 in widths)
-    yield from (place(name, direction, first, main) for name in others for direction in ("forward", "backward"))
-    for n in lengths:
-        yield from (place(name, direction, n, main) for name in telling for direction in ("forward", "backward"))
-    for n in sizes.N:
-        for d in widths:
-            for direction in ("forward", "backward"):
-                if (n, d, direction) != (first, 512, "forward"):
-                    yield from (place(name, direction, n, d) for name in wide)
-    yield from (place(name, direction, n, main) for n in lengths for name in others if name != "bias" or n <= 8192
-                for direction in ("forward", "backward"))  # fmt: skip
+    ways = ("forward", "backward")
+    yield from (place(name, way, first, main) for name in others for way in ways)
+    yield from (place(name, way, first, d) for d in widths for way in ways for name in wide
+                if (d, way) != (512, "forward"))  # fmt: skip
+    yield from (place(name, way, n, main) for n in lengths for name in telling for way in ways)
+    yield from (place(name, way, n, d) for n in lengths for d in widths for way in ways for name in wide)
+    yield from (place(name, way, n, main) for n in lengths for name in others if name != "bias" or n <= 8192
+                for way in ways)  # fmt: skip
 
 
 def decoding_places(sizes: Sizes) -> Iterator[Place]:
@@ -186,8 +185,12 @@ def _kernels(found: Findings, place: Place, device: Device) -> None:
 def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: float, path: Path) -> None:
     """Take the steps of a phase that were not tried yet. deadline: time.time() after which no step is begun.
 
-    What is known is written to `path` after every step. Raises where the device no longer answers.
+    What is known is written to `path` after every step, tracebacks of what fails to a .log beside it. Raises where the
+    device no longer answers.
     """
+    log.addHandler(logging.FileHandler(path.with_suffix(".log"), delay=True))
+    log.propagate = False
+    log.setLevel(logging.INFO)
     console = Console(stderr=True)
     warnings.simplefilter("ignore")  # peers say at length why they refuse; the notes have it
     with failures_shown(), rehearsing() if device.rehearsal else contextlib.nullcontext():
@@ -197,6 +200,7 @@ def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: fl
             if time.time() > deadline:
                 break
             found.current = step.title
+            log.info("%s", step.title)
             found.write(path)
             begun = time.monotonic()
             try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MOST_RESTARTS = 15
+NO_TIME = "no time left"
 
 
 def attend(command: Sequence[str], watched: Path, deadline: float, silence: float, lost: Callable[[str], None]) -> None:
@@ -37,7 +39,7 @@ def _watch(child: subprocess.Popen, watched: Path, deadline: float, silence: flo
         if time.time() > deadline or time.time() - changed > silence:
             child.kill()
             child.wait()
-            return "no time left" if time.time() > deadline else f"no answer within {silence:.0f} s"
+            return NO_TIME if time.time() > deadline else f"no answer within {silence:.0f} s"
     return None if status == 0 else f"the process ended with status {status}"
 
 
@@ -45,7 +47,9 @@ class Crew:
     """Processes whose end nobody waits for; `dismiss` kills those that still run."""
 
     def __init__(self, commands: Sequence[Sequence[str]]):
-        self.members = [subprocess.Popen(c, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for c in commands]
+        quiet = subprocess.DEVNULL
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # each: they are several themselves
+        self.members = [subprocess.Popen(c, env=environment, stdout=quiet, stderr=quiet) for c in commands]
 
     def busy(self) -> bool:
         return any(member.poll() is None for member in self.members)
