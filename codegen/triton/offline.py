@@ -207,11 +207,10 @@ def _nvidia(ptx: str, target: str) -> dict:
 
 
 def _ptxas(target: str) -> str:
-    import triton
+    """The assembler that this version of Triton takes for a target; it brings several."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-    newer = os.path.join(folder, "ptxas-blackwell")
-    return newer if int(target[3:]) >= 100 and os.path.exists(newer) else os.path.join(folder, "ptxas")
+    return get_ptxas(int(target[3:])).path
 
 
 def _amd(text: str) -> dict:
