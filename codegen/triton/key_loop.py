@@ -5,8 +5,10 @@ order a tile's product with V is taken up one tile later,
 
     S_j = Q K_j^T;  O = O * alpha;  O = O + P_(j-1) V_(j-1);  P_j, alpha = softmax step of S_j
 
-so that the units of Hopper have work during the exponentials: the sum into O is not needed before the next tile. The
-weights of the last tile are multiplied after the loop, by `last_product`.
+so that the units of Hopper have work during the exponentials: the sum into O is not needed before the next tile. P is
+carried in float32 and rounded where it is multiplied: carried in the products' dtype it would go through shared memory
+(seen in the compiled kernels of Triton 3.7). The weights of the last tile are multiplied after the loop, by
+`last_product`.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class KeyLoop:
             lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
         if self.rotated:
             lines += [
-                f"p = tl.full([ROWS, KEYS], 0.0, {DTYPES[self.spec.dtype]})",
+                "p = tl.full([ROWS, KEYS], 0.0, tl.float32)",
                 "alpha = tl.full([ROWS], 1.0, tl.float32)",
             ]
         return lines
@@ -220,7 +222,7 @@ class KeyLoop:
         return lines
 
     def _products(self) -> list[str]:
-        weights = "p" if self.rotated else f"p.to({DTYPES[self.spec.dtype]})"
+        weights = f"p.to({DTYPES[self.spec.dtype]})"
         return [
             f"acc{p.suffix} = tl.dot({weights}, v{p.suffix}, acc{p.suffix}, input_precision=PRECISION)"
             for p in self.values
@@ -269,8 +271,6 @@ class KeyLoop:
         lines += ["m = m_new"] if self.rotated else [*self._scaled(), "m = m_new"]
         if self.spec.weight is not const(1.0):
             lines.append("p = p * w")
-        if self.rotated:
-            lines.append(f"p = p.to({DTYPES[self.spec.dtype]})")
         return source.block(*lines)
 
 
