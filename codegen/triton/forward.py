@@ -19,11 +19,15 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.key_loop import DTYPES, LOG2E, KeyLoop, Order
 from fusion.codegen.triton.matrices import matrix, sum_of
-from fusion.codegen.triton.panels import panels
-from fusion.codegen.triton.programs import LARGEST, Programs, programs_of
+from fusion.codegen.triton.panels import panelled, panels
+from fusion.codegen.triton.programs import LARGEST, Programs, dead_rows_matter, programs_of
 from fusion.codegen.triton.stages import key_limits, listed
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
+
+SINGLE_FROM = 512
+"""Columns of K and V together from which all keys are visited in one stage: pointers and masks of several stages take
+registers that the output needs (they spill), and products take so long that masks cost little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,9 @@ class Forward:
         known |= {coord("i0"): "i0", coord("i1"): "i1", I: "i", J: "j", C: "c", E: "e", SCORE: "s"}
         self.writer = Writer(spec=spec, known=known)
         mask = spec.mask
-        self.skips = mask is not None and mask.skips
+        self.repeats = dead_rows_matter(spec)
         self.listed = mask is not None and mask.tile_live is not None
+        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM
         self.writer.count(self.programs.masked, self.programs.full, spec.weight, *spec.sinks, spec.row_scale)
 
     def text(self) -> KernelText:
@@ -81,7 +86,8 @@ class Forward:
         range_text = self._key_range()
         stages = self._stages()
         finish = self._finish()
-        later = source.block(*load_q, *self.loop.pointers(), range_text, stages, finish)
+        range_text = source.without_dead(range_text, source.block(stages, finish))
+        later = source.block(*load_q, *self.loop.pointers(), *range_text, stages, finish)
         level_lines = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
         places = [
             "rows = i0 + tl.arange(0, ROWS)",
@@ -134,13 +140,13 @@ class Forward:
                 lines.append(f"{name} = tl.broadcast_to({name}, [ROWS, {panel.width}])")
         return lines
 
-    def _key_range(self) -> str:
+    def _key_range(self) -> list[str]:
         """Which keys to visit (see `stages`)."""
         n_k = self.writer.value(self.spec.n_k)
         if self.listed:
             across, place = f"({n_k} + KEYS - 1) // KEYS", f"{place_in_list(self.writer)} * blocks + block"
-            return source.block(*listed(across, place))
-        return source.block(*key_limits(self.spec.mask, n_k, self.writer.value))
+            return listed(across, place)
+        return key_limits(self.spec.mask, n_k, self.writer.value)
 
     def _stages(self) -> str:
         """The calls of `visit_keys`."""
@@ -150,6 +156,8 @@ class Forward:
                 ("0", "full_count", False, False),
                 ("tiles_across - partial_count", "tiles_across", True, True),
             ]
+        elif self.single:
+            stages.append(("start", "stop", True, True))
         else:
             if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
                 stages.append(("start", "tl.minimum(full_start, stop)", True, True))
@@ -158,16 +166,12 @@ class Forward:
         return source.block(*lines, self.loop.finish("start", "stop"), self._again())
 
     def _again(self) -> str:
-        """Rows that met no live key behave as in eager mode: their block is done again over all keys."""
-        if not (self.skips and self.softmax):
+        """Where rows that met no live key average over all keys in eager mode, their block is done again over all."""
+        if not self.repeats:
             return ""
         assert self.spec.mask is not None
         n_k = self.writer.value(self.spec.n_k)
-        limit = (
-            number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))
-            if math.isfinite(self.spec.mask.fill)
-            else 'float("-inf")'
-        )
+        limit = number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))
         left_out = f"(start > 0) | (stop < {n_k})"
         end = "tiles_across" if self.listed else n_k
         every = self.loop.call("0", end, True, True, indent=8, listed=False, begin="0")

@@ -56,6 +56,8 @@ class KeyLoop:
         self.spec, self.programs, self.writer, self.listed = spec, programs, writer, listed
         self.softmax = spec.normalizer is not Normalizer.NONE
         self.rotated, self.shared = order.rotated, order.shared
+        # Where the first key is known at run time only, tiles are counted: ptxas serialises products otherwise (C7515).
+        self.numbered = not listed and spec.mask is not None and spec.mask.key_lo is not None
         self.columns, self.values = panels(sizes[0]), panels(sizes[1])
         # Keys as rows, for reading K and V: lines of their own at the level of tiles.
         self.keys = writer.where({J: "key"}, "key_ok")
@@ -126,8 +128,11 @@ class KeyLoop:
         ]
         columns += self.keys.lines[Level.TILE]
         loop = source.block(*self._first(), *source.without_dead(columns, loop), loop)
+        turns = "start, stop" if self.listed else "start, stop, KEYS"
+        if self.numbered:
+            turns = "0, (stop - start + KEYS - 1) // KEYS"
         before = source.block(*(self._tile("k", part, p) for part, p in zip(k, self.columns, strict=True)), *tiles)
-        head = f"for {'number' if self.listed else 'first'} in tl.range(start, stop{'' if self.listed else ', KEYS'}):"
+        head = f"for {'number' if self.listed or self.numbered else 'first'} in tl.range({turns}):"
         doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
         if self.listed:
             doc = "Tiles start <= number < stop, LISTED: of a list; BOUNDED: of the last; MASKED: keys may be dead."
@@ -160,6 +165,8 @@ class KeyLoop:
 
     def _first(self) -> list[str]:
         """`first`, the first key of a tile, from its number or its place in the list."""
+        if self.numbered:
+            return ["first = start + number * KEYS"]
         if not self.listed:
             return []
         return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]

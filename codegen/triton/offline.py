@@ -47,7 +47,8 @@ class Facts:
     """What compilation of one kernel for one target gave.
 
     shared: bytes. registers: per thread. spills: bytes stored and loaded. matrix: instructions by kind. lost: kinds of
-    side effects of which fewer are in the machine code's text than in Triton's first form. seconds: of compilation.
+    side effects of which fewer are in the machine code's text than in Triton's first form. exponentials: instructions,
+    and those among them that are issued while a matrix product of Hopper is in flight. seconds: to compile.
     """
 
     kernel: str
@@ -58,6 +59,7 @@ class Facts:
     matrix: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    exponentials: tuple[int, int] = (0, 0)
     seconds: float = 0.0
 
     @property
@@ -195,6 +197,7 @@ def _nvidia(ptx: str, target: str) -> dict:
             f"{text}.cubin",
         ]
         done = subprocess.run(command, capture_output=True, text=True)
+        exponentials = _exponentials(f"{text}.cubin") if "wgmma" in ptx and not done.returncode else (0, 0)
     said = done.stdout + done.stderr
     if done.returncode:
         raise OfflineCompilationError(f"ptxas refused the kernel for {target}: {said}")
@@ -203,7 +206,26 @@ def _nvidia(ptx: str, target: str) -> dict:
     kinds = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"tcgen05\.mma"}
     matrix = {kind: len(re.findall(pattern, ptx)) for kind, pattern in kinds.items()}
     warnings = tuple(sorted(code for code in SERIALISED if code in said))
-    return {"registers": registers, "spills": spills, "matrix": matrix, "warnings": warnings}
+    return {
+        "registers": registers,
+        "spills": spills,
+        "matrix": matrix,
+        "warnings": warnings,
+        "exponentials": exponentials,
+    }
+
+
+def _exponentials(cubin: str) -> tuple[int, int]:
+    """(instructions, those between the issue of a wgmma and the wait for it), in the order of addresses."""
+    disassembler = os.path.join(os.path.dirname(_ptxas("sm_90")), "nvdisasm")
+    text = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    flying, every, under = False, 0, 0
+    for found in re.finditer(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b|MUFU\.EX2", text):
+        if found[0] == "MUFU.EX2":
+            every, under = every + 1, under + flying
+        else:
+            flying = found[0] == "HGMMA"
+    return every, under
 
 
 def _ptxas(target: str) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fusion.ir import ops
-from fusion.ir.expr import SCORE, Expr, Kind, const, contains, walk
+from fusion.ir import integers, ops
+from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, substitute, walk
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 LARGEST = 3.4028234663852886e38
@@ -55,6 +55,21 @@ def programs_of(spec: AttentionSpec) -> Programs:
         guarded=guarded,
         clamped=next(iter(beyond), None),
     )
+
+
+def dead_rows_matter(spec: AttentionSpec) -> bool:
+    """Whether a row may need the keys that its mask lets a kernel skip.
+
+    With a fill of -inf it never does: whether it sees them or not, a row without a live key has the maximum -inf and
+    the sum 0. With a finite fill eager averages over all keys, unless each row is known to have a live key (key 0, or
+    key i where there are as many queries as keys) whose score is no such number.
+    """
+    mask = spec.mask
+    if mask is None or not mask.skips or spec.normalizer is Normalizer.NONE or mask.fill == -math.inf:
+        return False
+    keys = [integers.integer(0)] + [I] * (spec.n_q is spec.n_k)
+    lives = any(substitute(mask.live, {J: key}) is TRUE for key in keys)
+    return not (lives and mask.full is not None and _tame(mask.full))
 
 
 def _beyond(score: Expr, scale: float) -> set[float]:

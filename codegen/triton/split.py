@@ -41,21 +41,21 @@ class Part(Forward):
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, order: Order | None = None):
         super().__init__(spec, d, d_v, order=order)
         self.programs = replace(self.programs, full=None)
-        self.skips = self.listed = False
+        self.repeats = self.listed = False
 
     def _position(self) -> str:
         place = "split = tl.program_id(0) % splits\nprogram = tl.program_id(0) // splits"
         return super()._position().replace("program = tl.program_id(0)", place)
 
-    def _key_range(self) -> str:
+    def _key_range(self) -> list[str]:
         n_k = self.writer.value(self.spec.n_k)
-        return source.block(
+        return [
             f"share = (({n_k} + splits - 1) // splits + KEYS - 1) // KEYS * KEYS",
             f"start = tl.minimum(split * share, {n_k})",
             f"stop = tl.minimum(start + share, {n_k})",
             "full_start = start",
             "full_stop = start + (stop - start) // KEYS * KEYS",
-        )
+        ]
 
     def _finish(self) -> str:
         lines = self._maximum_and_sum() if self.softmax else []

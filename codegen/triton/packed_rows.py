@@ -1,0 +1,61 @@
+"""Query heads that share keys, side by side in one block of rows: for few queries (decoding), whose tiles would be
+mostly empty and would read the same keys once per head.
+
+The kernel does not know of it: it is written for another spec, in which the G heads of a group are one and query row i
+of head h is row i * G + h % G.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, I, contains, coord, substitute
+from fusion.ir.spec import MASK_EXPRESSIONS, AttentionSpec, MaskFacts
+
+ROWS_FROM = 64
+"""Queries of one head that fill a tile by themselves."""
+
+
+def heads_to_pack(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
+    """How many heads share a block of rows."""
+    return spec.heads_per_key(batch[-1]) if batch and 0 < n_q < ROWS_FROM else 1
+
+
+def packed(spec: AttentionSpec, group: int) -> AttentionSpec:
+    """The spec in which `group` consecutive values of the last batch coordinate, which read the same keys, are rows.
+
+    Its output is still described in the coordinates of `spec` (see `Forward`, which stores it).
+    """
+    last = coord(f"b{len(spec.batch) - 1}")
+    head = integers.mul(last, group)
+    rows = {last: integers.add(head, integers.mod(I, group)), I: integers.floordiv(I, group)}
+
+    def of_rows(expr: Expr) -> Expr:
+        return substitute(expr, rows)
+
+    return dataclasses.replace(
+        spec,
+        batch=(*spec.batch[:-1], integers.floordiv(spec.batch[-1], group)),
+        n_q=integers.mul(spec.n_q, group),
+        q=tuple(map(of_rows, spec.q)),
+        k=tuple(substitute(index, {last: head}) for index in spec.k),
+        v=tuple(substitute(index, {last: head}) for index in spec.v),
+        score=of_rows(spec.score),
+        weight=of_rows(spec.weight),
+        sinks=tuple(map(of_rows, spec.sinks)),
+        row_scale=None if spec.row_scale is None else of_rows(spec.row_scale),
+        mask=None if spec.mask is None else _mask(spec.mask, last, rows, group),
+    )
+
+
+def _mask(mask: MaskFacts, last: Expr, rows: dict[Expr, Expr], group: int) -> MaskFacts | None:
+    """What is known of the mask of a block of rows, unless heads of a group differ in it."""
+    about_scores = ("live", "full")
+    facts = {name: fact for name in MASK_EXPRESSIONS if (fact := getattr(mask, name)) is not None}
+    if any(contains(fact, last) for name, fact in facts.items() if name not in about_scores):
+        return None
+    ends = {coord(name): integers.floordiv(coord(name), group) for name in ("i0", "i1")}
+    changed = {name: substitute(fact, rows if name in about_scores else ends) for name, fact in facts.items()}
+    return dataclasses.replace(mask, **changed)
