@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, power
+from fusion.codegen.triton.panels import panelled
+from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, may_rotate, power
 from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
 
@@ -53,9 +54,10 @@ def candidates(
     if kernel == "attention_backward_prepare":  # has no loop
         sizes[1], stages = [tile.keys], [tile.stages]
     schedules = itertools.product(warps, stages) if capability != INTERPRETER else [(tile.warps, tile.stages)]
+    orders = [False, True] if kernel == "attention_forward" and may_rotate(spec) else [tile.rotated]
     around = [
-        replace(tile, rows=rows, keys=keys, warps=warps, stages=stages)
-        for rows, keys, (warps, stages) in itertools.product(*sizes, schedules)
+        replace(tile, rows=rows, keys=keys, warps=warps, stages=stages, rotated=rotated)
+        for rows, keys, (warps, stages), rotated in itertools.product(*sizes, schedules, orders)
     ]
     around.sort(key=lambda other: _distance(tile, other))
     return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, capability)]
@@ -77,7 +79,10 @@ def fits(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capabil
 
 def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tuple[int, int]:
     """(bytes of shared memory, bytes of registers) that a program is expected to take."""
-    d, d_v = max(LEAST, power(d)), max(LEAST, power(d_v))
+    if kernel == "attention_forward":
+        d, d_v = panelled(d), panelled(d_v)
+    else:
+        d, d_v = max(LEAST, power(d)), max(LEAST, power(d_v))
     width, size = d + d_v, getattr(torch, spec.dtype).itemsize
     scores = tile.rows * tile.keys
     matrices = tile.stages * scores * _bytes_per_score(spec)
@@ -90,7 +95,7 @@ def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tup
         return shared, 4 * tile.keys * width + (8 + size) * scores
     return (
         tile.rows * d * size + tile.stages * tile.keys * width * size + matrices,
-        4 * tile.rows * d_v + (4 + size) * scores,
+        4 * tile.rows * d_v + ((8 if tile.rotated else 4) + size) * scores,
     )
 
 

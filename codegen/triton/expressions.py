@@ -199,6 +199,11 @@ class Writer:
         """The value as an expression of the level it belongs to."""
         return self._text(expr, self.level_of(expr))[0]
 
+    def factor(self, expr: Expr) -> str:
+        """The value as text that can be multiplied and divided: in brackets unless it is a single name or number."""
+        text, precedence = self._text(expr, self.level_of(expr))
+        return text if precedence == _ATOM else f"({text})"
+
     def forget(self, level: Level) -> None:
         """Begin a level again: its lines go, and the names bound in them."""
         bound = {line.split(" = ")[0] for line in self.lines[level]}

@@ -105,7 +105,7 @@ class Forward:
         longest blocks go first.
         """
         n_q = self.writer.value(self.spec.n_q)
-        extents = [self.writer.value(extent) for extent in self.spec.batch]
+        extents = [self.writer.factor(extent) for extent in self.spec.batch]
         lines = [f"blocks = ({n_q} + ROWS - 1) // ROWS", "program = tl.program_id(0)"]
         if extents:
             lines += [
@@ -250,7 +250,7 @@ class Forward:
     def _write_statistics(self) -> list[str]:
         """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]."""
         n_q = self.writer.value(self.spec.n_q)
-        heads = " * ".join(self.writer.value(extent) for extent in self.spec.batch) or "1"
+        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         return [
             f"statistics_at = statistics_ptr + tl.cast({place_of(self.writer)}, tl.int64) * {n_q} + rows[:, None]",
             "tl.store(statistics_at, row_max, mask=(rows <= i1)[:, None])",
@@ -263,7 +263,7 @@ def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:
     place = "0"
     for axis in range(len(writer.spec.batch)) if axes is None else axes:
         inner = f"({place})" if " " in place else place
-        place = f"b{axis}" if place == "0" else f"{inner} * {writer.value(writer.spec.batch[axis])} + b{axis}"
+        place = f"b{axis}" if place == "0" else f"{inner} * {writer.factor(writer.spec.batch[axis])} + b{axis}"
     return place
 
 

@@ -18,10 +18,13 @@ from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
+from fusion.codegen.triton.key_loop import Order
+from fusion.codegen.triton.packed_rows import heads_to_pack, packed
 from fusion.codegen.triton.split import Combine, Part, may_split, splits_for
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
 from fusion.errors import UnsupportedSizeError
+from fusion.ir.expr import C, E, substitute
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 
@@ -86,7 +89,8 @@ class Kernel:
     tensor.
 
     CPU tensors are run by Triton's interpreter. statistics: whether `forward` is used, which returns each row's
-    statistics too. tile, splits: in place of those that are chosen at each call. tuner: measures tiles.
+    statistics too. tile, splits: in place of those that are chosen at each call. tuner: measures tiles. packed: heads
+    of which the rows of this spec are made (`packed_rows`).
     """
 
     def __init__(
@@ -96,14 +100,17 @@ class Kernel:
         statistics: bool = False,
         splits: int | None = None,
         tuner: Tuner | None = None,
+        packed: int = 1,
     ):
         self.spec, self.tile, self.statistics, self.splits = spec, tile, statistics, splits
-        self.tuner = tuner if tile is None else None
+        self.tuner, self.packed = tuner if tile is None else None, packed
+        self._packing: dict[int, Kernel] = {}
+        self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
-        self._variants: dict[tuple[int, int, bool, bool], Variant] = {}
+        self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
-        self._order = [names.index(name) for name in spec.output.order]
+        self._memory = [names.index(name) for name in spec.output.order]
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
 
@@ -119,15 +126,14 @@ class Kernel:
             return module.module_text(self.spec, forward_kernels(self.spec, d, d_v, self.statistics), d, d_v)
         return next((variant.source for variant in self._variants.values()), "")
 
-    def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False) -> Variant:
+    def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order | None = None) -> Variant:
         """The module for these sizes and schedule, made at first use."""
-        key = (d, d_v, interpreted, split)
+        order = order or Order()
+        key = (d, d_v, interpreted, split, order)
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    kernels = forward_kernels(self.spec, d, d_v, self.statistics)
-                    if split:
-                        kernels = [Part(self.spec, d, d_v).text(), Combine(self.spec, d, d_v, self.statistics).text()]
+                    kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
                     found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
         return found
 
@@ -142,8 +148,8 @@ class Kernel:
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = operands[0].device
         extents = [*batch, n_q, d_v]
-        packed = torch.empty([extents[axis] for axis in self._order], dtype=self._out_dtype, device=device)
-        out = packed.permute(self._dims)
+        stored = torch.empty([extents[axis] for axis in self._memory], dtype=self._out_dtype, device=device)
+        out = stored.permute(self._dims)
         statistics = None
         if self.statistics:
             softmax = self.spec.normalizer is not Normalizer.NONE
@@ -151,31 +157,56 @@ class Kernel:
         if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
             return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
         check_sizes((*extents, n_k))
-        self._launch(operands, sizes, {"out": out, "statistics": statistics}, batch, (n_q, n_k, d, d_v))
+        results = {"out": out, "statistics": statistics}
+        self._packed(batch, n_q)._launch(operands, sizes, results)
         return out, statistics
 
-    def _launch(self, operands, sizes, results, batch, extents) -> None:
-        n_q, n_k, _, _ = extents
+    def _packed(self, batch: Sequence[int], n_q: int) -> Kernel:
+        """The kernel in which heads that share keys share blocks of rows, or this one."""
+        group = 1 if self.statistics or self.packed > 1 else heads_to_pack(self.spec, batch, n_q)
+        if group == 1:
+            return self
+        if (found := self._packing.get(group)) is None:
+            spec = packed(self.spec, group)
+            found = Kernel(spec, self.tile, splits=self.splits, tuner=self.tuner, packed=group)
+            self._packing[group] = found
+        return found
+
+    def _shares(self, operands: Sequence[torch.Tensor]) -> bool:
+        """Whether V is the first columns of K in this call."""
+        k, v = operands[1:3]
+        alike = self._may_share and k.dtype == v.dtype and k.stride() == v.stride()
+        return alike and k.data_ptr() == v.data_ptr()
+
+    def _launch(self, operands, sizes, results) -> None:
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
+        extents = (n_q, n_k, d, d_v)
 
         def launch(variant: Variant, tile: Tile) -> None:
             schedule = self._split if "attention_split" in variant.kernels else self._flash
             schedule(variant, tile, operands, sizes, dict(results), batch, extents)
 
-        stage = self._stage(operands[0].device, math.prod(batch), extents, launch)
+        stage = self._stage(operands[0].device, math.prod(batch), extents, self._shares(operands), launch)
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         autotune.run([stage], call, self.tuner, lambda: None)
 
-    def _stage(self, device: torch.device, heads: int, extents, launch: Callable[[Variant, Tile], None]) -> Stage:
-        """The schedule and the table's tile for a call."""
+    def _stage(
+        self, device: torch.device, heads: int, extents, shared: bool, launch: Callable[[Variant, Tile], None]
+    ) -> Stage:
+        """The schedule and the table's tile for a call. shared: V is the first columns of K."""
         n_q, n_k, d, d_v = extents
         table = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
         split = self._splits(heads * -(-n_q // table.rows), n_k, table, device) > 1
-        variant = self.variant(d, d_v, device.type == "cpu", split)
+
+        def variant(tile: Tile) -> Variant:
+            order = Order(rotated=tile.rotated and not shared, shared=shared, packed=self.packed)
+            return self.variant(d, d_v, device.type == "cpu", split, order)
+
         return Stage(
             kernel="attention_split" if split else "attention_forward",
-            variant=variant,
+            variant=variant(table),
             tile=table,
-            launch=functools.partial(launch, variant),
+            launch=lambda tile: launch(variant(tile), tile),
             others=lambda: candidates("attention_forward", self.spec, extents, table, capability(device)),
         )
 
@@ -184,9 +215,11 @@ class Kernel:
         as is known before it."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
+        if (other := self._packed(batch, n_q)) is not self:
+            return other.tile_of(sizes)
         tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
         if self.tuner is not None and 0 not in (*batch, n_q, n_k, d, d_v):
-            stage = self._stage(device, math.prod(batch), (n_q, n_k, d, d_v), lambda *_: None)
+            stage = self._stage(device, math.prod(batch), (n_q, n_k, d, d_v), False, lambda *_: None)
             aligned = [torch.empty(0, device=device)]
             call = call_of(aligned, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
             tile = autotune.settled(stage, call, self.tuner)
@@ -227,10 +260,24 @@ class Kernel:
         return splits_for(programs, n_k, tile.keys, processors(device))
 
 
-def forward_kernels(spec: AttentionSpec, d: int, d_v: int, statistics: bool) -> list[KernelText]:
+def forward_kernels(
+    spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None
+) -> list[KernelText]:
     """The kernel of the schedule `flash`, or where a mask has a map those of `block_sparse`, in launch order."""
-    forward = Forward(spec, d, d_v, statistics)
+    forward = Forward(spec, d, d_v, statistics, order)
     return [TileLists(spec).text(), forward.text()] if forward.listed else [forward.text()]
+
+
+def split_kernels(
+    spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None
+) -> list[KernelText]:
+    """The kernels of the schedule `split_k`, in launch order."""
+    return [Part(spec, d, d_v, order).text(), Combine(spec, d, d_v, statistics, order).text()]
+
+
+def shares_values(spec: AttentionSpec) -> bool:
+    """Whether V is the first columns of K where both are the same tensor (latent attention)."""
+    return tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
 
 
 def empty_lists(

@@ -19,6 +19,7 @@ from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.differentiable import LISTED_BY
 from fusion.codegen.triton.forward import Forward, KernelText
+from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, list_tile
 from fusion.codegen.triton.tile_lists import TileLists
 from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
@@ -85,8 +86,8 @@ def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int
     """
     d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
     capability = AMD if target.startswith("gfx") else int(target[3:])
-    kernels = forward_kernels(spec, d, d_v, training)
     tile = tile_for(spec, d, d_v, n, n, capability)
+    kernels = forward_kernels(spec, d, d_v, training, Order(rotated=tile.rotated))
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **backward_tiles(spec, d, d_v, capability)}
     if training:
         tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}

@@ -76,7 +76,7 @@ class Part(Forward):
 
     def places(self, split: str) -> list[str]:
         """`at`: the number of a row among all rows of all heads and parts."""
-        heads = " * ".join(self.writer.value(extent) for extent in self.spec.batch) or "1"
+        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         number = f"tl.cast({split} * ({heads}) + {place_of(self.writer)}, tl.int64)"
         return [f"at = {number} * {self.writer.value(self.spec.n_q)} + rows[:, None]"]
 

@@ -74,7 +74,7 @@ class TileLists:
         """Statements that take a place apart."""
         lines = [f"rest = {rest}"]
         for axis in reversed(axes_of(self.spec)):
-            extent = self.writer.value(self.spec.batch[axis])
+            extent = self.writer.factor(self.spec.batch[axis])
             lines += [f"b{axis} = rest % {extent}", f"rest = rest // {extent}"]
         return lines
 

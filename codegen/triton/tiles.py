@@ -7,10 +7,11 @@ kernel and target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fusion.codegen.triton.panels import panelled
 from fusion.ir.expr import Expr, coordinates, loads
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.spec import AttentionSpec, Normalizer
 
 INTERPRETER = 0
 AMD = 1
@@ -19,12 +20,14 @@ AMD = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles in flight."""
+    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles in flight. rotated:
+    the order of the loop (see `key_loop`; forward only)."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    rotated: bool = False
 
     def constants(self) -> dict[str, int]:
         """What a kernel is told of its tile at compile time, by name."""
@@ -35,7 +38,8 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}"
+        order = ", rotated" if self.rotated else ""
+        return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}{order}"
 
 
 def power(extent: int) -> int:
@@ -52,27 +56,35 @@ def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capabili
     """The forward's tile. capability: 10 * major + minor of an NVIDIA device, or INTERPRETER, or AMD."""
     if capability == INTERPRETER:
         return Tile(rows=min(32, max(16, power(n_q))), keys=16, warps=4, stages=1)
-    width = max(power(d), power(d_v), 16)
+    width, matrices = max(panelled(d), panelled(d_v)), reads_tiles(spec.score, spec.weight)
     if spec.dtype == "float32":
         tile = _float32(width)
     elif capability == AMD:
         tile = _amd(width)
     else:
-        tile = _hopper(width) if 90 <= capability < 120 else _ampere(width)
+        tile = _hopper(width, matrices or spec.mask is not None) if 90 <= capability < 120 else _ampere(width)
     # With more than two tiles of a bias in flight ptxas has wgmma instructions wait for each other (C7515).
-    if (tile.stages > 2 or tile.stages > 1 and width == 128) and reads_tiles(spec.score, spec.weight):
-        tile = Tile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=tile.stages - 1)
+    if (tile.stages > 2 or tile.stages > 1 and 64 < width <= 128) and matrices:
+        tile = replace(tile, stages=tile.stages - 1)
     rows = min(tile.rows, max(16, power(n_q)))
     keys = min(tile.keys, max(16, power(n_k)))
-    return Tile(rows=rows, keys=keys, warps=tile.warps if rows >= 64 else 4, stages=tile.stages)
+    warps = tile.warps if rows >= 64 or width > 256 else 4
+    # Up to 64 columns two programs share a multiprocessor, and one's products hide the other's exponentials.
+    rotated = may_rotate(spec) and not matrices and capability // 10 == 9 and rows >= 64 and 64 < width <= 128
+    return Tile(rows=rows, keys=keys, warps=warps, stages=tile.stages, rotated=rotated)
 
 
-def _hopper(width: int) -> Tile:
-    """227 KiB of shared memory."""
+def may_rotate(spec: AttentionSpec) -> bool:
+    """Whether there is a rotated order: there are exponentials, and a tile's neighbour is known (not from a list)."""
+    return spec.normalizer is not Normalizer.NONE and (spec.mask is None or spec.mask.tile_live is None)
+
+
+def _hopper(width: int, more: bool) -> Tile:
+    """227 KiB of shared memory. more: there are masks or biases, which take registers."""
     if width <= 128:
         return Tile(rows=128, keys=64, warps=8, stages=3)
     if width <= 256:
-        return Tile(rows=128, keys=64, warps=8, stages=2)
+        return Tile(rows=128, keys=32 if more and width > 192 else 64, warps=8, stages=2)
     return Tile(rows=64, keys=32, warps=8, stages=2)
 
 

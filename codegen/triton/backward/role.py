@@ -160,7 +160,7 @@ class Role:
         """row_max, share (1 / row_sum) and delta of rows, shaped as `rows`."""
         if not self.softmax:
             return []
-        heads = " * ".join(self.writer.value(extent) for extent in self.spec.batch) or "1"
+        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         lines = [
             f"row_place = tl.cast({place_of(self.writer)}, tl.int64) * {self.n_q} + {rows}",
             "row_max = tl.load(statistics_ptr + row_place)",

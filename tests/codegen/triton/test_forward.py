@@ -12,7 +12,11 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen import reference
 from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.forward import Forward
+from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.packed_rows import heads_to_pack, packed
+from fusion.codegen.triton.panels import padded, panelled, panels
 from fusion.codegen.triton.tiles import Tile
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import E, J, coord
@@ -49,7 +53,71 @@ def test_strides_and_grouped_heads(layout: str) -> None:
     check(case("causal", "bfloat16", 48, 20, group=2, order=("b0", "i", "b1", "e")), layout)
 
 
-@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (3, 5), (17, 31), (80, 96)])
+ROTATED = dataclasses.replace(SMALL, rotated=True)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_rotated_order(name: str) -> None:
+    """Values of a tile are multiplied one tile later: in windows, cut-off tiles and blocks that are done again, too."""
+    c = case(name, d=16, d_v=20)
+    assert "last_product" in Forward(c.spec, 16, 20, order=Order(rotated=True)).text().text
+    check(c, tile=ROTATED)
+    check(
+        case(name, "bfloat16", 40, 80), tile=Tile(rows=16, keys=64, warps=4, stages=1, rotated=True), shapes=SHAPES[1:2]
+    )
+
+
+@pytest.mark.parametrize("options", [{"weight": True}, {"sinks": True}, {"normalizer": Normalizer.SAFE_SOFTMAX}])
+def test_the_rotated_order_of_other_normalisers(options: dict) -> None:
+    check(case("left_padded_inf", d=16, **options), tile=ROTATED)
+
+
+def test_values_before_the_first_tile_are_not_read() -> None:
+    """In the rotated order the first tile has none before it; an infinite value at a live key stays infinite."""
+    c = case("window", d=16)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 100, "Nk": 100})
+    operands[2][0, 0, 40] = float("inf")
+    got = Kernel(c.spec, ROTATED)(operands, sizes)
+    assert torch.isposinf(got[0, 0, 40:57]).all() and torch.isfinite(got[0, 0, 64 + 32 :]).all()
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("name", ["plain", "causal_last_key", "window", "left_padded", "alibi", "documents"])
+def test_heads_that_share_keys_share_a_block(name: str, splits: int | None) -> None:
+    torch.manual_seed(0)  # for one query and few numbers the rule leaves little room
+    for options in ({}, {"sinks": True, "weight": True}, {"off_by_one": True}):
+        c = case(name, d=16, group=3, order=("b0", "i", "b1", "e"), **options)
+        kernel = Kernel(c.spec, SMALL, splits=splits)
+        for shape in ({"B": 2, "H": 2, "Nq": 1, "Nk": 75}, {"B": 1, "H": 2, "Nq": 13, "Nk": 75}):
+            operands, sizes = draw(c, shape, "heads_inside")
+            assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+        assert not kernel._variants  # both calls were packed
+
+
+def test_which_heads_share_a_block() -> None:
+    plain, grouped = case("plain").spec, case("plain", group=4).spec
+    assert heads_to_pack(plain, (2, 8), 1) == 1
+    assert heads_to_pack(grouped, (2, 8), 1) == heads_to_pack(grouped, (2, 8), 63) == 4
+    assert heads_to_pack(grouped, (2, 8), 64) == 1  # one head's queries fill a block
+    spec = packed(case("causal_last_key", group=4).spec, 4)
+    assert spec.mask is not None and spec.mask.key_hi is not None  # ranges of keys are kept
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(48, 32), (40, 32), (32, 32)])
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_values_that_are_columns_of_the_keys(name: str, d: int, d_v: int) -> None:
+    """Latent attention: V is the first columns of K, which are read once; other tensors are read for themselves."""
+    c = case(name, "bfloat16", d, d_v)
+    kernel = Kernel(c.spec, SMALL)
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 70, "Nk": 75})
+    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    operands[2] = operands[1][..., :d_v]
+    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    apart, shared = (variant.source for variant in kernel._variants.values())
+    assert "v = k\n" in shared and "v_ptr" not in shared and "v_ptr" in apart
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (3, 5), (17, 31), (80, 96), (40, 24), (192, 130)])
 def test_odd_widths(d: int, d_v: int) -> None:
     check(case("bias", "float32", d, d_v, order=("b0", "b1", "e", "i")))
 
@@ -93,6 +161,27 @@ def test_the_maximum_moves_up_late() -> None:
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 20, "Nk": 200})
     operands[3] = operands[3] + torch.linspace(-200, 200, 200) * torch.tensor([1.0, -1.0])[:, None, None]
     assert_as_exact_as_eager(Kernel(c.spec, SMALL)(operands, sizes), c.spec, operands, sizes)
+
+
+def test_panels() -> None:
+    """One or two powers of two, 16 or more, that hold the columns, and never more than one alone."""
+    for extent in range(1, 1025):
+        parts = panels(extent)
+        assert len(parts) <= 2 and all(part.width >= 16 and part.width & (part.width - 1) == 0 for part in parts)
+        assert extent <= panelled(extent) <= padded(extent) and parts[-1].start < extent
+        assert (parts[-1].inside("c") == "") == (panelled(extent) == extent)
+    assert [panelled(d) for d in (24, 40, 64, 72, 80, 96, 100, 160, 192, 576)] == [
+        32,
+        48,
+        64,
+        80,
+        80,
+        96,
+        128,
+        160,
+        192,
+        576,
+    ]
 
 
 def test_no_keys_and_no_queries() -> None:
