@@ -11,7 +11,11 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion.codegen.triton.offline import Facts, facts_of
+from fusion.codegen.triton import packed_rows
+from fusion.codegen.triton.key_loop import Order
+from fusion.codegen.triton.launch import forward_kernels, split_kernels
+from fusion.codegen.triton.offline import Facts, compile_offline, facts_of
+from fusion.codegen.triton.tiles import tile_for
 from tests.codegen.mlir.cases import case
 
 MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
@@ -44,6 +48,38 @@ def test_matrices_of_scores_serialise_nothing(name: str, d: int) -> None:
     facts = facts_of(case(name, "bfloat16", d).spec, "sm_90", training=True)
     check(facts)
     assert all(fact.spills == 0 for fact in facts), facts
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window"])
+def test_products_run_beside_the_exponentials_on_hopper(name: str) -> None:
+    """In the rotated order a product is in flight while a tile's exponentials are issued; in the plain one none is."""
+    spec = case(name, "bfloat16", 128).spec
+    tile = tile_for(spec, 128, 128, 4096, 4096, 90)
+    assert tile.rotated
+    for rotated in (False, True):
+        kernels = forward_kernels(spec, 128, 128, False, Order(rotated=rotated))
+        (fact,) = compile_offline(spec, kernels, 128, 128, {kernels[0].name: tile}, "sm_90")
+        every, under = fact.exponentials
+        assert not fact.spills and not fact.warnings, fact
+        assert under > 0.9 * every if rotated else under == 0, fact
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(80, 80), (96, 96), (192, 128), (256, 256), (512, 512), (576, 512)])
+def test_heads_of_every_width_on_hopper(d: int, d_v: int) -> None:
+    facts = facts_of(case("causal", "bfloat16", d, d_v).spec, "sm_90")
+    check(facts)
+    assert all(fact.spills == 0 for fact in facts), facts
+
+
+@pytest.mark.parametrize("n_q", [1, 16])
+def test_latent_attention_on_hopper(n_q: int) -> None:
+    """Decoding with 128 query heads for one key head; V is read from K's tile."""
+    spec = packed_rows.packed(case("plain", "bfloat16", 576, 512, group=128).spec, 128)
+    tile, order = tile_for(spec, 576, 512, 128 * n_q, 16384, 90), Order(shared=True, packed=128)
+    for kernels in (split_kernels(spec, 576, 512, False, order), forward_kernels(spec, 576, 512, False, order)):
+        for fact in compile_offline(spec, kernels, 576, 512, {kernel.name: tile for kernel in kernels}, "sm_90"):
+            assert fact.fits and not fact.warnings and not fact.lost and not fact.spills, fact
+            assert fact.matrix["wgmma"] or fact.kernel == "attention_combine", fact
 
 
 def packed(q, k, v, numbers):
@@ -84,13 +120,9 @@ def test_more(name: str, dtype: str, d: int, target: str) -> None:
 
 
 def test_split_keys_on_hopper() -> None:
-    from fusion.codegen.triton.offline import compile_offline
-    from fusion.codegen.triton.split import Combine, Part
-    from fusion.codegen.triton.tiles import tile_for
-
-    spec = case("causal", "bfloat16", 128, group=4).spec
-    tile = tile_for(spec, 128, 128, 1, 16384, 90)
-    kernels = [Part(spec, 128, 128).text(), Combine(spec, 128, 128, False).text()]
+    spec = packed_rows.packed(case("causal", "bfloat16", 128, group=4).spec, 4)
+    tile = tile_for(spec, 128, 128, 4, 16384, 90)
+    kernels = split_kernels(spec, 128, 128, False, Order(packed=4))
     part, combine = compile_offline(spec, kernels, 128, 128, {k.name: tile for k in kernels}, "sm_90")
     assert part.fits and part.matrix["mma"] > 0 and part.spills == 0, part
     assert not part.lost and not combine.lost
