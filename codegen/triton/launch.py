@@ -249,8 +249,9 @@ class Kernel:
         parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
         others = {"section": self._section(operands, heads, extents), "splits": splits}
-        variant.launch("attention_split", programs * splits, tile, exact, (operands, sizes, results, others))
-        variant.launch("attention_combine", programs, tile, exact, (operands, sizes, results, others))
+        arguments, small = (operands, sizes, results, others), combining_tile(tile)
+        variant.launch("attention_split", programs * splits, tile, exact, arguments)
+        variant.launch("attention_combine", heads * -(-n_q // small.rows), small, exact, arguments)
 
     def _splits(self, programs: int, n_k: int, tile: Tile, device: torch.device) -> int:
         if self.splits is not None:
@@ -289,6 +290,11 @@ def empty_lists(
         "tile_list": torch.empty([lists, blocks[1]], dtype=torch.int32, device=device),
         "tile_counts": torch.empty([lists, 2], dtype=torch.int32, device=device),
     }
+
+
+def combining_tile(tile: Tile) -> Tile:
+    """For bringing together what parts of the keys gave: a few rows, since all of them are read from memory anyway."""
+    return Tile(rows=min(16, tile.rows), keys=tile.keys, warps=4, stages=1)
 
 
 def list_tile(tile: Tile) -> Tile:

@@ -82,12 +82,12 @@ def test_values_before_the_first_tile_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("splits", [None, 3])
-@pytest.mark.parametrize("name", ["plain", "causal_last_key", "window", "left_padded", "alibi", "documents"])
+@pytest.mark.parametrize("name", ["causal_last_key", "window", "left_padded", "alibi", "documents"])
 def test_heads_that_share_keys_share_a_block(name: str, splits: int | None) -> None:
-    for options in ({}, {"sinks": True, "weight": True}, {"off_by_one": True}):
+    for options in ({}, {"sinks": True, "weight": True, "off_by_one": True}):
         c = case(name, "bfloat16", d=16, group=3, order=("b0", "i", "b1", "e"), **options)
         kernel = Kernel(c.spec, SMALL, splits=splits)
-        for shape in ({"B": 2, "H": 2, "Nq": 1, "Nk": 75}, {"B": 1, "H": 2, "Nq": 13, "Nk": 75}):
+        for shape in ({"B": 2, "H": 2, "Nq": 1, "Nk": 75}, {"B": 1, "H": 1, "Nq": 13, "Nk": 40}):
             operands, sizes = draw(c, shape, "heads_inside")
             assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
         assert not kernel._variants  # both calls were packed

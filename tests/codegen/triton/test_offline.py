@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from fusion.codegen.triton import packed_rows
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.launch import forward_kernels, split_kernels
+from fusion.codegen.triton.launch import combining_tile, forward_kernels, split_kernels
 from fusion.codegen.triton.offline import Facts, compile_offline, facts_of
 from fusion.codegen.triton.tiles import tile_for
 from tests.codegen.mlir.cases import case
@@ -76,8 +76,9 @@ def test_latent_attention_on_hopper(n_q: int) -> None:
     """Decoding with 128 query heads for one key head; V is read from K's tile."""
     spec = packed_rows.packed(case("plain", "bfloat16", 576, 512, group=128).spec, 128)
     tile, order = tile_for(spec, 576, 512, 128 * n_q, 16384, 90), Order(shared=True, packed=128)
+    tiles = {"attention_forward": tile, "attention_split": tile, "attention_combine": combining_tile(tile)}
     for kernels in (split_kernels(spec, 576, 512, False, order), forward_kernels(spec, 576, 512, False, order)):
-        for fact in compile_offline(spec, kernels, 576, 512, {kernel.name: tile for kernel in kernels}, "sm_90"):
+        for fact in compile_offline(spec, kernels, 576, 512, tiles, "sm_90"):
             assert fact.fits and not fact.warnings and not fact.lost and not fact.spills, fact
             assert fact.matrix["wgmma"] or fact.kernel == "attention_combine", fact
 
