@@ -58,20 +58,23 @@ def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capabili
         return Tile(rows=min(32, max(16, power(n_q))), keys=16, warps=4, stages=1)
     width, matrices = max(panelled(d), panelled(d_v)), reads_tiles(spec.score, spec.weight)
     if spec.dtype == "float32":
-        tile = _float32(width)
+        tile = _float32(width, capability)
     elif capability == AMD:
         tile = _amd(width)
     else:
         tile = _hopper(width, matrices or spec.mask is not None) if 90 <= capability < 120 else _ampere(width)
     # With more than two tiles of a bias in flight ptxas has wgmma instructions wait for each other (C7515).
-    if (tile.stages > 2 or tile.stages > 1 and 64 < width <= 128) and matrices:
+    simple = spec.dtype == "float32"  # whose products may be without matrix units
+    if (tile.stages > 2 or tile.stages > 1 and 64 < width <= 128) and matrices and not simple:
         tile = replace(tile, stages=tile.stages - 1)
     rows = min(tile.rows, max(16, power(n_q)))
     keys = min(tile.keys, max(16, power(n_k)))
-    warps = tile.warps if rows >= 64 or width > 256 else 4
+    warps = tile.warps if rows >= 64 or width > 256 or simple else 4
     # Up to 64 columns two programs share a multiprocessor, and one's products hide the other's exponentials.
-    rotated = may_rotate(spec) and not matrices and capability // 10 == 9 and rows >= 64 and 64 < width <= 128
-    return Tile(rows=rows, keys=keys, warps=warps, stages=tile.stages, rotated=rotated)
+    rotated = may_rotate(spec) and not (matrices or simple) and capability // 10 == 9
+    return Tile(
+        rows=rows, keys=keys, warps=warps, stages=tile.stages, rotated=rotated and rows >= 64 and 64 < width <= 128
+    )
 
 
 def may_rotate(spec: AttentionSpec) -> bool:
@@ -104,10 +107,14 @@ def _amd(width: int) -> Tile:
     return Tile(rows=64, keys=16, warps=8, stages=1)
 
 
-def _float32(width: int) -> Tile:
-    if width <= 128:
-        return Tile(rows=64, keys=32, warps=4, stages=2 if width <= 64 else 1)
-    return Tile(rows=32, keys=16, warps=4, stages=1)
+def _float32(width: int, capability: int) -> Tile:
+    """Products without matrix units take their operands from registers: small tiles, many threads, and two stages,
+    which keep the next tile in shared memory."""
+    if width <= 64:
+        return Tile(rows=64, keys=32, warps=8, stages=2)
+    if width <= 256:
+        return Tile(rows=64 if width <= 128 else 32, keys=16, warps=8, stages=1 if capability == AMD else 2)
+    return Tile(rows=16, keys=16, warps=8, stages=1)
 
 
 def queries_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
@@ -116,7 +123,7 @@ def queries_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile
     if capability == INTERPRETER:
         return Tile(rows=32, keys=32, warps=4, stages=1)
     if spec.dtype == "float32":
-        return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4, stages=1)
+        return Tile(rows=32, keys=32 if width <= 64 else 16, warps=8, stages=1)
     if 90 <= capability < 120 and width <= 128:
         if reads_tiles(spec.score, spec.weight):  # an element for each score, in flight and in registers
             return Tile(rows=64 if width <= 64 else 128, keys=64 if width <= 64 else 32, warps=8, stages=2)
@@ -130,7 +137,7 @@ def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
     if capability == INTERPRETER:
         return Tile(rows=32, keys=32, warps=4, stages=1)
     if spec.dtype == "float32":
-        return Tile(rows=32, keys=32 if width <= 128 else 16, warps=4, stages=1)
+        return Tile(rows=32, keys=32 if width <= 64 else 16, warps=8, stages=1)
     if 90 <= capability < 120:
         listed, read = spec.mask is not None and spec.mask.tile_live is not None, reads_tiles(spec.score, spec.weight)
         if 64 < width <= 128 and (listed or read):

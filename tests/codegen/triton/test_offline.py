@@ -35,6 +35,11 @@ def test_forward_on_every_target(target: str) -> None:
     check(facts_of(case("alibi", "bfloat16", 64, group=4).spec, target))
 
 
+def test_float32_does_not_spill_on_hopper() -> None:
+    facts = facts_of(case("causal", "float32", 64).spec, "sm_90", training=True)
+    assert all(fact.fits and not fact.spills and not fact.lost for fact in facts), facts
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_nothing_spills_on_hopper(d: int) -> None:
     facts = facts_of(case("causal", "bfloat16", d).spec, "sm_90", training=True)
