@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.progress import track
 
+import results
 from fusion.codegen.triton.offline import SHARED_LIMIT, Facts, facts_of
 from fusion.errors import OfflineCompilationError
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output, integers
@@ -101,7 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the table; otherwise it is only printed")
     options = parser.parse_args()
     lines = [
-        f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}",
+        f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}, "
+        f"commit {results.environment({})['commit'] or 'unknown'}",
         "bfloat16, tiles for 4096 queries and keys",
         "",
     ]

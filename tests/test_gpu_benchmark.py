@@ -123,3 +123,27 @@ def test_rounding_of_weights_is_to_a_neighbour_and_fair(scripts):
         assert torch.equal(rounded, rounded.to(dtype).float())
         assert rounded.sub(weights).abs().max() < torch.finfo(dtype).eps
         assert abs((rounded > weights).float().mean() - share) < 0.02
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_kernel_that_fails_is_not_replaced(scripts, monkeypatch, gradients):
+    """Elsewhere the reference interpreter steps in; here it would be measured."""
+    import torch
+
+    from fusion.codegen.triton.launch import Variant
+    from gpu_check import Check, draw
+    from gpu_device import Rehearsal, failures_shown, rehearsing
+    from rows import GPU_ROWS, Problem
+
+    def broken(*arguments):
+        raise RuntimeError("out of registers")
+
+    device = Rehearsal()
+    operands, _ = draw("full", Problem(H=1, N=5, d=16, dtype=torch.float32), device)
+    operands = tuple(x.requires_grad_(gradients) for x in operands)
+    torch._dynamo.reset()
+    with rehearsing(), failures_shown():
+        monkeypatch.setattr(Variant, "launch", broken)
+        check = Check(name="full", run=lambda: device.compiled(GPU_ROWS["full"].plain, "fusion")(*operands))
+        check.look()
+    assert check.faults == ["RuntimeError: out of registers"]
