@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import threading
@@ -203,12 +204,21 @@ class Tuner:
         return seconds, failed
 
     def _ranked(self, stage: Stage, call: Call) -> list[Tile]:
-        """The table's tile, and the best of the others by the model."""
+        """The table's tile, then by turns others of the sizes that the model ranks best, and the table's sizes with
+        what the model cannot tell apart: warps, stages, order."""
         first, *others = dict.fromkeys([stage.tile, *(stage.others() if stage.others else ())])
         if self.times is not None and others:
             predicted = dict(zip(others, self.times(stage.kernel, call.sizes, others), strict=True))
-            others.sort(key=predicted.__getitem__)
+            own = [tile for tile in others if _size(tile) == _size(first)]
+            nearest = {_size(tile): tile for tile in reversed(others) if tile not in own}
+            best = sorted(nearest.values(), key=predicted.__getitem__)
+            turns = itertools.chain.from_iterable(itertools.zip_longest(best, own))
+            others = [tile for tile in turns if tile is not None]
         return [first, *others[: MEASURED - 1]]
+
+
+def _size(tile: Tile) -> tuple[int, int]:
+    return tile.rows, tile.keys
 
 
 def by_events(launch: Callable[[], None], device: torch.device) -> float:

@@ -221,14 +221,20 @@ def test_only_some_calls_are_measured(monkeypatch, own_cache) -> None:
 def test_the_model_says_which_are_measured(monkeypatch) -> None:
     monkeypatch.setattr(autotune, "MEASURED", 3)
     kernels, asked = Kernels(), []
+    others = [*OTHERS, *(replace(tile, warps=4) for tile in OTHERS)]
+    kernels.stage = replace(kernels.stage, others=lambda: others)
 
     def times(kernel: str, sizes, tiles) -> list[float]:
         asked.append((kernel, sizes, list(tiles)))
         return [-float(tile.keys) + tile.stages for tile in tiles]
 
     kernels.run(Tuner(times, kernels.clock))
-    assert asked == [("kernel", (4096,), OTHERS)]
+    assert asked == [("kernel", (4096,), others)]
     assert list(dict.fromkeys(kernels.launches)) == [TABLE, OTHERS[2], OTHERS[3]]
+    monkeypatch.setattr(autotune, "MEASURED", 99)
+    met = kernels.run(Tuner(times, kernels.clock), replace(CALL, situation="heads <= 32"))
+    sizes = [OTHERS[2], OTHERS[3], OTHERS[0], others[-1], OTHERS[1]]
+    assert list(dict.fromkeys(met)) == [TABLE, *sizes], "one tile of each other size, the nearest"
 
 
 def test_situations() -> None:
