@@ -4,6 +4,7 @@ sizes."""
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.packed_rows import heads_to_pack, packed
 from fusion.codegen.triton.panels import padded, panelled, panels
+from fusion.codegen.triton.programs import dead_rows_matter
 from fusion.codegen.triton.tiles import Tile
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import E, J, coord
@@ -238,3 +240,16 @@ def test_heads_inside_the_last_dimension() -> None:
     got = run.backward(out, out, statistics, operands, sizes, (True, True, True))
     for ours, theirs in zip(got, reference.backward(spec, out, operands, sizes, (True, True, True)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_which_blocks_are_done_again() -> None:
+    """Those of masks with a finite fill under which a row may have no live key, or scores may be as low as the fill."""
+    causal, padded_rows = case("causal").spec, case("left_padded").spec
+    assert causal.mask is not None
+    for fill, expected in ((-math.inf, False), (-3e38, False), (-65504.0, True)):
+        assert (
+            dead_rows_matter(dataclasses.replace(causal, mask=dataclasses.replace(causal.mask, fill=fill))) is expected
+        )
+    assert not dead_rows_matter(case("left_padded_inf").spec)
+    assert dead_rows_matter(padded_rows) and dead_rows_matter(case("causal_last_key").spec)
+    assert not dead_rows_matter(dataclasses.replace(padded_rows, normalizer=Normalizer.NONE))
