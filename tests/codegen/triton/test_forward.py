@@ -21,7 +21,7 @@ from fusion.codegen.triton.panels import padded, panelled, panels
 from fusion.codegen.triton.programs import dead_rows_matter
 from fusion.codegen.triton.tiles import Tile
 from fusion.ir import Normalizer, Operand, integers
-from fusion.ir.expr import E, J, coord
+from fusion.ir.expr import SCORE, E, J, coord
 from tests.codegen.mlir.cases import PROGRAMS, Case, assert_as_exact_as_eager, case, draw
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
