@@ -247,9 +247,8 @@ def test_which_blocks_are_done_again() -> None:
     causal, padded_rows = case("causal").spec, case("left_padded").spec
     assert causal.mask is not None
     for fill, expected in ((-math.inf, False), (-3e38, False), (-65504.0, True)):
-        assert (
-            dead_rows_matter(dataclasses.replace(causal, mask=dataclasses.replace(causal.mask, fill=fill))) is expected
-        )
+        mask = dataclasses.replace(causal.mask, fill=fill, full=SCORE)
+        assert dead_rows_matter(dataclasses.replace(causal, mask=mask)) is expected
     assert not dead_rows_matter(case("left_padded_inf").spec)
     assert dead_rows_matter(padded_rows) and dead_rows_matter(case("causal_last_key").spec)
     assert not dead_rows_matter(dataclasses.replace(padded_rows, normalizer=Normalizer.NONE))
