@@ -210,12 +210,7 @@ class Forward:
 
     def _maximum_and_sum(self) -> list[str]:
         """row_max and row_sum over the keys, in the score's own units."""
-        scale = self.programs.scale
-        row_max = "m[:, None]" if scale == 1.0 else f"m[:, None] * {number(scale)}"
-        if (clamped := self.programs.clamped) is not None:
-            end = math.copysign(LARGEST, clamped)
-            row_max = f"tl.where(m[:, None] == {number(end)}, {number(clamped)}, {row_max})"
-        return [f"row_max = {row_max}", "row_sum = l[:, None]"]
+        return [f"row_max = {in_own_units('m[:, None]', self.programs)}", "row_sum = l[:, None]"]
 
     def _row_factor(self) -> list[str]:
         """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
@@ -256,6 +251,15 @@ class Forward:
             "tl.store(statistics_at, row_max, mask=(rows <= i1)[:, None])",
             f"tl.store(statistics_at + tl.cast({heads}, tl.int64) * {n_q}, row_sum, mask=(rows <= i1)[:, None])",
         ]
+
+
+def in_own_units(m: str, programs: Programs) -> str:
+    """Maxima in units of the programs' scale, in the score's own."""
+    row_max = m if programs.scale == 1.0 else f"{m} * {number(programs.scale)}"
+    if programs.clamped is None:
+        return row_max
+    end = math.copysign(LARGEST, programs.clamped)
+    return f"tl.where({m} == {number(end)}, {number(programs.clamped)}, {row_max})"
 
 
 def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:

@@ -234,11 +234,18 @@ class Kernel:
         n_q, n_k, _, _ = extents
         heads, exact = math.prod(batch), precision(self.spec.dtype)
         arguments = (operands, sizes, results, {"section": self._section(operands, heads, extents)})
-        if TileLists.name in variant.kernels:
-            blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
-            results |= empty_lists(self.spec, batch, blocks, operands[0].device)
-            variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
+        self._list(variant, tile, arguments, batch, extents)
         variant.launch("attention_forward", heads * -(-n_q // tile.rows), tile, exact, arguments)
+
+    def _list(self, variant, tile: Tile, arguments: tuple, batch, extents) -> None:
+        """Make the lists of tiles, where the kernels of a call want them."""
+        if TileLists.name not in variant.kernels:
+            return
+        (operands, _, results, _), (n_q, n_k, _, _) = arguments, extents
+        blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
+        results |= empty_lists(self.spec, batch, blocks, operands[0].device)
+        exact = precision(self.spec.dtype)
+        variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
 
     def _split(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
         n_q, n_k, _, d_v = extents
@@ -250,6 +257,7 @@ class Kernel:
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
         others = {"section": self._section(operands, heads, extents), "splits": splits}
         arguments, small = (operands, sizes, results, others), combining_tile(tile)
+        self._list(variant, tile, arguments, batch, extents)
         variant.launch("attention_split", programs * splits, tile, exact, arguments)
         variant.launch("attention_combine", heads * -(-n_q // small.rows), small, exact, arguments)
 
@@ -273,7 +281,8 @@ def split_kernels(
     spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None
 ) -> list[KernelText]:
     """The kernels of the schedule `split_k`, in launch order."""
-    return [Part(spec, d, d_v, order).text(), Combine(spec, d, d_v, statistics, order).text()]
+    part, combine = Part(spec, d, d_v, order), Combine(spec, d, d_v, statistics, order)
+    return [*([TileLists(spec).text()] if part.listed else []), part.text(), combine.text()]
 
 
 def shares_values(spec: AttentionSpec) -> bool:

@@ -2,8 +2,10 @@
 rows.
 
 Each writes its part of the output, not yet divided, with the maximum and the sum of its keys; a second kernel brings
-the parts to a common maximum and adds them up. All keys are visited, whatever the mask says of key ranges, so that rows
-without a live key need no second pass; specs whose mask bounds keys from below (windows) are better served by `flash`.
+the parts to a common maximum and adds them up. Of the keys that `flash` would visit (a range, or listed tiles) each
+part takes its share. Only the second kernel knows whether a row met a live key; where one did not and eager averages
+over all keys, it visits them all itself. Specs whose mask bounds keys from below (windows) are better served by
+`flash`.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import Forward, KernelText, place_of, signature
-from fusion.codegen.triton.key_loop import LOG2E, Order
+from fusion.codegen.triton.expressions import Level, number
+from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, place_of, signature
+from fusion.codegen.triton.key_loop import LOG2E, KeyLoop, Order
 from fusion.codegen.triton.panels import Panel
+from fusion.codegen.triton.programs import LARGEST, dead_rows_matter
 from fusion.ir.spec import AttentionSpec
 
 #: fewest tiles of keys that are worth a program of their own
@@ -40,22 +43,38 @@ class Part(Forward):
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, order: Order | None = None):
         super().__init__(spec, d, d_v, order=order)
-        self.programs = replace(self.programs, full=None)
-        self.repeats = self.listed = False
+        self.repeats = False
 
     def _position(self) -> str:
         place = "split = tl.program_id(0) % splits\nprogram = tl.program_id(0) // splits"
         return super()._position().replace("program = tl.program_id(0)", place)
 
     def _key_range(self) -> list[str]:
-        n_k = self.writer.value(self.spec.n_k)
+        """The part's share of the block's keys: of each list, or of the range, in whole tiles."""
+        if self.listed:
+            before = "tiles_across - partial_count"
+            return [
+                *super()._key_range(),
+                "full_start = split * full_count // splits",
+                "full_stop = (split + 1) * full_count // splits",
+                f"start = {before} + split * partial_count // splits",
+                f"stop = {before} + (split + 1) * partial_count // splits",
+            ]
         return [
-            f"share = (({n_k} + splits - 1) // splits + KEYS - 1) // KEYS * KEYS",
-            f"start = tl.minimum(split * share, {n_k})",
-            f"stop = tl.minimum(start + share, {n_k})",
-            "full_start = start",
-            "full_stop = start + (stop - start) // KEYS * KEYS",
+            *super()._key_range(),
+            "end = tl.maximum(start, stop)",
+            "share = ((end - start + splits - 1) // splits + KEYS - 1) // KEYS * KEYS",
+            "start = tl.minimum(start + split * share, end)",
+            "stop = tl.minimum(start + share, end)",
+            "full_start = tl.minimum(tl.maximum(full_start, start), stop)",
+            "full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)",
         ]
+
+    def _stages(self) -> str:
+        if not self.listed:
+            return super()._stages()
+        stages = [("full_start", "full_stop", False, False), ("start", "stop", True, True)]
+        return source.block(*self.loop.initial(), *(self.loop.call(*stage, begin="start") for stage in stages))
 
     def _finish(self) -> str:
         lines = self._maximum_and_sum() if self.softmax else []
@@ -88,40 +107,19 @@ class Combine(Part):
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None):
         super().__init__(spec, d, d_v, order)
-        self.statistics = statistics
-        self.programs = replace(
-            self.programs, scale=1.0, clamped=None
-        )  # parts have their maxima in the score's own units
+        self.statistics, self.repeats = statistics, dead_rows_matter(spec)
+        self.visited = self.programs
+        # Parts have their maxima in the score's own units.
+        self.programs = replace(self.programs, scale=1.0, clamped=None)
 
     def text(self) -> KernelText:
-        finish = Forward._finish(self)
-        loop, sums = self.places("split"), []
-        for panel in self.values:
-            name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + e{panel.suffix}"
-            loop.append(f"{name} = tl.load({at}, mask={self._rows_inside(panel)}, other=0.0)")
-            sums.append((f"acc{panel.suffix}", name))
-        if self.softmax:
-            loop += [
-                'part_max = tl.load(part_max_ptr + at, mask=(rows <= i1)[:, None], other=float("-inf"))',
-                "part_sum = tl.load(part_sum_ptr + at, mask=(rows <= i1)[:, None], other=0.0)",
-                "m_new = tl.maximum(m, part_max)",
-                'base = tl.where(m_new == float("-inf"), 0.0, m_new)',
-                f"alpha = tl.exp2((m - base) * {LOG2E})",
-                f"beta = tl.exp2((part_max - base) * {LOG2E})",
-                *(f"{acc} = {acc} * alpha + {part} * beta" for acc, part in sums),
-                "l = l * alpha + part_sum * beta",
-                "m = m_new",
-            ]
-        else:
-            loop += [f"{acc} = {acc} + {part}" for acc, part in sums]
-        start = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in self.values]
-        if self.softmax:
-            start += ['m = tl.full([ROWS, 1], float("-inf"), tl.float32)', "l = tl.full([ROWS, 1], 0.0, tl.float32)"]
-        finish = finish.replace("m[:, None]", "m").replace("l[:, None]", "l")
-        later = source.block(*start, "for split in tl.range(splits):", source.indented(source.block(*loop)), finish)
+        """The kernel; the loop over keys is that of `Part`, in the same module."""
+        again = self._again()
+        later = source.block(*self._sum_of_parts(), again, Forward._finish(self))
         places = [
             "rows = i0 + tl.arange(0, ROWS)",
             "i = tl.minimum(rows, i1)[:, None]",
+            *(panel.columns("c") for panel in self.columns),
             *(panel.columns("e") for panel in self.values),
         ]
         levels = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
@@ -130,3 +128,53 @@ class Combine(Part):
         given = [*parameters, *(f"{name}: tl.constexpr" for name in constants)]
         text = source.definition(self.name, given, self._doc(), body)
         return KernelText(name=self.name, text=text, helpers=frozenset(self.writer.helpers), parameters=parameters)
+
+    def _sum_of_parts(self) -> list[str]:
+        """Statements that add the parts up, relative to the largest of their maxima."""
+        loop, sums = self.places("split"), []
+        for panel in self.values:
+            name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + e{panel.suffix}"
+            loop.append(f"{name} = tl.load({at}, mask={self._rows_inside(panel)}, other=0.0)")
+            sums.append((f"acc{panel.suffix}", name))
+        start = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in self.values]
+        if self.softmax:
+            start += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
+            loop += [
+                "at_row = tl.reshape(at, [ROWS])",
+                'part_max = tl.load(part_max_ptr + at_row, mask=rows <= i1, other=float("-inf"))',
+                "part_sum = tl.load(part_sum_ptr + at_row, mask=rows <= i1, other=0.0)",
+                "m_new = tl.maximum(m, part_max)",
+                'base = tl.where(m_new == float("-inf"), 0.0, m_new)',
+                f"alpha = tl.exp2((m - base) * {LOG2E})",
+                f"beta = tl.exp2((part_max - base) * {LOG2E})",
+                *(f"{acc} = {acc} * alpha[:, None] + {part} * beta[:, None]" for acc, part in sums),
+                "l = l * alpha + part_sum * beta",
+                "m = m_new",
+            ]
+        else:
+            loop += [f"{acc} = {acc} + {part}" for acc, part in sums]
+        return [*start, "for split in tl.range(splits):", source.indented(source.block(*loop))]
+
+    def _again(self) -> str:
+        """All keys, for blocks with a row whose parts met no live key."""
+        if not self.repeats:
+            return ""
+        self.loop = KeyLoop(self.spec, self.visited, self.writer, (self.d, self.d_v), self.order, self.listed)
+        self.loop.text()
+        n_k = self.writer.value(self.spec.n_k)
+        end = f"({n_k} + KEYS - 1) // KEYS" if self.listed else n_k
+        limit = number(max(self.spec.mask.fill / 2, -LARGEST / 2))  # type: ignore[union-attr]
+        inside = source.block(
+            "list_at = tile_list_ptr" if self.listed else "",
+            *self._load_queries(),
+            *self.loop.pointers(),
+            *self.loop.initial(),
+            self.loop.call("0", end, True, True, indent=8, listed=False, begin="0"),
+            self.loop.finish("0", n_k, 8),
+            f"m = {in_own_units('m', self.visited)}",
+        )
+        return source.block(
+            f"dead = ((m > {limit}) == 0) & (rows <= i1)",
+            "if tl.max(dead.to(tl.int32), 0) != 0:",
+            source.indented(inside),
+        )
