@@ -22,8 +22,9 @@ class Options:
     inner: what compiles the rest of the model.
     emitter: "auto" takes the emitter of the device; "reference" runs every fused attention in plain torch, which is
         slow and exists to tell an error of a kernel from one of the analysis.
-    tile_maps: whether masks that are data (padding, document numbers, mask tensors) are searched for tiles that need
-        not be computed: "auto" where that costs next to nothing by the cost model, "always", or "never".
+    tile_maps: whether masks that are data (padding, document numbers, mask tensors) or that leave keys in several
+        places (a window or the first keys) are searched for tiles that need not be computed: "auto" where that costs
+        next to nothing by the cost model, "always", or "never".
     block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
         that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
         and heads). None for no such mask. An attention that cannot have it is an error.

@@ -46,7 +46,7 @@ def understand(score: Expr, normalizer: Normalizer = Normalizer.SOFTMAX) -> Mask
     if live is TRUE:
         return None
     low, high = _range(live, Side.ANY)
-    full_low, full_high, known = _full_range(live)
+    full_low, full_high, known = full_range(live)
     full: Expr | None = substitute(score, holding(known))
     if full is score:
         full = full_low = full_high = None
@@ -108,7 +108,7 @@ class Side(enum.Enum):
     """For every key of the range the predicate is true in all rows."""
 
 
-def _full_range(live: Expr) -> tuple[Expr | None, Expr | None, list[Expr]]:
+def full_range(live: Expr) -> tuple[Expr | None, Expr | None, list[Expr]]:
     """(lo, hi, conjuncts): a range of keys in which these conjuncts hold for all rows of a block."""
     lows, highs, known = [], [], []
     for part in conjuncts(live):

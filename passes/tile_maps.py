@@ -1,8 +1,9 @@
-"""Masks that are data: which part of a mask needs a map of its tiles, and what the attention becomes with one.
+"""Masks that need a map of their tiles, which part of them does, and what the attention becomes with one.
 
 A mask is data where its predicate loads something (padding, document numbers, a mask tensor), or where the score
-program adds a tensor whose values may be 0 and a hard negative. A predicate of positions alone gets none, also where it
-bounds keys by no single range (dilated windows).
+program adds a tensor whose values may be 0 and a hard negative. Of predicates of positions alone those get a map that
+are alternatives, whose live keys are in no single range (a window or the first keys). Remainders (dilated windows)
+leave a live key in every tile, and get none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from torch.fx import Node
 
 from fusion.ir import Operand
@@ -19,7 +21,7 @@ from fusion.ir.spec import MaskFacts, Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
 from fusion.passes import nodes
 from fusion.passes.masks import HARD as ORDINARY
-from fusion.passes.masks import holding
+from fusion.passes.masks import full_range, holding
 from fusion.passes.specify import Specified
 
 
@@ -60,7 +62,7 @@ def mapped(found: Specified) -> Mapped | None:
     spec = found.spec
     read = [int(part.attr) for part in loads(data.live, data.full)]  # type: ignore[arg-type]
     numbers = sorted(set(read))
-    operands = tuple(found.operands[number] for number in numbers)
+    operands = tuple(found.operands[number] for number in numbers) or (_on_device(found),)
     if any(node.meta.get("mutations") or nodes.value(node).device.type != found.device for node in operands):
         return None
     names = sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
@@ -97,13 +99,15 @@ def with_map(found: Specified, made: Node) -> Specified:
     batch = tuple(coord(name) for name in names)
     tile_live, tile_mixed = lookup(len(spec.operands), batch, "i" in coordinates(data.live))
     facts = spec.mask or MaskFacts(live=TRUE, fill=-math.inf)
-    simpler = facts.full if facts.full is not None else spec.score
-    full = substitute(simpler, holding(list(data.predicates)) | dict.fromkeys(data.biases, ZERO))
+    low, high, known = full_range(_all([part for part in conjuncts(facts.live) if part not in data.predicates]))
+    full = substitute(spec.score, holding([*known, *data.predicates]) | dict.fromkeys(data.biases, ZERO))
     facts = replace(
         facts,
         live=_all([facts.live, *(apply("not", apply("fle", bias, const(HARD))) for bias in data.biases)]),
         fill=max(facts.fill, data.fill),
         full=full,
+        full_lo=low,
+        full_hi=high,
         tile_live=tile_live,
         tile_mixed=tile_mixed,
     )
@@ -128,7 +132,7 @@ def _data(found: Specified) -> _Data | None:
     mask = spec.mask
     predicates = []
     for part in conjuncts(mask.live) if mask is not None else ():
-        if depends_on_key(part) and loads(part) and mappable(part):
+        if depends_on_key(part) and (loads(part) or _alternatives(part)) and mappable(part):
             predicates.append(part)
     biases: list[tuple[Expr, float]] = []
     if spec.normalizer is not Normalizer.NONE:
@@ -144,6 +148,19 @@ def _data(found: Specified) -> _Data | None:
         biases=tuple(bias for bias, _ in biases),
         fill=max((HARD * factor for _, factor in biases), default=-math.inf),
     )
+
+
+def _alternatives(predicate: Expr) -> bool:
+    """Whether a predicate of positions leaves keys alive in several places."""
+    return predicate.op == "or" and {"i", "j"} <= coordinates(predicate)
+
+
+def _on_device(found: Specified) -> Node:
+    """A tensor that says where a map is made, the same for all attentions of a graph."""
+    inputs = (node for node in found.operands[0].graph.nodes if node.op == "placeholder")
+    held = ((node, nodes.value(node)) for node in inputs if not node.meta.get("mutations"))
+    alike = (node for node, value in held if isinstance(value, Tensor) and value.device.type == found.device)
+    return next(alike, found.operands[0])
 
 
 def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:

@@ -264,3 +264,35 @@ def test_no_batch_and_sizes_of_run_time(products, dynamic):
     for triple in zip(found, torch.autograd.grad(masked(q, k, v, keep).sum(), (q, k, v)), exact, strict=True):
         assert_as_exact_as_eager(*triple, torch.float32)
     assert products["attention_backward_queries"] == 3 * tiles_to_differentiate(keep)
+
+
+def sinks_and_window(q, k, v):
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    return torch.softmax((q @ k.mT * 0.3).masked_fill(~((j <= i) & ((i - j < 20) | (j < 5))), -math.inf), -1) @ v
+
+
+def local_and_global(q, k, v):
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    keep = ((i - j).abs() < 20) | (j < 5) | (i < 3)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+
+@pytest.mark.parametrize("function", [sinks_and_window, local_and_global])
+def test_alternatives_of_positions_are_listed(products, function):
+    """Keys in two places: the first ones, and those around each query."""
+    torch.manual_seed(0)
+    qkv = [torch.randn(1, 1, 320, 16, requires_grad=True) for _ in "qkv"]
+    torch._dynamo.reset()
+    out = torch.compile(function, backend="fusion", options=OPTIONS)(*qkv)
+    double = wide(qkv)
+    assert_as_exact_as_eager(out, function(*qkv), function(*double), torch.float32)
+    found, exact = torch.autograd.grad(out.sum(), qkv), torch.autograd.grad(function(*double).sum(), double)
+    for triple in zip(found, torch.autograd.grad(function(*qkv).sum(), qkv), exact, strict=True):
+        assert_as_exact_as_eager(*triple, torch.float32)
+    i, j = torch.arange(320)[:, None], torch.arange(320)
+    live = ((j <= i) & ((i - j < 20) | (j < 5))) if function is sinks_and_window else (i - j).abs() < 20
+    live = live if function is sinks_and_window else live | (j < 5) | (i < 3)
+    expected = live_tiles(live[None], ROWS, KEYS)
+    assert products["attention_forward"] == 2 * expected < 2 * 50
+    assert products["attention_backward_queries"] == 3 * expected
+    assert products["attention_backward_keys"] == 4 * expected
