@@ -62,6 +62,8 @@ def mapped(found: Specified) -> Mapped | None:
     spec = found.spec
     read = [int(part.attr) for part in loads(data.live, data.full)]  # type: ignore[arg-type]
     numbers = sorted(set(read))
+    if not numbers and any(node.meta.get("dtensor") for node in found.operands):
+        return None  # parts of it would have to be made from nothing
     operands = tuple(found.operands[number] for number in numbers) or (_on_device(found),)
     if any(node.meta.get("mutations") or nodes.value(node).device.type != found.device for node in operands):
         return None
@@ -158,7 +160,9 @@ def _alternatives(predicate: Expr) -> bool:
 def _on_device(found: Specified) -> Node:
     """A tensor that says where a map is made, the same for all attentions of a graph."""
     inputs = (node for node in found.operands[0].graph.nodes if node.op == "placeholder")
-    held = ((node, nodes.value(node)) for node in inputs if not node.meta.get("mutations"))
+    held = (
+        (node, nodes.value(node)) for node in inputs if not (node.meta.get("mutations") or node.meta.get("dtensor"))
+    )
     alike = (node for node, value in held if isinstance(value, Tensor) and value.device.type == found.device)
     return next(alike, found.operands[0])
 
