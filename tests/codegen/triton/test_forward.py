@@ -252,3 +252,14 @@ def test_which_blocks_are_done_again() -> None:
     assert not dead_rows_matter(case("left_padded_inf").spec)
     assert dead_rows_matter(padded_rows) and dead_rows_matter(case("causal_last_key").spec)
     assert not dead_rows_matter(dataclasses.replace(padded_rows, normalizer=Normalizer.NONE))
+
+
+@pytest.mark.parametrize("tile", [SMALL, ROTATED])
+def test_values_at_irregular_places(tile: Tile) -> None:
+    """Pairs of keys share a row of V, as where an index map divides: addresses are made anew for each tile."""
+    c = case("window", d=16)
+    index = (coord("b0"), coord("b1"), integers.floordiv(J, 2), E)
+    spec = dataclasses.replace(c.spec, v=index)
+    for shape in SHAPES:
+        operands, sizes = draw(c, shape)
+        assert_as_exact_as_eager(Kernel(spec, tile)(operands, sizes), spec, operands, sizes)
