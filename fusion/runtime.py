@@ -324,8 +324,7 @@ class _GuardedTraining:
                 return self.kernel.forward(operands, sizes)
             except Exception:
                 self._give_up()
-        shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
-        return reference.run(self.spec, operands, sizes), torch.zeros(shape)
+        return reference.run(self.spec, operands, sizes), _no_statistics(self.spec, operands, sizes)
 
     def backward(
         self,
@@ -346,6 +345,12 @@ class _GuardedTraining:
         return reference.backward(self.spec, grad, operands, sizes, needs)
 
 
+def _no_statistics(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """What a forward returns whose gradient needs no statistics: zeros, as the op has promised their shape."""
+    shape = statistics_shape(spec, output_extents(spec, sizes))
+    return operands[0].new_zeros(shape, dtype=statistics_dtype(operands))
+
+
 class _WithReferenceGradient:
     """The forward of the emitter, and the gradient of the reference interpreter, which needs no statistics (they are
     zeros)."""
@@ -355,8 +360,7 @@ class _WithReferenceGradient:
         self.run = executor(spec, device, emitter)
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
-        return self.run(operands, sizes), operands[0].new_zeros(shape, dtype=statistics_dtype(operands))
+        return self.run(operands, sizes), _no_statistics(self.spec, operands, sizes)
 
     def backward(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fusion.codegen.triton.panels import panelled
-from fusion.ir.expr import Expr, coordinates, loads
+from fusion.ir.expr import Expr, coordinates, loads, walk
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 INTERPRETER = 0
@@ -142,6 +142,9 @@ def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:
         listed, read = spec.mask is not None and spec.mask.tile_live is not None, reads_tiles(spec.score, spec.weight)
         if 64 < width <= 128 and (listed or read):
             return Tile(rows=32, keys=128, warps=8, stages=2)  # lists and biases take registers that 64 x 64 needs
+        if width <= 128 and any(part.op == "hash" for part in walk(spec.weight)):
+            # Beside dropout's random numbers ptxas serialises the products of two stages (C7519).
+            return Tile(rows=64 if width <= 64 else 32, keys=128, warps=8, stages=1)
         keys = 128 if width <= 64 and not read else 64
         return Tile(rows=64 if width <= 128 else 32, keys=keys, warps=8, stages=2)
     return Tile(rows=32, keys=64 if width <= 128 else 32, warps=8, stages=1)

@@ -121,6 +121,23 @@ def test_a_kernel_that_fails_later_is_replaced_by_the_reference(caplog):
         guarded.kernel, guarded.broken = kernel, False
 
 
+def test_a_kernel_for_training_that_fails_is_replaced_where_its_tensors_are(monkeypatch):
+    """On the tensors' own device, here one without memory, where nothing can be computed."""
+    monkeypatch.setattr(runtime.reference, "run", lambda spec, operands, sizes: operands[0].clone())
+    text = run()[0].sites[0].spec.to_json()
+
+    class Failing:
+        def forward(self, operands, sizes):
+            raise RuntimeError("no such instruction")
+
+    guarded = runtime._GuardedTraining(text, Failing())
+    given = [x.to("meta") for x in inputs()]
+    out, statistics = guarded.forward(given, [2, 3, 17, 17])
+    assert guarded.broken and out.device == statistics.device == given[0].device
+    shape = runtime.statistics_shape(guarded.spec, runtime.output_extents(guarded.spec, [2, 3, 17, 17]))
+    assert statistics.shape == torch.Size(shape) and statistics.dtype is runtime.statistics_dtype(given)
+
+
 def test_without_torch_mlir_the_report_says_so(monkeypatch):
     monkeypatch.setattr("fusion.codegen.mlir.strategy.unavailable", lambda: "torch-mlir is not installed")
     monkeypatch.setattr(runtime, "_executors", {})

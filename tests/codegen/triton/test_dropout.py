@@ -78,8 +78,9 @@ def kernel(key_ptr, counter_ptr, out_ptr, N: tl.constexpr):
     assert torch.equal(out, hashed(key, counter))
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_kernels_with_dropout_compile(target):
-    facts = facts_of(spec_and_sizes(torch.bfloat16, 64)[0], target, training=True)
+@pytest.mark.parametrize(("target", "d"), [("sm_90", 64), ("sm_90", 128), ("gfx942", 64)])
+def test_kernels_with_dropout_compile(target, d):
+    facts = facts_of(spec_and_sizes(torch.bfloat16, d)[0], target, training=True)
     for fact in facts:
-        assert fact.fits and not fact.lost, fact
+        assert fact.fits and not fact.lost and not fact.warnings, fact
+        assert not fact.spills or target != "sm_90", fact
