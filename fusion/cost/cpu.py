@@ -75,8 +75,8 @@ COSTS = {
         near=0.707, far=2.08, end=7.17, wake=0, item=0, packed=7.86,
     ),
     3: Costs(
-        product=0.814, softmax=15.9, operation=1.3, output=2.24,
-        near=1.12, far=3.09, end=8.89, wake=0, item=296, packed=15.0,
+        product=0.783, softmax=15.3, operation=1.25, output=2.15,
+        near=1.08, far=2.98, end=8.55, wake=0, item=285, packed=14.4,
     ),
 }  # fmt: skip
 
