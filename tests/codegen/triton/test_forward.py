@@ -167,7 +167,7 @@ def test_the_maximum_moves_up_late() -> None:
 def test_panels() -> None:
     """One or two powers of two, 16 or more, that hold the columns, and never more than one alone."""
     for extent in range(1, 1025):
-        parts = panels(extent)
+        parts = list(panels(extent))
         assert len(parts) <= 2 and all(part.width >= 16 and part.width & (part.width - 1) == 0 for part in parts)
         assert extent <= panelled(extent) <= padded(extent) and parts[-1].start < extent
         assert (parts[-1].inside("c") == "") == (panelled(extent) == extent)
