@@ -79,10 +79,7 @@ def fits(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capabil
 
 def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tuple[int, int]:
     """(bytes of shared memory, bytes of registers) that a program is expected to take."""
-    if kernel == "attention_forward":
-        d, d_v = panelled(d), panelled(d_v)
-    else:
-        d, d_v = max(LEAST, power(d)), max(LEAST, power(d_v))
+    d, d_v = panelled(d), panelled(d_v)
     width, size = d + d_v, getattr(torch, spec.dtype).itemsize
     scores = tile.rows * tile.keys
     matrices = tile.stages * scores * _bytes_per_score(spec)

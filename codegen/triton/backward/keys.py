@@ -8,12 +8,10 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.expressions import Level, Writer
 from fusion.codegen.triton.forward import place_in_list, place_of
-from fusion.codegen.triton.matrices import matrix
-from fusion.codegen.triton.panels import padded
 from fusion.codegen.triton.stages import Visit, listed
 from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
-from fusion.ir.expr import C, E, Expr, I, J
+from fusion.ir.expr import Expr
 from fusion.ir.spec import MaskFacts
 
 
@@ -26,25 +24,20 @@ class Keys(Role):
     def body(self) -> tuple[list[Visit], str]:
         spec, w = self.spec, self.writer
         head = Writer(spec=spec, known=dict(w.known), names=w.names, helpers=w.helpers, outer="j", inner="i")
-        k, v = matrix(head, 1, spec.k, J, C, moving=False), matrix(head, 2, spec.v, J, E, moving=False)
-        dk = matrix(head, 1, spec.k, J, C, name="dk", moving=False)
-        dv = matrix(head, 2, spec.v, J, E, name="dv", moving=False)
+        k, v = self.parts(head, 1), self.parts(head, 2)
+        dk, dv = self.parts(head, 1, "dk"), self.parts(head, 2, "dv")
         visit = self._visit()
         reads = [
             *head.lines[Level.BLOCK],
             *head.lines[Level.ROW],
-            self.read("k", k, 1, "c", self.d, "j_ok"),
-            self.read("v", v, 2, "e", self.d_v, "j_ok"),
+            self.read("k", k, 1, "j_ok"),
+            self.read("v", v, 2, "j_ok"),
         ]
-        start = [
-            f"dk = tl.full([KEYS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[1] else "",
-            f"dv = tl.full([KEYS, {padded(self.d_v)}], 0.0, tl.float32)" if self.needs[2] else "",
-        ]
-        finish = self.store("dv", "dv", dv, 2, "e", self.d_v, "j_ok") if self.needs[2] else []
-        finish += self.store("dk", "dk", dk, 1, "c", self.d, "j_ok") if self.needs[1] else []
+        start = [*self.zeros("dk", 1, "KEYS"), *self.zeros("dv", 2, "KEYS")]
+        finish = self.store("dv", dv, 2, "j_ok") if self.needs[2] else []
+        finish += self.store("dk", dk, 1, "j_ok") if self.needs[1] else []
         body = source.block(*reads, *start, *self._members(self._member(visit)), *finish)
-        places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
-        return [visit], source.block(*self._position(), *source.without_dead(places, body), body)
+        return [visit], source.block(*self._position(), *source.without_dead(self.places(), body), body)
 
     def _member(self, visit: Visit) -> str:
         """What one query head adds: the blocks of its rows that visit these keys."""
@@ -64,16 +57,14 @@ class Keys(Role):
 
     def _visit(self) -> Visit:
         """`differentiate_rows`."""
-        product = ", input_precision=PRECISION)"
-        q = matrix(self.inside, 0, self.spec.q, I, C)
-        into_dv = f"dv = tl.dot(p.to({self.dtype}), do, dv{product}" if self.needs[2] else ""
-        scores, upstream = f"tl.dot(k, tl.trans(q){product}", f"tl.dot(v, tl.trans(do){product}"
+        into_dv = source.block(*self.accumulated("dv", f"p.to({self.dtype})", "do", 2))
+        scores, upstream = self.product("k", "q", 0), self.product("v", "do", 2)
         inner = source.block(
-            self.read("q", q, 0, "c", self.d, ""),
-            f"do = tl.load({self.output_gradient('row')}{self.within()}).to({self.dtype})",
+            self.read("q", self.parts(self.inside, 0), 0, ""),
+            *self.rows_of_output("do", "row"),
             *self.statistics("i"),
             self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", into_dv),
-            f"dk = tl.dot(ds.to({self.dtype}), q, dk{product}" if self.needs[1] else "",
+            *self.accumulated("dk", f"ds.to({self.dtype})", "q", 1),
         )
         rows = [
             "rows = block * ROWS + tl.arange(0, ROWS)",
@@ -88,7 +79,7 @@ class Keys(Role):
             turns, doc = "for number in tl.range(start, stop):", "Blocks of rows start <= number < stop of a list"
             loop = f"block = tl.load(list_at + number)\n{loop}"
         text = source.block(turns, source.indented(loop))
-        state = [name for name, needed in zip(("dk", "dv"), self.needs[1:3], strict=True) if needed]
+        state = [*self.sums("dk", 1), *self.sums("dv", 2)]
         state += [f"sum_{n}" for n, _ in self.captured("rows")]
         return self.visit("differentiate_rows", f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
 

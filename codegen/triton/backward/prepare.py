@@ -5,7 +5,6 @@ from __future__ import annotations
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.forward import place_in_list, place_of
-from fusion.codegen.triton.panels import padded
 from fusion.codegen.triton.stages import Visit
 
 
@@ -18,15 +17,14 @@ class Prepare(Role):
     name = "attention_backward_prepare"
 
     def body(self) -> tuple[list[Visit], str]:
-        within = self.within()
-        out = self.output_gradient("i").replace("dout_", "out_")
         place = place_of(self.writer)
+        delta = " + ".join(f"tl.sum(do{p.suffix} * o{p.suffix}, 1)[:, None]" for p in self.values)
         lines = [
-            f"e = tl.arange(0, {padded(self.d_v)})[None, :]",
-            f"do = tl.load({self.output_gradient('i')}{within}).to(tl.float32)",
-            f"o = tl.load({out}{within}).to(tl.float32)",
+            *(panel.columns("e") for panel in self.values),
+            *self.rows_of_output("do", "i", dtype="tl.float32"),
+            *self.rows_of_output("o", "i", "out", "tl.float32"),
             f"row_place = tl.cast({place}, tl.int64) * {self.n_q} + i",
-            "tl.store(delta_ptr + row_place, tl.sum(do * o, 1)[:, None], mask=rows_ok)",
+            f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)",
         ]
         if self.skips:
             dead = f"{place_in_list(self.writer)} * blocks + block" if self.listed else place

@@ -7,10 +7,7 @@ from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.expressions import Level
 from fusion.codegen.triton.forward import place_in_list
 from fusion.codegen.triton.key_loop import LOG2E
-from fusion.codegen.triton.matrices import matrix
-from fusion.codegen.triton.panels import padded
 from fusion.codegen.triton.stages import Visit, key_limits, listed
-from fusion.ir.expr import C, E, I, J
 
 
 class Queries(Role):
@@ -20,35 +17,33 @@ class Queries(Role):
 
     def body(self) -> tuple[list[Visit], str]:
         w, mask = self.writer, self.spec.mask
-        q, dq = (matrix(w, 0, self.spec.q, I, C, name=name) for name in ("", "dq"))
+        q, dq = (self.parts(w, 0, name) for name in ("", "dq"))
         visit = self._visit()
         finish = self._finish()
         if self.needs[0]:
-            finish += self.store("dq", "dq", dq, 0, "c", self.d, "rows_ok")
+            finish += self.store("dq", dq, 0, "rows_ok")
         finish += self._sinks()
         later = source.block(
-            self.read("q", q, 0, "c", self.d, ""),
-            f"do = tl.load({self.output_gradient('i')}{self.within()}).to({self.dtype})",
+            self.read("q", q, 0, ""),
+            *self.rows_of_output("do", "i"),
             *self.statistics("i"),
             *self._keys(),
-            f"dq = tl.full([ROWS, {padded(self.d)}], 0.0, tl.float32)" if self.needs[0] else "",
+            *self.zeros("dq", 0, "ROWS"),
             *self.sums_to("ROWS", "keys", "all"),
             *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
             *finish,
         )
-        places = [f"c = tl.arange(0, {padded(self.d)})[None, :]", f"e = tl.arange(0, {padded(self.d_v)})[None, :]"]
-        kept = source.without_dead([*places, *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
+        kept = source.without_dead([*self.places(), *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
         return [visit], source.block(*self.query_block(), *kept, later)
 
     def _visit(self) -> Visit:
         """`differentiate_keys`."""
-        spec, product = self.spec, ", input_precision=PRECISION)"
-        k, v = matrix(self.inside, 1, spec.k, J, C, moving=False), matrix(self.inside, 2, spec.v, J, E, moving=False)
+        k, v = (self.parts(self.inside, number) for number in (1, 2))
         inner = source.block(
-            self.read("k", k, 1, "c", self.d, "key_ok", bounded=True),
-            self.read("v", v, 2, "e", self.d_v, "key_ok", bounded=True),
-            self.tile(f"tl.dot(q, tl.trans(k){product}", f"tl.dot(do, tl.trans(v){product}", "[ROWS, KEYS]", "j_ok"),
-            f"dq = tl.dot(ds.to({self.dtype}), k, dq{product}" if self.needs[0] else "",
+            self.read("k", k, 1, "key_ok", bounded=True),
+            self.read("v", v, 2, "key_ok", bounded=True),
+            self.tile(self.product("q", "k", 0), self.product("do", "v", 2), "[ROWS, KEYS]", "j_ok"),
+            *self.accumulated("dq", f"ds.to({self.dtype})", "k", 0),
         )
         columns = [
             "key = (first + tl.arange(0, KEYS))[:, None]",
@@ -62,7 +57,7 @@ class Queries(Role):
             turns, doc = "for number in tl.range(start, stop):", "Tiles start <= number < stop of a list"
         tile = source.block(*self._first(), *source.without_dead(columns, inner), inner)
         loop = source.block(turns, source.indented(tile))
-        state = ["dq"] if self.needs[0] else []
+        state = self.sums("dq", 0)
         state += [f"sum_{n}" for n, _ in self.captured("keys", "all")]
         return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 

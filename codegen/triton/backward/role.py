@@ -10,8 +10,8 @@ from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.forward import KernelText, place_of, signature
 from fusion.codegen.triton.gradients import UPSTREAM_ROW, UPSTREAM_WEIGHT, Captured, Gradients, gradients_of
 from fusion.codegen.triton.key_loop import DTYPES, LOG2E
-from fusion.codegen.triton.matrices import Matrix, sum_of
-from fusion.codegen.triton.panels import padded
+from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
+from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.programs import LARGEST
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.derivative import UPSTREAM
@@ -30,7 +30,8 @@ class Role:
     outer, inner = "i", "j"
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]):
-        self.spec, self.d, self.d_v, self.needs = spec, d, d_v, needs
+        self.spec, self.needs = spec, needs
+        self.columns, self.values = panels(d), panels(d_v)
         self.gradients: Gradients = gradients_of(spec, needs)
         self.softmax = spec.normalizer is not Normalizer.NONE
         known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
@@ -103,42 +104,83 @@ class Role:
             rest = f"rest_{name}"
         return lines
 
-    def read(
-        self, name: str, part: Matrix, operand: int, column: str, extent: int, mask: str, bounded: bool = False
-    ) -> str:
-        """Statements that read a matrix at its parts of offsets; bounded: with the mask only where tiles are cut
+    def places(self) -> list[str]:
+        """Statements of the columns of Q and K, and of V, by panels."""
+        return [*(panel.columns("c") for panel in self.columns), *(panel.columns("e") for panel in self.values)]
+
+    def parts(self, writer: Writer, number: int, name: str = "", moving: bool = False) -> list[Matrix]:
+        """Q, K or V, operand `number`, or its gradient of that name, by panels."""
+        index = (self.spec.q, self.spec.k, self.spec.v)[number]
+        row, column = I if number == 0 else J, E if number == 2 else C
+        found = []
+        for panel in self.panels_of(number):
+            at = writer.where({column: f"{column.attr}{panel.suffix}"}) if panel.suffix else writer
+            found.append(matrix(at, number, index, row, column, name=name, moving=moving))
+        return found
+
+    def panels_of(self, number: int) -> tuple[Panel, ...]:
+        """The panels of operand `number` (Q, K, V)."""
+        return self.values if number == 2 else self.columns
+
+    def read(self, name: str, parts: Sequence[Matrix], number: int, mask: str, bounded: bool = False) -> str:
+        """Statements that read Q, K or V at its parts of offsets; bounded: with the mask only where tiles are cut
         off."""
-        at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
-        inside = f"({column} < {extent})" if padded(extent) != extent else ""
-        cast = "" if self.spec.operands[operand].dtype == self.spec.dtype else f".to({self.dtype})"
+        cast = "" if self.spec.operands[number].dtype == self.spec.dtype else f".to({self.dtype})"
+        lines = []
+        for part, panel in zip(parts, self.panels_of(number), strict=True):
+            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
+            inside = panel.inside("e" if number == 2 else "c")
+            whole, cut = (_load(to, at, limits, cast) for limits in ((inside,), (mask, inside)))
+            lines += [f"{at} = {_all(part)}", _either(cut, whole) if bounded else cut]
+        return source.block(*lines)
 
-        def load(*limits: str) -> str:
-            shown = " & ".join(text for text in limits if text)
-            return f"{name} = tl.load({name}_at{f', mask={shown}, other=0.0' if shown else ''}){cast}"
+    def store(self, name: str, parts: Sequence[Matrix], number: int, mask: str) -> list[str]:
+        """Statements that write the gradient of Q, K or V."""
+        dtype, lines = DTYPES[self.spec.operands[number].dtype], []
+        for part, panel in zip(parts, self.panels_of(number), strict=True):
+            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
+            inside = panel.inside("e" if number == 2 else "c")
+            limits = " & ".join([mask, f"({inside})"] if inside else [mask])
+            lines += [f"{at} = {_all(part)}", f"tl.store({at}, {to}.to({dtype}), mask={limits})"]
+        return lines
 
-        loaded = _either(load(mask, inside), load(inside)) if bounded else load(mask, inside)
-        return source.block(f"{name}_at = {at}", loaded)
-
-    def store(
-        self, name: str, value: str, part: Matrix, operand: int, column: str, extent: int, mask: str
-    ) -> list[str]:
-        at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
-        limits = [text for text in (mask, f"({column} < {extent})" if padded(extent) != extent else "") if text]
+    def zeros(self, name: str, number: int, rows: str) -> list[str]:
+        """Statements that begin the gradient of Q, K or V, where it is wanted."""
+        if not self.needs[number]:
+            return []
         return [
-            f"{name}_at = {at}",
-            f"tl.store({name}_at, {value}.to({DTYPES[self.spec.operands[operand].dtype]}), mask={' & '.join(limits)})",
+            f"{name}{panel.suffix} = tl.full([{rows}, {panel.width}], 0.0, tl.float32)"
+            for panel in self.panels_of(number)
         ]
 
-    def output_gradient(self, rows: str) -> str:
-        """Pointers to the gradient of the output, [rows, d_v]."""
-        axes = [f"tl.cast(b{axis}, tl.int64) * dout_stride_b{axis}" for axis in range(len(self.spec.batch))]
-        return sum_of(
-            "dout_ptr", *axes, f"tl.cast({rows}, tl.int64) * dout_stride_i", "tl.cast(e, tl.int64) * dout_stride_e"
-        )
+    def sums(self, name: str, number: int) -> list[str]:
+        """The names of the gradient of Q, K or V."""
+        return [f"{name}{panel.suffix}" for panel in self.panels_of(number)] if self.needs[number] else []
 
-    def within(self) -> str:
-        """The rest of a load of a row of V's width."""
-        return "" if padded(self.d_v) == self.d_v else f", mask=e < {self.d_v}, other=0.0"
+    def accumulated(self, name: str, left: str, right: str, number: int) -> list[str]:
+        """Statements that add left @ right to the gradient of Q, K or V, where it is wanted."""
+        return [
+            f"{name}{p.suffix} = tl.dot({left}, {right}{p.suffix}, {name}{p.suffix}, input_precision=PRECISION)"
+            for p in (self.panels_of(number) if self.needs[number] else ())
+        ]
+
+    def product(self, left: str, right: str, number: int) -> str:
+        """left @ right^T over the columns of Q and K, or of V, as one expression."""
+        text = ""
+        for panel in self.panels_of(number):
+            pair = f"{left}{panel.suffix}, tl.trans({right}{panel.suffix})"
+            text = f"tl.dot({pair}{f', {text}' if text else ''}, input_precision=PRECISION)"
+        return text
+
+    def rows_of_output(self, name: str, rows: str, tensor: str = "dout", dtype: str = "") -> list[str]:
+        """Statements that read the output or its gradient, [rows, d_v]."""
+        axes = [f"tl.cast(b{axis}, tl.int64) * {tensor}_stride_b{axis}" for axis in range(len(self.spec.batch))]
+        lines = []
+        for panel in self.values:
+            across = f"tl.cast(e{panel.suffix}, tl.int64) * {tensor}_stride_e"
+            at = sum_of(f"{tensor}_ptr", *axes, f"tl.cast({rows}, tl.int64) * {tensor}_stride_i", across)
+            lines.append(_load(f"{name}{panel.suffix}", at, (panel.inside("e"),), f".to({dtype or self.dtype})"))
+        return lines
 
     def query_block(self) -> list[str]:
         """Statements that say which rows of which head a program owns: the last blocks first."""
@@ -275,6 +317,19 @@ def _either(masked: str, full: str | None = None) -> str:
     if full is None or masked == full:
         return masked
     return source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
+
+
+def _all(part: Matrix) -> str:
+    """Pointers at all parts of an offset."""
+    return sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
+
+
+def _load(name: str, at: str, limits: Sequence[str], cast: str) -> str:
+    """The statement that loads what is within the limits, of which empty ones are none."""
+    shown = [text for text in limits if text]
+    shown = [f"({text})" for text in shown] if len(shown) > 1 else shown
+    mask = f", mask={' & '.join(shown)}, other=0.0" if shown else ""
+    return f"{name} = tl.load({at}{mask}){cast}"
 
 
 def dead_limit(spec: AttentionSpec) -> str:

@@ -85,6 +85,14 @@ def test_grouped_heads(layout: str) -> None:
     check(case("causal", "float32", 24, 20, group=3, order=("b0", "i", "b1", "e")), layout)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "d", "d_v"),
+    [("alibi", "float32", 40, 20), ("bias", "float32", 24, 40), ("left_padded", "bfloat16", 80, 96)],
+)
+def test_heads_of_two_panels(name: str, dtype: str, d: int, d_v: int) -> None:
+    check(case(name, dtype, d, d_v))
+
+
 def test_weights_and_sinks() -> None:
     check(case("causal", d=16, weight=True))
     check(case("alibi", d=16, sinks=True))
