@@ -128,7 +128,9 @@ def queries_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile
         if reads_tiles(spec.score, spec.weight):  # an element for each score, in flight and in registers
             return Tile(rows=64 if width <= 64 else 128, keys=64 if width <= 64 else 32, warps=8, stages=2)
         return Tile(rows=128, keys=64, warps=8, stages=2)
-    return Tile(rows=64 if width <= 128 else 32, keys=32, warps=8, stages=2 if 90 <= capability < 120 else 1)
+    if 90 <= capability < 120:
+        return Tile(rows=64 if width <= 256 else 32, keys=32, warps=8, stages=2)  # wgmma takes 64 rows
+    return Tile(rows=64 if width <= 128 else 32, keys=32, warps=8, stages=1)
 
 
 def keys_tile(spec: AttentionSpec, d: int, d_v: int, capability: int) -> Tile:

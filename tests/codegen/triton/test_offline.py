@@ -76,6 +76,14 @@ def test_heads_of_every_width_on_hopper(d: int, d_v: int) -> None:
     assert all(fact.spills == 0 for fact in facts), facts
 
 
+@pytest.mark.parametrize(("name", "d", "d_v"), [("alibi", 96, 96), ("causal", 192, 128), ("bias", 256, 256)])
+def test_gradients_of_wide_heads_on_hopper(name: str, d: int, d_v: int) -> None:
+    spec = case(name, "bfloat16", d, d_v).spec
+    facts = {fact.kernel: fact for fact in facts_of(spec, "sm_90", training=True)}
+    queries = facts["attention_backward_queries"]
+    assert queries.fits and not queries.spills and not queries.warnings and queries.matrix["wgmma"], queries
+
+
 @pytest.mark.parametrize("n_q", [1, 16])
 def test_latent_attention_on_hopper(n_q: int) -> None:
     """Decoding with 128 query heads for one key head; V is read from K's tile."""
