@@ -58,7 +58,9 @@ def test_strides_and_grouped_heads(layout: str) -> None:
 ROTATED = dataclasses.replace(SMALL, rotated=True)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", ["causal", "causal_last_key", "window", "left_padded", "left_padded_inf", "alibi", "bias", "soft_cap"]
+)
 def test_the_rotated_order(name: str) -> None:
     """Values of a tile are multiplied one tile later: in windows, cut-off tiles and blocks that are done again, too."""
     c = case(name, d=16, d_v=20)
