@@ -2,7 +2,7 @@
 
     for each stage of the key range        where every key is live without the mask, the rest with it
         S = Q K^T;  x = score program of S;  running maximum m and sum l;  O = O * alpha + P V
-    where a row met no live key although keys were skipped: once more over all keys
+    where a row met no live key and eager averages over all: once more over all keys
     divide by the sum, write
 
 All sizes and strides are run-time arguments; d and d_v are constants of the module, read in panels (`panels`). The loop
@@ -19,7 +19,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.key_loop import DTYPES, LOG2E, KeyLoop, Order
 from fusion.codegen.triton.matrices import matrix, sum_of
-from fusion.codegen.triton.panels import panelled, panels
+from fusion.codegen.triton.panels import Panel, panelled, panels
 from fusion.codegen.triton.programs import LARGEST, Programs, dead_rows_matter, programs_of
 from fusion.codegen.triton.stages import key_limits, listed
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates
@@ -133,9 +133,8 @@ class Forward:
             writer = self.writer if column == "c" else self.writer.where({C: column})
             part = matrix(writer, 0, self.spec.q, I, C)
             inside = f", mask={panel.inside('c')}, other=0.0" if panel.inside("c") else ""
-            at = sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
             cast = "" if self.spec.operands[0].dtype == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
-            lines.append(f"{name} = tl.load({at}{inside}){cast}")
+            lines.append(f"{name} = tl.load({part.pointers}{inside}){cast}")
             if not (part.rows or part.both):
                 lines.append(f"{name} = tl.broadcast_to({name}, [ROWS, {panel.width}])")
         return lines
@@ -191,12 +190,15 @@ class Forward:
         lines.append(f"out_rows = {self._output_rows()}")
         for panel in self.values:
             result = f"acc{panel.suffix} * factor" if self.softmax else f"acc{panel.suffix}"
-            inside = f" & ({panel.inside('e')})" if panel.inside("e") else ""
             lines += [
                 f"out{panel.suffix}_at = out_rows + tl.cast(e{panel.suffix}, tl.int64) * out_stride_e",
-                f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask=(rows <= i1)[:, None]{inside})",
+                f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask={self._rows_inside(panel)})",
             ]
         return source.block(*lines)
+
+    def _rows_inside(self, panel: Panel) -> str:
+        """Which elements of a block's panel of the output exist."""
+        return f"(rows <= i1)[:, None] & ({panel.inside('e')})" if panel.inside("e") else "(rows <= i1)[:, None]"
 
     def _output_rows(self) -> str:
         """Pointers to the rows of the output; those of packed heads lie side by side in the block."""

@@ -19,7 +19,7 @@ from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.packed_rows import heads_to_pack, packed
+from fusion.codegen.triton.packed_rows import ROWS_FROM, heads_to_pack, packed
 from fusion.codegen.triton.split import Combine, Part, may_split, splits_for
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
@@ -104,7 +104,7 @@ class Kernel:
     ):
         self.spec, self.tile, self.statistics, self.splits = spec, tile, statistics, splits
         self.tuner, self.packed = tuner if tile is None else None, packed
-        self._packing: dict[int, Kernel] = {}
+        self._packing: dict[int, Kernel] = {}  # by the number of heads
         self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
@@ -163,13 +163,14 @@ class Kernel:
 
     def _packed(self, batch: Sequence[int], n_q: int) -> Kernel:
         """The kernel in which heads that share keys share blocks of rows, or this one."""
-        group = 1 if self.statistics or self.packed > 1 else heads_to_pack(self.spec, batch, n_q)
-        if group == 1:
+        if self.statistics or self.packed > 1 or not batch or not 0 < n_q < ROWS_FROM:
             return self
-        if (found := self._packing.get(group)) is None:
-            spec = packed(self.spec, group)
-            found = Kernel(spec, self.tile, splits=self.splits, tuner=self.tuner, packed=group)
-            self._packing[group] = found
+        if (found := self._packing.get(batch[-1])) is None:
+            found, group = self, heads_to_pack(self.spec, batch, n_q)
+            if group > 1:
+                spec = packed(self.spec, group)
+                found = Kernel(spec, self.tile, splits=self.splits, tuner=self.tuner, packed=group)
+            self._packing[batch[-1]] = found
         return found
 
     def _shares(self, operands: Sequence[torch.Tensor]) -> bool:

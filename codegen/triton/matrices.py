@@ -31,6 +31,11 @@ class Matrix:
     columns: str
     both: str
 
+    @property
+    def pointers(self) -> str:
+        """To the elements, all parts of the offset added up."""
+        return sum_of(f"{self.operand}_ptr", self.block, self.rows, self.columns, self.both)
+
 
 def matrix(
     writer: Writer,

@@ -16,7 +16,6 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, number
 from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, place_of, signature
 from fusion.codegen.triton.key_loop import LOG2E, KeyLoop, Order
-from fusion.codegen.triton.panels import Panel
 from fusion.codegen.triton.programs import LARGEST, dead_rows_matter
 from fusion.ir.spec import AttentionSpec
 
@@ -88,10 +87,6 @@ class Part(Forward):
                 "tl.store(part_sum_ptr + at, row_sum, mask=(rows <= i1)[:, None])",
             ]
         return source.block(*lines)
-
-    def _rows_inside(self, panel: Panel) -> str:
-        """Which elements of a block's panel exist."""
-        return f"(rows <= i1)[:, None] & ({panel.inside('e')})" if panel.inside("e") else "(rows <= i1)[:, None]"
 
     def places(self, split: str) -> list[str]:
         """`at`: the number of a row among all rows of all heads and parts."""

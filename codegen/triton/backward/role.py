@@ -131,7 +131,7 @@ class Role:
             to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
             inside = panel.inside("e" if number == 2 else "c")
             whole, cut = (_load(to, at, limits, cast) for limits in ((inside,), (mask, inside)))
-            lines += [f"{at} = {_all(part)}", _either(cut, whole) if bounded else cut]
+            lines += [f"{at} = {part.pointers}", _either(cut, whole) if bounded else cut]
         return source.block(*lines)
 
     def store(self, name: str, parts: Sequence[Matrix], number: int, mask: str) -> list[str]:
@@ -141,7 +141,7 @@ class Role:
             to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
             inside = panel.inside("e" if number == 2 else "c")
             limits = " & ".join([mask, f"({inside})"] if inside else [mask])
-            lines += [f"{at} = {_all(part)}", f"tl.store({at}, {to}.to({dtype}), mask={limits})"]
+            lines += [f"{at} = {part.pointers}", f"tl.store({at}, {to}.to({dtype}), mask={limits})"]
         return lines
 
     def zeros(self, name: str, number: int, rows: str) -> list[str]:
@@ -317,11 +317,6 @@ def _either(masked: str, full: str | None = None) -> str:
     if full is None or masked == full:
         return masked
     return source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
-
-
-def _all(part: Matrix) -> str:
-    """Pointers at all parts of an offset."""
-    return sum_of(f"{part.operand}_ptr", part.block, part.rows, part.columns, part.both)
 
 
 def _load(name: str, at: str, limits: Sequence[str], cast: str) -> str:

@@ -25,14 +25,10 @@ from fusion import runtime
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
-from fusion.codegen.triton.candidates import candidates, fits, needs, shared_memory, smaller
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel, Variant
-from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
-from fusion.cost.from_spec import gpu_tile_times
-from fusion.machine import machine
+from fusion.codegen.triton.tiles import Tile
 from fusion.options import Options
-from fusion.plan import plan
 from tests.codegen.mlir.cases import case, draw
 
 SHAPE = {"B": 1, "H": 1, "Nq": 20, "Nk": 20}
@@ -393,61 +389,6 @@ def test_the_error_is_shown_where_nothing_fits_and_others_always(limited) -> Non
     limited(lambda tile: False, RuntimeError("an illegal memory access was encountered"))
     with pytest.raises(RuntimeError, match="illegal"):
         Kernel(c.spec)(operands, sizes)
-
-
-def test_smaller_tiles_end_at_the_smallest() -> None:
-    tile, met = Tile(rows=128, keys=256, warps=8, stages=3), []
-    while (reduced := smaller(tile)) is not None:
-        assert reduced.rows * reduced.keys * reduced.stages < tile.rows * tile.keys * tile.stages or (
-            reduced.warps < tile.warps
-        )
-        tile = reduced
-        met.append(tile)
-    assert met[-1] == Tile(rows=16, keys=16, warps=1, stages=1)
-    assert Tile(rows=16, keys=16, warps=4, stages=1) in met
-
-
-# -- candidates --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120, AMD])
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_candidates(capability: int, d: int, dtype: str) -> None:
-    spec = case("bias", dtype, d).spec
-    tables = {
-        "attention_forward": tile_for(spec, d, d, 4096, 4096, capability),
-        **backward_tiles(spec, d, d, capability),
-    }
-    for kernel, table in tables.items():
-        found = candidates(kernel, spec, (4096, 4096, d, d), table, capability)
-        assert found[0] == table and len(set(found)) == len(found)
-        assert all(fits(kernel, spec, d, d, tile, capability) for tile in found[1:])
-        assert all(needs(kernel, spec, d, d, tile)[0] <= shared_memory(capability) for tile in found[1:])
-        if d <= 128:
-            assert len(found) > 1, (kernel, found)
-    few = candidates("attention_forward", spec, (1, 4096, d, d), replace(table, rows=16, keys=64), capability)
-    assert {tile.rows for tile in few} == {16}
-
-
-@pytest.mark.parametrize("name", ["a100", "h200", "b200", "mi300x"])
-def test_the_model_has_a_time_for_every_candidate(name: str) -> None:
-    c = case("causal", "bfloat16", 128)
-    sizes = [{"B": 4, "H": 16, "Nq": 4096, "Nk": 4096}[size] for size in c.spec.sizes]
-    times = gpu_tile_times(c.spec, machine(name))
-    for kernel in ("attention_forward", "attention_split", "attention_backward_queries", "attention_backward_keys"):
-        tiles = [Tile(rows=rows, keys=64, warps=8, stages=2) for rows in (16, 64, 128)]
-        slow, middle, fast = times(kernel, sizes, tiles)
-        assert 0 < fast < slow and middle < slow
-    assert times("attention_backward_prepare", sizes, tiles) == [0.0] * 3
-
-
-@pytest.mark.parametrize("tile", [(64, 32), (128, 64), (512, 16)])
-def test_a_plan_has_the_tile_of_the_kernel(tile: tuple[int, int]) -> None:
-    c = case("causal", "bfloat16", 128)
-    sizes = {"B": 4, "H": 16, "Nq": 4096, "Nk": 4096}
-    found = plan(c.spec, "h200", sizes=sizes, tile=tile)
-    assert (found.B_r, found.B_c) == tile and math.isfinite(found.time)
 
 
 # -- the option --------------------------------------------------------------------------------------------------------
