@@ -20,7 +20,7 @@ from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.packed_rows import ROWS_FROM, heads_to_pack, packed
-from fusion.codegen.triton.split import Combine, Part, may_split, splits_for
+from fusion.codegen.triton.split import Combine, Part, splits_for, visited_function
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
 from fusion.errors import UnsupportedSizeError
@@ -107,7 +107,8 @@ class Kernel:
         self._packing: dict[int, Kernel] = {}  # by the number of heads
         self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
-        self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
+        self._visited = visited_function(spec)
+        self._variants: dict[tuple[int, int, bool, bool, bool, bool], Variant] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
         self._memory = [names.index(name) for name in spec.output.order]
@@ -126,13 +127,15 @@ class Kernel:
             return module.module_text(self.spec, forward_kernels(self.spec, d, d_v, self.statistics), d, d_v)
         return next((variant.source for variant in self._variants.values()), "")
 
-    def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order | None = None) -> Variant:
-        """The module for these sizes and schedule, made at first use."""
-        order = order or Order()
-        key = (d, d_v, interpreted, split, order)
+    def variant(
+        self, d: int, d_v: int, interpreted: bool, split: bool = False, rotated: bool = False, shared: bool = False
+    ) -> Variant:
+        """The module for these sizes, schedule and order, made at first use."""
+        key = (d, d_v, interpreted, split, rotated, shared)
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
+                    order = Order(rotated=rotated, shared=shared, packed=self.packed)
                     kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
                     found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
         return found
@@ -187,21 +190,20 @@ class Kernel:
             schedule = self._split if "attention_split" in variant.kernels else self._flash
             schedule(variant, tile, operands, sizes, dict(results), batch, extents)
 
-        stage = self._stage(operands[0].device, math.prod(batch), extents, self._shares(operands), launch)
+        stage = self._stage(operands[0].device, math.prod(batch), extents, sizes, self._shares(operands), launch)
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         autotune.run([stage], call, self.tuner, lambda: None)
 
     def _stage(
-        self, device: torch.device, heads: int, extents, shared: bool, launch: Callable[[Variant, Tile], None]
+        self, device: torch.device, heads: int, extents, sizes, shared: bool, launch: Callable[[Variant, Tile], None]
     ) -> Stage:
         """The schedule and the table's tile for a call. shared: V is the first columns of K."""
         n_q, n_k, d, d_v = extents
         table = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
-        split = self._splits(heads * -(-n_q // table.rows), n_k, table, device) > 1
+        split = self._splits(heads * -(-n_q // table.rows), sizes, table, device) > 1
 
         def variant(tile: Tile) -> Variant:
-            order = Order(rotated=tile.rotated and not shared, shared=shared, packed=self.packed)
-            return self.variant(d, d_v, device.type == "cpu", split, order)
+            return self.variant(d, d_v, device.type == "cpu", split, tile.rotated and not shared, shared)
 
         return Stage(
             kernel="attention_split" if split else "attention_forward",
@@ -220,7 +222,7 @@ class Kernel:
             return other.tile_of(sizes)
         tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
         if self.tuner is not None and 0 not in (*batch, n_q, n_k, d, d_v):
-            stage = self._stage(device, math.prod(batch), (n_q, n_k, d, d_v), False, lambda *_: None)
+            stage = self._stage(device, math.prod(batch), (n_q, n_k, d, d_v), sizes, False, lambda *_: None)
             aligned = [torch.empty(0, device=device)]
             call = call_of(aligned, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
             tile = autotune.settled(stage, call, self.tuner)
@@ -249,10 +251,10 @@ class Kernel:
         variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
 
     def _split(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
-        n_q, n_k, _, d_v = extents
+        n_q, _, _, d_v = extents
         heads, exact = math.prod(batch), precision(self.spec.dtype)
         programs = heads * -(-n_q // tile.rows)
-        splits = self._splits(programs, n_k, tile, operands[0].device)
+        splits = self._splits(programs, sizes, tile, operands[0].device)
         rows = splits * heads * n_q
         parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
@@ -262,12 +264,12 @@ class Kernel:
         variant.launch("attention_split", programs * splits, tile, exact, arguments)
         variant.launch("attention_combine", heads * -(-n_q // small.rows), small, exact, arguments)
 
-    def _splits(self, programs: int, n_k: int, tile: Tile, device: torch.device) -> int:
+    def _splits(self, programs: int, sizes: Sequence[int], tile: Tile, device: torch.device) -> int:
         if self.splits is not None:
             return self.splits
-        if device.type == "cpu" or not may_split(self.spec):
+        if programs > (most := processors(device)):
             return 1
-        return splits_for(programs, n_k, tile.keys, processors(device))
+        return splits_for(programs, self._visited(sizes, tile.rows), tile.keys, most)
 
 
 def forward_kernels(
@@ -335,5 +337,5 @@ def capability(device: torch.device) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Multiprocessors of a device; 0 where the interpreter stands for one."""
+    return 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

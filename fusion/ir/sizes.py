@@ -11,7 +11,7 @@ _OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
 
 
 def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Values of the sizes `names` -> those of the expressions; written out and compiled once: a call has
+    """Values of `names`, sizes or coordinates, -> those of the expressions; written out and compiled once: a call has
     microseconds."""
     texts = "".join(f"{_python(expr, list(names))}, " for expr in exprs)
     return eval(f"lambda s: ({texts})")  # the text holds integers and indices only
@@ -20,7 +20,7 @@ def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequ
 def _python(expr: Expr, names: list[str]) -> str:
     if expr.op == "const":
         return str(int(expr.attr))  # type: ignore[arg-type]
-    if expr.op == "size":
+    if expr.op in ("size", "coord"):
         return f"s[{names.index(str(expr.attr))}]"
     args = [_python(arg, names) for arg in expr.args]
     if expr.op in ("imin", "imax"):

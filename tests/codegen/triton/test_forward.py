@@ -217,12 +217,11 @@ def test_split_keys(name: str, splits: int) -> None:
 
 
 def test_how_many_splits() -> None:
-    from fusion.codegen.triton.split import may_split, splits_for
+    from fusion.codegen.triton.split import splits_for
 
     assert splits_for(programs=8, n_k=16384, keys=64, processors=132) == 33
     assert splits_for(programs=8, n_k=200, keys=64, processors=132) == 1
     assert splits_for(programs=1000, n_k=16384, keys=64, processors=132) == 1
-    assert may_split(case("causal").spec) and not may_split(case("window").spec)
 
 
 def test_heads_inside_the_last_dimension() -> None:

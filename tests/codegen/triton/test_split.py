@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+import fusion
 from fusion import runtime
+from fusion.codegen.triton import launch
 from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.packed_rows import packed as packed_spec
+from fusion.codegen.triton.split import splits_for, visited_function
 from fusion.codegen.triton.tiles import Tile
-from fusion.ir import Normalizer
-from tests.codegen.mlir.cases import assert_as_exact_as_eager, draw
+from fusion.ir import AttentionSpec, Kind, Normalizer, integers
+from fusion.ir.expr import coord, load
+from fusion.ir.ops import apply
+from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 from tests.codegen.triton.counting import count_products, live_tiles
 from tests.codegen.triton.test_backward_stages import PLACES, understood
 from tests.numerics import assert_as_exact_as_eager as assert_close
@@ -32,6 +41,71 @@ def test_parts_share_a_range_of_keys(monkeypatch, name: str, splits: int) -> Non
     live = PLACES[name](torch.arange(18)[:, None], torch.arange(150), 18, 150).expand(1, 18, 150)
     assert products["attention_split"] == 2 * live_tiles(live, ROWS, KEYS) <= 2 * 2 * 10
     assert products["attention_combine"] == (2 * 10 if name == "left_padded" else 0)
+
+
+def sliding(q, k, v, length=200):
+    """The last queries of a cache, each with a window of keys; heads of queries share those of keys."""
+    n_q, n_k = q.shape[2], k.shape[2]
+    i, j = torch.arange(n_q)[:, None] + n_k - n_q, torch.arange(n_k)
+    live = (j <= i) & (i - j < length)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
+
+
+def decoded(monkeypatch, function, q, k, v) -> tuple[Counter, list[tuple[str, int]], AttentionSpec]:
+    """(products, programs by kernel, spec) of a function's attention, whose result is checked, in a cache whose length
+    varies, on a device of 40 processors."""
+    products, programs, run = count_products(monkeypatch), [], launch.Variant.launch
+
+    def launched(self, name, count, *arguments):
+        programs.append((name, count))
+        run(self, name, count, *arguments)
+
+    monkeypatch.setattr(launch.Variant, "launch", launched)
+    monkeypatch.setattr(launch, "processors", lambda device: 40)
+    torch._dynamo.reset()
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        out = torch.compile(function, backend="fusion", dynamic=True, options={"inner": "eager", "strict": True})(q, k, v)
+    wide = function(q.double(), k.double(), v.double())
+    assert_close(out, function(q, k, v), wide, torch.float32)
+    return products, programs, reports[0].sites[0].spec
+
+
+@pytest.mark.parametrize(("n_q", "heads"), [(1, 2), (3, 2), (1, 4), (5, 4)])
+def test_windows_of_a_long_cache_are_shared(monkeypatch, n_q: int, heads: int) -> None:
+    """As many parts as the window is worth, not the cache; only its tiles are visited. Rows of two heads side by
+    side."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, heads, n_q, 16), torch.randn(1, 2, 900, 16), torch.randn(1, 2, 900, 16)
+    products, programs, _ = decoded(monkeypatch, sliding, q, k, v)
+    visited = 200 + (n_q - 1)
+    splits = splits_for(2, visited, KEYS, 40)
+    assert splits == 3
+    assert programs == [("attention_split", 2 * splits), ("attention_combine", 2)]
+    first = (900 - visited) // KEYS
+    assert products["attention_split"] == 2 * 2 * (-(-900 // KEYS) - first)
+
+
+def test_how_many_keys_are_visited() -> None:
+    sizes = (1, 4, 1, 4000)  # B, H, Nq, Nk
+    assert visited_function(case("plain").spec)(sizes, 16) == 4000
+    assert visited_function(case("causal").spec)((1, 4, 64, 4000), 16) == 64
+    assert visited_function(case("causal_last_key").spec)(sizes, 16) == 4000
+    assert visited_function(case("window").spec)((1, 4, 64, 4000), 16) == 32
+    assert visited_function(packed_spec(case("window", group=2).spec, 2))((1, 4, 64, 4000), 16) == 24
+
+
+def test_limits_that_only_data_tell() -> None:
+    """A range that a loaded length bounds further is taken without it; one that depends on the head is all keys."""
+    spec = case("window").spec
+    length = load(3, (coord("b0"),), Kind.INT)
+    low, high = spec.mask.key_lo, spec.mask.key_hi
+    joined = replace(spec.mask, key_lo=apply("imax", length, low), key_hi=apply("imin", high, length))
+    sizes = (1, 4, 64, 4000)
+    assert visited_function(replace(spec, mask=joined))(sizes, 16) == 32
+    for other in (replace(joined, key_lo=length), replace(joined, key_lo=integers.mul(low, coord("b1")))):
+        assert visited_function(replace(spec, mask=other))(sizes, 16) == 64
+    neither = replace(joined, key_lo=apply("imin", length, low), key_hi=length)
+    assert visited_function(replace(spec, mask=neither))(sizes, 16) == 4000
 
 
 @pytest.mark.parametrize("options", [{"sinks": True}, {"off_by_one": True}, {"normalizer": Normalizer.SAFE_SOFTMAX}])
