@@ -117,7 +117,7 @@ class Differentiable:
             if name in variant.kernels
         ]
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
-        if launches.listed and stages[0].kernel == Prepare.name and stages[-1].kernel == Keys.name:
+        if launches.noted and stages[0].kernel == Prepare.name and stages[-1].kernel == Keys.name:
             stages[0] = launches.prepared_for(autotune.settled(stages[-1], call, self.tuner), stages[0])
 
         def reset() -> None:
@@ -162,16 +162,17 @@ class _Launches:
         self.heads, self.shared = math.prod(batch), math.prod(shared)
         self.device, self.exact = operands[0].device, precision(spec.dtype)
         self.listed = KeyLists.name in variant.kernels or RowLists.name in variant.kernels
+        self.noted = spec.mask is not None and spec.mask.skips
         self.noted_rows = 0
         self.by_kernel = {Prepare.name: self.prepare, Queries.name: self.queries, Keys.name: self.keys}
 
     def prepare(self, tile: Tile) -> None:
-        """delta, and what has dead rows: heads; where tiles are listed, blocks of as many rows as in the kernel of dK
-        and dV."""
+        """delta, and which blocks of as many rows as in the kernel of dK and dV have dead ones."""
         self.noted_rows = tile.rows
         blocks = -(-self.n_q // tile.rows)
-        count = places(self.spec, self.batch) * blocks if self.listed else self.heads
-        self.results["dead"] = torch.zeros([count], dtype=torch.int32, device=self.device)
+        if self.noted:
+            count = places(self.spec, self.batch) if self.listed else self.heads
+            self.results["dead"] = torch.zeros([count * blocks], dtype=torch.int32, device=self.device)
         self._launch(Prepare.name, self.heads * blocks, tile)
 
     def prepared_for(self, tile: Tile, stage: Stage) -> Stage:
@@ -185,7 +186,7 @@ class _Launches:
 
     def keys(self, tile: Tile) -> None:
         rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
-        if self.listed and Prepare.name in self.variant.kernels and self.noted_rows != tile.rows:
+        if self.noted and Prepare.name in self.variant.kernels and self.noted_rows != tile.rows:
             self.prepare(Tile(rows=tile.rows, keys=16, warps=4, stages=1))
         self._list(RowLists.name, tile, (keys, rows))
         self._launch(Keys.name, self.shared * keys, tile)

@@ -275,7 +275,12 @@ def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:
 
 def place_in_list(writer: Writer) -> str:
     """The number of the lists of live tiles of the batch coordinates at hand, as a factor."""
-    place = place_of(writer, axes_of(writer.spec))
+    return place_factor(writer, axes_of(writer.spec))
+
+
+def place_factor(writer: Writer, axes: Sequence[int] | None = None) -> str:
+    """`place_of` as a factor."""
+    place = place_of(writer, axes)
     return f"({place})" if " " in place else place
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.expressions import Level, Writer
-from fusion.codegen.triton.forward import place_in_list, place_of
+from fusion.codegen.triton.forward import place_factor, place_in_list
 from fusion.codegen.triton.stages import Visit, listed
 from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
@@ -49,7 +49,7 @@ class Keys(Role):
         member = source.block(
             *self._rows(),
             *self.sums_to("KEYS", "rows"),
-            *self.stages(visit, mask is not None and mask.full is not None, indent),
+            *self.stages(visit, self._notes_dead or mask is not None and mask.full is not None, indent),
             *after,
         )
         lines = self.writer.lines
@@ -74,14 +74,22 @@ class Keys(Role):
             *self.inside.lines[Level.TILE],
         ]
         loop = source.block(*source.without_dead(rows, inner), inner)
-        turns, doc = "for block in tl.range(start, stop):", "Blocks of rows start <= block < stop"
+        turns, doc, first = "for block in tl.range(start, stop):", "Blocks of rows start <= block < stop", ""
         if self.listed:
             turns, doc = "for number in tl.range(start, stop):", "Blocks of rows start <= number < stop of a list"
-            loop = f"block = tl.load(list_at + number)\n{loop}"
-        text = source.block(turns, source.indented(loop))
+            first = "block = tl.load(list_at + number)"
+        elif self._notes_dead:
+            turns, doc = "for number in tl.range(start, stop):", f"{doc}, or those before dead_stop in place of others"
+            first = "block = number\nif MASKED:\n    block += tl.where(number < live_start, dead_stop - live_start, 0)"
+        text = source.block(turns, source.indented(source.block(first, loop)))
         state = [*self.sums("dk", 1), *self.sums("dv", 2)]
         state += [f"sum_{n}" for n, _ in self.captured("rows")]
         return self.visit("differentiate_rows", f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
+
+    @property
+    def _notes_dead(self) -> bool:
+        """Whether it is noted, by blocks, which rows met no live key: these have weights everywhere."""
+        return self.skips and self.softmax and not self.listed
 
     def _position(self) -> list[str]:
         groups = [self.writer.value(group) for group in self.gradients.groups]
@@ -127,7 +135,7 @@ class Keys(Role):
         if self.listed:
             return listed(blocks, f"{place_in_list(self.writer)} * key_blocks + program % key_blocks")
         mask = self.spec.mask
-        whole = f"full_stop = tl.maximum(start, tl.minimum(stop, {self.n_q} // ROWS))"
+        whole = f"full_stop = tl.maximum(full_start, tl.minimum(stop, {self.n_q} // ROWS))"
         if mask is None or not (self.skips or mask.full is not None):
             return ["start = 0", f"stop = {blocks}", "full_start = start", whole]
         lines = [
@@ -136,18 +144,25 @@ class Keys(Role):
             "stop = 0",
             "full_start = blocks",
             "full_stop = blocks",
+            *(["dead_start = blocks", "dead_stop = 0"] if self._notes_dead else []),
             f"for begin in tl.range(0, blocks, {LANES}):",
             source.indented(self._scan(mask)),
+            *(self._with_dead() if self._notes_dead else []),
         ]
-        if self.skips and self.softmax:  # rows that met no live key have weights everywhere
-            lines += [
-                f"dead = tl.load(dead_ptr + {place_of(self.writer)}) != 0",
-                "start = tl.where(dead, 0, start)",
-                "stop = tl.where(dead, blocks, stop)",
-            ]
         if mask.full is None:
-            return [*lines, "full_start = start", whole]
+            return [*lines, f"full_start = {'live_start' if self._notes_dead else 'start'}", whole]
         return [*lines, "full_start = tl.minimum(full_start, stop)", "full_stop = tl.minimum(full_stop, stop)"]
+
+    def _with_dead(self) -> list[str]:
+        """Statements that add the blocks with dead rows, from the first to the last: to the range where the two touch;
+        else (padding at the beginning of a sequence) they are visited before it, as if they were the numbers before
+        `live_start`."""
+        return [
+            "apart = (dead_start < dead_stop) & (start < stop) & ((dead_stop < start) | (stop < dead_start))",
+            "live_start = tl.where(apart, start, tl.minimum(start, dead_start))",
+            "stop = tl.where(apart, stop, tl.maximum(stop, dead_stop))",
+            "start = tl.where(apart, live_start - (dead_stop - dead_start), live_start)",
+        ]
 
     def _scan(self, mask: MaskFacts) -> str:
         """Look at the key ranges of some blocks of rows: which of them meet these keys, and the first blocks in a row
@@ -163,6 +178,14 @@ class Keys(Role):
             full += [] if mask.full_hi is None else [f"({value(mask.full_hi)} >= {last})"]
             return [f"meets = {' & '.join(meets)}", f"full = meets & {' & '.join(full)}"]
 
+        dead: list[str] = []
+        if self._notes_dead:
+            at = f"dead_ptr + {place_factor(self.writer)} * blocks + number"
+            dead = [
+                f"dead = tl.load({at}, mask=number < blocks, other=0) != 0",
+                "dead_start = tl.minimum(dead_start, tl.min(tl.where(dead, number, blocks), 0))",
+                "dead_stop = tl.maximum(dead_stop, tl.max(tl.where(dead, number + 1, 0), 0))",
+            ]
         return source.block(
             f"number = begin + tl.arange(0, {LANES})",
             "i0 = tl.minimum(number, blocks - 1) * ROWS",
@@ -172,6 +195,7 @@ class Keys(Role):
             "stop = tl.maximum(stop, tl.max(tl.where(meets, number + 1, 0), 0))",
             "full_start = tl.minimum(full_start, tl.min(tl.where(full, number, blocks), 0))",
             "full_stop = tl.minimum(full_stop, tl.min(tl.where(full | (number < full_start), blocks, number), 0))",
+            *dead,
         )
 
     def summed(self, full: bool) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
-from fusion.codegen.triton.forward import place_in_list, place_of
+from fusion.codegen.triton.forward import place_factor, place_in_list, place_of
 from fusion.codegen.triton.stages import Visit
 
 
 class Prepare(Role):
-    """delta of one block of ROWS query rows: the row sums of dO * O; and whether a row of the head met no live key.
+    """delta of one block of ROWS query rows: the row sums of dO * O; and whether one of them met no live key.
 
-    Where tiles are listed, that is noted by blocks, for all heads that share lists: ROWS is that of the kernel of dK.
+    That is for the kernel of dK and dV, whose ROWS must be the same; where tiles are listed, for all heads that share
+    lists.
     """
 
     name = "attention_backward_prepare"
@@ -27,10 +28,10 @@ class Prepare(Role):
             f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)",
         ]
         if self.skips:
-            dead = f"{place_in_list(self.writer)} * blocks + block" if self.listed else place
+            dead = place_in_list(self.writer) if self.listed else place_factor(self.writer)
             lines += [
                 "row_max = tl.load(statistics_ptr + row_place)",
                 f"if {any_dead(self.spec)} != 0:",
-                f"    tl.store(dead_ptr + {dead}, 1)",
+                f"    tl.store(dead_ptr + {dead} * blocks + block, 1)",
             ]
         return [], source.block(*self.query_block(), *lines)

@@ -69,12 +69,39 @@ def test_only_tiles_at_the_edge_evaluate_the_mask(monkeypatch, name: str) -> Non
         dead = ~live.any(2)
         queries["all"] += 3 * live_tiles(live, ROWS, KEYS, dead)
         queries["full"] += 3 * full_tiles(live, ROWS, KEYS, whole="keys", dead=dead)
-        everywhere = dead.any(1, keepdim=True).expand_as(dead)  # in a head: all of its blocks of rows visit all keys
-        keys["all"] += 4 * live_tiles(live, ROWS, KEYS, everywhere)
+        keys["all"] += 4 * live_tiles(live, ROWS, KEYS, dead)
         keys["full"] += 4 * full_tiles(live, ROWS, KEYS, whole="rows")
     for kernel, expected in (("queries", queries), ("keys", keys)):
         assert products[f"attention_backward_{kernel}"] == expected["all"]
         assert products.full[f"attention_backward_{kernel}"] == expected["full"] > 0
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("full", [True, False])
+def test_only_blocks_with_dead_rows_meet_all_keys(monkeypatch, full: bool, group: int) -> None:
+    """Padding on the left, of one batch element longer than a block of rows: its blocks are visited beside those that
+    the mask leaves alive, and none between."""
+    products, c = count_products(monkeypatch), understood("left_padded", group=group)
+    if not full:
+        c = replace(c, spec=replace(c.spec, mask=replace(c.spec.mask, full=None, full_lo=None, full_hi=None)))
+    n, padding = 150, torch.tensor([[37], [0]])
+    c = replace(c, program=replace(c.program, tensors=lambda n: [torch.arange(n["Nk"])[None] >= padding]))
+    check(c, tile=TILE, shapes=({"B": 2, "H": 1, "Nq": n, "Nk": n},))
+    causal = (torch.arange(n) <= torch.arange(n)[:, None]).expand(2, n, n)
+    dead = torch.arange(n)[None] < padding
+    expected = live_tiles(causal, ROWS, KEYS, dead)
+    assert expected < live_tiles(causal, ROWS, KEYS, dead.any(1, keepdim=True).expand_as(dead))
+    assert products["attention_backward_keys"] == 4 * group * expected
+    assert products["attention_backward_queries"] == 3 * group * expected
+
+
+def test_dead_rows_at_the_end(monkeypatch) -> None:
+    """Rows after a window's last key, and keys that no row meets otherwise."""
+    products, c = count_products(monkeypatch), understood("window")
+    shape = {"B": 1, "H": 1, "Nq": 200, "Nk": 70}
+    check(c, tile=TILE, shapes=(shape,))
+    live = PLACES["window"](torch.arange(200)[:, None], torch.arange(70), 200, 70).expand(1, 200, 70)
+    assert products["attention_backward_keys"] == 4 * live_tiles(live, ROWS, KEYS, ~live.any(2))
 
 
 @pytest.mark.parametrize("options", [{"group": 2}, {"weight": True, "sinks": True}], ids=str)
