@@ -25,8 +25,8 @@ from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
-from fusion.plan import Plan, plan
-from fusion.report import NO_ATTENTION, Report, SiteReport, publish
+from fusion.plan import plan
+from fusion.report import NO_ATTENTION, Planned, Report, SiteReport, publish
 
 log = logging.getLogger(__name__)
 logs.configure()
@@ -176,7 +176,7 @@ def _report(
                 specs=tuple(part.spec for part in parts),
                 sizes=tuple(_sizes(part, hints) for part in parts),
                 shapes=tuple(_shapes(part, hints) for part in parts),
-                plans=tuple(_plan(part, hints, options) for part in parts),
+                planned=tuple(_planned(part, hints, options) for part in parts),
                 approximations=tuple(_approximation(part, hints, options) for part in parts),
                 sources=tuple(_source(part, options) for part in parts),
             )
@@ -195,16 +195,27 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
     reason = dispatch.refusal(part.spec, part.device, options.emitter, request)
     if reason is not None:
         return f"{request.method}: exact, because {reason}"
-    plan = _plan(part, hints, options)
+    plan = _planned(part, hints, options)().plan
     return dispatch.describe(request, plan.problem, plan.machine)
 
 
-def _plan(part: Specified, hints: Mapping[str, int], options: Options) -> Plan:
-    """What the kernel is predicted to cost at the sizes of this trace."""
-    sizes = _sizes(part, hints)
-    tile = runtime.kernel_tile(part.spec, part.device, _exact_emitter(options), tuple(sizes.values()))
-    machine = None if part.device == "cpu" else part.device
-    return plan(part.spec, machine, sizes=sizes, tile=tile)
+def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Planned]:
+    """What says which kernel runs at the sizes of this trace, and what it is predicted to cost; when it is asked: tiles
+    that are measured are known after the first call."""
+    spec, device, emitter, trained = part.spec, part.device, _exact_emitter(options), part.differentiable
+    sizes, machine = _sizes(part, hints), None if device == "cpu" else device
+    values = tuple(sizes.values())
+
+    def planned() -> Planned:
+        choice = runtime.kernel_choice(spec, device, emitter, trained, values)
+        if choice is None:
+            tile = runtime.kernel_tile(spec, device, emitter, values)
+            return Planned(plan=plan(spec, machine, sizes=sizes, tile=tile))
+        schedules = ("split_k",) if choice.splits > 1 else ("flash", "block_sparse")
+        found = plan(spec, machine, sizes=sizes, tile=choice.tiling, allow=None if machine is None else schedules)
+        return Planned(plan=found, runs=str(choice))
+
+    return planned
 
 
 def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:

@@ -27,6 +27,10 @@ from fusion.machine import machine as find_machine
 _RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", "split_k")}
 
 
+Given = tuple[tuple[str, int], ...]
+"""(name, size) of the tile variables that are settled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A schedule that was weighed.
@@ -181,14 +185,15 @@ def plan(
     row_multiple: int | None = None,
     col_multiple: int | None = None,
     features: int | None = None,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int] | Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
     problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`. schedule: take this one;
     otherwise the best of `allow` (by default what there are kernels for) in a direction, "forward" or "backward".
-    tile: (B_r, B_c) where they are settled. row_multiple, col_multiple: the kernel's register tile, of which B_r and
-    B_c are multiples on CPUs (default: that of the kernel for this machine). features: number of polynomial features r.
+    tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s. row_multiple,
+    col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of the kernel
+    for this machine). features: number of polynomial features r.
 
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
     """
@@ -198,7 +203,8 @@ def plan(
     rows, keys = _register_tile(target)
     multiples = (row_multiple or rows, col_multiple or keys)
     names = _names(schedule, allow, direction, target, features)
-    return _plan(problem, target, names, multiples, features or 1, tile)
+    settled = tile if isinstance(tile, Mapping) else dict(zip(("B_r", "B_c"), tile or (), strict=False))
+    return _plan(problem, target, names, multiples, features or 1, tuple(sorted(settled.items())))
 
 
 def _register_tile(target: Machine) -> tuple[int, int]:
@@ -255,7 +261,7 @@ def _plan(
     names: tuple[str, ...],
     multiples: tuple[int, int],
     features: int,
-    tile: tuple[int, int] | None = None,
+    tile: Given = (),
 ) -> Plan:
     from fusion.cost.choose import candidate, lower_bound
 

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 NO_ATTENTION = "this graph holds no attention"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """plan: of a spec's kernel; runs: tile, warps, stages and order of one for GPUs, in words."""
+
+    plan: Plan
+    runs: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class SiteReport:
     """One attention of the model.
@@ -27,8 +35,8 @@ class SiteReport:
     fused: whether it runs as a fused kernel; reason: why not. location: the user's source line of the product with V.
     stopped_by, stopped_at: the operation that stood in the way and the user's line of it, where one can be named.
     module: path of the nn.Module. specs: what was recognised (several where the weights are a sum of attentions).
-    sizes, shapes: values of each spec's sizes, and shapes of its operands, in the example. plans, sources: schedule and
-    generated kernel of each spec.
+    sizes, shapes: values of each spec's sizes, and shapes of its operands, in the example. planned: what tells how each
+    spec runs; `plans` and `runs` ask it. sources: generated kernel of each spec.
     before, after: the graph around it, for drawing.
     approximations: what the option `approximate` does with each spec; None without it.
     """
@@ -44,7 +52,7 @@ class SiteReport:
     specs: tuple[AttentionSpec, ...] = ()
     sizes: tuple[Mapping[str, int], ...] = ()
     shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    plans: tuple[Plan, ...] = ()
+    planned: tuple[Callable[[], Planned], ...] = ()
     sources: tuple[str, ...] = ()
     approximations: tuple[str | None, ...] = ()
 
@@ -74,8 +82,18 @@ class SiteReport:
         return self.specs[0] if self.specs else None
 
     @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The schedule of each spec, as far as it is known by now: tiles are measured at a kernel's first call."""
+        return tuple(planned().plan for planned in self.planned)
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """In what each spec runs, likewise; "" where the plan's tile says all."""
+        return tuple(planned().runs for planned in self.planned)
+
+    @property
     def plan(self) -> Plan | None:
-        return self.plans[0] if self.plans else None
+        return self.planned[0]().plan if self.planned else None
 
     @property
     def source(self) -> str | None:

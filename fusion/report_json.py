@@ -56,9 +56,12 @@ def _site(site: SiteReport) -> dict[str, Any]:
                 "sizes": dict(sizes),
                 "spec": json.loads(spec.to_json()),
                 "plan": _plan(plan),
+                "runs": runs or None,
                 "kernel_lines": len(source.splitlines()),
             }
-            for spec, sizes, plan, source in zip(site.specs, site.sizes, site.plans, site.sources, strict=True)
+            for spec, sizes, plan, runs, source in zip(
+                site.specs, site.sizes, site.plans, site.runs, site.sources, strict=True
+            )
         ],
     }
 

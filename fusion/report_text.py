@@ -41,14 +41,14 @@ def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]
     if same != number:
         return [f"    kernel   the same as [{same}]"]
     lines = []
+    plans, runs = site.plans, site.runs
     for position, spec in enumerate(site.specs):
         lines.append(f"    program  {spec.formula()}")
         if spec.mask is not None:
-            lines.append(
-                f"    mask     {mask_text(spec, site.plans[position] if position < len(site.plans) else None)}"
-            )
-        if position < len(site.plans):
-            lines += _indented("plan", site.plans[position].explain().partition("\nothers")[0])
+            lines.append(f"    mask     {mask_text(spec, plans[position] if position < len(plans) else None)}")
+        if position < len(plans):
+            lines += _indented("plan", plans[position].explain().partition("\nothers")[0])
+            lines += _indented("runs", runs[position])
         if position < len(site.approximations) and (approximation := site.approximations[position]):
             lines += _indented("approx", approximation)
         if position < len(site.sources) and (source := site.sources[position]):

@@ -19,6 +19,7 @@ from fusion.machine import machine
 
 if TYPE_CHECKING:
     from fusion.codegen.triton.autotune import Tuner
+    from fusion.codegen.triton.tiles import Choice
 
 log = logging.getLogger(__name__)
 TUNED = "/tuned"
@@ -189,6 +190,12 @@ def kernel_tile(spec: AttentionSpec, device: str, emitter: str, sizes: Sequence[
     """(B_r, B_c) that a call of a spec with these sizes gets, where its emitter says so."""
     tile_of = getattr(_forward_kernel(spec, device, emitter), "tile_of", None)
     return None if tile_of is None else tile_of(sizes)
+
+
+def kernel_choice(spec: AttentionSpec, device: str, emitter: str, trained: bool, sizes: Sequence[int]) -> Choice | None:
+    """What a call of a spec with these sizes runs on a GPU, as far as is known by now; None for other emitters."""
+    choice_of = getattr(_forward_kernel(spec, device, emitter, trained), "choice_of", None)
+    return None if choice_of is None else choice_of(sizes)
 
 
 def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int], trained: bool = False) -> str | None:

@@ -21,7 +21,7 @@ from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
 from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, empty_lists, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
-from fusion.codegen.triton.tiles import Tile, backward_tiles
+from fusion.codegen.triton.tiles import Choice, Tile, backward_tiles
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 
@@ -48,6 +48,10 @@ class Differentiable:
     @property
     def source(self) -> str:
         return self.kernel.source
+
+    def choice_of(self, sizes: Sequence[int]) -> Choice:
+        """What the forward of a call runs (see `Kernel.choice_of`)."""
+        return self.kernel.choice_of(sizes)
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         out, statistics = self.kernel.forward(operands, sizes)

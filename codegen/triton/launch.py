@@ -22,7 +22,7 @@ from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.packed_rows import ROWS_FROM, heads_to_pack, packed
 from fusion.codegen.triton.split import Combine, Part, splits_for, visited_function
 from fusion.codegen.triton.tile_lists import TileLists, places
-from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, tile_for
+from fusion.codegen.triton.tiles import AMD, INTERPRETER, Choice, Tile, tile_for
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.expr import C, E, substitute
 from fusion.ir.sizes import size_function
@@ -213,19 +213,28 @@ class Kernel:
             others=lambda: candidates("attention_forward", self.spec, extents, table, capability(device)),
         )
 
-    def tile_of(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """(rows, keys) of the tile that a call with these sizes and aligned tensors gets on the current device, as far
-        as is known before it."""
+    def choice_of(self, sizes: Sequence[int]) -> Choice:
+        """What a call with these sizes and aligned tensors runs on the current device, as far as is known before it."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         if (other := self._packed(batch, n_q)) is not self:
-            return other.tile_of(sizes)
-        tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
-        if self.tuner is not None and 0 not in (*batch, n_q, n_k, d, d_v):
-            stage = self._stage(device, math.prod(batch), (n_q, n_k, d, d_v), sizes, False, lambda *_: None)
+            return other.choice_of(sizes)
+        heads, measured = math.prod(batch), False
+        table = tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
+        splits = self._splits(heads * -(-n_q // tile.rows), sizes, tile, device)
+        if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
+            stage = self._stage(device, heads, (n_q, n_k, d, d_v), sizes, False, lambda *_: None)
             aligned = [torch.empty(0, device=device)]
-            call = call_of(aligned, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+            call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
             tile = autotune.settled(stage, call, self.tuner)
+            measured = self.tuner is not None and self.tuner.tile(stage, call) is not None
+        if splits > 1 and tile != table:
+            splits = self._splits(heads * -(-n_q // tile.rows), sizes, tile, device)
+        return Choice(tile=tile, keys=n_k, splits=splits, measured=measured)
+
+    def tile_of(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """(rows, keys) of `choice_of`."""
+        tile = self.choice_of(sizes).tile
         return tile.rows, tile.keys
 
     def _section(self, operands, heads: int, extents) -> int:

@@ -42,6 +42,27 @@ class Tile:
         return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}{order}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a call runs. keys: of all; splits: parts that they are cut into; measured: whether the tile was timed (see
+    `autotune`)."""
+
+    tile: Tile
+    keys: int
+    splits: int = 1
+    measured: bool = False
+
+    @property
+    def tiling(self) -> dict[str, int]:
+        """By the names of the cost model."""
+        cut = {"B_s": -(-self.keys // self.splits)} if self.splits > 1 else {}
+        return {"B_r": self.tile.rows, "B_c": self.tile.keys, "stages": self.tile.stages, **cut}
+
+    def __str__(self) -> str:
+        parts = "" if self.splits == 1 else f"keys in {self.splits} parts, "
+        return f"{parts}tiles of {self.tile}{', measured' if self.measured else ''}"
+
+
 def power(extent: int) -> int:
     """The power of two that holds an extent."""
     return 1 << max(0, (max(1, extent) - 1).bit_length())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from fusion.cost.tiles import Tile, Tiles, cpu_tiles, gpu_tiles, grid, least_io,
 from fusion.cost.timing import Times, gpu_time, shares_of, streaming_time
 from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
-from fusion.plan import Candidate
+from fusion.plan import Candidate, Given
 
 # Schedules whose tile comes from the derived optimum; the others search their few balanced blocks.
 _CLOSED_FORM = ("flash", "block_sparse", "key_stationary", "split_k", "small_cache")
 _FLASH = ("flash", "block_sparse", "split_k")
+_SKIPPING = ("block_sparse", "split_k")
+"""Those that visit live tiles only."""
 
 
 def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) -> float:
@@ -52,9 +55,9 @@ def candidate(
     name: str,
     multiples: tuple[int, int],
     features: int,
-    given: tuple[int, int] | None = None,
+    given: Given = (),
 ) -> Candidate:
-    """The schedule with its best tile on that machine (or the one that is given), or the reason why it has none."""
+    """The schedule with its best tile on that machine (as far as it is not given), or the reason why it has none."""
     try:
         tiles, times = _tiles_and_times(problem, machine, name, multiples, features, given)
     except NoFittingTileError as error:
@@ -77,7 +80,7 @@ def candidate(
 
 def _share(problem: Problem, machine: Machine, name: str, tile: Tile, multiples: tuple[int, int]) -> float:
     """s of the chosen tile. The CPU kernel ends a row block's keys on its register tile, others on whole key blocks."""
-    if name != "block_sparse":
+    if name not in _SKIPPING:
         return 1.0
     return problem.live_share(tile.get("B_r", 1), multiples[1] if machine.kind == "cpu" else tile.get("B_c", 1))
 
@@ -92,21 +95,22 @@ def _tiles_and_times(
     name: str,
     multiples: tuple[int, int],
     features: int,
-    given: tuple[int, int] | None,
+    given: Given,
 ) -> tuple[Tiles, Times]:
+    fixed = dict(given)
     if machine.kind == "cpu" and name in ("flash", "block_sparse"):
         tiles = cpu_tiles(problem, machine, *multiples)
-        if given is not None:
-            tiles = grid({"B_r": [given[0]], "B_c": [given[1]], "stages": [1]})
+        if fixed:
+            tiles = grid({"B_r": [fixed["B_r"]], "B_c": [fixed["B_c"]], "stages": [1]})
         return tiles, cpu_time(machine, problem, tiles, multiples, skip=name == "block_sparse")
     if machine.kind == "gpu" and name in _FLASH:
-        tiles = gpu_tiles(problem, machine) if given is None else _of_size(problem, machine, given)
-        tiles = _with_splits(tiles, problem, machine) if name == "split_k" else tiles
+        tiles = _of_size(problem, machine, fixed) if fixed else gpu_tiles(problem, machine)
+        tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if name == "split_k" else tiles
         splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if name == "split_k" else 1
         return tiles, gpu_time(machine, problem, tiles, _shares(problem, tiles, name), splits)
     tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
     tiles = {key: np.array([size]) for key, size in tile.items()}
-    share = problem.live_share(tile["B_r"], tile["B_c"]) if name == "block_sparse" else 1.0
+    share = problem.live_share(tile["B_r"], tile["B_c"]) if name in _SKIPPING else 1.0
     result = _counts(name, problem, machine, tile, share, features)
     return tiles, streaming_time(machine, problem, result, len(schedule(name).phases))
 
@@ -116,26 +120,29 @@ def _least_io(name: str, problem: Problem, capacity: int, features: int) -> Tile
     if name in _CLOSED_FORM:
         with contextlib.suppress(NoFittingTileError):  # the derivation leaves out phases that bind only where d_v >> d
             return snapped_tile(name, problem, capacity)
-    share = problem.live_share(64, 1) if name == "block_sparse" else 1.0
+    share = problem.live_share(64, 1) if name in _SKIPPING else 1.0
     return least_io(schedule(name), problem, capacity, share, features)
 
 
 def _shares(problem: Problem, tiles: Tiles, name: str) -> np.ndarray:
-    return shares_of(problem, tiles) if name == "block_sparse" else np.ones(len(tiles["B_r"]))
+    return shares_of(problem, tiles) if name in _SKIPPING else np.ones(len(tiles["B_r"]))
 
 
-def _of_size(problem: Problem, machine: Machine, given: tuple[int, int]) -> Tiles:
-    """The legal tiles (B_r, B_c) = given, or that with one stage where there is none: a kernel runs in it."""
-    single = grid({"B_r": [given[0]], "B_c": [given[1]], "stages": [1]})
+def _of_size(problem: Problem, machine: Machine, fixed: Mapping[str, int]) -> Tiles:
+    """The legal tiles with these sizes, or the one that they name where there is none: a kernel runs in it."""
+    names = [name for name in ("B_r", "B_c", "stages") if name in fixed]
+    single = grid({"stages": [1]} | {name: [fixed[name]] for name in names})
     with contextlib.suppress(NoFittingTileError):
         tiles = gpu_tiles(problem, machine)
-        keep = (tiles["B_r"] == given[0]) & (tiles["B_c"] == given[1])
+        keep = np.logical_and.reduce([tiles[name] == fixed[name] for name in names])
         return {name: column[keep] for name, column in tiles.items()} if keep.any() else single
     return single
 
 
-def _with_splits(tiles: Tiles, problem: Problem, machine: Machine) -> Tiles:
-    """Every tile with every sensible number of splits, each a whole number of key tiles."""
+def _with_splits(tiles: Tiles, problem: Problem, machine: Machine, size: int | None) -> Tiles:
+    """Every tile with every sensible number of splits, each a whole number of key tiles; or with splits of a size."""
+    if size is not None:
+        return tiles | {"B_s": np.full_like(tiles["B_r"], size)}
     most = max(2, min(2 * machine.cores, -(-problem.n_k // 64)))
     counts = sorted({2**power for power in range(1, most.bit_length())} | {most})
     index = grid({"tile": range(len(tiles["B_r"])), "count": counts})

@@ -183,17 +183,17 @@ def _rabe_staats() -> Schedule:
 
 
 def _split_k() -> Schedule:
-    """The keys are cut into splits of B_s, each a query-stationary problem of its own with log-sum-exp; then the
-    splits are merged.
+    """The keys are cut into splits of B_s, of which the share s is live, each a query-stationary problem of its own
+    with log-sum-exp; then the splits are merged.
     """
     splits = blocks(N_k, B_s)
     attend = Phase(
         name="splits",
-        reads=splits * N_q * d + R * N_k * DIMS,
+        reads=splits * N_q * d + s * R * N_k * DIMS,
         writes=splits * N_q * (d_v + 1),
         footprint=B_r * DIMS + stages * B_c * DIMS + B_r * B_c + 2 * B_r,
-        flops=2 * PAIRS * DIMS,
-        exps=PAIRS + N_q * C,
+        flops=2 * s * PAIRS * DIMS,
+        exps=s * (PAIRS + N_q * C),
     )
     merge = Phase(
         name="merge",

@@ -121,7 +121,7 @@ def _details(site: SiteReport, number: int, budget: int) -> tuple[str, int]:
         plan = site.plans[position]
         parts.append(f'<h3>Program</h3><div class="wide" tabindex="0">{spec_to_mathml(spec)}</div>')
         parts.append(_mask(spec, site.sizes[position], plan))
-        parts.append(_plan(plan))
+        parts.append(_plan(plan, site.runs[position]))
     parts.append(_graphs(site, number))
     used = 0
     for position, source in enumerate(site.sources):
@@ -193,10 +193,11 @@ def _mask(spec: AttentionSpec, sizes: Mapping[str, int], plan: Plan) -> str:
 # --- plan, graph, kernel ----------------------------------------------------------------------------------------
 
 
-def _plan(plan: Plan) -> str:
+def _plan(plan: Plan, runs: str) -> str:
     rows = [
         ("problem", str(plan.problem)),
         ("schedule", f"{plan.schedule} {tile_text(plan.tile)}"),
+        *([("runs", runs)] if runs else []),
         ("I/O per head", plan.symbolic),
         ("", f"= {plan.formula}"),
         ("all heads", f"{number_text(plan.io)} elements = {bytes_text(plan.io_bytes)}"),

@@ -27,7 +27,7 @@ from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel, Variant
-from fusion.codegen.triton.tiles import Tile
+from fusion.codegen.triton.tiles import Choice, Tile
 from fusion.options import Options
 from tests.codegen.mlir.cases import case, draw
 
@@ -251,11 +251,12 @@ def test_a_kernel_runs_in_the_fastest_tile(launched) -> None:
     c = case("alibi", d=16)
     operands, sizes = draw(c, SHAPE)
     kernel = Kernel(c.spec, tuner=Tuner(clock=Clock(launched, prefers(16, 32))))
-    assert kernel.tile_of(sizes) == (32, 16)
+    assert kernel.tile_of(sizes) == (32, 16) and not kernel.choice_of(sizes).measured
     right = exact(c.spec, operands, sizes).double()
     for _ in range(2):
         torch.testing.assert_close(kernel(operands, sizes).double(), right, atol=1e-5, rtol=1e-5)
     assert [(tile.rows, tile.keys) for _, tile in launched[-2:]] == [(16, 32)] * 2
+    assert kernel.choice_of(sizes) == Choice(tile=launched[-1][1], keys=sizes[-1], measured=True)
     launched.clear()
     another = Kernel(c.spec, tuner=Tuner())
     another(operands, sizes)

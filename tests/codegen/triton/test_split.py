@@ -17,9 +17,10 @@ from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.packed_rows import packed as packed_spec
 from fusion.codegen.triton.split import splits_for, visited_function
 from fusion.codegen.triton.tiles import Tile
-from fusion.ir import AttentionSpec, Kind, Normalizer, integers
+from fusion.ir import Kind, Normalizer, integers
 from fusion.ir.expr import coord, load
 from fusion.ir.ops import apply
+from fusion.report import SiteReport
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 from tests.codegen.triton.counting import count_products, live_tiles
 from tests.codegen.triton.test_backward_stages import PLACES, understood
@@ -51,9 +52,9 @@ def sliding(q, k, v, length=200):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
 
 
-def decoded(monkeypatch, function, q, k, v) -> tuple[Counter, list[tuple[str, int]], AttentionSpec]:
-    """(products, programs by kernel, spec) of a function's attention, whose result is checked, in a cache whose length
-    varies, on a device of 40 processors."""
+def decoded(monkeypatch, function, q, k, v) -> tuple[Counter, list[tuple[str, int]], SiteReport]:
+    """(products, programs by kernel, report) of a function's attention, whose result is checked, in a cache whose
+    length varies, on a device of 40 processors."""
     products, programs, run = count_products(monkeypatch), [], launch.Variant.launch
 
     def launched(self, name, count, *arguments):
@@ -64,10 +65,11 @@ def decoded(monkeypatch, function, q, k, v) -> tuple[Counter, list[tuple[str, in
     monkeypatch.setattr(launch, "processors", lambda device: 40)
     torch._dynamo.reset()
     with torch.no_grad(), fusion.collect_reports() as reports:
-        out = torch.compile(function, backend="fusion", dynamic=True, options={"inner": "eager", "strict": True})(q, k, v)
+        options = {"inner": "eager", "strict": True}
+        out = torch.compile(function, backend="fusion", dynamic=True, options=options)(q, k, v)
     wide = function(q.double(), k.double(), v.double())
     assert_close(out, function(q, k, v), wide, torch.float32)
-    return products, programs, reports[0].sites[0].spec
+    return products, programs, reports[0].sites[0]
 
 
 @pytest.mark.parametrize(("n_q", "heads"), [(1, 2), (3, 2), (1, 4), (5, 4)])
@@ -76,11 +78,12 @@ def test_windows_of_a_long_cache_are_shared(monkeypatch, n_q: int, heads: int) -
     side."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, heads, n_q, 16), torch.randn(1, 2, 900, 16), torch.randn(1, 2, 900, 16)
-    products, programs, _ = decoded(monkeypatch, sliding, q, k, v)
+    products, programs, site = decoded(monkeypatch, sliding, q, k, v)
     visited = 200 + (n_q - 1)
     splits = splits_for(2, visited, KEYS, 40)
     assert splits == 3
     assert programs == [("attention_split", 2 * splits), ("attention_combine", 2)]
+    assert site.runs[0].startswith("keys in 3 parts, tiles of 16 x 16, 4 warps, stages 1")
     first = (900 - visited) // KEYS
     assert products["attention_split"] == 2 * 2 * (-(-900 // KEYS) - first)
 
