@@ -159,23 +159,29 @@ def rabe_staats(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: 
         _finish_rows(memory, "O", "L", rows)
 
 
-def split_k(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile) -> None:
-    """Each split of the keys is a query-stationary problem with its own log-sum-exp; then the splits are merged."""
+def split_k(
+    memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile, live: np.ndarray | None = None
+) -> None:
+    """Each split of the keys is a query-stationary problem with its own log-sum-exp; then the splits are merged. `live`
+    [row blocks, n_k]: the keys of which tiles that hold none are left out."""
     n_q, d, n_k, d_v = sizes
     splits = list(spans(n_k, tile["B_s"]))
     memory.reserve("part_o", (len(splits), n_q, d_v))
     memory.reserve("part_L", (len(splits), n_q))
     for j, split in enumerate(splits):
-        for rows in spans(n_q, tile["B_r"]):
+        for i, rows in enumerate(spans(n_q, tile["B_r"])):
             memory.load("q", "Q", rows)
             _begin_rows(memory, rows, d_v)
-            for k, v in _stream(memory, spans(split.stop, tile["B_c"], split.start), tile["stages"]):
+            tiles = spans(split.stop, tile["B_c"], split.start)
+            visited = [keys for keys in tiles if live is None or live[i, keys].any()]
+            for k, v in _stream(memory, visited, tile["stages"]):
                 memory["s"] = memory["q"] @ memory[k].T / math.sqrt(d)
                 _online_softmax(memory, "s", v)
                 memory.free("s")
             memory.free("q")
-            memory["o"] = memory["o"] / memory["l"][:, None]
-            memory["m"] = memory["m"] + np.log(memory["l"])
+            if visited:
+                memory["o"] = memory["o"] / memory["l"][:, None]
+                memory["m"] = memory["m"] + np.log(memory["l"])
             memory.store("o", "part_o", (j, rows))
             memory.store("m", "part_L", (j, rows))
             memory.free("o", "m", "l")
@@ -186,7 +192,8 @@ def split_k(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile
             memory.load("po", "part_o", (j, rows))
             memory.load("pL", "part_L", (j, rows))
             total = np.logaddexp(memory["L"], memory["pL"])
-            old, new = np.exp(memory["L"] - total), np.exp(memory["pL"] - total)
+            base = np.where(np.isneginf(total), 0, total)
+            old, new = np.exp(memory["L"] - base), np.exp(memory["pL"] - base)
             memory["o"] = old[:, None] * memory["o"] + new[:, None] * memory["po"]
             memory["L"] = total
             memory.free("po", "pL")

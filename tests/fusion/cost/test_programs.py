@@ -85,18 +85,22 @@ def test_backward_counts_equal_the_formula(name, data):
     check_counts(memory, name, problem, tile, capacity)
 
 
+@pytest.mark.parametrize("name", ["block_sparse", "split_k"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_block_sparse_counts_live_tiles_only(data):
-    problem, tile, capacity, (q, k, v, _) = data.draw(cases("block_sparse"))
+def test_sparse_schedules_count_live_tiles_only(name, data):
+    problem, tile, capacity, (q, k, v, _) = data.draw(cases(name))
+    if name == "split_k":  # splits of whole tiles
+        tile["B_s"] *= tile["B_c"]
     blocks = -(-problem.n_q // tile["B_r"]), -(-problem.n_k // tile["B_c"])
     live = np.random.default_rng(data.draw(st.integers(0, 99))).random(blocks) < 0.5
-    live[:, 0] = True  # a row with no live key has no softmax
+    live[:, -1] = True  # a row with no live key has no softmax
     dense = np.repeat(np.repeat(live, tile["B_r"], 0), tile["B_c"], 1)[: problem.n_q, : problem.n_k]
-    memory = run("block_sparse", q, k, v, capacity=capacity, tile=tile, live=live)
+    given = live if name == "block_sparse" else dense[:: tile["B_r"]]
+    memory = run(name, q, k, v, capacity=capacity, tile=tile, live=given)
     assert abs(memory.result("O") - attention(q, k, v, dense)[0]).max() < EXACT
     share = dense[:: tile["B_r"]].sum() / (blocks[0] * problem.n_k)
-    check_counts(memory, "block_sparse", problem, tile, capacity, share)
+    check_counts(memory, name, problem, tile, capacity, share)
 
 
 @settings(max_examples=30, deadline=None)
