@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEASURED = 8
-"""Tiles that are timed, at most."""
+"""Tiles that are timed with the table's schedule, at most."""
 
 MARGIN = 0.02
 """A tile must be faster than the table's by this share to take its place: less is within what two runs differ."""
@@ -189,10 +189,21 @@ class Tuner:
             remember(digest, call.device, f"{stage.kernel}: {call.situation}", best, seconds, failed)
 
     def _seconds(self, stage: Stage, call: Call) -> tuple[dict[Tile, float], dict[Tile, str]]:
-        """The seconds of a stage by tile, and why others have none."""
+        """The seconds of a stage by tile, and why others have none: first with the table's schedule, then the fastest
+        with other schedules."""
         seconds: dict[Tile, float] = {}
         failed: dict[Tile, str] = {}
-        tiles = self._ranked(stage, call)
+        others = [tile for tile in (stage.others() if stage.others else ()) if tile != stage.tile]
+        self._time(stage, call, self._ranked(stage, call, others), seconds, failed)
+        if seconds:
+            best = min(seconds, key=seconds.__getitem__)
+            rest = [tile for tile in others if tile.with_schedule_of(best) == best and tile not in (*seconds, *failed)]
+            self._time(stage, call, rest, seconds, failed)
+        return seconds, failed
+
+    def _time(
+        self, stage: Stage, call: Call, tiles: Sequence[Tile], seconds: dict[Tile, float], failed: dict[Tile, str]
+    ) -> None:
         for number, tile in enumerate(tiles):
             log.info("%s: measuring tile %d of %d, %s", stage.kernel, number + 1, len(tiles), tile)
             try:
@@ -201,12 +212,12 @@ class Tuner:
             except Exception as error:
                 failed[tile] = f"{type(error).__name__}: {error}"
                 log.info("%s cannot run in %s: %s", stage.kernel, tile, failed[tile])
-        return seconds, failed
 
-    def _ranked(self, stage: Stage, call: Call) -> list[Tile]:
+    def _ranked(self, stage: Stage, call: Call, others: Sequence[Tile]) -> list[Tile]:
         """The table's tile, then by turns others of the sizes that the model ranks best, and the table's sizes with
-        what the model cannot tell apart: warps, stages, order."""
-        first, *others = dict.fromkeys([stage.tile, *(stage.others() if stage.others else ())])
+        what the model cannot tell apart: warps and stages."""
+        first = stage.tile
+        others = [tile for tile in others if tile.with_schedule_of(first) == tile]
         if self.times is not None and others:
             predicted = dict(zip(others, self.times(stage.kernel, call.sizes, others), strict=True))
             own = [tile for tile in others if _size(tile) == _size(first)]

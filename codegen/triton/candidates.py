@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.panels import panelled
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, may_rotate, power
 from fusion.ir.expr import coordinates, loads
@@ -53,14 +54,27 @@ def candidates(
     stages = [count for count in (tile.stages, tile.stages - 1, tile.stages + 1) if 1 <= count <= 4]
     if kernel == "attention_backward_prepare":  # has no loop
         sizes[1], stages = [tile.keys], [tile.stages]
-    schedules = itertools.product(warps, stages) if capability != INTERPRETER else [(tile.warps, tile.stages)]
-    orders = [False, True] if kernel == "attention_forward" and may_rotate(spec) else [tile.rotated]
+    depths = itertools.product(warps, stages) if capability != INTERPRETER else [(tile.warps, tile.stages)]
+    schedules = _schedules(kernel, spec, d, d_v, tile)
     around = [
-        replace(tile, rows=rows, keys=keys, warps=warps, stages=stages, rotated=rotated)
-        for rows, keys, (warps, stages), rotated in itertools.product(*sizes, schedules, orders)
+        replace(tile, rows=rows, keys=keys, warps=warps, stages=stages, **schedule)
+        for rows, keys, (warps, stages), schedule in itertools.product(*sizes, depths, schedules)
     ]
     around.sort(key=lambda other: _distance(tile, other))
     return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, capability)]
+
+
+def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> list[dict[str, bool]]:
+    """The ways in which a kernel may go about its tiles. Persistent programs only with descriptors: with pointers they
+    spill."""
+    if kernel != "attention_forward":
+        return [{}]
+    rotated = [tile.rotated, not tile.rotated] if may_rotate(spec) else [tile.rotated]
+    reads = [(False, False), (True, False), (True, True)] if boxes(spec, d, d_v) else [(False, False)]
+    return [
+        {"rotated": order, "described": described, "persistent": persistent}
+        for order, (described, persistent) in itertools.product(rotated, reads)
+    ]
 
 
 def _distance(tile: Tile, other: Tile) -> int:
@@ -101,6 +115,14 @@ def _bytes_per_score(spec: AttentionSpec) -> int:
     read = {*loads(spec.score), *loads(spec.weight)}
     numbers = {int(load.attr) for load in read if {"i", "j"} <= coordinates(load)}  # type: ignore[arg-type]
     return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
+
+
+def residents(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> int:
+    """How many programs of a tile are expected to share a multiprocessor."""
+    shared, registers = needs(kernel, spec, d, d_v, tile)
+    threads = tile.warps * (64 if capability == AMD else 32)
+    per_thread = min(255, registers // (4 * threads) + 255 - REGISTERS)
+    return max(1, min(shared_memory(capability) // max(1, shared), (64 << 10) // (threads * per_thread)))
 
 
 def shared_memory(capability: int) -> int:

@@ -52,6 +52,7 @@ class Forward:
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order | None = None):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
         self.order = order or Order()
+        self.indent = 8 if self.order.persistent else 4
         self.columns, self.values = panels(d), panels(d_v)
         self.programs: Programs = programs_of(spec)
         self.softmax = spec.normalizer is not Normalizer.NONE
@@ -96,7 +97,22 @@ class Forward:
             *(panel.columns("e") for panel in self.values),
         ]
         kept = source.without_dead([*places, *level_lines], later)
-        return source.block(self._position(), *kept, later)
+        return self._programs(source.block(self._position(), *kept, later))
+
+    def _programs(self, body: str) -> str:
+        """The body for a program's block of rows, or for one after the other where programs are persistent: then all
+        take turns at the blocks, every other turn from the last to the first, since earlier blocks are longer."""
+        if not self.order.persistent:
+            return source.block("program = tl.program_id(0)", body)
+        return source.block(
+            "worker = tl.program_id(0)",
+            "workers = tl.num_programs(0)",
+            "turns = programs // workers",
+            "final = tl.where(turns % 2 == 0, worker, workers - 1 - worker)",
+            "for turn in tl.range(turns + (final < programs % workers).to(tl.int32)):",
+            "    program = turn * workers + tl.where(turn % 2 == 0, worker, workers - 1 - worker)",
+            source.indented(body),
+        )
 
     def _position(self) -> str:
         """From the program's number to block and batch coordinates.
@@ -106,7 +122,7 @@ class Forward:
         """
         n_q = self.writer.value(self.spec.n_q)
         extents = [self.writer.factor(extent) for extent in self.spec.batch]
-        lines = [f"blocks = ({n_q} + ROWS - 1) // ROWS", "program = tl.program_id(0)"]
+        lines = [f"blocks = ({n_q} + ROWS - 1) // ROWS"]
         if extents:
             lines += [
                 f"heads = {' * '.join(extents)}",
@@ -161,8 +177,8 @@ class Forward:
             if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
                 stages.append(("start", "tl.minimum(full_start, stop)", True, True))
             stages += [("full_start", "full_stop", False, False), ("full_stop", "stop", True, True)]
-        lines += [self.loop.call(*stage, begin="start") for stage in stages]
-        return source.block(*lines, self.loop.finish("start", "stop"), self._again())
+        lines += [self.loop.call(*stage, begin="start", indent=self.indent) for stage in stages]
+        return source.block(*lines, self.loop.finish("start", "stop", self.indent), self._again())
 
     def _again(self) -> str:
         """Where rows that met no live key average over all keys in eager mode, their block is done again over all."""
@@ -173,13 +189,14 @@ class Forward:
         limit = number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))
         left_out = f"(start > 0) | (stop < {n_k})"
         end = "tiles_across" if self.listed else n_k
-        every = self.loop.call("0", end, True, True, indent=8, listed=False, begin="0")
+        deeper = self.indent + 4
+        every = self.loop.call("0", end, True, True, indent=deeper, listed=False, begin="0")
         if self.listed:
             left_out = "full_count + partial_count < tiles_across"
         return source.block(
             f"dead = (m > {limit}) == 0",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
-            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", n_k, 8))),
+            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", n_k, deeper))),
         )
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -305,7 +322,8 @@ def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], t
     pointers = sorted(n for n in names if n.endswith("_ptr"))
     sizes = [n for n in spec.sizes if n in names]
     strides = sorted(n for n in names if "_stride_" in n)
-    others = [n for n in ("section", "splits") if n in names]
+    others = [n for n in ("section", "splits", "programs") if n in names]
+    others += sorted(n for n in names if n.endswith("_tiles"))
     strides = [n for n in strides if n not in spec.sizes]
     constants = [n for n in ("ROWS", "KEYS", "PRECISION") if n in names]
     return (*pointers, *sizes, *strides, *others), tuple(constants)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
+from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
@@ -31,11 +32,15 @@ DTYPES = {"float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bflo
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """How a kernel goes about its tiles. rotated: in the rotated order. shared: V is the first columns of K, and is
-    read once (latent attention). packed: query heads whose rows lie side by side in a block of rows."""
+    read once (latent attention). packed: query heads whose rows lie side by side in a block of rows. described: K and V
+    are read by tensor descriptors where they can be (`descriptors`). persistent: a program goes through several blocks
+    of rows."""
 
     rotated: bool = False
     shared: bool = False
     packed: int = 1
+    described: bool = False
+    persistent: bool = False
 
 
 class KeyLoop:
@@ -59,6 +64,7 @@ class KeyLoop:
         # Where the first key is known at run time only, tiles are counted: ptxas serialises products otherwise (C7515).
         self.numbered = not listed and spec.mask is not None and spec.mask.key_lo is not None
         self.columns, self.values = panels(sizes[0]), panels(sizes[1])
+        self.boxes = boxes(spec, *sizes) if order.described else {}
         # Keys as rows, for reading K and V: lines of their own at the level of tiles.
         self.keys = writer.where({J: "key"}, "key_ok")
         self.keys.lines, self.keys.uses = writer.lines | {Level.TILE: []}, {}
@@ -110,13 +116,12 @@ class KeyLoop:
     # -- the functions -----------------------------------------------------------------------------------------------
 
     def _visit(self) -> Visit:
-        k = [matrix(self._of(C, panel), 1, self.spec.k, J, C) for panel in self.columns]
-        loads = [self._load("k", part, panel, "key_ok") for part, panel in zip(k, self.columns, strict=True)]
+        k, tiles_of_k = self._key_parts()
         key, mask = ("key_before", "before_ok") if self.rotated else ("key", "key_ok")
         v, tiles = self._value_parts(key, mask, self.rotated)
         softmax = source.block(self._programs_text(), self._statistics())
         steps = [*self._scaled(), *v, *self._products(), softmax] if self.rotated else [softmax, *v, *self._products()]
-        loop = source.block(*(line for lines in loads for line in lines), *self._scores(), *steps)
+        loop = source.block(*k, *self._scores(), *steps)
         end = self.writer.value(self.spec.n_k) if self.listed else "stop"
         columns = [
             "key = (first + tl.arange(0, KEYS))[:, None]",
@@ -131,7 +136,7 @@ class KeyLoop:
         turns = "start, stop" if self.listed else "start, stop, KEYS"
         if self.numbered:
             turns = "0, (stop - start + KEYS - 1) // KEYS"
-        before = source.block(*(self._tile("k", part, p) for part, p in zip(k, self.columns, strict=True)), *tiles)
+        before = source.block(*tiles_of_k, *tiles)
         head = f"for {'number' if self.listed or self.numbered else 'first'} in tl.range({turns}):"
         doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
         if self.listed:
@@ -180,6 +185,18 @@ class KeyLoop:
             return self.keys
         return self.keys.where(named, mask)
 
+    def _key_parts(self) -> tuple[list[str], list[str]]:
+        """Statements that read the tile of K, and those before the loop that point to it."""
+        lines, tiles = [], []
+        for panel in self.columns:
+            if "k" in self.boxes:
+                lines.append(self._box("k", panel, "first"))
+                continue
+            part = matrix(self._of(C, panel), 1, self.spec.k, J, C)
+            lines += self._load("k", part, panel, "key_ok")
+            tiles.append(self._tile("k", part, panel))
+        return lines, tiles
+
     def _value_parts(self, key: str, mask: str, always: bool) -> tuple[list[str], list[str]]:
         """Statements that read the tile of V, and those before the loop that point to it."""
         lines, tiles = [], []
@@ -187,10 +204,24 @@ class KeyLoop:
             if self.shared and (panel.start, panel.width) in {(p.start, p.width) for p in self.columns}:
                 lines.append(f"v{panel.suffix} = k{panel.suffix}")
                 continue
+            if "v" in self.boxes:  # before the first tile of a pass: where there is nothing, and zeros are read
+                before = "tl.where(first > begin, first, 0) - KEYS"
+                lines.append(self._box("v", panel, before if mask == "before_ok" else "first"))
+                continue
             part = matrix(self._of(E, panel, key, mask), 2, self.spec.v, J, E)
             lines += self._load("v", part, panel, mask, always)
             tiles.append(self._tile("v", part, panel))
         return lines, tiles
+
+    def _box(self, name: str, panel: Panel, first: str) -> str:
+        """The statement that reads a tile by its descriptor."""
+        box = self.boxes[name]
+        cast = self._widening(box.operand)
+        return f"{name}{panel.suffix} = {box.load(self.keys, panel, first)}{cast}"
+
+    def _widening(self, operand: int) -> str:
+        stored = self.spec.operands[operand].dtype
+        return "" if stored == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
 
     def _tile(self, name: str, part: Matrix, panel: Panel) -> str:
         self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)
@@ -206,7 +237,7 @@ class KeyLoop:
         moved = f"tl.cast({first}, tl.int64) * {_factor(part.advance)}" if part.advance else ""
         at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
         inside = panel.inside(column)
-        cast = "" if self.spec.operands[operand].dtype == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
+        cast = self._widening(operand)
         masked = f"{name} = tl.load({name}_at, mask={f'{mask} & ({inside})' if inside else mask}, other=0.0){cast}"
         lines = [f"{name}_at = {at}"]
         if always:

@@ -8,6 +8,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -15,7 +16,8 @@ import torch
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune, interpret, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
-from fusion.codegen.triton.candidates import candidates
+from fusion.codegen.triton.candidates import candidates, residents
+from fusion.codegen.triton.descriptors import boxes, descriptors
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
@@ -28,13 +30,15 @@ from fusion.ir.expr import C, E, substitute
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 
+PLAIN = Order()
+INTERPRETED = 3  # persistent programs in the interpreter, few enough to take turns
 SECTION_BYTES = 24 << 20  # keys and values of heads that run side by side: half of the L2 cache of an H100
 
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
     """(operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled expression.
 
-    results: tensors by name; others: integers by name.
+    results: tensors by name; others: integers and descriptors by name.
     """
     writer = Writer(spec=spec)
     operand = {writer.operand(n): n for n in range(len(spec.operands))}
@@ -56,14 +60,24 @@ def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callabl
 
 
 class Variant:
-    """A loaded module: the functions of its kernels by name, and what makes their arguments."""
+    """A loaded module: the functions of its kernels by name, and what makes their arguments. boxes: the operands that
+    they read by descriptors."""
 
-    def __init__(self, spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int, interpreted: bool):
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        kernels: Sequence[KernelText],
+        d: int,
+        d_v: int,
+        interpreted: bool,
+        order: Order = PLAIN,
+    ):
         self.source = module.module_text(spec, kernels, d, d_v)
         with interpret.decorating() if interpreted else contextlib.nullcontext():
             self.module: ModuleType = module.load(self.source)
         self.digest = hashlib.sha256(self.source.encode()).hexdigest()
-        self.interpreted = interpreted
+        self.interpreted, self.order = interpreted, order
+        self.boxes = boxes(spec, d, d_v) if self.order.described else {}
         self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
         self.kernels = {
             kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))
@@ -108,7 +122,7 @@ class Kernel:
         self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._visited = visited_function(spec)
-        self._variants: dict[tuple[int, int, bool, bool, bool, bool], Variant] = {}
+        self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
         self._memory = [names.index(name) for name in spec.output.order]
@@ -127,17 +141,14 @@ class Kernel:
             return module.module_text(self.spec, forward_kernels(self.spec, d, d_v, self.statistics), d, d_v)
         return next((variant.source for variant in self._variants.values()), "")
 
-    def variant(
-        self, d: int, d_v: int, interpreted: bool, split: bool = False, rotated: bool = False, shared: bool = False
-    ) -> Variant:
+    def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order = PLAIN) -> Variant:
         """The module for these sizes, schedule and order, made at first use."""
-        key = (d, d_v, interpreted, split, rotated, shared)
+        key = (d, d_v, interpreted, split, order)
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    order = Order(rotated=rotated, shared=shared, packed=self.packed)
                     kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
-                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
+                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted, order)
         return found
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
@@ -190,20 +201,36 @@ class Kernel:
             schedule = self._split if "attention_split" in variant.kernels else self._flash
             schedule(variant, tile, operands, sizes, dict(results), batch, extents)
 
-        stage = self._stage(operands[0].device, math.prod(batch), extents, sizes, self._shares(operands), launch)
+        def reads(variant: Variant) -> bool:
+            return all(box.fits(operands[box.operand]) for box in variant.boxes.values())
+
+        shared = self._shares(operands)
+        stage = self._stage(operands[0].device, math.prod(batch), extents, sizes, shared, reads, launch)
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         autotune.run([stage], call, self.tuner, lambda: None)
 
     def _stage(
-        self, device: torch.device, heads: int, extents, sizes, shared: bool, launch: Callable[[Variant, Tile], None]
+        self,
+        device: torch.device,
+        heads: int,
+        extents,
+        sizes,
+        shared: bool,
+        reads: Callable[[Variant], bool],
+        launch: Callable[[Variant, Tile], None],
     ) -> Stage:
-        """The schedule and the table's tile for a call. shared: V is the first columns of K."""
+        """The schedule and the table's tile for a call. shared: V is the first columns of K. reads: whether a variant's
+        descriptors can describe the operands."""
         n_q, n_k, d, d_v = extents
         table = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
         split = self._splits(heads * -(-n_q // table.rows), sizes, table, device) > 1
 
         def variant(tile: Tile) -> Variant:
-            return self.variant(d, d_v, device.type == "cpu", split, tile.rotated and not shared, shared)
+            order = order_of(tile, split, shared, self.packed)
+            found = self.variant(d, d_v, device.type == "cpu", split, order)
+            if reads(found):
+                return found
+            return self.variant(d, d_v, device.type == "cpu", split, replace(order, described=False))
 
         return Stage(
             kernel="attention_split" if split else "attention_forward",
@@ -223,7 +250,7 @@ class Kernel:
         table = tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
         splits = self._splits(heads * -(-n_q // tile.rows), sizes, tile, device)
         if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
-            stage = self._stage(device, heads, (n_q, n_k, d, d_v), sizes, False, lambda *_: None)
+            stage = self._stage(device, heads, (n_q, n_k, d, d_v), sizes, False, lambda _: True, lambda *_: None)
             aligned = [torch.empty(0, device=device)]
             call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
             tile = autotune.settled(stage, call, self.tuner)
@@ -243,11 +270,17 @@ class Kernel:
         return max(1, min(heads, SECTION_BYTES // max(1, n_k * (d + d_v) * operands[1].element_size())))
 
     def _flash(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
-        n_q, n_k, _, _ = extents
+        n_q, n_k, d, d_v = extents
         heads, exact = math.prod(batch), precision(self.spec.dtype)
-        arguments = (operands, sizes, results, {"section": self._section(operands, heads, extents)})
+        programs = grid = heads * -(-n_q // tile.rows)
+        if variant.order.persistent:
+            device = operands[0].device
+            together = residents("attention_forward", self.spec, d, d_v, tile, capability(device))
+            grid = min(programs, together * processors(device) or INTERPRETED)
+        others = {"section": self._section(operands, heads, extents), "programs": programs}
+        arguments = (operands, sizes, results, others | descriptors(variant.boxes, operands, n_k, tile.keys))
         self._list(variant, tile, arguments, batch, extents)
-        variant.launch("attention_forward", heads * -(-n_q // tile.rows), tile, exact, arguments)
+        variant.launch("attention_forward", grid, tile, exact, arguments)
 
     def _list(self, variant, tile: Tile, arguments: tuple, batch, extents) -> None:
         """Make the lists of tiles, where the kernels of a call want them."""
@@ -268,6 +301,7 @@ class Kernel:
         parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
         others = {"section": self._section(operands, heads, extents), "splits": splits}
+        others |= descriptors(variant.boxes, operands, n_k, tile.keys)
         arguments, small = (operands, sizes, results, others), combining_tile(tile)
         self._list(variant, tile, arguments, batch, extents)
         variant.launch("attention_split", programs * splits, tile, exact, arguments)
@@ -342,6 +376,20 @@ def capability(device: torch.device) -> int:
         return AMD
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@functools.cache
+def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
+    """How a kernel goes about a tile. split: parts of the keys have programs of their own. shared: V is the first
+    columns of K."""
+    return Order(
+        rotated=tile.rotated and not shared,
+        shared=shared,
+        packed=packed,
+        described=tile.described and not tile.specialized,
+        persistent=tile.persistent and not split,
+        specialized=tile.specialized and not (split or shared),
+    )
 
 
 @functools.cache

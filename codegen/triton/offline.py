@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.differentiable import LISTED_BY
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
@@ -75,7 +76,7 @@ def compile_offline(
     """Every kernel, with the tile of its name, compiled for `target`: sm_80, sm_90, sm_100 or gfx942. Strides are taken
     to be multiples of 16, inner ones 1."""
     loaded = module.load(module.module_text(spec, kernels, d, d_v))
-    return [_compile(spec, loaded, kernel, tiles[kernel.name], target) for kernel in kernels]
+    return [_compile(spec, loaded, kernel, (d, d_v), tiles[kernel.name], target) for kernel in kernels]
 
 
 def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int = 4096) -> list[Facts]:
@@ -121,9 +122,9 @@ def facts_of_features(
     return found
 
 
-def _compile(spec: AttentionSpec, loaded, kernel: KernelText, tile: Tile, target: str) -> Facts:
+def _compile(spec: AttentionSpec, loaded, kernel: KernelText, sizes: tuple[int, int], tile: Tile, target: str) -> Facts:
     function = getattr(loaded, kernel.name)
-    signature, constants, attributes = _signature(spec, function.arg_names, tile)
+    signature, constants, attributes = _signature(spec, function.arg_names, sizes, tile)
     return _facts(function, signature, constants, attributes, (tile.warps, tile.stages), target, str(spec))
 
 
@@ -156,7 +157,9 @@ def _facts(
     )
 
 
-def _signature(spec: AttentionSpec, names: Sequence[str], tile: Tile) -> tuple[dict, dict, dict]:
+def _signature(
+    spec: AttentionSpec, names: Sequence[str], sizes: tuple[int, int], tile: Tile
+) -> tuple[dict, dict, dict]:
     from fusion.codegen.triton.expressions import Writer
 
     writer = Writer(spec=spec)
@@ -167,12 +170,19 @@ def _signature(spec: AttentionSpec, names: Sequence[str], tile: Tile) -> tuple[d
     inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
     given = {**tile.constants(), "PRECISION": "ieee"}
+    described = {
+        name: f"tensordesc<{_POINTERS[spec.operands[box.operand].dtype][1:]}{block}>"
+        for box in boxes(spec, *sizes).values()
+        for name, block in box.blocks(tile.keys).items()
+    }
     signature, constants, attributes = {}, {}, {}
     for position, name in enumerate(names):
         stem = name.removesuffix("_ptr")
         if stem != name:
             signature[name] = _POINTERS[results.get(stem) or dtypes.get(stem) or "float32"]
             attributes[(position,)] = [["tt.divisibility", 16]]
+        elif name in described:
+            signature[name] = described[name]
         elif name in given or name in inner:
             signature[name], constants[name] = "constexpr", given.get(name, 1)
         else:

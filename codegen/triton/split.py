@@ -85,9 +85,8 @@ class Part(Forward):
         super().__init__(spec, d, d_v, order=order)
         self.repeats = False
 
-    def _position(self) -> str:
-        place = "split = tl.program_id(0) % splits\nprogram = tl.program_id(0) // splits"
-        return super()._position().replace("program = tl.program_id(0)", place)
+    def _programs(self, body: str) -> str:
+        return source.block("split = tl.program_id(0) % splits", "program = tl.program_id(0) // splits", body)
 
     def _key_range(self) -> list[str]:
         """The part's share of the block's keys: of each list, or of the range, in whole tiles."""
@@ -159,7 +158,9 @@ class Combine(Part):
             *(panel.columns("e") for panel in self.values),
         ]
         levels = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
-        body = source.block(Forward._position(self), *source.without_dead([*places, *levels], later), later)
+        body = source.block(
+            "program = tl.program_id(0)", self._position(), *source.without_dead([*places, *levels], later), later
+        )
         parameters, constants = signature(source.free_names(body), self.spec)
         given = [*parameters, *(f"{name}: tl.constexpr" for name in constants)]
         text = source.definition(self.name, given, self._doc(), body)

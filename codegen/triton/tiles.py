@@ -20,14 +20,22 @@ AMD = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles in flight. rotated:
-    the order of the loop (see `key_loop`; forward only)."""
+    """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles in flight.
+
+    Of the forward only: rotated, described, persistent (see `key_loop.Order`).
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
     rotated: bool = False
+    described: bool = False
+    persistent: bool = False
+
+    def with_schedule_of(self, other: Tile) -> Tile:
+        """This tile, gone about as another is."""
+        return replace(self, rotated=other.rotated, described=other.described, persistent=other.persistent)
 
     def constants(self) -> dict[str, int]:
         """What a kernel is told of its tile at compile time, by name."""
@@ -38,8 +46,8 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def __str__(self) -> str:
-        order = ", rotated" if self.rotated else ""
-        return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}{order}"
+        switches = "".join(f", {name}" for name in ("rotated", "described", "persistent") if getattr(self, name))
+        return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}{switches}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
