@@ -14,7 +14,7 @@ import torch
 
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.panels import panelled
-from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, may_rotate, power
+from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, may_rotate, may_specialize, power
 from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
 
@@ -55,26 +55,27 @@ def candidates(
     if kernel == "attention_backward_prepare":  # has no loop
         sizes[1], stages = [tile.keys], [tile.stages]
     depths = itertools.product(warps, stages) if capability != INTERPRETER else [(tile.warps, tile.stages)]
-    schedules = _schedules(kernel, spec, d, d_v, tile)
+    schedules = _schedules(kernel, spec, d, d_v, tile, capability)
     around = [
-        replace(tile, rows=rows, keys=keys, warps=warps, stages=stages, **schedule)
+        replace(tile, rows=rows, keys=keys, stages=stages, **{"warps": warps, **schedule})
         for rows, keys, (warps, stages), schedule in itertools.product(*sizes, depths, schedules)
     ]
-    around.sort(key=lambda other: _distance(tile, other))
+    around = sorted(dict.fromkeys(around), key=lambda other: _distance(tile, other))
     return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, capability)]
 
 
-def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> list[dict[str, bool]]:
+def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> list[dict]:
     """The ways in which a kernel may go about its tiles. Persistent programs only with descriptors: with pointers they
     spill."""
     if kernel != "attention_forward":
         return [{}]
-    rotated = [tile.rotated, not tile.rotated] if may_rotate(spec) else [tile.rotated]
-    reads = [(False, False), (True, False), (True, True)] if boxes(spec, d, d_v) else [(False, False)]
-    return [
-        {"rotated": order, "described": described, "persistent": persistent}
-        for order, (described, persistent) in itertools.product(rotated, reads)
-    ]
+    reads: list[dict] = [{}]
+    if {"k", "v"} & boxes(spec, d, d_v).keys():
+        reads += [{"described": True}, {"described": True, "persistent": True}]
+    if may_specialize(spec, d, d_v) and (capability // 10 == 9 or capability == INTERPRETER) and tile.rows >= 64:
+        reads += [{"specialized": True, "warps": 4}, {"specialized": True, "persistent": True, "warps": 4}]
+    orders = [tile.rotated, not tile.rotated] if may_rotate(spec) else [tile.rotated]
+    return [{"rotated": rotated, **read} for rotated, read in itertools.product(orders, reads)]
 
 
 def _distance(tile: Tile, other: Tile) -> int:
@@ -86,8 +87,8 @@ def fits(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capabil
     """Whether a kernel's tile is expected to have room on a device, without spilling registers."""
     if capability == INTERPRETER:
         return True
-    threads = tile.warps * (64 if capability == AMD else 32)
     shared, registers = needs(kernel, spec, d, d_v, tile)
+    threads = _threads(tile, capability)
     return shared <= shared_memory(capability) and registers <= 4 * REGISTERS * threads
 
 
@@ -119,10 +120,17 @@ def _bytes_per_score(spec: AttentionSpec) -> int:
 
 def residents(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> int:
     """How many programs of a tile are expected to share a multiprocessor."""
+    if tile.specialized:  # takes all registers
+        return 1
     shared, registers = needs(kernel, spec, d, d_v, tile)
-    threads = tile.warps * (64 if capability == AMD else 32)
+    threads = _threads(tile, capability)
     per_thread = min(255, registers // (4 * threads) + 255 - REGISTERS)
     return max(1, min(shared_memory(capability) // max(1, shared), (64 << 10) // (threads * per_thread)))
+
+
+def _threads(tile: Tile, capability: int) -> int:
+    """Of a program, those that multiply."""
+    return tile.warps * (64 if capability == AMD else 32) * (2 if tile.specialized else 1)
 
 
 def shared_memory(capability: int) -> int:

@@ -1,8 +1,9 @@
-"""Reading tiles of K and V by tensor descriptors: the tensor memory accelerator of Hopper and later makes the addresses
-and zeroes what lies outside, from a description of the whole tensor that the host hands over with the launch.
+"""Reading tiles by tensor descriptors: the tensor memory accelerator of Hopper and later makes the addresses and zeroes
+what lies outside, from a description of the whole tensor that the host hands over with the launch, or of a head's
+matrix that the program writes itself (which warps that only load ask for).
 
 That frees registers (72 of 236 in the causal kernel for d = 128) and instructions. It wants an inner stride of 1, outer
-ones of whole 16 bytes, and an index map that is a box: one dimension along the keys, one along the columns, the others
+ones of whole 16 bytes, and an index map that is a box: one dimension along the rows, one along the columns, the others
 the same for the whole block. Other tensors are read by pointers.
 """
 
@@ -16,7 +17,7 @@ import torch
 from fusion.codegen.triton.expressions import Writer, magnitude
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.ir import integers
-from fusion.ir.expr import C, E, Expr, J, coordinates
+from fusion.ir.expr import C, E, Expr, I, J, coordinates
 from fusion.ir.spec import AttentionSpec
 
 NOTHING = integers.integer(0)
@@ -27,15 +28,15 @@ UNIT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """An operand whose tiles are boxes. name: in the kernel, "k" or "v". dims: of the tensor, those of size one left
-    out, the columns' last. index: of the tile's first element by these, where keys are 0. keys: which of them counts
+    """An operand whose tiles are boxes. name: in the kernel, "q", "k" or "v". dims: of the tensor, without those that
+    are not indexed, the columns' last. index: of a head's first element by these. rows: which of them counts queries or
     keys. panels: of the columns. whole: whether the columns begin the dimension."""
 
     operand: int
     name: str
     dims: tuple[int, ...]
     index: tuple[Expr, ...]
-    keys: int
+    rows: int
     panels: tuple[Panel, ...]
     whole: bool
 
@@ -44,12 +45,25 @@ class Box:
         return f"{self.name}{panel.suffix}_tiles"
 
     def load(self, writer: Writer, panel: Panel, first: str) -> str:
-        """The tile of the keys from `first` on, [KEYS, width]: zero where there are none."""
+        """By the host's descriptor the tile of the keys from `first` on, [KEYS, width]: zero where there are none."""
         starts = [_coordinate(writer, part) for part in self.index]
-        starts[self.keys] = first
+        starts[self.rows] = first
         if panel.start:
             starts[-1] = str(panel.start) if self.whole else f"{starts[-1]} + {panel.start}"
         return f"{self.parameter(panel)}.load([{', '.join(starts)}]).reshape([KEYS, {panel.width}])"
+
+    def describe(self, writer: Writer, panel: Panel, extent: str, size: str) -> str:
+        """The statement that describes a head's matrix of `extent` rows, in tiles of `size`."""
+        name = writer.operand(self.operand)
+        parts = zip(self.dims, self.index, strict=True)
+        moved = [f"tl.cast({writer.value(e)}, tl.int64) * {name}_stride_{dim}" for dim, e in parts if e is not NOTHING]
+        shape, stride = f"[{extent}, {panel.extent}]", f"[{name}_stride_{self.dims[self.rows]}, 1]"
+        at = " + ".join([f"{name}_ptr", *moved])
+        return f"{self.parameter(panel)} = tl.make_tensor_descriptor({at}, {shape}, {stride}, [{size}, {panel.width}])"
+
+    def load_described(self, panel: Panel, first: str) -> str:
+        """By the program's descriptor the tile of the rows from `first` on: zero where there are none."""
+        return f"{self.parameter(panel)}.load([{first}, {panel.start}])"
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor can be described."""
@@ -67,7 +81,7 @@ class Box:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         shape = [tensor.shape[dim] for dim in self.dims]
-        shape[self.keys] = n_k
+        shape[self.rows] = n_k
         if self.whole:
             shape[-1] = self.panels[0].extent
         strides = self._strides(tensor)
@@ -78,36 +92,44 @@ class Box:
         shapes = {}
         for panel in self.panels:
             block = [1] * len(self.dims)
-            block[self.keys], block[-1] = keys, panel.width
+            block[self.rows], block[-1] = keys, panel.width
             shapes[self.parameter(panel)] = block
         return shapes
 
 
 def boxes(spec: AttentionSpec, d: int, d_v: int) -> dict[str, Box]:
-    """K and V, as far as their index maps are boxes, by their names in the kernels."""
-    found = (_box(1, "k", spec.k, C, panels(d)), _box(2, "v", spec.v, E, panels(d_v)))
+    """Q, K and V, as far as their index maps are boxes, by their names in the kernels."""
+    found = (
+        _box(0, "q", spec.q, (I, C), panels(d)),
+        _box(1, "k", spec.k, (J, C), panels(d)),
+        _box(2, "v", spec.v, (J, E), panels(d_v)),
+    )
     return {box.name: box for box in found if box is not None}
 
 
-def _box(operand: int, name: str, index: Sequence[Expr], column: Expr, parts: tuple[Panel, ...]) -> Box | None:
+def _box(
+    operand: int, name: str, index: Sequence[Expr], matrix: tuple[Expr, Expr], parts: tuple[Panel, ...]
+) -> Box | None:
+    """matrix: the coordinates of rows and columns."""
     dims = [dim for dim, part in enumerate(index) if part is not NOTHING]
-    along = {mark: [dim for dim in dims if str(mark.attr) in coordinates(index[dim])] for mark in (J, column)}
-    if any(len(found) != 1 for found in along.values()) or along[J] == along[column] or len(dims) > MOST_DIMENSIONS:
+    along = [[dim for dim in dims if str(mark.attr) in coordinates(index[dim])] for mark in matrix]
+    if any(len(found) != 1 for found in along) or along[0] == along[1] or len(dims) > MOST_DIMENSIONS:
         return None
-    (keys,), (columns,) = along[J], along[column]
+    ((rows,), (columns,)), (row, column) = along, matrix
     rest = integers.add(index[columns], integers.mul(-1, column))
     whole = rest is NOTHING
     padded = any(panel.inside("c") for panel in parts)
-    if index[keys] is not J or str(column.attr) in coordinates(rest) or padded and not whole:
+    aligned = all(factor % UNIT == 0 for factor in integers.terms(rest).values())
+    if index[rows] is not row or str(column.attr) in coordinates(rest) or not aligned or padded and not whole:
         return None
     dims = [*(dim for dim in dims if dim != columns), columns]
-    starts = [NOTHING if dim == keys else rest if dim == columns else index[dim] for dim in dims]
+    starts = [NOTHING if dim == rows else rest if dim == columns else index[dim] for dim in dims]
     return Box(
         operand=operand,
         name=name,
         dims=tuple(dims),
         index=tuple(starts),
-        keys=dims.index(keys),
+        rows=dims.index(rows),
         panels=parts,
         whole=whole,
     )
@@ -119,7 +141,7 @@ def _coordinate(writer: Writer, part: Expr) -> str:
 
 
 def descriptors(found: Mapping[str, Box], operands: Sequence[torch.Tensor], n_k: int, keys: int) -> dict[str, object]:
-    """All descriptors of a launch by the names of their parameters."""
+    """The descriptors of K and V that the host makes for a launch, by the names of their parameters."""
     made: dict[str, object] = {}
     for box in found.values():
         made |= box.described(operands[box.operand], n_k, keys)

@@ -62,7 +62,8 @@ class Forward:
         mask = spec.mask
         self.repeats = dead_rows_matter(spec)
         self.listed = mask is not None and mask.tile_live is not None
-        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM
+        # Warp specialisation takes one loop only; with two Triton 3.6 to 3.9 fail.
+        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM or self.order.specialized
         self.writer.count(self.programs.masked, self.programs.full, spec.weight, *spec.sinks, spec.row_scale)
 
     def text(self) -> KernelText:
@@ -143,6 +144,16 @@ class Forward:
         return source.block(*lines)
 
     def _load_queries(self) -> list[str]:
+        if self.order.specialized:
+            box, n_q = self.loop.boxes["q"], self.writer.value(self.spec.n_q)
+            return [
+                line
+                for panel in box.panels
+                for line in (
+                    box.describe(self.writer, panel, n_q, "ROWS"),
+                    f"q{panel.suffix} = {box.load_described(panel, 'i0')}",
+                )
+            ]
         lines = []
         for panel in self.columns:
             name, column = f"q{panel.suffix}", f"c{panel.suffix}"

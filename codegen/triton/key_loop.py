@@ -34,13 +34,15 @@ class Order:
     """How a kernel goes about its tiles. rotated: in the rotated order. shared: V is the first columns of K, and is
     read once (latent attention). packed: query heads whose rows lie side by side in a block of rows. described: K and V
     are read by tensor descriptors where they can be (`descriptors`). persistent: a program goes through several blocks
-    of rows."""
+    of rows. specialized: warps of their own load tiles, by descriptors that the program makes, and two groups of warps
+    share a block's rows (Triton's warp specialisation, on Hopper); see `may_specialize`."""
 
     rotated: bool = False
     shared: bool = False
     packed: int = 1
     described: bool = False
     persistent: bool = False
+    specialized: bool = False
 
 
 class KeyLoop:
@@ -60,11 +62,11 @@ class KeyLoop:
     ):
         self.spec, self.programs, self.writer, self.listed = spec, programs, writer, listed
         self.softmax = spec.normalizer is not Normalizer.NONE
-        self.rotated, self.shared = order.rotated, order.shared
+        self.rotated, self.shared, self.specialized = order.rotated, order.shared, order.specialized
         # Where the first key is known at run time only, tiles are counted: ptxas serialises products otherwise (C7515).
         self.numbered = not listed and spec.mask is not None and spec.mask.key_lo is not None
         self.columns, self.values = panels(sizes[0]), panels(sizes[1])
-        self.boxes = boxes(spec, *sizes) if order.described else {}
+        self.boxes = boxes(spec, *sizes) if order.described or order.specialized else {}
         # Keys as rows, for reading K and V: lines of their own at the level of tiles.
         self.keys = writer.where({J: "key"}, "key_ok")
         self.keys.lines, self.keys.uses = writer.lines | {Level.TILE: []}, {}
@@ -110,8 +112,13 @@ class KeyLoop:
         return self.last.call(indent, start=start, stop=stop) if self.rotated else ""
 
     def pointers(self) -> list[str]:
-        """Statements that point to the block's keys and values."""
-        return [f"{name} = {at}" for name, at in sorted(self.blocks.items())]
+        """Statements that point to the block's keys and values, or describe them."""
+        lines = [f"{name} = {at}" for name, at in sorted(self.blocks.items())]
+        if self.specialized:
+            n_k = self.writer.value(self.spec.n_k)
+            found = [self.boxes[name] for name in ("k", "v")]
+            lines += [box.describe(self.writer, panel, n_k, "KEYS") for box in found for panel in box.panels]
+        return lines
 
     # -- the functions -----------------------------------------------------------------------------------------------
 
@@ -137,6 +144,7 @@ class KeyLoop:
         if self.numbered:
             turns = "0, (stop - start + KEYS - 1) // KEYS"
         before = source.block(*tiles_of_k, *tiles)
+        turns += ", warp_specialize=True" if self.specialized else ""
         head = f"for {'number' if self.listed or self.numbered else 'first'} in tl.range({turns}):"
         doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
         if self.listed:
@@ -217,7 +225,8 @@ class KeyLoop:
         """The statement that reads a tile by its descriptor."""
         box = self.boxes[name]
         cast = self._widening(box.operand)
-        return f"{name}{panel.suffix} = {box.load(self.keys, panel, first)}{cast}"
+        tile = box.load_described(panel, first) if self.specialized else box.load(self.keys, panel, first)
+        return f"{name}{panel.suffix} = {tile}{cast}"
 
     def _widening(self, operand: int) -> str:
         stored = self.spec.operands[operand].dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import hashlib
 import math
@@ -77,7 +78,8 @@ class Variant:
             self.module: ModuleType = module.load(self.source)
         self.digest = hashlib.sha256(self.source.encode()).hexdigest()
         self.interpreted, self.order = interpreted, order
-        self.boxes = boxes(spec, d, d_v) if self.order.described else {}
+        read = ("q", "k", "v") if self.order.specialized else ("k", "v") if self.order.described else ()
+        self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
         self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
         self.kernels = {
             kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))
@@ -95,7 +97,10 @@ class Variant:
                 function[(programs,)](*given, **constants)
             return
         with torch.cuda.device(arguments[0][0].device):
-            function[(programs,)](*given, **constants, **tile.options())
+            if self.order.specialized:
+                _with_scratch(lambda: function[(programs,)](*given, **constants, **tile.options()))
+            else:
+                function[(programs,)](*given, **constants, **tile.options())
 
 
 class Kernel:
@@ -230,7 +235,7 @@ class Kernel:
             found = self.variant(d, d_v, device.type == "cpu", split, order)
             if reads(found):
                 return found
-            return self.variant(d, d_v, device.type == "cpu", split, replace(order, described=False))
+            return self.variant(d, d_v, device.type == "cpu", split, replace(order, described=False, specialized=False))
 
         return Stage(
             kernel="attention_split" if split else "attention_forward",
@@ -278,7 +283,8 @@ class Kernel:
             together = residents("attention_forward", self.spec, d, d_v, tile, capability(device))
             grid = min(programs, together * processors(device) or INTERPRETED)
         others = {"section": self._section(operands, heads, extents), "programs": programs}
-        arguments = (operands, sizes, results, others | descriptors(variant.boxes, operands, n_k, tile.keys))
+        others |= self._descriptors(variant, operands, n_k, tile)
+        arguments = (operands, sizes, results, others)
         self._list(variant, tile, arguments, batch, extents)
         variant.launch("attention_forward", grid, tile, exact, arguments)
 
@@ -293,7 +299,7 @@ class Kernel:
         variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
 
     def _split(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
-        n_q, _, _, d_v = extents
+        n_q, n_k, _, d_v = extents
         heads, exact = math.prod(batch), precision(self.spec.dtype)
         programs = heads * -(-n_q // tile.rows)
         splits = self._splits(programs, sizes, tile, operands[0].device)
@@ -301,11 +307,15 @@ class Kernel:
         parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
         others = {"section": self._section(operands, heads, extents), "splits": splits}
-        others |= descriptors(variant.boxes, operands, n_k, tile.keys)
+        others |= self._descriptors(variant, operands, n_k, tile)
         arguments, small = (operands, sizes, results, others), combining_tile(tile)
         self._list(variant, tile, arguments, batch, extents)
         variant.launch("attention_split", programs * splits, tile, exact, arguments)
         variant.launch("attention_combine", heads * -(-n_q // small.rows), small, exact, arguments)
+
+    def _descriptors(self, variant: Variant, operands, n_k: int, tile: Tile) -> dict[str, object]:
+        """Those that the host makes."""
+        return descriptors(variant.boxes, operands, n_k, tile.keys) if variant.order.described else {}
 
     def _splits(self, programs: int, sizes: Sequence[int], tile: Tile, device: torch.device) -> int:
         if self.splits is not None:
@@ -313,6 +323,16 @@ class Kernel:
         if programs > (most := processors(device)):
             return 1
         return splits_for(programs, self._visited(sizes, tile.rows), tile.keys, most)
+
+
+def _with_scratch(launch: Callable[[], object]) -> None:
+    """Launch a kernel that makes descriptors: Triton asks for memory for them, which is torch's. The allocator is set
+    for this launch alone."""
+    import triton
+
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
+    context.run(launch)
 
 
 def forward_kernels(

@@ -50,7 +50,8 @@ class Facts:
 
     shared: bytes. registers: per thread. spills: bytes stored and loaded. matrix: instructions by kind. lost: kinds of
     side effects of which fewer are in the machine code's text than in Triton's first form. exponentials: instructions,
-    and those among them that are issued while a matrix product of Hopper is in flight. seconds: to compile.
+    and those among them that are issued while a matrix product of Hopper is in flight. specialized: whether warps have
+    roles of their own. seconds: to compile.
     """
 
     kernel: str
@@ -62,6 +63,7 @@ class Facts:
     warnings: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     exponentials: tuple[int, int] = (0, 0)
+    specialized: bool = False
     seconds: float = 0.0
 
     @property
@@ -151,6 +153,7 @@ def _facts(
         kernel=name,
         target=target,
         shared=made.metadata.shared,
+        specialized="ttg.warp_specialize" in made.asm["ttgir"],
         seconds=seconds,
         lost=_lost(made.asm["ttir"], last),
         **facts,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.panels import panelled
+from fusion.codegen.triton.programs import dead_rows_matter
 from fusion.ir.expr import Expr, coordinates, loads, walk
 from fusion.ir.spec import AttentionSpec, Normalizer
 
@@ -18,11 +20,16 @@ AMD = 1
 """Stand for a capability where there is none."""
 
 
+SCHEDULE = ("rotated", "described", "persistent", "specialized")
+"""What of a tile says how a program goes about it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles in flight.
 
-    Of the forward only: rotated, described, persistent (see `key_loop.Order`).
+    Of the forward only: rotated, described, persistent, specialized (see `key_loop.Order`). The warps of specialised
+    programs are those of one of three groups: one loads, two multiply.
     """
 
     rows: int
@@ -32,10 +39,12 @@ class Tile:
     rotated: bool = False
     described: bool = False
     persistent: bool = False
+    specialized: bool = False
 
     def with_schedule_of(self, other: Tile) -> Tile:
         """This tile, gone about as another is."""
-        return replace(self, rotated=other.rotated, described=other.described, persistent=other.persistent)
+        warps = self.warps if self.specialized == other.specialized else other.warps
+        return replace(self, warps=warps, **{name: getattr(other, name) for name in SCHEDULE})
 
     def constants(self) -> dict[str, int]:
         """What a kernel is told of its tile at compile time, by name."""
@@ -46,7 +55,7 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def __str__(self) -> str:
-        switches = "".join(f", {name}" for name in ("rotated", "described", "persistent") if getattr(self, name))
+        switches = "".join(f", {name}" for name in SCHEDULE if getattr(self, name))
         return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}{switches}"
 
 
@@ -109,6 +118,19 @@ def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capabili
 def may_rotate(spec: AttentionSpec) -> bool:
     """Whether there is a rotated order: there are exponentials, and a tile's neighbour is known (not from a list)."""
     return spec.normalizer is not Normalizer.NONE and (spec.mask is None or spec.mask.tile_live is None)
+
+
+def may_specialize(spec: AttentionSpec, d: int, d_v: int) -> bool:
+    """Whether there is a warp-specialised form that Triton compiles: one loop, all of whose tiles come by descriptors,
+    on matrix units. Loads of masks and biases inside it fail or not from one version and spec to the next."""
+    inside = [*loads(spec.score), *loads(spec.weight)]
+    listed = spec.mask is not None and spec.mask.tile_live is not None
+    return (
+        len(boxes(spec, d, d_v)) == 3
+        and max(panelled(d), panelled(d_v)) <= 256
+        and spec.dtype != "float32"
+        and not (listed or dead_rows_matter(spec) or any("j" in coordinates(load) for load in inside))
+    )
 
 
 def _hopper(width: int, more: bool) -> Tile:

@@ -13,7 +13,7 @@ from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, forward_kernels
 from fusion.codegen.triton.offline import compile_offline
-from fusion.codegen.triton.tiles import Tile
+from fusion.codegen.triton.tiles import Tile, may_specialize
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import C, E, J, coord
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
@@ -21,6 +21,9 @@ from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
 PLAIN = Tile(rows=32, keys=32, warps=4, stages=1)
 DESCRIBED = dataclasses.replace(PLAIN, described=True)
 ALL = dataclasses.replace(DESCRIBED, rotated=True, persistent=True)
+SPECIALIZED = [
+    dataclasses.replace(PLAIN, specialized=True, rotated=rotated, persistent=rotated) for rotated in (False, True)
+]
 SHAPES = (
     {"B": 2, "H": 1, "Nq": 80, "Nk": 40},
     {"B": 1, "H": 2, "Nq": 17, "Nk": 75},
@@ -124,12 +127,36 @@ def test_heads_inside_the_last_dimension() -> None:
 
 def test_which_operands_are_boxes() -> None:
     spec = case("plain", d=16, group=2).spec
-    assert set(boxes(spec, 16, 16)) == {"k", "v"}
+    assert set(boxes(spec, 16, 16)) == {"q", "k", "v"}
     turned = dataclasses.replace(spec, k=(*spec.k[:2], C, J))  # stored as K^T: its columns are brought to the end
     assert boxes(turned, 16, 16)["k"].dims == (0, 1, 3, 2)
     b, h = spec.v[:2]
     for index in ((b, h, integers.floordiv(J, 2), E), (b, h, integers.add(J, 1), E), (b, h, integers.add(J, E), E)):
-        assert set(boxes(dataclasses.replace(spec, v=index), 16, 16)) == {"k"}
+        assert set(boxes(dataclasses.replace(spec, v=index), 16, 16)) == {"q", "k"}
+
+
+@pytest.mark.parametrize("tile", SPECIALIZED, ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "alibi", "soft_cap", "left_padded_inf"])
+def test_specialized_programs(name: str, tile: Tile) -> None:
+    """Their text, that is: the interpreter has no warps."""
+    kernel = check(case(name, d=16, d_v=20), tile)
+    (variant,) = kernel._variants.values()
+    assert "warp_specialize=True" in variant.source and "tl.load(q_ptr" not in variant.source
+    check(case(name, "bfloat16", 40, 80, group=2, order=("b0", "i", "b1", "e")), tile, "heads_inside", SHAPES[:1])
+
+
+def test_specialized_programs_of_tensors_that_cannot_be_described() -> None:
+    kernel = check(case("causal", d=16), SPECIALIZED[0], "gaps", SHAPES[:1])
+    assert ["warp_specialize" in variant.source for variant in kernel._variants.values()] == [True, False]
+
+
+def test_what_may_be_specialized() -> None:
+    for name in ("plain", "causal", "alibi", "soft_cap", "chunks"):
+        assert may_specialize(case(name, "bfloat16", 128).spec, 128, 128), name
+    for name in ("bias", "documents", "left_padded", "padding"):
+        assert not may_specialize(case(name, "bfloat16", 128).spec, 128, 128), name
+    assert not may_specialize(case("plain", "float32", 128).spec, 128, 128)
+    assert not may_specialize(case("plain", "bfloat16", 512).spec, 512, 512)
 
 
 def test_every_block_has_one_program() -> None:
@@ -157,6 +184,25 @@ def test_registers_on_hopper(name: str, d: int) -> None:
         assert fact.fits and not fact.spills and not fact.warnings and fact.matrix["wgmma"], fact
         found.append(fact.registers)
     assert found[1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "d_v", "order"),
+    [
+        ("causal", 128, 128, Order(specialized=True, rotated=True)),
+        ("alibi", 64, 64, Order(specialized=True, persistent=True)),
+        ("soft_cap", 192, 128, Order(specialized=True, rotated=True)),
+    ],
+)
+def test_specialized_programs_on_hopper(name: str, d: int, d_v: int, order: Order) -> None:
+    """Warps have roles, nothing spills, is lost or serialised; in the rotated order exponentials lie under products."""
+    spec = case(name, "bfloat16", d, d_v).spec
+    assert may_specialize(spec, d, d_v)
+    kernels, tile = forward_kernels(spec, d, d_v, False, order), Tile(rows=128, keys=64, warps=4, stages=2)
+    (fact,) = compile_offline(spec, kernels, d, d_v, {kernels[0].name: tile}, "sm_90")
+    assert fact.specialized and fact.fits and not fact.spills and not fact.warnings and not fact.lost, fact
+    every, under = fact.exponentials
+    assert fact.matrix["wgmma"] and (under >= every // 2 if order.rotated else under == 0), fact
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
