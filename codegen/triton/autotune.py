@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,10 @@ MEASURED = 8
 MARGIN = 0.02
 """A tile must be faster than the table's by this share to take its place: less is within what two runs differ."""
 
+ROUNDING = 4
+"""Units of rounding by which results in different tiles may differ. That is far more than they do, and far less than
+what a tile left out or added twice, or a sum read too early, would make."""
+
 FORMAT = 1
 """Of the files; to be raised when a tile or a situation comes to mean something else."""
 
@@ -55,7 +60,8 @@ class Stage:
     """Launches that share a tile.
 
     kernel: the one that takes the time. variant: its module. tile: the table's. launch: all of them in a tile, as often
-    as is asked. others: tiles that may run, too; None where the tile is settled.
+    as is asked. others: tiles that may run, too; None where the tile is settled. results: what the launches write (not
+    what they add to), rows of values.
     """
 
     kernel: str
@@ -63,6 +69,7 @@ class Stage:
     tile: Tile
     launch: Callable[[Tile], None]
     others: Callable[[], Sequence[Tile]] | None
+    results: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,24 +201,42 @@ class Tuner:
         seconds: dict[Tile, float] = {}
         failed: dict[Tile, str] = {}
         others = [tile for tile in (stage.others() if stage.others else ()) if tile != stage.tile]
-        self._time(stage, call, self._ranked(stage, call, others), seconds, failed)
+        ranked = self._ranked(stage, call, others)
+        expected = self._time(stage, call, ranked, seconds, failed)
         if seconds:
             best = min(seconds, key=seconds.__getitem__)
             rest = [tile for tile in others if tile.with_schedule_of(best) == best and tile not in (*seconds, *failed)]
-            self._time(stage, call, rest, seconds, failed)
+            self._time(stage, call, rest, seconds, failed, expected)
         return seconds, failed
 
     def _time(
-        self, stage: Stage, call: Call, tiles: Sequence[Tile], seconds: dict[Tile, float], failed: dict[Tile, str]
-    ) -> None:
+        self,
+        stage: Stage,
+        call: Call,
+        tiles: Sequence[Tile],
+        seconds: dict[Tile, float],
+        failed: dict[Tile, str],
+        expected: list[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor] | None:
+        """Time some tiles. Those whose results are not the expected ones, which are those of the first tile that ran,
+        have failed. Returns the expected results."""
         for number, tile in enumerate(tiles):
             log.info("%s: measuring tile %d of %d, %s", stage.kernel, number + 1, len(tiles), tile)
             try:
+                for result in stage.results:
+                    result.fill_(math.nan)  # what another tile has written there must not count
                 stage.launch(tile)
+                if expected is None:
+                    expected = [result.clone() for result in stage.results]
+                elif not all(map(agree, stage.results, expected)):
+                    failed[tile] = "its result is another than that of the first tile"
+                    log.warning("%s in tiles of %s is not used: %s", stage.kernel, tile, failed[tile])
+                    continue
                 seconds[tile] = (self.clock or by_events)(functools.partial(stage.launch, tile), call.device)
             except Exception as error:
                 failed[tile] = f"{type(error).__name__}: {error}"
                 log.info("%s cannot run in %s: %s", stage.kernel, tile, failed[tile])
+        return expected
 
     def _ranked(self, stage: Stage, call: Call, others: Sequence[Tile]) -> list[Tile]:
         """The table's tile, then by turns others of the sizes that the model ranks best, and the table's sizes with
@@ -226,6 +251,16 @@ class Tuner:
             turns = itertools.chain.from_iterable(itertools.zip_longest(best, own))
             others = [tile for tile in turns if tile is not None]
         return [first, *others[: MEASURED - 1]]
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results of [.., n] differ by no more than rounding: by row, relative to the row and to all of them.
+    What is not finite must be the same."""
+    eps = max(torch.finfo(found.dtype).eps, 2**-10 if torch.backends.cuda.matmul.allow_tf32 else 2**-12)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, found.float() - expected.float()).norm(dim=-1)
+    size = torch.where(expected.isfinite(), expected.float(), 0.0).norm(dim=-1)
+    return bool((difference <= ROUNDING * eps * (size + size.square().mean().sqrt())).all())
 
 
 def _size(tile: Tile) -> tuple[int, int]:

@@ -106,6 +106,7 @@ class Differentiable:
         results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
         shared = self._shared(batch, sizes)
         launches = _Launches(self.spec, variant, operands, sizes, results, batch, (n_q, n_k), shared)
+        written = {Queries.name: made.keys() & {0}, Keys.name: made.keys() & {1, 2}}
         tiles = backward_tiles(self.spec, d, d_v, capability(device))
         stages = [
             Stage(
@@ -116,6 +117,7 @@ class Differentiable:
                 others=functools.partial(
                     candidates, name, self.spec, (n_q, n_k, d, d_v), tiles[name], capability(device)
                 ),
+                results=[made[n] for n in written.get(name, ())],
             )
             for name, launch in launches.by_kernel.items()
             if name in variant.kernels

@@ -210,7 +210,9 @@ class Kernel:
             return all(box.fits(operands[box.operand]) for box in variant.boxes.values())
 
         shared = self._shares(operands)
-        stage = self._stage(operands[0].device, math.prod(batch), extents, sizes, shared, reads, launch)
+        stage = self._stage(
+            operands[0].device, math.prod(batch), extents, sizes, shared, reads, launch, [results["out"]]
+        )
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         autotune.run([stage], call, self.tuner, lambda: None)
 
@@ -223,6 +225,7 @@ class Kernel:
         shared: bool,
         reads: Callable[[Variant], bool],
         launch: Callable[[Variant, Tile], None],
+        results: Sequence[torch.Tensor] = (),
     ) -> Stage:
         """The schedule and the table's tile for a call. shared: V is the first columns of K. reads: whether a variant's
         descriptors can describe the operands."""
@@ -243,6 +246,7 @@ class Kernel:
             tile=table,
             launch=lambda tile: launch(variant(tile), tile),
             others=lambda: candidates("attention_forward", self.spec, extents, table, capability(device)),
+            results=results,
         )
 
     def choice_of(self, sizes: Sequence[int]) -> Choice:

@@ -2,6 +2,7 @@
 where the CPU's own emitter is missing."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +18,12 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runtime, "_executors", {})
     monkeypatch.setattr(runtime, "_differentiables", {})
     yield
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own for what is remembered between processes."""
+    from fusion.codegen.triton import module
+
+    monkeypatch.setattr(module, "directory", lambda: tmp_path)
+    return tmp_path

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,11 +22,10 @@ from fusion import runtime
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
-from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.launch import Kernel, Variant
-from fusion.codegen.triton.tiles import Choice, Tile
+from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.tiles import Tile
 from fusion.options import Options
-from tests.codegen.mlir.cases import case, draw
+from tests.codegen.mlir.cases import case
 
 SHAPE = {"B": 1, "H": 1, "Nq": 20, "Nk": 20}
 REFUSALS = [
@@ -39,43 +35,7 @@ REFUSALS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "directory", lambda: tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Tile]]:
-    """The kernels that were launched, with their tiles."""
-    seen: list[tuple[str, Tile]] = []
-    real = Variant.launch
-
-    def launch(self, name: str, programs: int, tile: Tile, *rest) -> None:
-        seen.append((name, tile))
-        real(self, name, programs, tile, *rest)
-
-    monkeypatch.setattr(Variant, "launch", launch)
-    return seen
-
-
-class Clock:
-    """Seconds of the last launch, by kernel and tile."""
-
-    def __init__(self, launched: list[tuple[str, Tile]], seconds: Callable[[str, Tile], float]):
-        self.launched, self.seconds, self.calls = launched, seconds, 0
-
-    def __call__(self, launch: Callable[[], None], device: torch.device) -> float:
-        self.calls += 1
-        return self.seconds(*self.launched[-1])
-
-
-def prefers(rows: int, keys: int) -> Callable[[str, Tile], float]:
-    return lambda name, tile: 1.0 + abs(math.log2(tile.rows / rows)) + abs(math.log2(tile.keys / keys))
-
-
-def exact(spec, operands, sizes) -> torch.Tensor:
-    return reference.run(spec, [o.double() for o in operands], sizes, torch.float64)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # -- measuring, with launches that do nothing --------------------------------------------------------------------------
@@ -244,154 +204,6 @@ def test_situations() -> None:
     assert situation([q]) != situation([q], precision="tf32")
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_kernel_runs_in_the_fastest_tile(launched) -> None:
-    c = case("alibi", d=16)
-    operands, sizes = draw(c, SHAPE)
-    kernel = Kernel(c.spec, tuner=Tuner(clock=Clock(launched, prefers(16, 32))))
-    assert kernel.tile_of(sizes) == (32, 16) and not kernel.choice_of(sizes).measured
-    right = exact(c.spec, operands, sizes).double()
-    for _ in range(2):
-        torch.testing.assert_close(kernel(operands, sizes).double(), right, atol=1e-5, rtol=1e-5)
-    assert [(tile.rows, tile.keys) for _, tile in launched[-2:]] == [(16, 32)] * 2
-    assert kernel.choice_of(sizes) == Choice(tile=launched[-1][1], keys=sizes[-1], measured=True)
-    launched.clear()
-    another = Kernel(c.spec, tuner=Tuner())
-    another(operands, sizes)
-    assert [(tile.rows, tile.keys) for _, tile in launched] == [(16, 32)]
-    assert another.tile_of(sizes) == (16, 32)
-    assert Kernel(c.spec).tile_of(sizes) == (32, 16)
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bias", "bucket_table"])
-def test_gradients_are_right_while_measuring_and_after(name: str, launched) -> None:
-    """Gradients of captured tensors are added up: those that were added while measuring must be gone."""
-    c = case(name, d=16)
-    spec = c.spec
-    operands, sizes = draw(c, SHAPE)
-    needs_ = tuple(o.is_floating_point() for o in operands)
-    clock = Clock(launched, prefers(16, 16))
-    run = Differentiable(spec, tuner=Tuner(clock=clock))
-    alone = Differentiable(spec, Tile(rows=16, keys=16, warps=4, stages=1))
-    for turn in range(2):
-        out, statistics = run.forward(operands, sizes)
-        grad = torch.randn(out.shape)
-        before = clock.calls
-        got = run.backward(grad, out, statistics, operands, sizes, needs_)
-        assert (clock.calls > before) == (turn == 0)
-        seen = list(launched)
-        for ours, theirs in zip(got, alone.backward(grad, out, statistics, operands, sizes, needs_), strict=True):
-            assert torch.equal(ours, theirs)
-        launched[:] = seen
-    last = dict(launched)
-    for kernel in ("attention_backward_queries", "attention_backward_keys"):
-        assert (last[kernel].rows, last[kernel].keys) == (16, 16)
-
-
-def packed(q, k, v, numbers):
-    keep = numbers[:, None, :, None] == numbers[:, None, None, :]
-    return torch.softmax((q @ k.mT).masked_fill(~keep, -1e30), -1) @ v
-
-
-def test_lists_of_tiles_follow_the_tile(launched, monkeypatch) -> None:
-    inputs = [torch.randn(1, 1, 40, 16) for _ in range(3)]
-    numbers = torch.arange(40).div(20, rounding_mode="floor")[None]
-    made: list[Differentiable] = []
-    seconds = {"attention_backward_keys": prefers(16, 32)}
-
-    def differentiable(spec, device):
-        clock = Clock(launched, lambda name, tile: seconds.get(name, prefers(32, 16))(name, tile))
-        made.append(Differentiable(spec, tuner=Tuner(clock=clock)))
-        return made[-1]
-
-    monkeypatch.setattr(runtime, "_compile_training", differentiable)
-    monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec))
-    monkeypatch.setattr(runtime, "unsupported", lambda spec, device: None)
-    monkeypatch.setattr(runtime, "_differentiables", {})
-    monkeypatch.setattr(runtime, "_executors", {})
-    torch._dynamo.reset()
-    options = {"inner": "eager", "strict": True, "tile_maps": "always"}
-    compiled = torch.compile(packed, backend="fusion", options=options)
-    for _ in range(2):
-        ours, eager = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
-        launched.clear()
-        weight = torch.randn(1, 1, 40, 16)
-        (compiled(*ours, numbers) * weight).sum().backward()
-        (packed(*eager, numbers) * weight).sum().backward()
-        for mine, theirs in zip(ours, eager, strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-5)
-    assert made and not any(g.broken for g in runtime._differentiables.values())
-    names = [name for name, _ in launched]
-    assert names.count("attention_backward_prepare") == 1, names
-    last = dict(launched)
-    assert last["attention_backward_prepare"].rows == last["attention_backward_keys"].rows == 16
-    assert last["attention_row_blocks"].rows == 16 and last["attention_row_blocks"].keys == 32
-
-
-# -- tiles that do not fit ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def limited(launched, monkeypatch) -> Callable[[Callable[[Tile], bool], Exception], None]:
-    """Makes launches of tiles that do not fit raise."""
-    real = Variant.launch
-
-    def limit(room: Callable[[Tile], bool], error: Exception) -> None:
-        def launch(self, name: str, programs: int, tile: Tile, *rest) -> None:
-            if not room(tile):
-                raise error
-            real(self, name, programs, tile, *rest)
-
-        monkeypatch.setattr(Variant, "launch", launch)
-
-    return limit
-
-
-@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-def test_a_smaller_tile_is_taken_where_one_does_not_fit(error: Exception, limited, launched, caplog) -> None:
-    c = case("alibi", d=16)
-    operands, sizes = draw(c, SHAPE)
-    limited(lambda tile: tile.rows * tile.keys <= 256, error)
-    kernel = Kernel(c.spec)
-    with caplog.at_level(logging.INFO, "fusion"):
-        for _ in range(2):
-            got = kernel(operands, sizes).double()
-    torch.testing.assert_close(got, exact(c.spec, operands, sizes).double(), atol=1e-5, rtol=1e-5)
-    assert len([r for r in caplog.records if "does not fit" in r.message]) == 1
-    assert {(tile.rows, tile.keys) for _, tile in launched} == {(16, 16)}
-
-
-def test_gradients_in_smaller_tiles(limited, launched) -> None:
-    c = case("bias", d=16)
-    operands, sizes = draw(c, SHAPE)
-    limited(lambda tile: tile.rows * tile.keys <= 256, REFUSALS[0])
-    run = Differentiable(c.spec)
-    out, statistics = run.forward(operands, sizes)
-    grad = torch.randn(out.shape)
-    needs_ = (True,) * len(operands)
-    got = run.backward(grad, out, statistics, operands, sizes, needs_)
-    true = reference.backward(c.spec, grad.double(), [o.double() for o in operands], sizes, needs_)
-    for ours, best in zip(got, true, strict=True):
-        torch.testing.assert_close(ours.double(), best, atol=1e-4, rtol=1e-4)
-    assert {tile.rows * tile.keys for _, tile in launched} == {256}
-
-
-def test_the_error_is_shown_where_nothing_fits_and_others_always(limited) -> None:
-    c = case("plain", d=16)
-    operands, sizes = draw(c, SHAPE)
-    limited(lambda tile: False, REFUSALS[0])
-    with pytest.raises(OutOfResources):
-        Kernel(c.spec)(operands, sizes)
-    limited(lambda tile: False, RuntimeError("an illegal memory access was encountered"))
-    with pytest.raises(RuntimeError, match="illegal"):
-        Kernel(c.spec)(operands, sizes)
-
-
 # -- the option --------------------------------------------------------------------------------------------------------
 
 
@@ -413,9 +225,9 @@ def test_the_op_carries_it(given: dict, monkeypatch) -> None:
     monkeypatch.setattr(runtime, "unsupported", lambda spec, device: None)
     monkeypatch.setattr(runtime, "_executors", {})
     torch._dynamo.reset()
-    inputs = [*torch.randn(3, 1, 2, 8, 16).unbind(), torch.zeros(1, 8, dtype=torch.long)]
+    inputs, sdpa = torch.randn(3, 1, 2, 8, 16).unbind(), torch.nn.functional.scaled_dot_product_attention
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(packed, backend="fusion", **given)(*inputs), packed(*inputs))
+        torch.testing.assert_close(torch.compile(sdpa, backend="fusion", **given)(*inputs), sdpa(*inputs))
     calls = [n for g in graphs for n in g.graph.nodes if n.target is torch.ops.fusion.attention.default]
     assert calls and all(call.args[3] == "auto/tuned" for call in calls)
 
