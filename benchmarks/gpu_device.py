@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fusion import runtime
 from fusion.codegen import triton
+from fusion.codegen.triton.autotune import Tuner
+from fusion.codegen.triton.launch import Kernel
 from fusion.errors import UnknownMachineError
 from fusion.machine import Machine, machine
 
@@ -41,6 +43,10 @@ class Gpu:
         if backend == "fusion" and "mode" not in given:
             given["options"] = self.options | given.get("options", {})
         return torch.compile(call, backend=backend, dynamic=False, **given)
+
+    def tuned(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled by fusion, which measures its tiles at the first call."""
+        return self.compiled(call, "fusion", options={"autotune": True})
 
     def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
         """(on the device, on the host) of one call. The cache is emptied before, and the device kept waiting until the
@@ -98,6 +104,19 @@ class Rehearsal:
             return call
         options = {"strict": True} | given.get("options", {}) | {"inner": "eager"}
         return torch.compile(call, backend=backend, dynamic=False, options=options)
+
+    def tuned(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clock(launch: Callable[[], None], device: torch.device) -> float:
+            return self.seconds(launch)[0]
+
+        def run(*operands: Tensor) -> object:
+            with (
+                mock.patch.object(runtime, "_compile", lambda spec, device: Kernel(spec, tuner=Tuner(clock=clock))),
+                mock.patch.dict(runtime._executors, clear=True),
+            ):
+                return self.compiled(call, "fusion")(*operands)
+
+        return run
 
     def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
         begun = time.perf_counter()

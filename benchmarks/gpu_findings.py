@@ -10,6 +10,7 @@ from typing import Any
 from gpu_cells import Cell, Place
 from gpu_models import WholeModel
 from gpu_training import Losses, Memory
+from gpu_tuning import Tuned
 
 Kernels = list[tuple[str, float]]
 """(name, device seconds of one call) of what a call launches, the longest first."""
@@ -17,9 +18,9 @@ Kernels = list[tuple[str, float]]
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """checks: faults by name of the check. kernels: by place and competitor. tried: titles of steps that ended or were
-    begun by a process that died; current: the one under way. failed: why a step has no result. left: titles of steps
-    for which there was no time.
+    """checks: faults by name of the check. kernels: by place and competitor. tuned: what autotune measured. tried:
+    titles of steps that ended or were begun by a process that died; current: the one under way. failed: why a step has
+    no result. left: titles of steps for which there was no time.
     """
 
     environment: dict[str, Any]
@@ -31,6 +32,7 @@ class Findings:
     losses: list[Losses] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     kernels: dict[str, dict[str, Kernels]] = field(default_factory=dict)
+    tuned: list[Tuned] = field(default_factory=list)
     tried: list[str] = field(default_factory=list)
     current: str | None = None
     failed: dict[str, str] = field(default_factory=dict)
@@ -51,5 +53,6 @@ class Findings:
         given["losses"] = [Losses(**each) for each in given["losses"]]
         for each in given["memory"]:
             each["bytes"] = {who: {int(n): size for n, size in of.items()} for who, of in each["bytes"].items()}
+        given["tuned"] = [Tuned(**each) for each in given["tuned"]]
         given["memory"] = [Memory(**each) for each in given["memory"]]
         return cls(**given)

@@ -157,6 +157,17 @@ def kernel_text(found: Findings) -> list[str]:
     return said
 
 
+def tuned_lines(found: Findings) -> tuple[list[str], list[list[str]]]:
+    """Every tile that was measured, the fastest first."""
+    lines = []
+    for each in found.tuned:
+        for tile in sorted(each.seconds, key=each.seconds.__getitem__):
+            mark = "the table's" if tile == each.table else ""
+            lines.append([each.title, each.kernel, tile, _figure(each.flop / each.seconds[tile] / 1e12), mark])
+        lines += [[each.title, each.kernel, tile, "-", why] for tile, why in each.failed.items()]
+    return ["variant", "kernel", "tile", "TFLOP/s", ""], lines
+
+
 def check_text(found: Findings) -> str:
     wrong = [f"- {name}: {fault}" for name, faults in found.checks.items() for fault in faults]
     right = sum(not faults for faults in found.checks.values())
@@ -186,6 +197,8 @@ def report(found: Findings, machine: Machine | None) -> str:
         table(*model_lines(found)),
         "## Training",
         "\n".join(training_text(found)),
+        "## Tiles and schedules",
+        table(*tuned_lines(found)),
         "## What calls launch",
         "\n".join(kernel_text(found)),
         "## Notes",

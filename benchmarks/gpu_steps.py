@@ -20,6 +20,7 @@ from gpu_device import Device, failures_shown, rehearsing
 from gpu_findings import Findings
 from gpu_models import measure_model
 from gpu_training import follow, grow
+from gpu_tuning import tune
 from rows import GPU_ROWS
 
 HEADS = {64: 32, 128: 16, 256: 8, 512: 4, 576: 16}
@@ -30,6 +31,7 @@ DECODE = ((8, 16384), (64, 8192), (1, 131072), (32, 2048))  # batch and keys; 32
 LATENT_DECODE = ((32, 8192), (128, 4096))
 MODELS = (("gemma2", 4, 2048), ("llama", 4, 2048), ("bert", 32, 512), ("t5", 8, 2048))
 LOSSES = ("llama", "gemma2")
+TUNED = (("causal", 0), ("full", 0), ("causal", 1))  # rows, and which of the widths
 PROFILED = (("causal", "forward"), ("causal", "backward"), ("full", "forward"))
 
 
@@ -109,7 +111,7 @@ def places(sizes: Sizes, device: Device) -> list[Place]:
 
 
 def steps(sizes: Sizes, device: Device) -> list[Step]:
-    """Everything, in order: checks, the telling cells, training, what calls launch, a model, the rest."""
+    """Everything, in order: checks, the telling cells, training, tiles, what calls launch, a model, the rest."""
     looked = [
         Step(title=f"check {check.name}", phase="check", run=lambda found, check=check: _look(found, check))
         for check in checks(list(sizes.rows), sizes.dtype, device)
@@ -122,9 +124,14 @@ def steps(sizes: Sizes, device: Device) -> list[Step]:
         Step(title=f"kernels of {p}", phase="time", run=lambda found, p=p: _kernels(found, p, device))
         for p in _profiled(sizes, device)
     ]
+    tuned = [
+        Step(title=f"tiles of {p}", phase="time", run=lambda found, p=p: found.tuned.extend(tune(p, device)))
+        for p in _tuned(sizes, device)
+    ]
     early = 2 * len([name for name in TELLING if name in sizes.rows]) + 5
     training, models = _training(sizes, device), _models(sizes, device)
-    return [*looked, *cells[:early], *training[:2], *launched, *models[:1], *cells[early:], *training[2:], *models[1:]]
+    first = [*cells[:early], *training[:2], *tuned, *launched, *models[:1]]
+    return [*looked, *first, *cells[early:], *training[2:], *models[1:]]
 
 
 def _training(sizes: Sizes, device: Device) -> list[Step]:
@@ -165,6 +172,16 @@ def _profiled(sizes: Sizes, device: Device) -> list[Place]:
     if device.rehearsal:
         return found[:1]
     first = (next((p for p in found if (p.row, p.direction) == each), None) for each in PROFILED)
+    return [place for place in first if place is not None]
+
+
+def _tuned(sizes: Sizes, device: Device) -> list[Place]:
+    """Whose tiles are measured one by one."""
+    forward = [place for place in places(sizes, device) if place.direction == "forward" and not place.decoding]
+    if device.rehearsal:
+        return forward[:1]
+    wanted = [(row, sizes.d[at]) for row, at in TUNED if at < len(sizes.d)]
+    first = (next((p for p in forward if (p.row, p.d) == each), None) for each in wanted)
     return [place for place in first if place is not None]
 
 

@@ -63,6 +63,9 @@ def test_rehearsal(scripts, monkeypatch, tmp_path, capsys):
     assert bool(found["models"]) == everything
     assert found["losses"][0]["losses"].keys() == {"eager", "fusion", "seed 1", "seed 2"}
     assert found["kernels"] and found["memory"]
+    (tuned,) = found["tuned"]
+    assert tuned["table"] in tuned["seconds"] and len(tuned["seconds"]) > 4 and not tuned["failed"]
+    assert any("described" in tile for tile in tuned["seconds"])
     page = next(tmp_path.glob("*-rehearsal.md")).read_text()
     assert "no figure on this page means anything" in page and "losses: distance from eager's" in page
     assert "no figure on this page means anything" in capsys.readouterr().out
