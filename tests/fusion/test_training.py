@@ -77,6 +77,14 @@ def sunk(q, k, v, sink):
     return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] @ v
 
 
+def sunk_slopes(q, k, v, both):
+    """Slopes and sinks: the weights of the keys do not add up to one."""
+    slope, sink = both.unbind(0)
+    distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+    s = scores(q, k) + slope[:, None, None] * distance
+    return torch.softmax(torch.cat([s, sink.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)], -1), -1)[..., :-1] @ v
+
+
 def weighted(q, k, v, factor):
     """A trained mask multiplied into the weights."""
     return (torch.softmax(scores(q, k), -1) * factor) @ v
@@ -116,7 +124,7 @@ B, H, N, M, D = 2, 4, 19, 23, 8
 CASES = [
     (plain, None), (causal, None), (grouped, None), (biased, (1, H, N, M)), (biased, (B, 1, 1, M)),
     (scaled_after, (1, H, N, M)), (scaled_after, (H, 1, M)), (scaled_slopes, (H,)), (table, (17, H)), (slopes, (H,)),
-    (capped, ()), (tempered, (H,)), (sunk, (H,)), (weighted, (H, N, M)), (gated, (H, 1, 1)), (doubled, (1, H, N, M)),
+    (capped, ()), (tempered, (H,)), (sunk, (H,)), (sunk_slopes, (2, H)), (weighted, (H, N, M)), (gated, (H, 1, 1)), (doubled, (1, H, N, M)),
     (detached, (H, N, M)), (by_hand, (H, N, M)),
 ]  # fmt: skip
 NAMES = [f"{function.__name__}{'' if shape is None else list(shape)}" for function, shape in CASES]

@@ -147,9 +147,12 @@ class BackwardCall:
 
     def _correct(self, collected: Sequence[LoadGradient]) -> None:
         """Where sums of dx are not 0, delta is off by that much (in exact arithmetic): put it right, and the sums
-        made with it."""
+        made with it. With sinks there are sums of P dP instead, which delta should be."""
         drift, *shares = self.extra
-        self.rows[3, : drift.numel()] += drift.flatten()
+        delta = self.rows[3, : drift.numel()].view(drift.shape)
+        if self.spec.sinks:
+            drift = drift - delta
+        delta += drift
         for entry, share in zip(collected, shares, strict=True):
             self.sums[entry.load] -= drift * share
 

@@ -6,14 +6,25 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.expressions import Level
 from fusion.codegen.triton.forward import place_in_list
+from fusion.codegen.triton.gradients import UPSTREAM_WEIGHT
 from fusion.codegen.triton.key_loop import LOG2E
 from fusion.codegen.triton.stages import Visit, key_limits, listed
+from fusion.ir.derivative import UPSTREAM
+from fusion.ir.expr import ZERO, Kind, const, contains, node, substitute
+from fusion.ir.spec import AttentionSpec
+
+WEIGHT = node("upstream", (), Kind.FLOAT, "share")
+"""A score's weight before the weight program, in the place of dx."""
 
 
 class Queries(Role):
     """dQ of one block of ROWS query rows of one head, and gradients of what the rows' scores read."""
 
     name = "attention_backward_queries"
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]):
+        super().__init__(spec, d, d_v, needs)
+        self.writer.known |= {WEIGHT: "y"}
 
     def body(self) -> tuple[list[Visit], str]:
         w, mask = self.writer, self.spec.mask
@@ -30,6 +41,7 @@ class Queries(Role):
             *self._keys(),
             *self.zeros("dq", 0, "ROWS"),
             *self.sums_to("ROWS", "keys", "all"),
+            *(f"{name} = tl.full([ROWS], 0.0, tl.float32)" for name in self._corrections()),
             *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
             *finish,
         )
@@ -58,7 +70,7 @@ class Queries(Role):
         tile = source.block(*self._first(), *source.without_dead(columns, inner), inner)
         loop = source.block(turns, source.indented(tile))
         state = self.sums("dq", 0)
-        state += [f"sum_{n}" for n, _ in self.captured("keys", "all")]
+        state += [*(f"sum_{n}" for n, _ in self.captured("keys", "all")), *self._corrections()]
         return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 
     def _first(self) -> list[str]:
@@ -87,11 +99,25 @@ class Queries(Role):
             ]
         return lines
 
+    def _corrections(self) -> list[str]:
+        """Names of the sums with which the rounding of delta is taken out of gradients that are sums over keys: in
+        those it would not average out. `share_n` is what `sum_n` would be for dx = y; in exact arithmetic delta is the
+        sum of y * dW, and (without sinks) that of dx is 0."""
+        found = [f"share_{n}" for n, item in self.captured("keys", "all") if contains(item.gradient, UPSTREAM)]
+        return ["missing", *found] if found and self.softmax else []
+
     def summed(self, full: bool) -> list[str]:
         lines: list[str] = []
+        corrections = self._corrections()
+        if corrections:
+            times = "" if self.spec.weight is const(1.0) else " * w"
+            lines.append(f"missing += tl.sum({f'y * dp{times}' if self.spec.sinks else 'dx'}, 1)")
         for n, _, gradient in self.gradients_of_tile(full, "keys", "all"):
             value = self.bound(gradient, lines)
             lines.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
+            if f"share_{n}" in corrections:
+                value = self.bound(substitute(gradient, {UPSTREAM: WEIGHT, UPSTREAM_WEIGHT: ZERO}), lines)
+                lines.append(f"share_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
         for _, item, gradient in self.gradients_of_tile(full, "none"):
             value = self.bound(gradient, lines)
             lines += self.add(item, f"tl.broadcast_to({value}, [ROWS, KEYS])", "rows_ok & j_ok")
@@ -100,7 +126,11 @@ class Queries(Role):
     def _finish(self) -> list[str]:
         """Statements that add up what was summed."""
         lines: list[str] = []
+        if corrections := self._corrections():
+            lines.append(f"missing = {'tl.reshape(delta, [ROWS]) - missing' if self.spec.sinks else '-missing'}")
         for n, item in self.captured("keys", "all"):
+            if f"share_{n}" in corrections:
+                lines.append(f"sum_{n} += missing * share_{n}")
             if item.reach == "keys":
                 lines += self.add(item, f"sum_{n}[:, None]", "rows_ok")
             else:
