@@ -34,7 +34,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.tile_map import MapSpec
 from fusion.tile_map import tile_map
 
-VERSION = 9
+VERSION = 10
 """To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "DEF")

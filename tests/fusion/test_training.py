@@ -124,8 +124,8 @@ B, H, N, M, D = 2, 4, 19, 23, 8
 CASES = [
     (plain, None), (causal, None), (grouped, None), (biased, (1, H, N, M)), (biased, (B, 1, 1, M)),
     (scaled_after, (1, H, N, M)), (scaled_after, (H, 1, M)), (scaled_slopes, (H,)), (table, (17, H)), (slopes, (H,)),
-    (capped, ()), (tempered, (H,)), (sunk, (H,)), (sunk_slopes, (2, H)), (weighted, (H, N, M)), (gated, (H, 1, 1)), (doubled, (1, H, N, M)),
-    (detached, (H, N, M)), (by_hand, (H, N, M)),
+    (capped, ()), (tempered, (H,)), (sunk, (H,)), (weighted, (H, N, M)), (gated, (H, 1, 1)), (doubled, (1, H, N, M)),
+    (sunk_slopes, (2, H)), (detached, (H, N, M)), (by_hand, (H, N, M)),
 ]  # fmt: skip
 NAMES = [f"{function.__name__}{'' if shape is None else list(shape)}" for function, shape in CASES]
 

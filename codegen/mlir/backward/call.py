@@ -146,12 +146,12 @@ class BackwardCall:
         return outer % threads != 0 and outer < 4 * threads, threads
 
     def _correct(self, collected: Sequence[LoadGradient]) -> None:
-        """Where sums of dx are not 0, delta is off by that much (in exact arithmetic): put it right, and the sums
-        made with it. With sinks there are sums of P dP instead, which delta should be."""
+        """Where sums of dx are not 0, or with sinks their weight times delta, delta is off by that much (in exact
+        arithmetic): put it right, and the sums made with it."""
         drift, *shares = self.extra
         delta = self.rows[3, : drift.numel()].view(drift.shape)
-        if self.spec.sinks:
-            drift = drift - delta
+        for sink in self.spec.sinks:
+            drift -= (self._weight_of(sink) * delta.unsqueeze(-1)).squeeze(-1)
         delta += drift
         for entry, share in zip(collected, shares, strict=True):
             self.sums[entry.load] -= drift * share
@@ -260,13 +260,16 @@ class BackwardCall:
                 parts.append(part)
         return functools.reduce(torch.add, parts) if parts else torch.zeros_like(self.operands[number])
 
+    def _weight_of(self, sink: Expr) -> Tensor:
+        """A sink's share of the sum of each row, [b.., i, 1]."""
+        count = math.prod(self.batch) * self.n_q
+        unit, shift, factor = (row[:count].view(*self.batch, self.n_q, 1) for row in self.rows[:3])
+        value = pulled.value(self.spec, self.operands, self.sizes, sink)
+        return torch.exp2(value / self.plan.programs.scale * unit + shift) * factor
+
     def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""
         if all(int(load.attr) != number for load in loads(sink)):  # type: ignore[arg-type]
             return None
-        count = math.prod(self.batch) * self.n_q
-        unit, shift, factor, delta = (row[:count].view(*self.batch, self.n_q, 1) for row in self.rows)
-        value = pulled.value(self.spec, self.operands, self.sizes, sink)
-        scale = self.plan.programs.scale
-        weight = torch.exp2(value / scale * unit + shift) * factor
-        return pulled.of_expression(self.spec, self.operands, self.sizes, sink, -weight * delta, number)
+        delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q, 1)
+        return pulled.of_expression(self.spec, self.operands, self.sizes, sink, -self._weight_of(sink) * delta, number)

@@ -79,12 +79,12 @@ class Elements:
         through = None if factor is None else b.mul(slope, weight, "dw")
         gradients = self._scope(row, upstream, through)
         collected = self._collect(gradients, sums)
-        if kernel.settles or kernel.corrects:
+        if kernel.settles:
             # With sinks the weights do not add up to one: what delta lacks is then not the sum of dx.
-            missing, place = b.mul(weight, scaled) if kernel.spec.sinks else upstream, len(kernel.collected)
-            collected[place] = b.add(collected[place], missing, "missing")
-        if kernel.corrects:
-            self._collect_shares(row, weight, through, collected)
+            missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
+            collected[0] = b.add(collected[0], missing, "missing")
+        elif kernel.corrects:
+            self._collect_shares(row, weight, upstream, through, collected)
         slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
         return weight if factor is None else b.mul(weight, factor), slope, collected
 
@@ -102,9 +102,12 @@ class Elements:
                 sink.add(gradients, term)
         return collected
 
-    def _collect_shares(self, row: Scope, weight: Value, through: Value | None, sums: list[Value]) -> None:
-        """What each collected sum would be for dx = P."""
+    def _collect_shares(
+        self, row: Scope, weight: Value, upstream: Value, through: Value | None, sums: list[Value]
+    ) -> None:
+        """The sum of dx, which is 0 but for the rounding of delta, and what each collected sum would be for dx = P."""
         b, count = self.b, len(self.kernel.collected)
+        sums[count] = b.add(sums[count], upstream, "drift")
         shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector))
         for k, entry in enumerate(self.kernel.collected, start=count + 1):
             sums[k] = b.add(sums[k], shares.vector(entry.full if self.full else entry.masked), "share")

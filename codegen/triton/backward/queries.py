@@ -10,7 +10,7 @@ from fusion.codegen.triton.gradients import UPSTREAM_WEIGHT
 from fusion.codegen.triton.key_loop import LOG2E
 from fusion.codegen.triton.stages import Visit, key_limits, listed
 from fusion.ir.derivative import UPSTREAM
-from fusion.ir.expr import ZERO, Kind, const, contains, node, substitute
+from fusion.ir.expr import ZERO, Expr, Kind, contains, node, substitute
 from fusion.ir.spec import AttentionSpec
 
 WEIGHT = node("upstream", (), Kind.FLOAT, "share")
@@ -101,8 +101,8 @@ class Queries(Role):
 
     def _corrections(self) -> list[str]:
         """Names of the sums with which the rounding of delta is taken out of gradients that are sums over keys: in
-        those it would not average out. `share_n` is what `sum_n` would be for dx = y; in exact arithmetic delta is the
-        sum of y * dW, and (without sinks) that of dx is 0."""
+        those it would not average out. `share_n` is what `sum_n` would be for dx = y; `missing` is the sum of dx, which
+        exactly is the sinks' weight times delta, or 0."""
         found = [f"share_{n}" for n, item in self.captured("keys", "all") if contains(item.gradient, UPSTREAM)]
         return ["missing", *found] if found and self.softmax else []
 
@@ -110,8 +110,7 @@ class Queries(Role):
         lines: list[str] = []
         corrections = self._corrections()
         if corrections:
-            times = "" if self.spec.weight is const(1.0) else " * w"
-            lines.append(f"missing += tl.sum({f'y * dp{times}' if self.spec.sinks else 'dx'}, 1)")
+            lines.append("missing += tl.sum(dx, 1)")
         for n, _, gradient in self.gradients_of_tile(full, "keys", "all"):
             value = self.bound(gradient, lines)
             lines.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
@@ -127,15 +126,20 @@ class Queries(Role):
         """Statements that add up what was summed."""
         lines: list[str] = []
         if corrections := self._corrections():
-            lines.append(f"missing = {'tl.reshape(delta, [ROWS]) - missing' if self.spec.sinks else '-missing'}")
+            if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
+                lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
         for n, item in self.captured("keys", "all"):
             if f"share_{n}" in corrections:
-                lines.append(f"sum_{n} += missing * share_{n}")
+                lines.append(f"sum_{n} -= missing * share_{n}")
             if item.reach == "keys":
                 lines += self.add(item, f"sum_{n}[:, None]", "rows_ok")
             else:
                 lines += self.add(item, f"tl.sum(tl.sum(tl.where(rows_ok, sum_{n}[:, None], 0.0), 1), 0)", "")
         return lines
+
+    def _weight_of(self, sink: Expr) -> str:
+        """Its share of the row sum, as a factor."""
+        return f"tl.exp2(({self.writer.value(sink)} - row_max) * {LOG2E}) * share"
 
     def _sinks(self) -> list[str]:
         """Gradients of sinks: their share of the row sum times -delta."""
@@ -143,8 +147,8 @@ class Queries(Role):
         for item in self.gradients.captured:
             if item.sink is None:
                 continue
-            sink = self.writer.value(self.spec.sinks[item.sink])
-            lines.append(f"dsink = tl.where(rows_ok, -tl.exp2(({sink} - row_max) * {LOG2E}) * share * delta, 0.0)")
+            weight = self._weight_of(self.spec.sinks[item.sink])
+            lines.append(f"dsink = tl.where(rows_ok, -{weight} * delta, 0.0)")
             self.writer.lines[Level.ROW], outside = [], self.writer.lines[Level.ROW]
             value = self.writer.value(item.gradient)
             added = self.writer.lines[Level.ROW]

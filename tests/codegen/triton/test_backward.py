@@ -98,13 +98,15 @@ def test_weights_and_sinks() -> None:
     check(case("alibi", d=16, sinks=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"weight": True, "sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"sinks": True}], ids=str)
 def test_sums_over_keys_are_free_of_the_rounding_of_delta(options) -> None:
     """A slope's gradient is a sum of dS times distances, all large where there are more queries than keys: a row's dS
-    must add up to what it would exactly. Over 16 slopes the error is smaller than eager's."""
+    must add up to what it would exactly. Over 16 slopes the error is smaller than eager's; it was three times that."""
     c = case("alibi", d=16, **options)
     operands, sizes = draw(c, {"B": 1, "H": 16, "Nq": 90, "Nk": 40})
-    operands[3].mul_(0.01)  # of steep slopes a few keys have all the weight
+    operands[3] = torch.linspace(0.3, 1, 16)
+    if "sinks" in options:  # of little weight, but in a few rows
+        operands[-1] -= 20
     needs = tuple(n == 3 for n in range(len(operands)))
     run = Differentiable(c.spec, SMALL)
     out, statistics = run.forward(operands, sizes)
