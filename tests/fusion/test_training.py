@@ -172,6 +172,22 @@ def test_gradients_are_as_exact_as_eagers(function, shape, emitter):
     check(function, inputs(shape), emitter)
 
 
+def test_rows_without_a_live_key_have_no_part_in_slopes():
+    """Their weights are NaN, but the gradient ends at the mask."""
+
+    def padded(q, k, v, slope):
+        distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+        live = (distance <= 0) & (torch.arange(k.shape[-2]) >= 3)
+        return torch.softmax((scores(q, k) + slope[:, None, None] * distance).masked_fill(~live, -math.inf), -1) @ v
+
+    tensors = inputs((H,))
+    upstream = torch.randn(B, H, N, D + 4)
+    exact = gradients(padded, [t.detach().double().requires_grad_() for t in tensors], upstream)[-1]
+    eager, found = (gradients(run, tensors, upstream)[-1] for run in (padded, compiled(padded)))
+    allowed = 2 * ((eager.double() - exact).abs().max() + 2 * torch.finfo(torch.float32).eps * exact.abs().max())
+    assert (found.double() - exact).abs().max() <= allowed
+
+
 @pytest.mark.parametrize(("n", "m"), [(30, 40_000), (40_000, 30), (1_100, 4_400), (40, 2048), (40, 2000)])
 def test_sums_over_long_sequences(n, m):
     check(plain, inputs(None, n=n, m=m))

@@ -147,14 +147,14 @@ class BackwardCall:
 
     def _correct(self, collected: Sequence[LoadGradient]) -> None:
         """Where sums of dx are not 0, or with sinks their weight times delta, delta is off by that much (in exact
-        arithmetic): put it right, and the sums made with it."""
+        arithmetic): put it right, and the sums made with it. Rows of NaN, which a mask keeps out of sums, stay out."""
         drift, *shares = self.extra
         delta = self.rows[3, : drift.numel()].view(drift.shape)
         for sink in self.spec.sinks:
             drift -= (self._weight_of(sink) * delta.unsqueeze(-1)).squeeze(-1)
         delta += drift
         for entry, share in zip(collected, shares, strict=True):
-            self.sums[entry.load] -= drift * share
+            self.sums[entry.load] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
     # --- memory -------------------------------------------------------------------------------------------------
 

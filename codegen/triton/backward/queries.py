@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.backward.role import Role, any_dead
+from fusion.codegen.triton.backward.role import Role, any_dead, dead_limit
 from fusion.codegen.triton.expressions import Level
 from fusion.codegen.triton.forward import place_in_list
 from fusion.codegen.triton.gradients import UPSTREAM_WEIGHT
@@ -101,8 +101,9 @@ class Queries(Role):
 
     def _corrections(self) -> list[str]:
         """Names of the sums with which the rounding of delta is taken out of gradients that are sums over keys: in
-        those it would not average out. `share_n` is what `sum_n` would be for dx = y; `missing` is the sum of dx, which
-        exactly is the sinks' weight times delta, or 0."""
+        those it would not average out. `missing` is the sum of dx, which exactly is 0, or the sinks' weight times
+        delta; `share_n` is what `sum_n` would be for dx = y. It needs no mask: y is 0 where keys are dead, but in rows
+        without a live one, which are not corrected."""
         found = [f"share_{n}" for n, item in self.captured("keys", "all") if contains(item.gradient, UPSTREAM)]
         return ["missing", *found] if found and self.softmax else []
 
@@ -115,7 +116,8 @@ class Queries(Role):
             value = self.bound(gradient, lines)
             lines.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
             if f"share_{n}" in corrections:
-                value = self.bound(substitute(gradient, {UPSTREAM: WEIGHT, UPSTREAM_WEIGHT: ZERO}), lines)
+                item = self.gradients.captured[n]
+                value = self.bound(substitute(item.full, {UPSTREAM: WEIGHT, UPSTREAM_WEIGHT: ZERO}), lines)
                 lines.append(f"share_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
         for _, item, gradient in self.gradients_of_tile(full, "none"):
             value = self.bound(gradient, lines)
@@ -128,9 +130,12 @@ class Queries(Role):
         if corrections := self._corrections():
             if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
                 lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
+            if self.spec.mask is not None:
+                lines.append(f"met = tl.reshape(row_max > {dead_limit(self.spec)}, [ROWS])")
         for n, item in self.captured("keys", "all"):
             if f"share_{n}" in corrections:
-                lines.append(f"sum_{n} -= missing * share_{n}")
+                correction = f"missing * share_{n}"
+                lines.append(f"sum_{n} -= {f'tl.where(met, {correction}, 0.0)' if self.spec.mask else correction}")
             if item.reach == "keys":
                 lines += self.add(item, f"sum_{n}[:, None]", "rows_ok")
             else:

@@ -251,9 +251,8 @@ class Role:
         lines.append(f"x = tl.broadcast_to({self.bound(score, lines)}, {shape})")
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.bound(self.spec.weight, lines)}")
-        after: list[str] = []
+        after = self.summed(full)  # before ds: then fewer values are held at a time
         after.append(f"ds = tl.broadcast_to({self.bound(gradient, after)}, {shape})")
-        after += self.summed(full)
         w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
         return source.block(*lines), source.block(*after)
 

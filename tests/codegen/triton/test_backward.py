@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,8 +14,11 @@ from fusion.codegen import reference
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.codegen.triton.tiles import Tile
-from fusion.ir import Normalizer
-from tests.codegen.mlir.cases import PROGRAMS, Case, case, draw
+from fusion.ir import Kind, MaskFacts, Normalizer, Operand
+from fusion.ir.expr import J, const
+from fusion.ir.ops import apply, where
+from fusion.passes.masks import understand
+from tests.codegen.mlir.cases import BATCH, CAUSAL, FMIN, PROGRAMS, UP_TO_ROW, Case, case, draw, read
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
 SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 40}, {"B": 1, "H": 2, "Nq": 17, "Nk": 75})
@@ -116,6 +122,20 @@ def test_sums_over_keys_are_free_of_the_rounding_of_delta(options) -> None:
     (exact,) = reference.backward(c.spec, grad.double(), [o.double() for o in operands], sizes, needs)
     error, theirs = ((found.double() - exact).square().mean().sqrt() for found in (got, eager))
     assert error < theirs
+
+
+@pytest.mark.parametrize("fill", [-math.inf, FMIN])
+def test_rows_without_a_live_key_have_no_part_in_slopes(fill: float) -> None:
+    """Though their weights are NaN, or the same for all keys: eager's gradient ends at the mask."""
+    c = case("alibi", d=16)
+    live = apply("and", CAUSAL, read(BATCH, J, kind=Kind.BOOL, operand=4))
+    mask = Operand(dtype="bool", rank=2, name="mask")
+    spec = replace(c.spec, operands=(*c.spec.operands, mask), score=where(live, c.spec.score.args[1], const(fill)))
+    padding = torch.tensor([[21], [0]])
+    tensors = lambda n: [torch.linspace(0.3, 1, n["H"]), torch.arange(n["Nk"])[None] >= padding]
+    for facts in (understand(spec.score), MaskFacts(live=live, key_hi=UP_TO_ROW, fill=fill)):
+        found = replace(c, spec=replace(spec, mask=facts), program=replace(c.program, tensors=tensors))
+        check(found, shapes=({"B": 2, "H": 2, "Nq": 75, "Nk": 75},))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "clamp"])
