@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -84,7 +85,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         bodies, inside = _fuse_checkpointed(module, options)
         graph = normalize(module, example_inputs, bodies)
         dump.stage("normalized", graph)
-        sites = find_sites(graph.graph)
+        sites = find_sites(graph.graph, functools.partial(runtime.reads, emitter=options.emitter))
         drawn = [region.before(site) for site in sites]
         specified = rewrite(graph, sites, _supports(options), _emitter(options), _pays(options), options.block_mask)
         _check_block_mask(sites, options)

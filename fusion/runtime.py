@@ -235,6 +235,21 @@ def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
     return f"there is no emitter for device {device.type!r}"
 
 
+def reads(dtype: torch.dtype, device: torch.device, emitter: str = "auto") -> bool:
+    """Whether kernels on a device read tensors of a float8 dtype as they are; otherwise these are widened before."""
+    if emitter == "reference":
+        return True
+    if device.type == "cpu":
+        from fusion.codegen.mlir import float8
+
+        return str(dtype).removeprefix("torch.") in float8.FORMATS
+    if device.type == "cuda":
+        from fusion.codegen import triton
+
+        return triton.reads(dtype, device)
+    return False
+
+
 def _compile(spec: AttentionSpec, device: str) -> Executor:
     """The kernel of a device's emitter. Emitters are imported where they are used: each brings a compiler along."""
     if device == "cuda":

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion.ir.expr import E, Expr, J, const, coord, coordinates, substitute, walk
+from fusion.ir.expr import ONE, E, Expr, J, const, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import factors, is_contraction
 from fusion.passes.folding import forget
 from fusion.passes.nodes import Unsupported, packet, shape
-from fusion.passes.pullback import Access, PullBack, is_made_from_product
+from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
+from fusion.passes.pullback import PullBack, is_made_from_product
 from fusion.passes.recognize import Core, attentions
 from fusion.passes.sdpa import is_sdpa, pull_back_sdpa
 from fusion.passes.views import Index, broadcast_index, source
@@ -29,10 +30,11 @@ aten = torch.ops.aten
 
 @dataclass(slots=True, kw_only=True)
 class Attention:
-    """One attention of a site, still in terms of graph nodes."""
+    """One attention of a site, still in terms of graph nodes. value_scale: what rows of V are multiplied by."""
 
     core: Core
     value: Access
+    value_scale: Expr = ONE
     pullback: PullBack
     keys: Expr
     d_v: Expr
@@ -59,8 +61,12 @@ class Site:
         return {node for attention in self.attentions for node in attention.pullback.interior}
 
 
-def find_sites(graph: Graph) -> list[Site]:
-    """Every candidate in topological order, those that cannot be fused with a reason."""
+def find_sites(
+    graph: Graph, reads: Callable[[torch.dtype, torch.device], bool] = lambda dtype, device: True
+) -> list[Site]:
+    """Every candidate in topological order, those that cannot be fused with a reason. reads: whether kernels on a
+    device can read tensors of a float8 dtype."""
+    mark_stored(graph, reads)
     heads = _normalizers_upstream(graph)
     sites = []
     for node in graph.nodes:
@@ -232,13 +238,15 @@ def _at_root(anchor: Node, root: Node) -> Site:
     if is_sdpa(anchor):
         if factors_after:
             raise _OtherRoot
-        cores, value, pullback, keys = pull_back_sdpa(anchor, index, bounds)
+        cores, (value, scale), pullback, keys = pull_back_sdpa(anchor, index, bounds)
     else:
         for factor in factors_after:
             factor.index = tuple(substitute(entry, renamed) for entry in factor.index)
-        cores, value, pullback, keys = _pull_back(anchor, index, bounds, factors_after)
+        cores, (value, scale), pullback, keys = _pull_back(anchor, index, bounds, factors_after)
     for core in cores:
-        site.attentions.append(Attention(core=core, value=value, pullback=pullback, keys=keys, d_v=bounds[E]))
+        site.attentions.append(
+            Attention(core=core, value=value, value_scale=scale, pullback=pullback, keys=keys, d_v=bounds[E])
+        )
     return site
 
 
@@ -335,9 +343,10 @@ def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr], factors_aft
     except Unsupported as problem:
         problem.node = pullback.suspect(problem)
         raise
-    value, _ = pullback.locate(other, other_at, J, E, bounds[E])
+    accept = scale_of_values(other, cores[0].normalizer, bool(anchor.meta.get("requires_grad")))
+    value = locate(pullback, other, other_at, J, E, bounds[E], accept)
     if all(core.normalizer.value == "none" for core in cores):
-        _check_not_feed_forward(pullback, value)
+        _check_not_feed_forward(pullback, value[0])
     return cores, value, pullback, parts.extent
 
 

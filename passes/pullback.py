@@ -28,10 +28,11 @@ from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, 
 from fusion.ir.ops import apply, where
 from fusion.passes import assembling, nodes, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
-from fusion.passes.contractions import Factors, factors, is_contraction, strip_scale
+from fusion.passes.contractions import Factors, factors, is_contraction
 from fusion.passes.folding import folded
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.normalize import MAYBE_ALIAS
+from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.views import Index, broadcast_index, source
 
 aten = torch.ops.aten
@@ -42,14 +43,6 @@ _REDUCTIONS = {aten.sum: "sum", aten.amax: "max", aten.logsumexp: "logsumexp", a
 _HEAVY = {"exp": 1, "tanh": 1, "sigmoid": 1, "sqrt": 1, "rsqrt": 1, "pow": 3, "log": 2, "log1p": 2, "expm1": 2,
           "sin": 3, "cos": 3, "erf": 2, "atan": 3}  # fmt: skip
 _MAX_HEAVY = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """One operand of a product: the tensor it is read from, and the index in each of its dimensions."""
-
-    node: Node
-    index: Index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +92,7 @@ class PullBack:
         return max(taken, default=None)
 
     def _value(self, here: Node, index: Index) -> Expr:
-        if (moved := self._step(here, index, self.bounds)) is not None:
+        if (moved := self.step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
         if here.meta.get("mutations") or here.meta.get("attention_root"):
@@ -116,7 +109,7 @@ class PullBack:
         self.interior[here] = None
         return result
 
-    def _step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
+    def step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
         """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
         result of another attention: that is what the graph will hold, not the product before it."""
         if here.meta.get("attention_root"):
@@ -133,30 +126,6 @@ class PullBack:
         if here not in self.loaded:
             self.loaded.append(here)
         return load(self.loaded.index(here), index, kind)
-
-    def locate(self, here: Node, index: Index, row: Expr, column: Expr, extent: Expr) -> tuple[Access, float]:
-        """The tensor that an operand of a product is read from, looking through views, copies and constant scales.
-
-        Goes no further than the index stays linear in `row` and `column` (< extent): a window partition, say, is read
-        from the tensor that it makes. Returns the scale that was passed over.
-        """
-        bounds = self.bounds | {column: extent}
-        found, scale, found_scale = None, 1.0, 1.0
-        while True:
-            if _linear_in(index, row, column):
-                found, found_scale = Access(node=here, index=index), scale
-            opaque = here.meta.get("mutations") or here.meta.get("attention_root")
-            stripped, factor = (here, 1.0) if opaque else strip_scale(here)
-            if stripped is not here and column is C:
-                here, scale = stripped, scale * factor
-                continue
-            if (moved := self._step(here, index, bounds)) is None:
-                break
-            self.interior[here] = None
-            here, index = moved
-        if found is None:
-            raise Unsupported("an operand of the product is indexed in a way that is not linear in its row and column")
-        return found, found_scale
 
     def argument(self, value: Any, index: Index, extents: Sequence[Expr]) -> Any:
         """An argument of a pointwise call at `index` of its result of shape `extents`."""
@@ -219,6 +188,8 @@ class PullBack:
 
     def _cast(self, here: Node, index: Index) -> Expr | None:
         origin = arguments(here)["self"]
+        if is_float8(nodes.dtype(origin)) and not origin.meta.get("stored"):
+            return None  # kernels do not read it: the widened copy is loaded
         return pointwise.cast(self.value(origin, index), nodes.dtype(here))
 
     def _dropout(self, here: Node, index: Index) -> Expr | None:
@@ -276,26 +247,25 @@ class PullBack:
         if found is None:
             return None
         (query, query_scale), (key, key_scale) = found
-        scale = query_scale * key_scale
         if not (self._varies(query.index, I) and self._varies(key.index, J)):
             return None
-        if nodes.dtype(query.node) != nodes.dtype(here) or nodes.dtype(key.node) != nodes.dtype(here):
+        if {query.dtype, key.dtype} != {nodes.dtype(here)}:
             return None
         nodes.specialize(nodes.value(parts.left).shape[_position(parts.left_index, C)])
         product = Product(node=here, index=index, query=query, key=key, extent=parts.extent)
         if product not in self.products:
             self.products.append(product)
         result = node("dot", (), Kind.FLOAT, self.products.index(product))
-        result = apply("fmul", result, const(scale)) if scale != 1.0 else result
+        result = apply("fmul", result, apply("fmul", query_scale, key_scale))
         return self._baddbmm(here, index, result) if packet(here) is aten.baddbmm else result
 
-    def _query_and_key(self, parts: Factors) -> tuple[tuple[Access, float], tuple[Access, float]] | None:
+    def _query_and_key(self, parts: Factors) -> tuple[tuple[Access, Expr], tuple[Access, Expr]] | None:
         """The factor that depends on the row, then that which depends on the key; None if they mix."""
         sides = ((parts.left, parts.left_index), (parts.right, parts.right_index))
         for (left, left_index), (right, right_index) in (sides, sides[::-1]):
             try:
-                query = self.locate(left, left_index, I, C, parts.extent)
-                return query, self.locate(right, right_index, J, C, parts.extent)
+                query = locate(self, left, left_index, I, C, parts.extent)
+                return query, locate(self, right, right_index, J, C, parts.extent)
             except Unsupported:
                 continue
         return None
@@ -415,16 +385,3 @@ def _position(index: Index, atom: Expr) -> int:
 
 def _depends_on_product(expr: Expr) -> bool:
     return any(part.op == "dot" for part in walk(expr))
-
-
-def _linear_in(index: Index, row: Expr, column: Expr) -> bool:
-    """Whether every entry is a constant times `row` plus a constant times `column` plus a function of the batch."""
-    for entry in index:
-        for atom in (row, column):
-            parts = integers.linear(entry, atom)
-            if parts is None or not parts[0].is_const:
-                return False
-            entry = parts[1]
-        if coordinates(entry) & {"i", "j", "c", "e"}:
-            return False
-    return True

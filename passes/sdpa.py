@@ -13,7 +13,8 @@ from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.passes import nodes, pointwise
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
-from fusion.passes.pullback import Access, Product, PullBack
+from fusion.passes.operands import Access, locate, scale_of_values
+from fusion.passes.pullback import Product, PullBack
 from fusion.passes.recognize import Core
 from fusion.passes.views import Index, broadcast_index
 
@@ -25,8 +26,10 @@ def is_sdpa(here: Node) -> bool:
     return here.op == "call_function" and packet(here) is aten.scaled_dot_product_attention
 
 
-def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[list[Core], Access, PullBack, Expr]:
-    """The attention of an SDPA call at `index` of its result: (core, V, the walk, number of keys)."""
+def pull_back_sdpa(
+    anchor: Node, index: Index, bounds: dict[Expr, Expr]
+) -> tuple[list[Core], tuple[Access, Expr], PullBack, Expr]:
+    """The attention of an SDPA call at `index` of its result: (core, V and its scale, the walk, number of keys)."""
     args = arguments(anchor)
     query, key, value = args["query"], args["key"], args["value"]
     nodes.specialize(nodes.value(query).shape[-1])
@@ -37,16 +40,17 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tupl
         for tensor in (query, key):
             nodes.specialize(nodes.value(tensor).shape[-3])
 
-    def access(tensor: Node, row: Expr, column: Expr, extent: Expr) -> tuple[Access, float]:
+    def access(tensor: Node, row: Expr, column: Expr, extent: Expr, *accept) -> tuple[Access, Expr]:
         batch = _batch_index(tensor, index[:-2], shape(anchor)[:-2], args["enable_gqa"], heads, bounds)
-        return pullback.locate(tensor, (*batch, row, column), row, column, extent)
+        return locate(pullback, tensor, (*batch, row, column), row, column, extent, *accept)
 
     (q, q_scale), (k, k_scale) = access(query, I, C, d), access(key, J, C, d)
-    v, _ = access(value, J, E, bounds[E])
+    trained = bool(anchor.meta.get("requires_grad"))
+    v = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
     pullback.products.append(Product(node=anchor, index=index, query=q, key=k, extent=d))
     score = node("dot", (), Kind.FLOAT, 0)
-    scale = _scale(args["scale"], d) * q_scale * k_scale
-    score = apply("fmul", score, const(scale))
+    scale = apply("fmul", apply("fmul", q_scale, k_scale), const(_scale(args["scale"], d)))
+    score = apply("fmul", score, scale)
     if args["is_causal"]:
         score = where(apply("ile", J, I), score, const(-math.inf))
     if args["attn_mask"] is not None:

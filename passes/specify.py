@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output, integers
-from fusion.ir.expr import SCORE, Expr, J, Kind, const, load, rebuild, size, walk
-from fusion.ir.ops import where
+from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
+from fusion.ir.ops import apply, where
 from fusion.ir.spec import MASK_EXPRESSIONS, MaskFacts, Normalizer
 from fusion.passes import nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.find import Attention, Site
 from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
+from fusion.passes.operands import Access, scales_rows
 from fusion.passes.pullback import Product
+from fusion.passes.recognize import Core
 
 aten = torch.ops.aten
 
@@ -37,12 +40,16 @@ class Specified:
 def specify(site: Site, attention: Attention, block_mask: BlockMask | None = None) -> Specified:
     """The spec of one attention of a site, under the user's own mask if there is one; raises `Unsupported` where it
     cannot be stated."""
-    core, products = attention.core, attention.pullback.products
+    core, products = (
+        _with_scaled_values(attention, bool(site.root.meta.get("requires_grad"))),
+        attention.pullback.products,
+    )
     if core.row_scale is not None and attention.pullback.detached_maximum:
         raise Unsupported("a normaliser that depends on the row's maximum, through which no gradient is to flow")
     main = products[_main_product(core.score, products)]
-    _require_float(main.query.node, main.key.node, attention.value.node)
-    operands = [main.query.node, main.key.node, attention.value.node]
+    accesses = (main.query, main.key, attention.value)
+    _require_float(accesses)
+    operands = [access.node for access in accesses]
     resolve = _Resolver(products, main, attention.pullback.loaded, operands)
     bounds = site.bounds | {J: attention.keys}
     score, weight = decided(resolve(core.score), bounds), decided(resolve(core.weight), bounds)
@@ -70,7 +77,7 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
         sinks=tuple(map(rename, sinks)),
         row_scale=None if row_scale is None else rename(row_scale),
         normalizer=core.normalizer,
-        dtype=_product_dtype(operands[:3]),
+        dtype=_product_dtype(accesses),
         out_dtype=str(out).removeprefix("torch."),
         output=Output(dims=site.dims, order=_memory_order(site)),
         mask=None if mask is None else _rename_mask(mask, rename),
@@ -120,11 +127,21 @@ def _main_product(score: Expr, products: list[Product]) -> int:
     return max(numbers, key=lambda number: (width(number), -number))
 
 
-def _require_float(*tensors: Node) -> None:
-    for tensor in tensors:
-        dtype = nodes.dtype(tensor)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise Unsupported(f"attention over {str(dtype).removeprefix('torch.')} tensors")
+def _with_scaled_values(attention: Attention, trained: bool) -> Core:
+    """The core with the scale that was passed over on the way to V, as one of rows where it can be."""
+    core, scale = attention.core, attention.value_scale
+    if scale is ONE:
+        return core
+    if scales_rows(scale, core.normalizer, trained):
+        rows = apply("div", ONE, ROW_SUM) if core.row_scale is None else core.row_scale
+        return replace(core, row_scale=apply("fmul", rows, scale))
+    return replace(core, weight=apply("fmul", core.weight, scale))
+
+
+def _require_float(accesses: Sequence[Access]) -> None:
+    for access in accesses:
+        if access.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise Unsupported(f"attention over {str(access.dtype).removeprefix('torch.')} tensors")
 
 
 class _Resolver:
@@ -204,11 +221,11 @@ def _static(extent: Expr, what: str) -> Expr:
     return extent
 
 
-def _product_dtype(operands: list[Node]) -> str:
+def _product_dtype(accesses: Sequence[Access]) -> str:
     """The wider of the dtypes of the two products."""
-    dtype = nodes.dtype(operands[0])
-    for operand in operands[1:]:
-        dtype = torch.promote_types(dtype, nodes.dtype(operand))
+    dtype = accesses[0].dtype
+    for access in accesses[1:]:
+        dtype = torch.promote_types(dtype, access.dtype)
     return str(dtype).removeprefix("torch.")
 
 

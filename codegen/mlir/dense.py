@@ -9,7 +9,7 @@ contiguous.
 from __future__ import annotations
 
 from fusion.codegen.mlir.builder import SIZE, Value, vector_of
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, coordinates, loads
@@ -42,7 +42,8 @@ class DenseLoad:
     def __init__(self, context: Context, scope: Scope, expr: Expr):
         self.context, self.expr, self.b = context, expr, context.b
         number = int(expr.attr)  # type: ignore[arg-type]
-        self.memory = MEMORY_TYPE[context.operands[number].dtype]
+        self.dtype = context.operands[number].dtype
+        self.memory = MEMORY_TYPE[self.dtype]
         b = self.b
         base: Value | int = 0
         self.row_stride: Value | int = 0
@@ -63,7 +64,7 @@ class DenseLoad:
     def _widen(self, x: Value) -> Value:
         if self.scalar == "i32":
             return self.b.convert("arith.extui", x, "i32")
-        return self.b.convert("arith.truncf" if self.memory == "f64" else "arith.extf", x, "f32")
+        return widen(self.b, x, Kind.FLOAT, self.dtype)
 
     def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> None:
         """Write the block to target [key][L], for `read`."""
@@ -77,7 +78,7 @@ class DenseLoad:
         unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
         square = b.binary("arith.andi", all_valid, unit)
         done, none = b.constant(0, "i64"), b.constant(0, "i64")
-        for per_word in dict.fromkeys((BOOLS if self.memory == "i8" else 1, 1)):
+        for per_word in dict.fromkeys((BOOLS if self.scalar == "i32" else 1, 1)):
             step = per_word * lanes
             end = b.select(square, b.mul(b.div(count, step), step), none, "end")
             with b.loop(done, end, step, hint="j") as j:

@@ -82,6 +82,11 @@ def attention_function(
     machine = machine or Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise MlirExportError(f"no MLIR for {spec}: {reason}")
+    if (stored := next((o for o in spec.operands if o.dtype not in TYPES), None)) is not None:
+        raise MlirExportError(
+            f"no MLIR for {spec}: exported functions take {', '.join(TYPES)}, and {stored.name} is {stored.dtype}; "
+            "convert it before the export"
+        )
     *batch, n_q, n_k, d, d_v = extents_function(spec)(sizes)
     if min(math.prod(batch), n_q, n_k, d, d_v) < 1:
         raise MlirExportError(f"no MLIR for an attention without elements: {spec}, sizes {list(sizes)}")

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.ir import integers
-from fusion.ir.expr import Expr, coordinates
+from fusion.ir.expr import Expr, Kind, coordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,15 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A block of rows in memory: element (r, c) is at pointer + r * stride + c, all padded columns readable."""
+    """A block of rows in memory: element (r, c) is at pointer + r * stride + c, all padded columns readable.
+
+    memory: MLIR's type of an element; dtype: torch's.
+    """
 
     pointer: Value
     stride: Value | int
     memory: str
+    dtype: str
 
 
 class RowReader:
@@ -40,7 +44,8 @@ class RowReader:
 
     def __init__(self, context: Context, scope: Scope, access: Access):
         self.context, self.scope, self.access = context, scope, access
-        self.memory = MEMORY_TYPE[context.operands[access.operand].dtype]
+        self.dtype = context.operands[access.operand].dtype
+        self.memory = MEMORY_TYPE[self.dtype]
         self.base, self.row_stride, self.column_stride = self._strides()
 
     def _strides(self) -> tuple[Value | int | None, Value | int | None, Value | int | None]:
@@ -82,7 +87,7 @@ class RowReader:
         source = self.context.params[("ptr", self.access.operand)]
         if self.base is None:
             self._stage(first, count, limit, width, padded, staging, None)
-            return Rows(pointer=staging, stride=padded, memory=self.memory)
+            return Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
         start = b.at(source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
         direct = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
         direct = b.binary("arith.andi", direct, b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit"))
@@ -92,7 +97,7 @@ class RowReader:
             self._stage(first, count, limit, width, padded, staging, start)
         pointer = b.select(direct, start, staging, "rows")
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
-        return Rows(pointer=pointer, stride=stride, memory=self.memory)
+        return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
     def _stage(
         self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value, start: Value | None
@@ -134,8 +139,4 @@ def load_f32(b: Builder, rows: Rows, row: Value | int, column: Value | int, lane
     """`lanes` consecutive elements of a row as float32."""
     address = b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory)
     value = b.load(address, f"vector<{lanes}x{rows.memory}>", "x")
-    if rows.memory == "f32":
-        return value
-    if rows.memory == "f64":
-        return b.convert("arith.truncf", value, "f32")
-    return b.convert("arith.extf", value, "f32")
+    return widen(b, value, Kind.FLOAT, rows.dtype)

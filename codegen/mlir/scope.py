@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.float8 import FORMATS, widen_float8
 from fusion.codegen.mlir.hashing import hash_bits
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.ir import integers
@@ -24,10 +25,10 @@ from fusion.ir.spec import Operand
 #: Run-time sizes must stay below this (the launcher checks), so that small multiples of coordinates fit in 32 bits.
 SIZE_LIMIT = 1 << 25
 
-#: MLIR's type of an element in memory
+#: MLIR's type of an element in memory; of the bits of a float8
 MEMORY_TYPE = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "bool": "i8", "uint8": "i8", "int8": "i8",
-    "int16": "i16", "int32": "i32", "int64": "i64",
+    "int16": "i16", "int32": "i32", "int64": "i64", "float8_e4m3fn": "i8", "float8_e5m2": "i8",
 }  # fmt: skip
 
 
@@ -365,7 +366,7 @@ class Scope:
                 self.b,
                 self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}"),
                 expr.kind,
-                self._unsigned(number),
+                self.context.operands[number].dtype,
             )
         return self._gather(expr, pointer, strides, memory)
 
@@ -384,19 +385,19 @@ class Scope:
         assert total is not None
         base = b.at(pointer, scalar, memory)
         found = b.gather(b.addresses(base, total, memory), self.lanes.valid, vector_of(memory, lanes))
-        return widen(b, found, expr.kind, self._unsigned(int(expr.attr)))  # type: ignore[arg-type]
-
-    def _unsigned(self, operand: int) -> bool:
-        return self.context.operands[operand].dtype == "uint8"
+        return widen(b, found, expr.kind, self.context.operands[int(expr.attr)].dtype)  # type: ignore[arg-type]
 
 
-def widen(b: Builder, value: Value, kind: Kind, unsigned: bool = False) -> Value:
-    """From the type in memory to the type in the kernel."""
+def widen(b: Builder, value: Value, kind: Kind, dtype: str) -> Value:
+    """From the type in memory of an operand of this dtype to the type in the kernel."""
     lanes, scalar = shape_of(value.type)
     if kind is Kind.BOOL:
         return b.compare("ne", value, b.constant(0, value.type))
     if kind is Kind.INT:
-        return value if scalar == "i64" else b.convert("arith.extui" if unsigned else "arith.extsi", value, "i64")
+        extend = "arith.extui" if dtype == "uint8" else "arith.extsi"
+        return value if scalar == "i64" else b.convert(extend, value, "i64")
+    if dtype in FORMATS:
+        return widen_float8(b, value, dtype)
     if scalar == "f64":
         return b.convert("arith.truncf", value, "f32")
     return value if scalar == "f32" else b.convert("arith.extf", value, "f32")

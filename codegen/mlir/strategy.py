@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusion.codegen.mlir.compile import unavailable
+from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
@@ -10,7 +11,7 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 
 #: bfloat16 planes that hold an element exactly
-PLANES = {"bfloat16": 1, "float16": 2, "float32": 3}
+PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, **dict.fromkeys(FORMATS, 1)}
 
 
 def supports(spec: AttentionSpec, machine: Machine) -> str | None:
@@ -26,8 +27,9 @@ def supports(spec: AttentionSpec, machine: Machine) -> str | None:
         operand = spec.operands[number]
         if operand.dtype not in PLANES:
             return f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PLANES)}"
-    if spec.out_dtype not in PLANES:
-        return f"the output has dtype {spec.out_dtype}; kernels write {', '.join(PLANES)}"
+    written = [dtype for dtype in PLANES if dtype not in FORMATS]
+    if spec.out_dtype not in written:
+        return f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}"
     return None
 
 

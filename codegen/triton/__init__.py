@@ -1,6 +1,7 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
     supports(spec)   why there is no kernel for it, or None
+    reads(dtype, device)    whether kernels on a device read tensors of a float8 dtype
     Differentiable(spec)    forward with statistics, and the gradients
     compile(spec)    the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
 
@@ -16,15 +17,18 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.key_loop import DTYPES
-from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.dtypes import DTYPES, FLOAT8
+from fusion.codegen.triton.launch import Kernel, capability
+from fusion.codegen.triton.tiles import AMD, INTERPRETER
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
 
-__all__ = ["Differentiable", "Kernel", "compile", "supports", "unavailable"]
+__all__ = ["Differentiable", "Kernel", "compile", "reads", "supports", "unavailable"]
 
-_LOADED = {*DTYPES, "bool", "uint8", "int8", "int16", "int32", "int64"}
+_LOADED = {*DTYPES, *FLOAT8, "bool", "uint8", "int8", "int16", "int32", "int64"}
 
 
 @functools.cache
@@ -45,8 +49,8 @@ def supports(spec: AttentionSpec) -> str | None:
         if operand.dtype not in _LOADED:
             return f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(sorted(_LOADED))}"
     for operand in spec.operands[:3]:
-        if operand.dtype not in DTYPES:
-            return f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(DTYPES)}"
+        if operand.dtype not in DTYPES | FLOAT8:
+            return f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(DTYPES | FLOAT8)}"
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype)):
         if dtype not in DTYPES:
             return f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}"
@@ -54,6 +58,15 @@ def supports(spec: AttentionSpec) -> str | None:
         if any(contains(part, C) or contains(part, E) for part in loads(index)):
             return f"a column of Q, K or V is itself read from a tensor: {index}"
     return None
+
+
+def reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Triton has conversions from a float8 dtype for a device."""
+    if str(dtype).removeprefix("torch.") not in FLOAT8 or unavailable() is not None:
+        return False
+    # Of NVIDIA's processors, those from 8.9 on have instructions for e4m3fn; e5m2 is a float16's upper half.
+    found = capability(device)
+    return dtype is torch.float8_e5m2 or found in (INTERPRETER, AMD) or found >= 89
 
 
 def compile(spec: AttentionSpec) -> Kernel:

@@ -20,6 +20,7 @@ import keyword
 import math
 from dataclasses import dataclass, field
 
+from fusion.codegen.triton.dtypes import cast
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates, walk
 from fusion.ir.spec import AttentionSpec
@@ -309,7 +310,8 @@ class Writer:
         mask = f", mask={self.mask}, other=0" if "j" in coordinates(expr) else ""
         loaded = f"tl.load({at}{mask})"
         if expr.kind is Kind.FLOAT:
-            return f"{loaded}.to(tl.float32)", _ATOM
+            stored = self.spec.operands[int(expr.attr)].dtype  # type: ignore[arg-type]
+            return loaded + (cast(stored, "float32") or ".to(tl.float32)"), _ATOM
         return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, tl.int64)", _ATOM)
 
     def address(self, expr: Expr, level: Level, name: str) -> str:

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
+from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.key_loop import DTYPES, LOG2E, KeyLoop, Order
+from fusion.codegen.triton.key_loop import LOG2E, KeyLoop, Order
 from fusion.codegen.triton.matrices import matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panelled, panels
 from fusion.codegen.triton.programs import LARGEST, Programs, dead_rows_matter, programs_of
@@ -160,8 +161,8 @@ class Forward:
             writer = self.writer if column == "c" else self.writer.where({C: column})
             part = matrix(writer, 0, self.spec.q, I, C)
             inside = f", mask={panel.inside('c')}, other=0.0" if panel.inside("c") else ""
-            cast = "" if self.spec.operands[0].dtype == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
-            lines.append(f"{name} = tl.load({part.pointers}{inside}){cast}")
+            widened = cast(self.spec.operands[0].dtype, self.spec.dtype)
+            lines.append(f"{name} = tl.load({part.pointers}{inside}){widened}")
             if not (part.rows or part.both):
                 lines.append(f"{name} = tl.broadcast_to({name}, [ROWS, {panel.width}])")
         return lines

@@ -18,6 +18,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 _REDUCTIONS = ("max", "min", "sum", "cumsum")
 
 
@@ -41,7 +43,7 @@ def running() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    with _language_restored(), _exact_bfloat16(), _plain_integers():
+    with _language_restored(), _exact_bfloat16(), _exact_float8(), _plain_integers():
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -112,6 +114,29 @@ def _exact_bfloat16() -> Iterator[None]:
         yield
     finally:
         InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = dot, truncate
+
+
+@contextlib.contextmanager
+def _exact_float8() -> Iterator[None]:
+    """Inside, float8 is widened to float16 as torch does it: the interpreter takes infinities and NaN for numbers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    convert = InterpreterBuilder.create_fp_to_fp
+    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def create_fp_to_fp(self, source, target, rounding):
+        stored = formats.get(source.dtype.scalar)
+        if stored is None or target.scalar != tl.float16:
+            return convert(self, source, target, rounding)
+        bits = torch.from_numpy(source.data.view("uint8"))
+        return TensorHandle(bits.view(stored).to(torch.float16).numpy(), tl.float16)
+
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_fp_to_fp = convert
 
 
 def _from_bits(bits: Any) -> Any:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import boxes
+from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
@@ -26,7 +27,6 @@ from fusion.ir.expr import C, E, Expr, J, const, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 LOG2E = 1.4426950408889634
-DTYPES = {"float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,13 +224,9 @@ class KeyLoop:
     def _box(self, name: str, panel: Panel, first: str) -> str:
         """The statement that reads a tile by its descriptor."""
         box = self.boxes[name]
-        cast = self._widening(box.operand)
+        widened = cast(self.spec.operands[box.operand].dtype, self.spec.dtype)
         tile = box.load_described(panel, first) if self.specialized else box.load(self.keys, panel, first)
-        return f"{name}{panel.suffix} = {tile}{cast}"
-
-    def _widening(self, operand: int) -> str:
-        stored = self.spec.operands[operand].dtype
-        return "" if stored == self.spec.dtype else f".to({DTYPES[self.spec.dtype]})"
+        return f"{name}{panel.suffix} = {tile}{widened}"
 
     def _tile(self, name: str, part: Matrix, panel: Panel) -> str:
         self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)
@@ -246,14 +242,14 @@ class KeyLoop:
         moved = f"tl.cast({first}, tl.int64) * {_factor(part.advance)}" if part.advance else ""
         at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
         inside = panel.inside(column)
-        cast = self._widening(operand)
-        masked = f"{name} = tl.load({name}_at, mask={f'{mask} & ({inside})' if inside else mask}, other=0.0){cast}"
+        widened = cast(self.spec.operands[operand].dtype, self.spec.dtype)
+        masked = f"{name} = tl.load({name}_at, mask={f'{mask} & ({inside})' if inside else mask}, other=0.0){widened}"
         lines = [f"{name}_at = {at}"]
         if always:
             lines.append(masked)
         else:
             whole = f"tl.load({name}_at, mask={inside}, other=0.0)" if inside else f"tl.load({name}_at)"
-            lines += ["if BOUNDED:", f"    {masked}", "else:", f"    {name} = {whole}{cast}"]
+            lines += ["if BOUNDED:", f"    {masked}", "else:", f"    {name} = {whole}{widened}"]
         if not part.rows and not part.both and not part.columns:  # one element for all
             lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {panel.width}])")
         return lines

@@ -19,6 +19,7 @@ from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.differentiable import LISTED_BY
+from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, list_tile
@@ -36,6 +37,7 @@ _POINTERS = {
     "float16": "*fp16",
     "bfloat16": "*bf16",
     "bool": "*i1",
+    **{dtype: f"*{name}" for dtype, name in FLOAT8.items()},
     "uint8": "*u8",
     "int8": "*i8",
     "int16": "*i16",
@@ -85,7 +87,7 @@ def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int
     """The kernels of a spec with constant d and d_v, in the tiles that they would run in on a target for n queries
     and keys.
 
-    training: also the statistics, and the backward kernels with gradients of every floating-point operand.
+    training: also the statistics, and the backward kernels with gradients of every floating-point operand but float8.
     """
     d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
     capability = AMD if target.startswith("gfx") else int(target[3:])
@@ -94,7 +96,8 @@ def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **backward_tiles(spec, d, d_v, capability)}
     if training:
         tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}
-        kernels += backward_kernels(spec, d, d_v, tuple(o.torch_dtype.is_floating_point for o in spec.operands))
+        needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
+        kernels += backward_kernels(spec, d, d_v, needs)
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 

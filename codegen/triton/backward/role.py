@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from fusion.codegen.triton import source
+from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.forward import KernelText, place_of, signature
 from fusion.codegen.triton.gradients import UPSTREAM_ROW, UPSTREAM_WEIGHT, Captured, Gradients, gradients_of
-from fusion.codegen.triton.key_loop import DTYPES, LOG2E
+from fusion.codegen.triton.key_loop import LOG2E
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.programs import LARGEST
@@ -125,12 +126,12 @@ class Role:
     def read(self, name: str, parts: Sequence[Matrix], number: int, mask: str, bounded: bool = False) -> str:
         """Statements that read Q, K or V at its parts of offsets; bounded: with the mask only where tiles are cut
         off."""
-        cast = "" if self.spec.operands[number].dtype == self.spec.dtype else f".to({self.dtype})"
+        widened = cast(self.spec.operands[number].dtype, self.spec.dtype)
         lines = []
         for part, panel in zip(parts, self.panels_of(number), strict=True):
             to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
             inside = panel.inside("e" if number == 2 else "c")
-            whole, cut = (_load(to, at, limits, cast) for limits in ((inside,), (mask, inside)))
+            whole, cut = (_load(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
             lines += [f"{at} = {part.pointers}", _either(cut, whole) if bounded else cut]
         return source.block(*lines)
 

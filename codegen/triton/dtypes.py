@@ -1,0 +1,18 @@
+"""Names of dtypes in Triton, and reading tensors in a narrower one than they are computed with."""
+
+from __future__ import annotations
+
+DTYPES = {"float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16"}
+"""Dtypes of products, as they are written in kernels."""
+
+FLOAT8 = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+"""Dtypes that are read, and widened for products; by Triton's short names."""
+
+
+def cast(stored: str, dtype: str) -> str:
+    """What is appended to a load from a tensor for its value in a dtype of products; by way of float16 from float8,
+    which is exact on every device, infinities and NaN included."""
+    if stored == dtype:
+        return ""
+    by_way = ".to(tl.float16)" if stored in FLOAT8 and dtype != "float16" else ""
+    return f"{by_way}.to({DTYPES[dtype]})"
