@@ -44,6 +44,8 @@ def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]
     plans, runs = site.plans, site.runs
     for position, spec in enumerate(site.specs):
         lines.append(f"    program  {spec.formula()}")
+        if spec.stored:
+            lines.append(f"    reads    {', '.join(f'{o.name} in {o.dtype}' for o in spec.stored)}")
         if spec.mask is not None:
             lines.append(f"    mask     {mask_text(spec, plans[position] if position < len(plans) else None)}")
         if position < len(plans):

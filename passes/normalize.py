@@ -326,6 +326,8 @@ def _is_view(node: Node) -> bool:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return True  # getitem and the like: assume it aliases
+    if nodes.packet(node) in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
+        return False  # another dtype: a copy
     returns_alias = any(r.alias_info is not None for r in target._schema.returns)
     return returns_alias or nodes.packet(node) in MAYBE_ALIAS
 

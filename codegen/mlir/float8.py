@@ -13,16 +13,14 @@ FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 def widen_float8(b: Builder, bits: Value, dtype: str) -> Value:
     """bits: i8, or a vector of them, which hold numbers of this format of FORMATS."""
-    wide = b.convert("arith.extui", bits, "i16", "bits")
     if dtype == "float8_e5m2":
-        return _from_half(b, b.binary("arith.shli", wide, 8))
-    sign = b.binary("arith.shli", b.binary("arith.andi", wide, 0x80), 8)
-    magnitude = b.binary("arith.andi", wide, 0x7F)
-    half = b.binary("arith.ori", b.binary("arith.shli", magnitude, 7), sign)
-    number = b.mul(_from_half(b, half), 256.0, "x")
-    return b.select(b.compare("eq", magnitude, 0x7F), float("nan"), number, "x")
+        return _from_half(b, b.binary("arith.shli", b.convert("arith.extui", bits, "i16", "bits"), 8))
+    # A copy of the sign lands on the exponent's upper bit, which these numbers do not have.
+    half = b.binary("arith.shli", b.convert("arith.extsi", bits, "i16", "bits"), 7)
+    number = b.mul(_from_half(b, b.binary("arith.andi", half, ~0x4000)), 256.0, "x")
+    nan = b.compare("eq", b.binary("arith.andi", bits, 0x7F), 0x7F, "nan")
+    return b.select(nan, float("nan"), number, "x")
 
 
 def _from_half(b: Builder, bits: Value) -> Value:
-    lanes = bits.type.replace("i16", "f16")
-    return b.convert("arith.extf", b.bitcast(bits, lanes), "f32", "x")
+    return b.convert("arith.extf", b.bitcast(bits, bits.type.replace("i16", "f16")), "f32", "x")

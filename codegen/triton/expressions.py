@@ -20,7 +20,7 @@ import keyword
 import math
 from dataclasses import dataclass, field
 
-from fusion.codegen.triton.dtypes import cast
+from fusion.codegen.triton.dtypes import FLOAT8, cast
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates, walk
 from fusion.ir.spec import AttentionSpec
@@ -307,10 +307,11 @@ class Writer:
 
     def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
         at = self.address(expr, level, self.operand(int(expr.attr)))  # type: ignore[arg-type]
-        mask = f", mask={self.mask}, other=0" if "j" in coordinates(expr) else ""
+        stored = self.spec.operands[int(expr.attr)].dtype  # type: ignore[arg-type]
+        nothing = "0.0" if stored in FLOAT8 else "0"
+        mask = f", mask={self.mask}, other={nothing}" if "j" in coordinates(expr) else ""
         loaded = f"tl.load({at}{mask})"
         if expr.kind is Kind.FLOAT:
-            stored = self.spec.operands[int(expr.attr)].dtype  # type: ignore[arg-type]
             return loaded + (cast(stored, "float32") or ".to(tl.float32)"), _ATOM
         return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, tl.int64)", _ATOM)
 

@@ -173,6 +173,11 @@ class AttentionSpec:
             text += f", rows scaled by {to_text(self.row_scale, names)}"
         return text
 
+    @property
+    def stored(self) -> tuple[Operand, ...]:
+        """The operands that are narrower in memory than anything is computed in: those in float8."""
+        return tuple(o for o in self.operands if o.dtype.startswith("float8"))
+
     def describe(self, expr: Expr) -> str:
         """An expression of this spec with its operands' names."""
         from fusion.ir.printing import to_text

@@ -1,0 +1,58 @@
+"""CPU kernels that read keys and values stored in float8."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+from fusion.codegen.mlir.export import attention_module
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.errors import MlirExportError
+from tests.codegen.mlir.cases import HERE, TARGETS, Case, assert_as_exact_as_eager, case, draw
+from tests.float8 import FORMATS, every_number, is_same, stored
+
+
+def narrow(c: Case, format_: torch.dtype, which: str = "kv") -> Case:
+    return dataclasses.replace(c, spec=stored(c.spec, format_, which))
+
+
+def drawn(c: Case, shape: dict[str, int], layout: str = "packed") -> tuple[list[torch.Tensor], list[int]]:
+    operands, sizes = draw(c, shape, layout)
+    return [x.to(o.torch_dtype) for x, o in zip(operands, c.spec.operands, strict=True)], sizes
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_every_number_is_widened_exactly(format_: torch.dtype, queries: int) -> None:
+    """A query with a single key has its value for a result: subnormal numbers, infinities and NaN included."""
+    c = narrow(case("plain", "bfloat16", 16, 256), format_)
+    (q, k, _), sizes = drawn(c, {"B": 1, "H": 1, "Nq": queries, "Nk": 1})
+    v = every_number(format_).view(1, 1, 1, 256)
+    kernel = Kernel(c.spec, tilings_for(c.spec, HERE), HERE)
+    is_same(kernel([q, k, v], sizes)[0, 0], v[0, 0].bfloat16().expand(queries, 256))
+
+
+@pytest.mark.parametrize(
+    ("format_", "dtype", "which", "target"),
+    [
+        (FORMATS[0], "bfloat16", "kv", "best"),
+        (FORMATS[1], "float32", "qk", "avx2"),
+    ],
+)
+def test_as_exact_as_eager(format_: torch.dtype, dtype: str, which: str, target: str) -> None:
+    c = narrow(case("left_padded", dtype, 24, 20, group=2), format_, which)
+    kernel = Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
+    for layout, queries in (("gaps", 1), ("columns", 75)):
+        operands, sizes = drawn(c, {"B": 2, "H": 1, "Nq": queries, "Nk": 75}, layout)
+        assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+
+
+def test_exported_functions_take_no_float8() -> None:
+    c = narrow(case("plain", d=16), FORMATS[0])
+    with pytest.raises(MlirExportError, match="k is float8_e4m3fn; convert it before the export"):
+        attention_module(c.spec, [(1, 1, 8, 16)] * 3, [1, 1, 8, 8])

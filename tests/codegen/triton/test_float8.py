@@ -1,0 +1,143 @@
+"""Keys and values stored in float8, in Triton's interpreter and compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+import fusion
+from fusion.codegen import reference, triton
+from fusion.codegen.triton import packed_rows
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.key_loop import Order
+from fusion.codegen.triton.launch import Kernel, combining_tile, split_kernels
+from fusion.codegen.triton.offline import compile_offline, facts_of
+from fusion.codegen.triton.tiles import Tile, tile_for
+from tests import numerics
+from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
+from tests.float8 import FORMATS, every_number, is_same, stored
+
+SMALL = Tile(rows=16, keys=32, warps=4, stages=1)
+ROTATED = dataclasses.replace(SMALL, rotated=True)
+
+
+def narrow(c: Case, format_: torch.dtype, which: str = "kv") -> Case:
+    """The case with operands that are stored in float8."""
+    return dataclasses.replace(c, spec=stored(c.spec, format_, which))
+
+
+def drawn(c: Case, shape: dict[str, int], layout: str = "packed") -> tuple[list[torch.Tensor], list[int]]:
+    operands, sizes = draw(c, shape, layout)
+    return [x.to(o.torch_dtype) for x, o in zip(operands, c.spec.operands, strict=True)], sizes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_every_number_is_widened_exactly(format_: torch.dtype, dtype: str) -> None:
+    """A query with a single key has its value for a result: subnormal numbers, infinities and NaN included."""
+    c = narrow(case("plain", dtype, 16, 256), format_)
+    (q, k, _), sizes = drawn(c, {"B": 1, "H": 1, "Nq": 1, "Nk": 1})
+    v = every_number(format_).view(1, 1, 1, 256)
+    for kernel in (Kernel(c.spec, SMALL), Kernel(c.spec, ROTATED)):
+        is_same(kernel([q, k, v], sizes).flatten(), v.flatten().to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "format_", "which"),
+    [
+        ("causal", "gaps", FORMATS[0], "k v"),
+        ("left_padded", "columns", FORMATS[1], "q k"),
+        ("bias", "", FORMATS[0], "bias"),
+    ],
+)
+def test_as_exact_as_eager(name: str, layout: str, format_: torch.dtype, which: str) -> None:
+    c = narrow(case(name, "bfloat16", 24, 20, group=2, order=("b0", "i", "b1", "e")), format_, which)
+    shapes = {"B": 1, "H": 1, "Nq": 20, "Nk": 40}, {"B": 1, "H": 1, "Nq": 1, "Nk": 75}
+    for tile, splits, shape in ((SMALL, None, shapes[0]), (ROTATED, None, shapes[0]), (SMALL, 2, shapes[1])):
+        operands, sizes = drawn(c, shape, layout)
+        got = Kernel(c.spec, tile, splits=splits)(operands, sizes)
+        assert_as_exact_as_eager(got, c.spec, operands, sizes)
+
+
+def test_values_that_are_columns_of_the_keys() -> None:
+    """A latent cache in float8 is read, and widened, once."""
+    c = narrow(case("plain", "bfloat16", 48, 32), FORMATS[0])
+    operands, sizes = drawn(c, {"B": 1, "H": 2, "Nq": 3, "Nk": 40})
+    operands[2] = operands[1][..., :32]
+    kernel = Kernel(c.spec, SMALL)
+    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    (variant,) = kernel._variants.values()
+    assert "v = k\n" in variant.source and "v_ptr" not in variant.source
+
+
+def test_gradients_beside_a_cache() -> None:
+    """Those of q and of a bias, where k and v are frozen."""
+    c = narrow(case("bias", "float32", 32, group=2), FORMATS[0])
+    operands, sizes = drawn(c, {"B": 1, "H": 1, "Nq": 20, "Nk": 40})
+    needs = (True, False, False, True)
+    run = Differentiable(c.spec, SMALL)
+    assert run.without_kernels(needs) is None
+    out, statistics = run.forward(operands, sizes)
+    got = run.backward(out, out, statistics, operands, sizes, needs)
+    for ours, theirs in zip(got, reference.backward(c.spec, out, operands, sizes, needs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def decode(q, k, v, k_scale, v_scale):
+    k = (k[:, :, :45].to(q.dtype) * k_scale).repeat_interleave(4, 1)
+    v = (v[:, :, :45].to(q.dtype) * v_scale).repeat_interleave(4, 1)
+    return torch.softmax(q @ k.mT * 0.125, -1) @ v
+
+
+def test_a_cache_and_its_scales_through_the_backend() -> None:
+    q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 2, 50, 64).to(format_) for format_ in FORMATS)
+    scales = [torch.rand(1, 2, 1, 1, dtype=torch.bfloat16) for _ in range(2)]
+    torch._dynamo.reset()
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        got = torch.compile(decode, backend="fusion", options={"inner": "eager", "strict": True})(q, k, v, *scales)
+    (site,) = (site for report in reports for site in report.sites)
+    assert [o.dtype for o in site.spec.operands[1:3]] == ["float8_e4m3fn", "float8_e5m2"]
+    assert ".to(tl.float16).to(tl.bfloat16)" in site.source
+    exact, eager = decode(*(x.double() for x in (q, k, v, *scales))), decode(q, k, v, *scales)
+    numerics.assert_as_exact_as_eager(got, eager, exact)
+
+
+@pytest.mark.parametrize("capability", [1, 75, 80, 86, 89, 90, 100])
+def test_which_devices_read_which_formats(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    monkeypatch.setattr(triton, "capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert triton.reads(torch.float8_e4m3fn, device) is (capability not in (75, 80, 86))
+    assert triton.reads(torch.float8_e5m2, device)
+    assert not triton.reads(torch.float8_e8m0fnu, device)
+
+
+# --- compiled ahead of time -------------------------------------------------------------------------------------------
+
+
+def test_decoding_on_hopper() -> None:
+    """Tiles of the cache wait in shared memory as they are stored, half as large as those of bfloat16."""
+    wide = packed_rows.packed(case("causal", "bfloat16", 128, group=8).spec, 8)
+    tile, order = tile_for(wide, 128, 128, 8, 16384, 90), Order(packed=8)
+    tiles = {"attention_split": tile, "attention_combine": combining_tile(tile)}
+    found = {}
+    for spec in (wide, narrow_spec := stored(wide, FORMATS[0])):
+        part, combine = compile_offline(spec, split_kernels(spec, 128, 128, False, order), 128, 128, tiles, "sm_90")
+        assert part.fits and part.matrix["mma"] > 0 and not (part.spills or part.warnings or part.lost), part
+        assert not (combine.lost or combine.spills), combine
+        found[spec] = part.shared
+    assert found[narrow_spec] < 0.6 * found[wide]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "format_"),
+    [("plain", "sm_80", FORMATS[1]), ("causal", "sm_90", FORMATS[0]), ("plain", "gfx942", FORMATS[0])],
+)
+def test_forward_on_other_targets(name: str, target: str, format_: torch.dtype) -> None:
+    (fact,) = facts_of(stored(case(name, "bfloat16", 64).spec, format_), target)
+    assert fact.fits and not (fact.warnings or fact.lost) and any(fact.matrix.values()), fact
+    assert target != "sm_90" or not fact.spills, fact
