@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def io_bytes(self) -> float:
-        """Bytes moved between fast and slow memory."""
+        """Bytes moved between fast and slow memory, in the dtype of the products."""
         return self.io * self.problem.element_bytes
 
     @property

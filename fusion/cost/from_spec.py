@@ -59,8 +59,17 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         d_v=d_v,
         dtype=spec.dtype,
         density=_density(spec, values, n_q, n_k),
+        stored_bytes=_stored_bytes(spec, d, d_v),
         score_flops=sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(spec.score, spec.weight)),
     )
+
+
+def _stored_bytes(spec: AttentionSpec, d: int, d_v: int) -> float:
+    """Bytes of an element of k and v in memory where one of them is stored in float8, else 0."""
+    k, v = spec.operands[1:3]
+    if k not in spec.stored and v not in spec.stored:
+        return 0
+    return (k.torch_dtype.itemsize * d + v.torch_dtype.itemsize * d_v) / max(1, d + d_v)
 
 
 def tile_times(

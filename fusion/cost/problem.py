@@ -18,9 +18,10 @@ class Problem:
 
     density: share of the score entries that lie in live tiles, for masks that are not described by `causal` and
     `window`. causal: key j is live for query i where j <= i + diagonal; window: and j > i + diagonal - window.
-    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...). training: the forward
-    keeps the log-sum-exp for a backward pass. Sizes of 0 are planned as 1 (an empty call runs no kernel, but its
-    caller wants a plan).
+    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...). stored_bytes: bytes of an
+    element of k and v in memory (their mean) where that is not `dtype`, else 0. training: the forward keeps the
+    log-sum-exp for a backward pass. Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a
+    plan).
     """
 
     n_q: int
@@ -36,6 +37,7 @@ class Problem:
     diagonal: int = 0
     window: int | None = None
     score_flops: int = 0
+    stored_bytes: float = 0
     training: bool = False
 
     def __post_init__(self) -> None:
@@ -55,8 +57,13 @@ class Problem:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of q, k, v."""
+        """Bytes of one element of q, k, v, as they are multiplied."""
         return dtype_bytes(self.dtype)
+
+    @property
+    def key_bytes(self) -> float:
+        """Bytes of one element of k and v in memory."""
+        return self.stored_bytes or self.element_bytes
 
     @property
     def problems(self) -> int:

@@ -74,15 +74,15 @@ def gpu_time(
     scores = rows * np.ceil(keys / cols) * cols
     products = busy * 2 * scores * (d + d_v) / (machine.flops(problem.dtype) / machine.cores * efficiency)
     exponentials = busy * scores * (1 + problem.score_flops / 16) / (machine.exp_rate / machine.cores)
-    moved = blocks * (rows * d + keys * (d + d_v) + rows * d_v) * size
+    moved = blocks * (rows * (d + d_v) * size + keys * (d + d_v) * problem.key_bytes)
     heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
-    compulsory = (problem.problems * problem.n_q * (d + d_v) + heads_kv * problem.n_k * (d + d_v)) * size
+    compulsory = (d + d_v) * (problem.problems * problem.n_q * size + heads_kv * problem.n_k * problem.key_bytes)
     in_flight = (
         np.minimum(blocks, machine.cores * resident)
         / np.ceil(max(1, problem.n_q) / rows)
         * problem.n_k
         * (d + d_v)
-        * size
+        * problem.key_bytes
     )
     l2 = machine.level("L2")
     dram = np.where(in_flight <= l2.capacity, np.minimum(compulsory, moved), moved)

@@ -4,11 +4,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusion.plan as planner
+from fusion.cost.from_spec import problem_of
 from fusion.errors import FusionError, NoFittingTileError, ProblemError, UnknownMachineError, UnknownScheduleError
 from fusion.machine import Machine
 from fusion.plan import Problem, compare, plan
+from tests.codegen.mlir.cases import case
+from tests.float8 import stored as float8
 
 CPU = Machine.detect()
 
@@ -35,6 +39,17 @@ def test_decoding_splits_the_keys_and_prefill_does_not():
     assert plan(problem(n_q=1, n_k=32768, dtype="bf16"), "h200").schedule == "split_k"
     assert plan(problem(n_q=1, n_k=32768, dtype="bf16"), "h200").splits > 4
     assert plan(problem(n_q=4096, n_k=4096, heads=32, heads_kv=8, dtype="bf16"), "h200").schedule == "flash"
+
+
+def test_a_cache_in_float8_takes_half_the_time():
+    """Decoding waits for the keys and values, whatever they are widened to."""
+    sizes = {"n_q": 1, "n_k": 131072, "heads": 32, "heads_kv": 8, "dtype": "bf16"}
+    wide, stored = plan(problem(**sizes), "h200"), plan(problem(**sizes, stored_bytes=1), "h200")
+    memory = [dict(chosen.resources)["HBM"] for chosen in (wide, stored)]
+    assert memory[1] / memory[0] == pytest.approx(0.5, rel=0.01) and stored.time < wide.time
+    spec = case("plain", "bfloat16", group=4).spec
+    found = [problem_of(s, (1, 8, 1, 1000)) for s in (spec, float8(spec, torch.float8_e5m2))]
+    assert [p.key_bytes for p in found] == [2, 1] and found[0].dtype == found[1].dtype
 
 
 def test_masked_problems_skip_tiles():
