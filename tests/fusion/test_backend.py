@@ -88,7 +88,7 @@ def test_counters():
 
 
 def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, caplog):
-    def broken(graph):
+    def broken(graph, reads):
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("fusion.backend.find_sites", broken)
