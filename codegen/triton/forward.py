@@ -145,6 +145,7 @@ class Forward:
         return source.block(*lines)
 
     def _load_queries(self) -> list[str]:
+        widened = cast(self.spec.operands[0].dtype, self.spec.dtype)
         if self.order.specialized:
             box, n_q = self.loop.boxes["q"], self.writer.value(self.spec.n_q)
             return [
@@ -152,7 +153,7 @@ class Forward:
                 for panel in box.panels
                 for line in (
                     box.describe(self.writer, panel, n_q, "ROWS"),
-                    f"q{panel.suffix} = {box.load_described(panel, 'i0')}",
+                    f"q{panel.suffix} = {box.load_described(panel, 'i0')}{widened}",
                 )
             ]
         lines = []
@@ -161,7 +162,6 @@ class Forward:
             writer = self.writer if column == "c" else self.writer.where({C: column})
             part = matrix(writer, 0, self.spec.q, I, C)
             inside = f", mask={panel.inside('c')}, other=0.0" if panel.inside("c") else ""
-            widened = cast(self.spec.operands[0].dtype, self.spec.dtype)
             lines.append(f"{name} = tl.load({part.pointers}{inside}){widened}")
             if not (part.rows or part.both):
                 lines.append(f"{name} = tl.broadcast_to({name}, [ROWS, {panel.width}])")
