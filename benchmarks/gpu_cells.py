@@ -116,7 +116,7 @@ def competitors(place: Place, operands: Operands, device: Device) -> Iterator[tu
         yield f"sdpa {kind}", lambda kind=kind: sdpa(row, operands, kind)
     if place.scores <= MOST_SCORES:
         yield "sdpa math", lambda: sdpa(row, operands, "math")
-    yield "flex", lambda: flex_call(row, operands, compiled=not device.rehearsal)
+    yield "flex", lambda: None if row.stored else flex_call(row, operands, compiled=not device.rehearsal)
     if place.scores <= MOST_SCORES:
         yield "inductor", lambda: plainly("inductor")
 

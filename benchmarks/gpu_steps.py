@@ -83,7 +83,8 @@ def attention_places(sizes: Sizes) -> Iterator[Place]:
 
 
 def decoding_places(sizes: Sizes) -> Iterator[Place]:
-    for name, shapes, heads, d in (("decode", DECODE, 32, 128), ("latent decode", LATENT_DECODE, 128, 576)):
+    rows = ("decode", DECODE, 32, 128), ("latent decode", LATENT_DECODE, 128, 576), ("float8 decode", DECODE, 32, 128)
+    for name, shapes, heads, d in rows:
         if name in sizes.rows:
             yield from (Place(row=name, direction="forward", B=b, H=heads, N=n, d=d, dtype=sizes.dtype)
                         for b, n in shapes)  # fmt: skip

@@ -41,6 +41,8 @@ class Problem:
         keys = (self.B, max(1, self.H // (row.group or self.H)), self.N, self.d)
         shapes = [(self.B, self.H, row.queries or self.N, self.d), keys, keys][: 2 if row.latent else 3]
         operands = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+        if row.stored is not None:
+            operands = [operands[0], *(x.to(row.stored).view(torch.uint8) for x in operands[1:])]
         operands += [extra.to(device) for extra in row.extras(self, generator)]
         return tuple(x.to(self.dtype).to(dtype or self.dtype) if x.is_floating_point() else x for x in operands)
 
@@ -99,6 +101,11 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return full(*_for_every_query_head(q, k, v))
+
+
+def float8_decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.view(torch.float8_e4m3fn).to(q.dtype) for x in (k, v))
+    return decode(q, k, v)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -165,7 +172,8 @@ class Row:
     `sdpa(q, k, *extras)` gives the keyword arguments of F.scaled_dot_product_attention, or is None where it cannot say
     it. `score(*extras)` gives FlexAttention's score_mod, `mask(*extras)` its mask_mod. `pairs(N)`: live query-key pairs
     of one head, where they are not all. group: query heads per key head, None where all share one. learned: training
-    wants the gradient of the extras too. latent: V is K without its last ROTARY columns.
+    wants the gradient of the extras too. latent: V is K without its last ROTARY columns. stored: the dtype whose bits k
+    and v are, as uint8.
     """
 
     title: str
@@ -179,6 +187,7 @@ class Row:
     pairs: Callable[[int], int] | None = None
     learned: bool = False
     latent: bool = False
+    stored: torch.dtype | None = None
 
     def live_pairs(self, N: int) -> int:
         """Query-key pairs of a head whose weight is not zero: what the arithmetic is counted by."""
@@ -313,6 +322,14 @@ GPU_ROWS: dict[str, Row] = ROWS | {
         latent=True,
         queries=1,
         sdpa=lambda q, k: {},
+    ),
+    "float8 decode": Row(
+        title=f"decoding, keys and values in float8 (e4m3fn), grouped heads ({GROUP})",
+        plain=float8_decode,
+        group=GROUP,
+        queries=1,
+        sdpa=None,
+        stored=torch.float8_e4m3fn,
     ),
 }
 """Variants measured on GPUs: those of CPUs and more."""
