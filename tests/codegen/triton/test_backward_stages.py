@@ -76,15 +76,14 @@ def test_only_tiles_at_the_edge_evaluate_the_mask(monkeypatch, name: str) -> Non
         assert products.full[f"attention_backward_{kernel}"] == expected["full"] > 0
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(("full", "group"), [(True, 2), (False, 1)])
 def test_only_blocks_with_dead_rows_meet_all_keys(monkeypatch, full: bool, group: int) -> None:
     """Padding on the left, of one batch element longer than a block of rows: its blocks are visited beside those that
     the mask leaves alive, and none between."""
     products, c = count_products(monkeypatch), understood("left_padded", group=group)
     if not full:
         c = replace(c, spec=replace(c.spec, mask=replace(c.spec.mask, full=None, full_lo=None, full_hi=None)))
-    n, padding = 150, torch.tensor([[37], [0]])
+    n, padding = 100, torch.tensor([[37], [0]])
     c = replace(c, program=replace(c.program, tensors=lambda n: [torch.arange(n["Nk"])[None] >= padding]))
     check(c, tile=TILE, shapes=({"B": 2, "H": 1, "Nq": n, "Nk": n},))
     causal = (torch.arange(n) <= torch.arange(n)[:, None]).expand(2, n, n)
