@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion.codegen.triton.descriptors import boxes
+from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.panels import panelled
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, may_rotate, may_specialize, power
 from fusion.ir.expr import coordinates, loads
@@ -67,10 +67,11 @@ def candidates(
 def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> list[dict]:
     """The ways in which a kernel may go about its tiles. Persistent programs only with descriptors: with pointers they
     spill."""
-    if kernel != "attention_forward":
-        return [{}]
+    found = boxes(spec, d, d_v).keys()
     reads: list[dict] = [{}]
-    if {"k", "v"} & boxes(spec, d, d_v).keys():
+    if kernel != "attention_forward":
+        return [{}, {"described": True}] if found & READ.get(kernel, set()) else [{}]
+    if found & {"k", "v"}:
         reads += [{"described": True}, {"described": True, "persistent": True}]
     if may_specialize(spec, d, d_v) and (capability // 10 == 9 or capability == INTERPRETER) and tile.rows >= 64:
         reads += [{"specialized": True, "warps": 4}, {"specialized": True, "persistent": True, "warps": 4}]

@@ -9,7 +9,7 @@ the same for the whole block. Other tensors are read by pointers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from fusion.codegen.triton.expressions import Writer, magnitude
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.ir import integers
-from fusion.ir.expr import C, E, Expr, I, J, coordinates
+from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates
 from fusion.ir.spec import AttentionSpec
 
 NOTHING = integers.integer(0)
@@ -25,14 +25,18 @@ MOST_DIMENSIONS = 5
 UNIT = 16
 """Bytes of which the tensor's address and its outer strides must be multiples."""
 
+READ = {"attention_backward_queries": {"k", "v"}, "attention_backward_keys": {"q", "do"}}
+"""What the loops of the backward kernels read."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """An operand whose tiles are boxes. name: in the kernel, "q", "k" or "v". dims: of the tensor, without those that
-    are not indexed, the columns' last. index: of a head's first element by these. rows: which of them counts queries or
-    keys. panels: of the columns. whole: whether the columns begin the dimension."""
+    """A tensor whose tiles are boxes. operand: its number, None for the output's gradient. name: in the kernel, "q",
+    "k", "v" or "do". dims: of the tensor, without those that are not indexed, the columns' last. index: of a head's
+    first element by these. rows: which of them counts queries or keys. panels: of the columns. whole: whether the
+    columns begin the dimension."""
 
-    operand: int
+    operand: int | None
     name: str
     dims: tuple[int, ...]
     index: tuple[Expr, ...]
@@ -40,26 +44,37 @@ class Box:
     panels: tuple[Panel, ...]
     whole: bool
 
+    @property
+    def size(self) -> str:
+        """The constant that says how many rows a tile has."""
+        return "KEYS" if self.name in ("k", "v") else "ROWS"
+
+    def dtype(self, spec: AttentionSpec) -> str:
+        """Of the tensor's elements."""
+        return spec.out_dtype if self.operand is None else spec.operands[self.operand].dtype
+
     def parameter(self, panel: Panel) -> str:
         """The name of a panel's descriptor."""
         return f"{self.name}{panel.suffix}_tiles"
 
     def load(self, writer: Writer, panel: Panel, first: str) -> str:
-        """By the host's descriptor the tile of the keys from `first` on, [KEYS, width]: zero where there are none."""
+        """By the host's descriptor the tile of the rows from `first` on, [size, width]: zero where there are none."""
         starts = [_coordinate(writer, part) for part in self.index]
         starts[self.rows] = first
         if panel.start:
             starts[-1] = str(panel.start) if self.whole else f"{starts[-1]} + {panel.start}"
-        return f"{self.parameter(panel)}.load([{', '.join(starts)}]).reshape([KEYS, {panel.width}])"
+        return f"{self.parameter(panel)}.load([{', '.join(starts)}]).reshape([{self.size}, {panel.width}])"
 
-    def describe(self, writer: Writer, panel: Panel, extent: str, size: str) -> str:
-        """The statement that describes a head's matrix of `extent` rows, in tiles of `size`."""
+    def describe(self, writer: Writer, panel: Panel, extent: str) -> str:
+        """The statement that describes a head's matrix of `extent` rows."""
+        assert self.operand is not None
         name = writer.operand(self.operand)
         parts = zip(self.dims, self.index, strict=True)
         moved = [f"tl.cast({writer.value(e)}, tl.int64) * {name}_stride_{dim}" for dim, e in parts if e is not NOTHING]
         shape, stride = f"[{extent}, {panel.extent}]", f"[{name}_stride_{self.dims[self.rows]}, 1]"
         at = " + ".join([f"{name}_ptr", *moved])
-        return f"{self.parameter(panel)} = tl.make_tensor_descriptor({at}, {shape}, {stride}, [{size}, {panel.width}])"
+        block = f"[{self.size}, {panel.width}]"
+        return f"{self.parameter(panel)} = tl.make_tensor_descriptor({at}, {shape}, {stride}, {block})"
 
     def load_described(self, panel: Panel, first: str) -> str:
         """By the program's descriptor the tile of the rows from `first` on: zero where there are none."""
@@ -76,39 +91,41 @@ class Box:
         *outer, inner = self.dims
         return [*(tensor.stride(dim) if tensor.shape[dim] > 1 else UNIT for dim in outer), tensor.stride(inner)]
 
-    def described(self, tensor: torch.Tensor, n_k: int, keys: int) -> dict[str, object]:
-        """The descriptors for tiles of `keys` keys, by the names of their parameters."""
+    def described(self, tensor: torch.Tensor, extent: int, size: int) -> dict[str, object]:
+        """The descriptors for tiles of `size` rows of `extent`, by the names of their parameters."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         shape = [tensor.shape[dim] for dim in self.dims]
-        shape[self.rows] = n_k
+        shape[self.rows] = extent
         if self.whole:
             shape[-1] = self.panels[0].extent
         strides = self._strides(tensor)
-        return {name: TensorDescriptor(tensor, shape, strides, block) for name, block in self.blocks(keys).items()}
+        return {name: TensorDescriptor(tensor, shape, strides, block) for name, block in self.blocks(size).items()}
 
-    def blocks(self, keys: int) -> dict[str, list[int]]:
-        """The shapes of tiles, by the names of their descriptors."""
+    def blocks(self, size: int) -> dict[str, list[int]]:
+        """The shapes of tiles of `size` rows, by the names of their descriptors."""
         shapes = {}
         for panel in self.panels:
             block = [1] * len(self.dims)
-            block[self.rows], block[-1] = keys, panel.width
+            block[self.rows], block[-1] = size, panel.width
             shapes[self.parameter(panel)] = block
         return shapes
 
 
 def boxes(spec: AttentionSpec, d: int, d_v: int) -> dict[str, Box]:
-    """Q, K and V, as far as their index maps are boxes, by their names in the kernels."""
+    """Q, K, V and the output's gradient, as far as their index maps are boxes, by their names in the kernels."""
+    output = tuple(coord(name) for name in spec.output.dims)
     found = (
         _box(0, "q", spec.q, (I, C), panels(d)),
         _box(1, "k", spec.k, (J, C), panels(d)),
         _box(2, "v", spec.v, (J, E), panels(d_v)),
+        _box(None, "do", output, (I, E), panels(d_v)),
     )
     return {box.name: box for box in found if box is not None}
 
 
 def _box(
-    operand: int, name: str, index: Sequence[Expr], matrix: tuple[Expr, Expr], parts: tuple[Panel, ...]
+    operand: int | None, name: str, index: Sequence[Expr], matrix: tuple[Expr, Expr], parts: tuple[Panel, ...]
 ) -> Box | None:
     """matrix: the coordinates of rows and columns."""
     dims = [dim for dim, part in enumerate(index) if part is not NOTHING]
@@ -140,9 +157,12 @@ def _coordinate(writer: Writer, part: Expr) -> str:
     return text if magnitude(part) < 2**31 else f"tl.cast({text}, tl.int32)"
 
 
-def descriptors(found: Mapping[str, Box], operands: Sequence[torch.Tensor], n_k: int, keys: int) -> dict[str, object]:
-    """The descriptors of K and V that the host makes for a launch, by the names of their parameters."""
+def descriptors(
+    found: Iterable[Box], tensors: Mapping[str, torch.Tensor], rows: tuple[int, int], keys: tuple[int, int]
+) -> dict[str, object]:
+    """What the host describes for a launch, by the names of the parameters. rows, keys: how many there are, and how
+    many a tile has."""
     made: dict[str, object] = {}
-    for box in found.values():
-        made |= box.described(operands[box.operand], n_k, keys)
+    for box in found:
+        made |= box.described(tensors[box.name], *(keys if box.size == "KEYS" else rows))
     return made

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from fusion.codegen.triton import autotune
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kernels
 from fusion.codegen.triton.candidates import candidates
+from fusion.codegen.triton.descriptors import READ, descriptors
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
 from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, empty_lists, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
@@ -105,7 +106,8 @@ class Differentiable:
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
         shared = self._shared(batch, sizes)
-        launches = _Launches(self.spec, variant, operands, sizes, results, batch, (n_q, n_k), shared)
+        described = functools.partial(self._variant, d, d_v, needs, device.type == "cpu", True)
+        launches = _Launches(self.spec, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
         written = {Queries.name: made.keys() & {0}, Keys.name: made.keys() & {1, 2}}
         tiles = backward_tiles(self.spec, d, d_v, capability(device))
         stages = [
@@ -138,23 +140,28 @@ class Differentiable:
         groups = size_function(gradients_of(self.spec, none).groups, self.spec.sizes)(sizes)
         return [extent // group for extent, group in zip(batch, groups, strict=True)]
 
-    def _variant(self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool) -> Variant:
-        key = (d, d_v, needs, interpreted)
+    def _variant(
+        self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool, described: bool = False
+    ) -> Variant:
+        key = (d, d_v, needs, interpreted, described)
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    kernels = backward_kernels(self.spec, d, d_v, needs)
-                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted)
+                    kernels = backward_kernels(self.spec, d, d_v, needs, described)
+                    read = set().union(*READ.values()) if described else ()
+                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted, read=read)
         return found
 
 
 class _Launches:
-    """The launches of one call, by the kernel whose tile they are in, in order."""
+    """The launches of one call, by the kernel whose tile they are in, in order. described: the module whose loops read
+    by tensor descriptors."""
 
     def __init__(
         self,
         spec: AttentionSpec,
         variant: Variant,
+        described: Callable[[], Variant],
         operands: Sequence[Tensor],
         sizes: Sequence[int],
         results: dict[str, Tensor],
@@ -163,7 +170,7 @@ class _Launches:
         shared: Sequence[int],
     ):
         self.spec, self.variant, self.results, self.batch = spec, variant, results, batch
-        self.arguments = (operands, sizes, results, {})
+        self.described, self.operands, self.sizes = described, operands, sizes
         self.n_q, self.n_k = rows_and_keys
         self.heads, self.shared = math.prod(batch), math.prod(shared)
         self.device, self.exact = operands[0].device, precision(spec.dtype)
@@ -203,4 +210,12 @@ class _Launches:
             self._launch(name, len(self.results["tile_counts"]), list_tile(tile))
 
     def _launch(self, name: str, programs: int, tile: Tile) -> None:
-        self.variant.launch(name, programs, tile, self.exact, self.arguments)
+        variant, others = self.variant, {}
+        if tile.described and name in READ:
+            tensors = dict(zip("qkv", self.operands, strict=False)) | {"do": self.results["dout"]}
+            found = self.described()
+            read = [box for box in found.boxes.values() if box.name in READ[name]]
+            if all(box.fits(tensors[box.name]) for box in read):
+                variant = found
+                others = descriptors(read, tensors, (self.n_q, tile.rows), (self.n_k, tile.keys))
+        variant.launch(name, programs, tile, self.exact, (self.operands, self.sizes, self.results, others))

@@ -152,7 +152,7 @@ class Forward:
                 line
                 for panel in box.panels
                 for line in (
-                    box.describe(self.writer, panel, n_q, "ROWS"),
+                    box.describe(self.writer, panel, n_q),
                     f"q{panel.suffix} = {box.load_described(panel, 'i0')}{widened}",
                 )
             ]

@@ -117,7 +117,7 @@ class KeyLoop:
         if self.specialized:
             n_k = self.writer.value(self.spec.n_k)
             found = [self.boxes[name] for name in ("k", "v")]
-            lines += [box.describe(self.writer, panel, n_k, "KEYS") for box in found for panel in box.panels]
+            lines += [box.describe(self.writer, panel, n_k) for box in found for panel in box.panels]
         return lines
 
     # -- the functions -----------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class KeyLoop:
     def _box(self, name: str, panel: Panel, first: str) -> str:
         """The statement that reads a tile by its descriptor."""
         box = self.boxes[name]
-        widened = cast(self.spec.operands[box.operand].dtype, self.spec.dtype)
+        widened = cast(box.dtype(self.spec), self.spec.dtype)
         tile = box.load_described(panel, first) if self.specialized else box.load(self.keys, panel, first)
         return f"{name}{panel.suffix} = {tile}{widened}"
 

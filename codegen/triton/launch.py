@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -61,8 +61,8 @@ def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callabl
 
 
 class Variant:
-    """A loaded module: the functions of its kernels by name, and what makes their arguments. boxes: the operands that
-    they read by descriptors."""
+    """A loaded module: the functions of its kernels by name, and what makes their arguments. boxes: the tensors that
+    they read by descriptors, of those named in `read`."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Variant:
         d_v: int,
         interpreted: bool,
         order: Order = PLAIN,
+        read: Collection[str] = (),
     ):
         self.source = module.module_text(spec, kernels, d, d_v)
         with interpret.decorating() if interpreted else contextlib.nullcontext():
             self.module: ModuleType = module.load(self.source)
         self.digest = hashlib.sha256(self.source.encode()).hexdigest()
         self.interpreted, self.order = interpreted, order
-        read = ("q", "k", "v") if self.order.specialized else ("k", "v") if self.order.described else ()
         self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
         self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
         self.kernels = {
@@ -153,7 +153,8 @@ class Kernel:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
                     kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
-                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted, order)
+                    read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
+                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted, order, read)
         return found
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
@@ -206,8 +207,10 @@ class Kernel:
             schedule = self._split if "attention_split" in variant.kernels else self._flash
             schedule(variant, tile, operands, sizes, dict(results), batch, extents)
 
+        tensors = dict(zip("qkv", operands, strict=False))
+
         def reads(variant: Variant) -> bool:
-            return all(box.fits(operands[box.operand]) for box in variant.boxes.values())
+            return all(box.fits(tensors[name]) for name, box in variant.boxes.items())
 
         shared = self._shares(operands)
         stage = self._stage(
@@ -287,7 +290,7 @@ class Kernel:
             together = residents("attention_forward", self.spec, d, d_v, tile, capability(device))
             grid = min(programs, together * processors(device) or INTERPRETED)
         others = {"section": self._section(operands, heads, extents), "programs": programs}
-        others |= self._descriptors(variant, operands, n_k, tile)
+        others |= self._descriptors(variant, operands, (n_q, n_k), tile)
         arguments = (operands, sizes, results, others)
         self._list(variant, tile, arguments, batch, extents)
         variant.launch("attention_forward", grid, tile, exact, arguments)
@@ -311,15 +314,18 @@ class Kernel:
         parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
         others = {"section": self._section(operands, heads, extents), "splits": splits}
-        others |= self._descriptors(variant, operands, n_k, tile)
+        others |= self._descriptors(variant, operands, (n_q, n_k), tile)
         arguments, small = (operands, sizes, results, others), combining_tile(tile)
         self._list(variant, tile, arguments, batch, extents)
         variant.launch("attention_split", programs * splits, tile, exact, arguments)
         variant.launch("attention_combine", heads * -(-n_q // small.rows), small, exact, arguments)
 
-    def _descriptors(self, variant: Variant, operands, n_k: int, tile: Tile) -> dict[str, object]:
+    def _descriptors(self, variant: Variant, operands, extents: tuple[int, int], tile: Tile) -> dict[str, object]:
         """Those that the host makes."""
-        return descriptors(variant.boxes, operands, n_k, tile.keys) if variant.order.described else {}
+        if not variant.order.described:
+            return {}
+        (n_q, n_k), tensors = extents, dict(zip("qkv", operands, strict=False))
+        return descriptors(variant.boxes.values(), tensors, (n_q, tile.rows), (n_k, tile.keys))
 
     def _splits(self, programs: int, sizes: Sequence[int], tile: Tile, device: torch.device) -> int:
         if self.splits is not None:

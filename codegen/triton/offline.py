@@ -177,9 +177,9 @@ def _signature(
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
     given = {**tile.constants(), "PRECISION": "ieee"}
     described = {
-        name: f"tensordesc<{_POINTERS[spec.operands[box.operand].dtype][1:]}{block}>"
+        name: f"tensordesc<{_POINTERS[box.dtype(spec)][1:]}{block}>"
         for box in boxes(spec, *sizes).values()
-        for name, block in box.blocks(tile.keys).items()
+        for name, block in box.blocks(given[box.size]).items()
     }
     signature, constants, attributes = {}, {}, {}
     for position, name in enumerate(names):

@@ -17,9 +17,11 @@ from fusion.ir.spec import AttentionSpec
 __all__ = ["Keys", "Prepare", "Queries", "backward_kernels"]
 
 
-def backward_kernels(spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]) -> list[KernelText]:
+def backward_kernels(
+    spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False
+) -> list[KernelText]:
     """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their
-    launch."""
+    launch. described: their loops read tiles by tensor descriptors."""
     role = Role(spec, d, d_v, needs)
     reaches = {"rows" if item.reach == "rows" else "queries" for item in role.gradients.captured}
     kernels = []
@@ -27,8 +29,8 @@ def backward_kernels(spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, .
         kernels.append(Prepare(spec, d, d_v, needs).text())
     if needs[0] or "queries" in reaches:
         kernels += [KeyLists(spec).text()] if role.listed else []
-        kernels.append(Queries(spec, d, d_v, needs).text())
+        kernels.append(Queries(spec, d, d_v, needs, described).text())
     if needs[1] or needs[2] or "rows" in reaches:
         kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed else []
-        kernels.append(Keys(spec, d, d_v, needs).text())
+        kernels.append(Keys(spec, d, d_v, needs, described).text())
     return kernels

@@ -59,9 +59,10 @@ class Keys(Role):
         """`differentiate_rows`."""
         into_dv = source.block(*self.accumulated("dv", f"p.to({self.dtype})", "do", 2))
         scores, upstream = self.product("k", "q", 0), self.product("v", "do", 2)
+        q, do = (self.boxed(name, "block * ROWS") if name in self.boxes else "" for name in ("q", "do"))
         inner = source.block(
-            self.read("q", self.parts(self.inside, 0), 0, ""),
-            *self.rows_of_output("do", "row"),
+            q or self.read("q", self.parts(self.inside, 0), 0, ""),
+            do or source.block(*self.rows_of_output("do", "row")),
             *self.statistics("i"),
             self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", into_dv),
             *self.accumulated("dk", f"ds.to({self.dtype})", "q", 1),

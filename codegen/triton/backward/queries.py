@@ -52,8 +52,10 @@ class Queries(Role):
         """`differentiate_keys`."""
         k, v = (self.parts(self.inside, number) for number in (1, 2))
         inner = source.block(
-            self.read("k", k, 1, "key_ok", bounded=True),
-            self.read("v", v, 2, "key_ok", bounded=True),
+            *(
+                self.boxed(name, "first") if name in self.boxes else self.read(name, at, number, "key_ok", bounded=True)
+                for name, at, number in (("k", k, 1), ("v", v, 2))
+            ),
             self.tile(self.product("q", "k", 0), self.product("do", "v", 2), "[ROWS, KEYS]", "j_ok"),
             *self.accumulated("dq", f"ds.to({self.dtype})", "k", 0),
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from fusion.codegen.triton import source
+from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.forward import KernelText, place_of, signature
@@ -23,6 +24,7 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 class Role:
     """What the two kernels share: coordinates, statistics, and the gradient of the scores of a tile.
 
+    described: tiles of the loop are read by tensor descriptors where they can be.
     outer: the coordinate that a program owns a block of ("i" for dQ, "j" for dK and dV). Tiles are [outer, inner].
     The loop over tiles is a function (see `stages`), called with MASKED for those that need the mask or are cut off.
     """
@@ -30,8 +32,10 @@ class Role:
     name = ""
     outer, inner = "i", "j"
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]):
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
         self.spec, self.needs = spec, needs
+        read = READ.get(self.name, ()) if described else ()
+        self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
         self.columns, self.values = panels(d), panels(d_v)
         self.gradients: Gradients = gradients_of(spec, needs)
         self.softmax = spec.normalizer is not Normalizer.NONE
@@ -134,6 +138,12 @@ class Role:
             whole, cut = (_load(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
             lines += [f"{at} = {part.pointers}", _either(cut, whole) if bounded else cut]
         return source.block(*lines)
+
+    def boxed(self, name: str, first: str) -> str:
+        """Statements that read the tile of the rows from `first` on by descriptors."""
+        box = self.boxes[name]
+        widened = cast(box.dtype(self.spec), self.spec.dtype)
+        return source.block(*(f"{name}{p.suffix} = {box.load(self.inside, p, first)}{widened}" for p in box.panels))
 
     def store(self, name: str, parts: Sequence[Matrix], number: int, mask: str) -> list[str]:
         """Statements that write the gradient of Q, K or V."""

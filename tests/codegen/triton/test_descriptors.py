@@ -9,14 +9,18 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
-from fusion.codegen.triton.descriptors import boxes
+from fusion.codegen import reference
+from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.descriptors import READ, boxes
+from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.launch import Kernel, forward_kernels
+from fusion.codegen.triton.launch import Kernel, Variant, forward_kernels
 from fusion.codegen.triton.offline import compile_offline
-from fusion.codegen.triton.tiles import Tile, may_specialize
+from fusion.codegen.triton.tiles import Tile, backward_tiles, may_specialize
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import C, E, J, coord
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
+from tests.codegen.triton.test_backward import check as check_gradients
 
 PLAIN = Tile(rows=32, keys=32, warps=4, stages=1)
 DESCRIBED = dataclasses.replace(PLAIN, described=True)
@@ -98,6 +102,32 @@ def test_values_before_the_first_tile_are_not_read() -> None:
     assert torch.isfinite(got[0, 0, 64:]).all()
 
 
+@pytest.mark.parametrize("name", ["causal_last_key", "window", "left_padded", "bias"])
+def test_gradients(name: str, monkeypatch) -> None:
+    launched = []
+    real = Variant.launch
+    monkeypatch.setattr(Variant, "launch", lambda self, *rest: launched.append((self, rest[0])) or real(self, *rest))
+    check_gradients(case(name, d=16, d_v=20), tile=DESCRIBED)
+    c = case(name, "bfloat16", 40, 80, group=2, order=("b0", "i", "b1", "e"))
+    check_gradients(c, "heads_inside", DESCRIBED, SHAPES[1:2])
+    for kernel, names in READ.items():
+        sources = [variant.source for variant, launched_kernel in launched if launched_kernel == kernel]
+        assert sources and all(f"{read}_tiles.load(" in text for text in sources for read in names)
+
+
+def test_gradients_of_an_expanded_gradient() -> None:
+    c = case("causal", d=16)
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 40, "Nk": 40})
+    run = Differentiable(c.spec, DESCRIBED)
+    out, statistics = run.forward(operands, sizes)
+    for grad in (torch.ones(()).expand(out.shape), torch.ones_like(out)):
+        got = run.backward(grad, out, statistics, operands, sizes, (True, True, True))
+        for ours, theirs in zip(
+            got, reference.backward(c.spec, grad, operands, sizes, (True, True, True)), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decoding(splits: int) -> None:
     c = case("left_padded", d=16, group=2)
@@ -127,12 +157,12 @@ def test_heads_inside_the_last_dimension() -> None:
 
 def test_which_operands_are_boxes() -> None:
     spec = case("plain", d=16, group=2).spec
-    assert set(boxes(spec, 16, 16)) == {"q", "k", "v"}
+    assert set(boxes(spec, 16, 16)) == {"q", "k", "v", "do"}
     turned = dataclasses.replace(spec, k=(*spec.k[:2], C, J))  # stored as K^T: its columns are brought to the end
     assert boxes(turned, 16, 16)["k"].dims == (0, 1, 3, 2)
     b, h = spec.v[:2]
     for index in ((b, h, integers.floordiv(J, 2), E), (b, h, integers.add(J, 1), E), (b, h, integers.add(J, E), E)):
-        assert set(boxes(dataclasses.replace(spec, v=index), 16, 16)) == {"q", "k"}
+        assert set(boxes(dataclasses.replace(spec, v=index), 16, 16)) == {"q", "k", "do"}
 
 
 @pytest.mark.parametrize("tile", SPECIALIZED, ids=str)
@@ -184,6 +214,16 @@ def test_registers_on_hopper(name: str, d: int) -> None:
         assert fact.fits and not fact.spills and not fact.warnings and fact.matrix["wgmma"], fact
         found.append(fact.registers)
     assert found[1] < found[0]
+
+
+def test_registers_of_gradients_on_hopper() -> None:
+    spec = case("plain", "bfloat16", 64).spec
+    texts = [backward_kernels(spec, 64, 64, (True, True, True), described)[1:] for described in (False, True)]
+    tiles = backward_tiles(spec, 64, 64, 90)
+    facts = [compile_offline(spec, kernels, 64, 64, tiles, "sm_90") for kernels in texts]
+    for plain, described in zip(*facts, strict=True):
+        assert described.registers < plain.registers and described.fits and described.matrix["wgmma"], described
+        assert not described.spills and not described.warnings and not described.lost, described
 
 
 @pytest.mark.parametrize(
