@@ -126,7 +126,7 @@ def may_specialize(spec: AttentionSpec, d: int, d_v: int) -> bool:
     inside = [*loads(spec.score), *loads(spec.weight)]
     listed = spec.mask is not None and spec.mask.tile_live is not None
     return (
-        len(boxes(spec, d, d_v)) == 3
+        {"q", "k", "v"} <= boxes(spec, d, d_v).keys()
         and max(panelled(d), panelled(d_v)) <= 256
         and spec.dtype != "float32"
         and not (listed or dead_rows_matter(spec) or any("j" in coordinates(load) for load in inside))
