@@ -22,8 +22,8 @@ class Queries(Role):
 
     name = "attention_backward_queries"
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]):
-        super().__init__(spec, d, d_v, needs)
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
+        super().__init__(spec, d, d_v, needs, described)
         self.writer.known |= {WEIGHT: "y"}
 
     def body(self) -> tuple[list[Visit], str]:

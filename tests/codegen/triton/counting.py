@@ -39,8 +39,8 @@ def count_products(monkeypatch) -> Products:
             counts[f"{name}: {problem}"] += 1
             raise
 
-    def made(self, *arguments):
-        init(self, *arguments)
+    def made(self, *arguments, **others):
+        init(self, *arguments, **others)
         for name in STAGES & vars(self.module).keys():
             setattr(self.module, name, noted(getattr(self.module, name)))
 
