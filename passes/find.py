@@ -329,7 +329,7 @@ def _pull_back(anchor: Node, index: Index, bounds: dict[Expr, Expr], factors_aft
     weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
     if not _weights_are_left(weights, other):
         weights, at, other, other_at = other, other_at, weights, at
-    pullback = PullBack(bounds | {J: parts.extent}, parts.extent)
+    pullback = PullBack(bounds | {J: parts.extent}, parts.extent, anchor)
     weight = pullback.value(weights, at)
     if packet(anchor) is aten.baddbmm:
         weight = apply("fmul", weight, const(_factor_of_sum(anchor)))

@@ -8,7 +8,7 @@ of a row, is returned as a scale: of scores for Q and K, of weights or rows of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +88,8 @@ def locate(
             found, found_scale = Access(node=here, index=index, dtype=dtype), scale
         opaque = here.meta.get("mutations") or here.meta.get("attention_root")
         stripped, factor = (here, 1.0) if opaque else strip_scale(here)
-        if stripped is not here and column is C:
-            walk.interior |= dict.fromkeys(_between(here, stripped))
+        if stripped is not here and column is C and not _changes(passed := _between(here, stripped), walk.anchor):
+            walk.interior |= dict.fromkeys(passed)
             here, scale = stripped, scale * factor
             continue
         if (moved := walk.step(here, index, bounds)) is None:
@@ -108,6 +108,14 @@ def _between(here: Node, origin: Node) -> list[Node]:
         passed.append(here)
         here = next(arg for arg in here.args if nodes.is_tensor(arg))  # type: ignore[assignment]
     return passed
+
+
+def _changes(passed: Iterable[Node], anchor: Node | None) -> bool:
+    """Whether what one of these nodes reads changes in place after it and before the product with V: the values that it
+    made must then be read themselves."""
+    read = ((node, parent) for node in passed for parent in node.all_input_nodes)
+    later = (by for node, parent in read for by in parent.meta.get("mutations", ()) if node < by)
+    return any(anchor is None or by < anchor for by in later)
 
 
 def scales_rows(scale: Expr, normalizer: Normalizer, trained: bool) -> bool:
@@ -154,7 +162,7 @@ def _stored(
             break
         passed.append(here)
         here, index = moved
-    if found is None:
+    if found is None or _changes(passed[: found[2]], walk_.anchor):
         return None
     scale = ONE
     for op, factor, at in path.factors:

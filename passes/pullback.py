@@ -57,10 +57,11 @@ class Product:
 
 
 class PullBack:
-    """One walk, for one site. `keys` is the number of keys (columns J) that the product with V sums over."""
+    """One walk, for one site. keys: the number of keys (columns J) that the product with V sums over. anchor: that
+    product, where there is one."""
 
-    def __init__(self, bounds: dict[Expr, Expr], keys: Expr):
-        self.bounds = bounds
+    def __init__(self, bounds: dict[Expr, Expr], keys: Expr, anchor: Node | None = None):
+        self.bounds, self.anchor = bounds, anchor
         self.keys = keys
         self.products: list[Product] = []
         self.loaded: list[Node] = []

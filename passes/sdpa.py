@@ -34,7 +34,7 @@ def pull_back_sdpa(
     query, key, value = args["query"], args["key"], args["value"]
     nodes.specialize(nodes.value(query).shape[-1])
     keys, d = shape(key)[-2], shape(query)[-1]
-    pullback = PullBack(bounds | {J: keys}, keys)
+    pullback = PullBack(bounds | {J: keys}, keys, anchor)
     heads = shape(query)[-3] if len(shape(query)) > 2 else None
     if args["enable_gqa"]:  # the group size is part of the kernel
         for tensor in (query, key):
