@@ -88,12 +88,13 @@ def test_values_that_are_columns_of_the_keys() -> None:
     assert "v = k\n" in variant.source and "v_ptr" not in variant.source
 
 
-def test_gradients_beside_a_cache() -> None:
+@pytest.mark.parametrize("tile", [SMALL, dataclasses.replace(SMALL, described=True)], ids=str)
+def test_gradients_beside_a_cache(tile: Tile) -> None:
     """Those of q and of a bias, where k and v are frozen."""
     c = narrow(case("bias", "float32", 32, group=2), FORMATS[0])
     operands, sizes = drawn(c, {"B": 1, "H": 1, "Nq": 20, "Nk": 40})
     needs = (True, False, False, True)
-    run = Differentiable(c.spec, SMALL)
+    run = Differentiable(c.spec, tile)
     assert run.without_kernels(needs) is None
     out, statistics = run.forward(operands, sizes)
     got = run.backward(out, out, statistics, operands, sizes, needs)
