@@ -183,9 +183,7 @@ def _path(walk_: PullBack, here: Node, index: Index, bounds: integers.Bounds, co
         here, index = path.node, path.index
         if here.meta.get("stored"):
             return path
-        if here.op != "call_function" or any(
-            here.meta.get(m) for m in ("mutations", "attention_root", "stop_gradient")
-        ):
+        if here.op != "call_function" or any(map(here.meta.get, _OPAQUE)):
             continue
         if (moved := walk_.step(here, index, bounds)) is not None:
             stack.append(_Path(node=moved[0], index=moved[1], passed=[*path.passed, here], factors=path.factors))

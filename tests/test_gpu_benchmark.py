@@ -133,7 +133,7 @@ def test_a_kernel_that_fails_is_not_replaced(scripts, monkeypatch, gradients):
     """Elsewhere the reference interpreter steps in; here it would be measured."""
     import torch
 
-    from fusion.codegen.triton.launch import Variant
+    from fusion.codegen.triton.variant import Variant
     from gpu_check import Check, draw
     from gpu_device import Rehearsal, failures_shown, rehearsing
     from rows import GPU_ROWS, Problem

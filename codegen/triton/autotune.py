@@ -29,7 +29,7 @@ from fusion.codegen.triton.candidates import MOST, smaller
 from fusion.codegen.triton.tiles import Tile, power
 
 if TYPE_CHECKING:
-    from fusion.codegen.triton.launch import Variant
+    from fusion.codegen.triton.variant import Variant
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kern
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
-from fusion.codegen.triton.launch import Kernel, Variant, capability, check_sizes, empty_lists, list_tile, precision
+from fusion.codegen.triton.launch import Kernel, capability, check_sizes, empty_lists, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.tiles import Choice, Tile, backward_tiles
+from fusion.codegen.triton.variant import Variant
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-import hashlib
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 
 from fusion.codegen import reference
-from fusion.codegen.triton import autotune, interpret, module
+from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
-from fusion.codegen.triton.descriptors import boxes, descriptors
+from fusion.codegen.triton.descriptors import descriptors
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
@@ -26,81 +22,14 @@ from fusion.codegen.triton.packed_rows import ROWS_FROM, heads_to_pack, packed
 from fusion.codegen.triton.split import Combine, Part, splits_for, visited_function
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.tiles import AMD, INTERPRETER, Choice, Tile, tile_for
+from fusion.codegen.triton.variant import PLAIN, Variant
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.expr import C, E, substitute
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 
-PLAIN = Order()
 INTERPRETED = 3  # persistent programs in the interpreter, few enough to take turns
 SECTION_BYTES = 24 << 20  # keys and values of heads that run side by side: half of the L2 cache of an H100
-
-
-def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
-    """(operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled expression.
-
-    results: tensors by name; others: integers and descriptors by name.
-    """
-    writer = Writer(spec=spec)
-    operand = {writer.operand(n): n for n in range(len(spec.operands))}
-    position = {name: place for place, name in enumerate(spec.output.dims)}
-
-    def text(name: str) -> str:
-        if name in spec.sizes:
-            return f"s[{spec.sizes.index(name)}]"
-        stem, _, dim = name.rpartition("_stride_")
-        if stem:
-            place = dim if dim.isdigit() else position[dim]
-            return f"t[{operand[stem]}].stride({dim})" if stem in operand else f"r[{stem!r}].stride({place})"
-        stem = name.removesuffix("_ptr")
-        if stem != name:
-            return f"t[{operand[stem]}]" if stem in operand else f"r[{stem!r}]"
-        return f"o[{name!r}]"
-
-    return eval(f"lambda t, s, r, o: ({', '.join(map(text, parameters))},)")
-
-
-class Variant:
-    """A loaded module: the functions of its kernels by name, and what makes their arguments. boxes: the tensors that
-    they read by descriptors, of those named in `read`."""
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        kernels: Sequence[KernelText],
-        d: int,
-        d_v: int,
-        interpreted: bool,
-        order: Order = PLAIN,
-        read: Collection[str] = (),
-    ):
-        self.source = module.module_text(spec, kernels, d, d_v)
-        with interpret.decorating() if interpreted else contextlib.nullcontext():
-            self.module: ModuleType = module.load(self.source)
-        self.digest = hashlib.sha256(self.source.encode()).hexdigest()
-        self.interpreted, self.order = interpreted, order
-        self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
-        self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
-        self.kernels = {
-            kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))
-            for kernel in kernels
-        }
-
-    def launch(self, name: str, programs: int, tile: Tile, precision: str, arguments: tuple) -> None:
-        """Run one kernel: arguments are those of `argument_function`."""
-        function, make = self.kernels[name]
-        constants = {**tile.constants(), "PRECISION": precision}
-        constants = {key: value for key, value in constants.items() if key in function.arg_names}
-        given = make(*arguments)
-        if self.interpreted:
-            with interpret.running():
-                function[(programs,)](*given, **constants)
-            return
-        with torch.cuda.device(arguments[0][0].device):
-            if self.order.specialized:
-                _with_scratch(lambda: function[(programs,)](*given, **constants, **tile.options()))
-            else:
-                function[(programs,)](*given, **constants, **tile.options())
 
 
 class Kernel:
@@ -236,18 +165,19 @@ class Kernel:
         table = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
         split = self._splits(heads * -(-n_q // table.rows), sizes, table, device) > 1
 
-        def variant(tile: Tile) -> Variant:
+        def variant(tile: Tile) -> tuple[Variant, Tile]:
             order = order_of(tile, split, shared, self.packed)
             found = self.variant(d, d_v, device.type == "cpu", split, order)
             if reads(found):
-                return found
-            return self.variant(d, d_v, device.type == "cpu", split, replace(order, described=False, specialized=False))
+                return found, tile
+            order = replace(order, described=False, specialized=False)
+            return self.variant(d, d_v, device.type == "cpu", split, order), table if tile.specialized else tile
 
         return Stage(
             kernel="attention_split" if split else "attention_forward",
-            variant=variant(table),
+            variant=variant(table)[0],
             tile=table,
-            launch=lambda tile: launch(variant(tile), tile),
+            launch=lambda tile: launch(*variant(tile)),
             others=lambda: candidates("attention_forward", self.spec, extents, table, capability(device)),
             results=results,
         )
@@ -333,16 +263,6 @@ class Kernel:
         if programs > (most := processors(device)):
             return 1
         return splits_for(programs, self._visited(sizes, tile.rows), tile.keys, most)
-
-
-def _with_scratch(launch: Callable[[], object]) -> None:
-    """Launch a kernel that makes descriptors: Triton asks for memory for them, which is torch's. The allocator is set
-    for this launch alone."""
-    import triton
-
-    context = contextvars.copy_context()
-    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
-    context.run(launch)
 
 
 def forward_kernels(

@@ -21,7 +21,7 @@ def count_products(monkeypatch) -> Products:
     """A count of the products of every kernel that the interpreter runs from now on."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from fusion.codegen.triton.launch import Variant
+    from fusion.codegen.triton.variant import Variant
 
     counts, running, unmasked = Products(), [], [False]
     dot, launch, init = InterpreterBuilder.create_dot, Variant.launch, Variant.__init__

@@ -10,13 +10,15 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen import reference
+from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.launch import Kernel, Variant, forward_kernels
+from fusion.codegen.triton.launch import Kernel, forward_kernels
 from fusion.codegen.triton.offline import compile_offline
 from fusion.codegen.triton.tiles import Tile, backward_tiles, may_specialize
+from fusion.codegen.triton.variant import Variant
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import C, E, J, coord
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
@@ -178,6 +180,27 @@ def test_specialized_programs(name: str, tile: Tile) -> None:
 def test_specialized_programs_of_tensors_that_cannot_be_described() -> None:
     kernel = check(case("causal", d=16), SPECIALIZED[0], "gaps", SHAPES[:1])
     assert ["warp_specialize" in variant.source for variant in kernel._variants.values()] == [True, False]
+
+
+def test_a_tuned_schedule_is_left_where_tensors_cannot_be_described(monkeypatch, own_cache) -> None:
+    """Specialised programs have warps of their own kind: others run in the table's tile."""
+    launched: list[Tile] = []
+    real = Variant.launch
+
+    def launch(self, name: str, programs: int, tile: Tile, *rest) -> None:
+        launched.append(tile)
+        real(self, name, programs, tile, *rest)
+
+    monkeypatch.setattr(Variant, "launch", launch)
+    monkeypatch.setattr("fusion.codegen.triton.launch.tile_for", lambda *arguments: dataclasses.replace(PLAIN, rows=64))
+    c = case("causal", "bfloat16", 16)
+    kernel = Kernel(c.spec, tuner=Tuner(clock=lambda launch, device: float(not launched[-1].specialized)))
+    operands, sizes = draw(c, SHAPES[0])
+    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    assert launched[-1].specialized
+    operands[1] = operands[1][:1].expand(operands[1].shape)
+    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    assert launched[-1] == dataclasses.replace(PLAIN, rows=64)
 
 
 def test_what_may_be_specialized() -> None:

@@ -1,0 +1,98 @@
+"""A generated module that is loaded, and launches of its kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
+
+import torch
+
+from fusion.codegen.triton import interpret, module
+from fusion.codegen.triton.descriptors import boxes
+from fusion.codegen.triton.expressions import Writer
+from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.key_loop import Order
+from fusion.codegen.triton.tiles import Tile
+from fusion.ir.spec import AttentionSpec
+
+PLAIN = Order()
+
+
+def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
+    """(operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled expression.
+
+    results: tensors by name; others: integers and descriptors by name.
+    """
+    writer = Writer(spec=spec)
+    operand = {writer.operand(n): n for n in range(len(spec.operands))}
+    position = {name: place for place, name in enumerate(spec.output.dims)}
+
+    def text(name: str) -> str:
+        if name in spec.sizes:
+            return f"s[{spec.sizes.index(name)}]"
+        stem, _, dim = name.rpartition("_stride_")
+        if stem:
+            place = dim if dim.isdigit() else position[dim]
+            return f"t[{operand[stem]}].stride({dim})" if stem in operand else f"r[{stem!r}].stride({place})"
+        stem = name.removesuffix("_ptr")
+        if stem != name:
+            return f"t[{operand[stem]}]" if stem in operand else f"r[{stem!r}]"
+        return f"o[{name!r}]"
+
+    return eval(f"lambda t, s, r, o: ({', '.join(map(text, parameters))},)")
+
+
+class Variant:
+    """A loaded module: the functions of its kernels by name, and what makes their arguments. boxes: the tensors that
+    they read by descriptors, of those named in `read`."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        kernels: Sequence[KernelText],
+        d: int,
+        d_v: int,
+        interpreted: bool,
+        order: Order = PLAIN,
+        read: Collection[str] = (),
+    ):
+        self.source = module.module_text(spec, kernels, d, d_v)
+        with interpret.decorating() if interpreted else contextlib.nullcontext():
+            self.module: ModuleType = module.load(self.source)
+        self.digest = hashlib.sha256(self.source.encode()).hexdigest()
+        self.interpreted, self.order = interpreted, order
+        self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
+        self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
+        self.kernels = {
+            kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))
+            for kernel in kernels
+        }
+
+    def launch(self, name: str, programs: int, tile: Tile, precision: str, arguments: tuple) -> None:
+        """Run one kernel: arguments are those of `argument_function`."""
+        function, make = self.kernels[name]
+        constants = {**tile.constants(), "PRECISION": precision}
+        constants = {key: value for key, value in constants.items() if key in function.arg_names}
+        given = make(*arguments)
+        if self.interpreted:
+            with interpret.running():
+                function[(programs,)](*given, **constants)
+            return
+        with torch.cuda.device(arguments[0][0].device):
+            if self.order.specialized:
+                _with_scratch(lambda: function[(programs,)](*given, **constants, **tile.options()))
+            else:
+                function[(programs,)](*given, **constants, **tile.options())
+
+
+def _with_scratch(launch: Callable[[], object]) -> None:
+    """Launch a kernel that makes descriptors: Triton asks for memory for them, which is torch's. The allocator is set
+    for this launch alone."""
+    import triton
+
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
+    context.run(launch)
