@@ -295,6 +295,14 @@ ROWS: dict[str, Row] = {
         queries=1,
         sdpa=lambda q, k: {"enable_gqa": True},
     ),
+    "float8 decode": Row(
+        title=f"decoding, keys and values in float8 (e4m3fn), grouped heads ({GROUP})",
+        plain=float8_decode,
+        group=GROUP,
+        queries=1,
+        sdpa=None,
+        stored=torch.float8_e4m3fn,
+    ),
 }
 
 
@@ -322,14 +330,6 @@ GPU_ROWS: dict[str, Row] = ROWS | {
         latent=True,
         queries=1,
         sdpa=lambda q, k: {},
-    ),
-    "float8 decode": Row(
-        title=f"decoding, keys and values in float8 (e4m3fn), grouped heads ({GROUP})",
-        plain=float8_decode,
-        group=GROUP,
-        queries=1,
-        sdpa=None,
-        stored=torch.float8_e4m3fn,
     ),
 }
 """Variants measured on GPUs: those of CPUs and more."""

@@ -17,12 +17,21 @@ from rich.progress import track
 
 import results
 from fusion.codegen.triton.offline import SHARED_LIMIT, Facts, facts_of
+from fusion.codegen.triton.tiles import may_specialize
 from fusion.errors import OfflineCompilationError
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, Kind, const, coord, load, size
 from fusion.ir.ops import apply, where
 
 HEAD = ("kernel", "program", "d", "target", "shared B", "registers", "spills B", "products", "notes", "s")
+
+SCHEDULES: dict[str, dict[str, int]] = {
+    "described": {"described": True},
+    "described, persistent": {"described": True, "persistent": True, "rotated": False},
+    "specialized": {"specialized": True, "rotated": False, "warps": 4, "stages": 2},
+    "specialized, rotated": {"specialized": True, "rotated": True, "warps": 4, "stages": 2},
+}
+"""Ways for the forward to go about its tiles on sm_90 that only autotune chooses, as changes of the table's tile."""
 
 
 def programs() -> dict[str, tuple[Expr, MaskFacts | None, tuple[Operand, ...]]]:
@@ -73,14 +82,16 @@ def spec_of(name: str, d: int, dtype: str = "bfloat16", group: int = 1) -> Atten
     )
 
 
-def row(name: str, d: int, facts: Facts) -> str:
+def row(name: str, d: int, facts: Facts, schedule: str = "") -> str:
     """A line of the table."""
     notes = [*facts.warnings, *(f"lost {kind}" for kind in facts.lost)]
+    if facts.specialized:
+        notes.append("warps with roles")
     if not facts.fits:
         notes.append(f"over {SHARED_LIMIT[facts.target]} B")
     products = ", ".join(f"{count} {kind}" for kind, count in facts.matrix.items() if count)
     cells = (
-        facts.kernel.removeprefix("attention_"),
+        facts.kernel.removeprefix("attention_") + (f", {schedule}" if schedule else ""),
         name,
         d,
         facts.target,
@@ -111,7 +122,11 @@ def main() -> None:
     cases = [(n, d, t) for n in options.programs for d in options.widths for t in options.targets]
     for name, d, target in track(cases, "Compiling"):
         try:
-            lines += [row(name, d, facts) for facts in facts_of(spec_of(name, d), target, training=True)]
+            spec = spec_of(name, d)
+            lines += [row(name, d, facts) for facts in facts_of(spec, target, training=True)]
+            for schedule, changed in SCHEDULES.items() if target == "sm_90" and d <= 128 else ():
+                if "specialized" not in changed or may_specialize(spec, d, d):
+                    lines += [row(name, d, facts, schedule) for facts in facts_of(spec, target, changed=changed)]
         except OfflineCompilationError as error:
             lines.append(f"| - | {name} | {d} | {target} | | | | | {str(error).splitlines()[0]} | |")
     text = "\n".join(lines) + "\n"

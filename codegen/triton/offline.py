@@ -13,7 +13,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
@@ -21,8 +22,7 @@ from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.differentiable import LISTED_BY
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
-from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.launch import forward_kernels, list_tile
+from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
 from fusion.codegen.triton.tile_lists import TileLists
 from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
 from fusion.errors import OfflineCompilationError
@@ -83,16 +83,25 @@ def compile_offline(
     return [_compile(spec, loaded, kernel, (d, d_v), tiles[kernel.name], target) for kernel in kernels]
 
 
-def facts_of(spec: AttentionSpec, target: str, *, training: bool = False, n: int = 4096) -> list[Facts]:
+def facts_of(
+    spec: AttentionSpec,
+    target: str,
+    *,
+    training: bool = False,
+    n: int = 4096,
+    changed: Mapping[str, int] = MappingProxyType({}),
+) -> list[Facts]:
     """The kernels of a spec with constant d and d_v, in the tiles that they would run in on a target for n queries
     and keys.
 
     training: also the statistics, and the backward kernels with gradients of every floating-point operand but float8.
+    changed:
+    fields of the forward's tile, in place of the table's.
     """
     d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
     capability = AMD if target.startswith("gfx") else int(target[3:])
-    tile = tile_for(spec, d, d_v, n, n, capability)
-    kernels = forward_kernels(spec, d, d_v, training, Order(rotated=tile.rotated))
+    tile = replace(tile_for(spec, d, d_v, n, n, capability), **changed)
+    kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=False, packed=1))
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **backward_tiles(spec, d, d_v, capability)}
     if training:
         tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}
