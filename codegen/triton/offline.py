@@ -95,8 +95,7 @@ def facts_of(
     and keys.
 
     training: also the statistics, and the backward kernels with gradients of every floating-point operand but float8.
-    changed:
-    fields of the forward's tile, in place of the table's.
+    changed: fields of the forward's tile, in place of the table's.
     """
     d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
     capability = AMD if target.startswith("gfx") else int(target[3:])
