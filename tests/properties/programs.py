@@ -39,7 +39,7 @@ def cases(
         "unary": draw(st.lists(st.sampled_from(sorted(UNARY)), max_size=2)),
         "bias": draw(st.sampled_from(BIASES)), "mask": draw(st.sampled_from(MASKS)),
         "fill": draw(st.sampled_from((torch.finfo(torch.float32).min, -1e9))), "finite": draw(st.booleans()),
-        "dtype": draw(st.sampled_from(dtypes)),
+        "dtype": draw(st.sampled_from(dtypes)), "sink": draw(st.booleans()),
         "layout": draw(st.sampled_from(["bhnd", "bnhd", "strided"])), "safe_rows": draw(st.booleans()),
     }  # fmt: skip
 
@@ -76,6 +76,11 @@ def captured(case):
     return torch.randn(shapes[case["bias"]]).to(case["dtype"]) if case["bias"] in shapes else None
 
 
+def sink(case):
+    """A logit per head that takes part in the sum of its rows, or None."""
+    return torch.randn(case["h"]) if case["sink"] else None
+
+
 def bias(case, leaf):
     """What is added to the scores, from `captured(case)`."""
     i, j = torch.arange(case["n"])[:, None], torch.arange(case["m"])[None]
@@ -104,9 +109,10 @@ def mask(case):
 
 
 def attention(case):
-    """The function of Q, K, V, a bias, a mask and a temperature (each of which may be None) that a case stands for."""
+    """The function of Q, K, V, a bias, a mask, a sink and a temperature (each of which may be None) that a case stands
+    for."""
 
-    def attend(q, k, v, bias, mask, temperature=None):
+    def attend(q, k, v, bias, mask, sink=None, temperature=None):
         k, v = (x.repeat_interleave(case["group"], 1) for x in (k, v))
         s = q @ k.transpose(-1, -2) * case["scale"]
         s = s if temperature is None else s * temperature
@@ -115,6 +121,9 @@ def attention(case):
         s = s if bias is None else s + bias.to(s.dtype)
         if mask is not None:
             s = s.masked_fill(~mask, max(case["fill"], torch.finfo(s.dtype).min) if case["finite"] else -math.inf)
-        return torch.softmax(s, -1, dtype=torch.float32).to(v.dtype) @ v if s.dtype != v.dtype else s.softmax(-1) @ v
+        if sink is not None:
+            s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)], -1)
+        w = torch.softmax(s, -1, dtype=torch.float32).to(v.dtype) if s.dtype != v.dtype else s.softmax(-1)
+        return (w if sink is None else w[..., :-1]) @ v
 
     return attend

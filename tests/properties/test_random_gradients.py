@@ -10,7 +10,7 @@ from fusion import runtime
 from tests.numerics import assert_as_exact_as_eager
 from tests.properties import programs
 
-NAMES = ("q", "k", "v", "leaf", "temperature")
+NAMES = ("q", "k", "v", "leaf", "sink", "temperature")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,8 @@ def trained(draw, **ranges):
     """A case, which of its tensors are trained (at least one), and whether scores have a temperature per head."""
     case = draw(programs.cases(**ranges))
     tempered = draw(st.booleans())
-    names = [n for n in NAMES if (n != "leaf" or case["bias"] != "none") and (n != "temperature" or tempered)]
+    there = {"leaf": case["bias"] != "none", "sink": case["sink"], "temperature": tempered}
+    names = [name for name in NAMES if there.get(name, True)]
     return case | {"tempered": tempered, "needs": draw(st.sets(st.sampled_from(names), min_size=1))}
 
 
@@ -36,16 +37,17 @@ def tensors_of(case):
     """What may be trained, by name, and the mask."""
     q, k, v = programs.operands(case)
     temperature = torch.rand(case["h"], 1, 1) + 0.5 if case["tempered"] else None
-    named = {"q": q, "k": k, "v": v, "leaf": programs.captured(case), "temperature": temperature}
+    captured = {"leaf": programs.captured(case), "sink": programs.sink(case), "temperature": temperature}
+    named = {"q": q, "k": k, "v": v} | captured
     return named, programs.mask(case)
 
 
 def function_of(case):
     attend = programs.attention(case)
 
-    def function(q, k, v, leaf, temperature, mask):
+    def function(q, k, v, leaf, sink, temperature, mask):
         bias = None if leaf is None else programs.bias(case, leaf)
-        return attend(q, k, v, bias, mask, None if temperature is None else temperature.to(q.dtype))
+        return attend(q, k, v, bias, mask, sink, None if temperature is None else temperature.to(q.dtype))
 
     return function
 
