@@ -290,7 +290,7 @@ class KeyLoop:
         value = self.writer.value(program)
         lines = [f"x = {value}"]
         if not {"i", "j"} <= coordinates(program):  # scores that do not depend on both: one value for many keys
-            lines = [f"x = tl.broadcast_to({value}, [ROWS, KEYS])"]
+            lines = [f"x = {source.spread(value, '[ROWS, KEYS]')}"]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.writer.value(self.spec.weight)}")
         text = source.block(*self.writer.lines[Level.TILE], *lines)

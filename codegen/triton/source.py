@@ -90,13 +90,18 @@ def _wrapped_line(line: str) -> str:
     if len(line) <= WIDTH:
         return line
     indent = len(line) - len(line.lstrip())
-    target, sign, value = line.strip().partition(" = ")
-    if not (sign and target.isidentifier()):
-        target, value = "", line.strip()
+    target, value = "", line.strip()
+    if assigned := re.fullmatch(r"(\w+ [-+]?= )(.*)", value):
+        target, value = assigned[1], assigned[2]
     inner = _filled(re.split(r"(?<=, )|(?= [+&|] )", value), WIDTH - indent - 5)
     inner = "\n".join(part.strip() for part in inner.splitlines())
-    opening = f"{target} = (" if target else "("
-    return textwrap.indent(f"{opening}\n{textwrap.indent(inner, '    ')}\n)", " " * indent)
+    return textwrap.indent(f"{target}(\n{textwrap.indent(inner, '    ')}\n)", " " * indent)
+
+
+def spread(value: str, shape: str) -> str:
+    """A value of fewer dimensions, or a number, in a shape."""
+    number = re.fullmatch(r'-?[\d.]+(e[-+]?\d+)?|float\(".*"\)', value)
+    return f"tl.full({shape}, {value}, tl.float32)" if number else f"tl.broadcast_to({value}, {shape})"
 
 
 def block(*statements: str) -> str:

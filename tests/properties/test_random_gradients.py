@@ -83,6 +83,10 @@ def test_gradcheck_of_the_reference(case):
 @hypothesis.given(trained())
 @hypothesis.settings(max_examples=10)
 def test_gradients_of_kernels(case):
+    check(case, draws=8)
+
+
+def check(case, draws):
     """Several draws of the tensors count together: the error of a few elements is luck."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -90,7 +94,7 @@ def test_gradients_of_kernels(case):
     ours = compiled(function, "auto")
     found: list[list[dict[str, torch.Tensor]]] = []
     with fusion.collect_reports() as reports:
-        for _ in range(8):
+        for _ in range(draws):
             named, mask = tensors_of(case)
             given = named, mask, case["needs"], torch.randn(case["b"], case["h"], case["n"], case["e"])
             exact = gradients(function, *given, torch.float64)

@@ -203,5 +203,5 @@ class Keys(Role):
         lines: list[str] = []
         for n, _, gradient in self.gradients_of_tile(full, "rows"):
             value = self.bound(gradient, lines)
-            lines.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [KEYS, ROWS]), 1)")
+            lines.append(f"sum_{n} += tl.sum({source.spread(value, '[KEYS, ROWS]')}, 1)")
         return lines

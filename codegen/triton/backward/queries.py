@@ -116,14 +116,14 @@ class Queries(Role):
             lines.append("missing += tl.sum(dx, 1)")
         for n, _, gradient in self.gradients_of_tile(full, "keys", "all"):
             value = self.bound(gradient, lines)
-            lines.append(f"sum_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
+            lines.append(f"sum_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
             if f"share_{n}" in corrections:
                 item = self.gradients.captured[n]
                 value = self.bound(substitute(item.full, {UPSTREAM: WEIGHT, UPSTREAM_WEIGHT: ZERO}), lines)
-                lines.append(f"share_{n} += tl.sum(tl.broadcast_to({value}, [ROWS, KEYS]), 1)")
+                lines.append(f"share_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
         for _, item, gradient in self.gradients_of_tile(full, "none"):
             value = self.bound(gradient, lines)
-            lines += self.add(item, f"tl.broadcast_to({value}, [ROWS, KEYS])", "rows_ok & j_ok")
+            lines += self.add(item, source.spread(value, "[ROWS, KEYS]"), "rows_ok & j_ok")
         return lines
 
     def _finish(self) -> list[str]:
@@ -162,7 +162,7 @@ class Queries(Role):
             self.writer.lines[Level.ROW] = outside
             lines += added
             if item.reach == "keys":
-                lines += self.add(item, f"tl.broadcast_to({value}, [ROWS, 1])", "rows_ok")
+                lines += self.add(item, source.spread(value, "[ROWS, 1]"), "rows_ok")
             else:
-                lines += self.add(item, f"tl.sum(tl.sum(tl.broadcast_to({value}, [ROWS, 1]), 1), 0)", "")
+                lines += self.add(item, f"tl.sum(tl.sum({source.spread(value, '[ROWS, 1]')}, 1), 0)", "")
         return lines

@@ -259,11 +259,11 @@ class Role:
         score, gradient = (found.program, found.full) if full else (self.spec.score, found.score)
         assert score is not None and gradient is not None
         lines: list[str] = []
-        lines.append(f"x = tl.broadcast_to({self.bound(score, lines)}, {shape})")
+        lines.append(f"x = {source.spread(self.bound(score, lines), shape)}")
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.bound(self.spec.weight, lines)}")
         after = self.summed(full)  # before ds: then fewer values are held at a time
-        after.append(f"ds = tl.broadcast_to({self.bound(gradient, after)}, {shape})")
+        after.append(f"ds = {source.spread(self.bound(gradient, after), shape)}")
         w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
         return source.block(*lines), source.block(*after)
 
