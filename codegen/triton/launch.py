@@ -14,7 +14,7 @@ from fusion.codegen import reference
 from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
-from fusion.codegen.triton.descriptors import descriptors
+from fusion.codegen.triton.descriptors import boxes, descriptors
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
@@ -167,9 +167,10 @@ class Kernel:
 
         def variant(tile: Tile) -> tuple[Variant, Tile]:
             order = order_of(tile, split, shared, self.packed)
-            found = self.variant(d, d_v, device.type == "cpu", split, order)
-            if reads(found):
-                return found, tile
+            if not order.specialized or {"q", "k", "v"} <= boxes(self.spec, d, d_v).keys():
+                found = self.variant(d, d_v, device.type == "cpu", split, order)
+                if reads(found):
+                    return found, tile
             order = replace(order, described=False, specialized=False)
             return self.variant(d, d_v, device.type == "cpu", split, order), table if tile.specialized else tile
 
