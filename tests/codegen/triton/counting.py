@@ -89,3 +89,42 @@ def _blocks(scores: torch.Tensor, rows: int, dead: torch.Tensor | None):
     none = torch.zeros(scores.shape[:-1], dtype=torch.bool) if dead is None else dead
     parts = zip(scores.reshape(-1, n_q, n_k).split(rows, 1), none.reshape(-1, n_q).split(rows, 1), strict=True)
     return [(block, met_none.any(1)) for block, met_none in parts]
+
+
+class Traffic:
+    """Elements that each kernel reads and writes: in one load or store every address counts once."""
+
+    def __init__(self):
+        self.reads: Counter[str] = Counter()
+        self.writes: Counter[str] = Counter()
+
+
+def count_traffic(monkeypatch) -> Traffic:
+    """A count of what every kernel that the interpreter runs from now on reads and writes."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from fusion.codegen.triton.variant import Variant
+
+    found, running = Traffic(), [""]
+    load, store, launch = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store, Variant.launch
+
+    def elements(pointers, mask) -> int:
+        return np.unique(pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]).size
+
+    def create_masked_load(self, pointers, mask, *rest, **others):
+        found.reads[running[0]] += elements(pointers, mask)
+        return load(self, pointers, mask, *rest, **others)
+
+    def create_masked_store(self, pointers, value, mask, *rest, **others):
+        found.writes[running[0]] += elements(pointers, mask)
+        return store(self, pointers, value, mask, *rest, **others)
+
+    def launched(self, name, *arguments):
+        running[0] = name
+        launch(self, name, *arguments)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", create_masked_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", create_masked_store)
+    monkeypatch.setattr(Variant, "launch", launched)
+    return found

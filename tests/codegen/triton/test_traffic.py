@@ -1,0 +1,88 @@
+"""What interpreted kernels read and write is what the cost model says of their schedules, to the element."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.tiles import Tile
+from fusion.cost.compiled import counts, phase_counts
+from fusion.cost.problem import Problem
+from fusion.cost.schedules import schedule
+from fusion.cost.tiles import sizes_of
+from tests.codegen.mlir.cases import case, draw
+from tests.codegen.triton.counting import count_traffic
+
+TILE = Tile(rows=32, keys=16, warps=4, stages=1)
+SHAPES = [{"B": 2, "H": 3, "Nq": 96, "Nk": 80}, {"B": 1, "H": 2, "Nq": 70, "Nk": 75}]
+D, D_V = 16, 32
+
+
+def problem(name: str, n: dict[str, int]) -> Problem:
+    return Problem(n_q=n["Nq"], n_k=n["Nk"], d=D, d_v=D_V, causal=name == "causal")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_forward(monkeypatch, name: str, described: bool, shape: dict[str, int]) -> None:
+    """Tiles that are cut off by the mask are read as far as it says; by descriptors to their end."""
+    traffic, c = count_traffic(monkeypatch), case(name, d=D, d_v=D_V)
+    operands, sizes = draw(c, shape)
+    Kernel(c.spec, dataclasses.replace(TILE, described=described))(operands, sizes)
+    asked, heads = problem(name, shape), shape["B"] * shape["H"]
+    share = asked.live_share(TILE.rows, TILE.keys if described else 1)
+    expected = counts(
+        "block_sparse", sizes_of(asked, 1 << 20, share), {"B_r": TILE.rows, "B_c": TILE.keys, "stages": 1}
+    )
+    assert traffic.reads["attention_forward"] == heads * round(float(expected.reads))
+    # The model's statistics are for training.
+    assert traffic.writes["attention_forward"] == heads * round(float(expected.writes) - asked.n_q)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients(monkeypatch, shape: dict[str, int]) -> None:
+    """The kernels keep a row's maximum and sum where the model has their log-sum-exp: one number more."""
+    traffic, c = count_traffic(monkeypatch), case("plain", d=D, d_v=D_V)
+    operands, sizes = draw(c, shape)
+    run = Differentiable(c.spec, TILE)
+    out, statistics = run.forward(operands, sizes)
+    run.backward(torch.randn(out.shape), out, statistics, operands, sizes, (True, True, True))
+    asked, heads = problem("plain", shape), shape["B"] * shape["H"]
+    n, symbols = asked.n_q, sizes_of(asked, 1 << 20)
+    tile = dict.fromkeys(("B_r", "B_o"), TILE.rows) | dict.fromkeys(("B_c", "B_p"), TILE.keys) | {"stages": 1}
+    by_name = {phase.name: phase_counts(phase, symbols, tile) for phase in schedule("backward_split").phases}
+    key_blocks = -(-asked.n_k // TILE.keys)
+    for kernel, phase, more_reads in (
+        ("attention_backward_prepare", "delta", 0),
+        ("attention_backward_queries", "dQ", n),
+        ("attention_backward_keys", "dK, dV", n * key_blocks),
+    ):
+        expected = by_name[phase]
+        assert traffic.reads[kernel] == heads * (round(float(expected.reads)) + more_reads), kernel
+        assert traffic.writes[kernel] == heads * round(float(expected.writes)), kernel
+    flash = counts("flash", symbols, tile)
+    assert traffic.reads["attention_forward"] == heads * round(float(flash.reads))
+    assert traffic.writes["attention_forward"] == heads * (round(float(flash.writes)) + n)
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_decoding(monkeypatch, splits: int) -> None:
+    """Two statistics of each row and part again."""
+    traffic, c = count_traffic(monkeypatch), case("plain", d=D, d_v=D_V)
+    shape = {"B": 1, "H": 2, "Nq": 3, "Nk": 192}
+    operands, sizes = draw(c, shape)
+    Kernel(c.spec, dataclasses.replace(TILE, rows=16), splits=splits)(operands, sizes)
+    asked, n = problem("plain", shape), shape["Nq"]
+    tile = {"B_r": 16, "B_c": TILE.keys, "B_s": shape["Nk"] // splits, "stages": 1}
+    parts, merge = (phase_counts(p, sizes_of(asked, 1 << 20), tile) for p in schedule("split_k").phases)
+    assert traffic.reads["attention_split"] == 2 * round(float(parts.reads))
+    assert traffic.writes["attention_split"] == 2 * (round(float(parts.writes)) + splits * n)
+    assert traffic.reads["attention_combine"] == 2 * (round(float(merge.reads)) + splits * n)
+    assert traffic.writes["attention_combine"] == 2 * round(float(merge.writes) - n)
