@@ -45,6 +45,7 @@ class Differentiable:
         self.tuner = tuner if tile is None else None
         self.kernel = Kernel(spec, tile, statistics=True, tuner=tuner)
         self._variants: dict[tuple, Variant] = {}
+        self._tiles = functools.cache(functools.partial(backward_tiles, spec))
         self._lock = threading.Lock()
 
     @property
@@ -110,7 +111,7 @@ class Differentiable:
         described = functools.partial(self._variant, d, d_v, needs, device.type == "cpu", True)
         launches = _Launches(self.spec, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
         written = {Queries.name: made.keys() & {0}, Keys.name: made.keys() & {1, 2}}
-        tiles = backward_tiles(self.spec, d, d_v, capability(device))
+        tiles = self._tiles(d, d_v, capability(device))
         stages = [
             Stage(
                 kernel=name,

@@ -21,7 +21,7 @@ from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.packed_rows import ROWS_FROM, heads_to_pack, packed
 from fusion.codegen.triton.split import Combine, Part, splits_for, visited_function
 from fusion.codegen.triton.tile_lists import TileLists, places
-from fusion.codegen.triton.tiles import AMD, INTERPRETER, Choice, Tile, tile_for
+from fusion.codegen.triton.tiles import AMD, INTERPRETER, Choice, Tile, power, tile_for
 from fusion.codegen.triton.variant import PLAIN, Variant
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.expr import C, E, substitute
@@ -56,6 +56,9 @@ class Kernel:
         self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._visited = visited_function(spec)
+        # Derived once: a call would spend some 20 us on the one, and more than 100 on the other.
+        self._table = functools.cache(functools.partial(tile_for, spec))
+        self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
         self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
@@ -162,12 +165,12 @@ class Kernel:
         """The schedule and the table's tile for a call. shared: V is the first columns of K. reads: whether a variant's
         descriptors can describe the operands."""
         n_q, n_k, d, d_v = extents
-        table = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
+        table = self.tile or self._table(d, d_v, power(n_q), power(n_k), capability(device))
         split = self._splits(heads * -(-n_q // table.rows), sizes, table, device) > 1
 
         def variant(tile: Tile) -> tuple[Variant, Tile]:
             order = order_of(tile, split, shared, self.packed)
-            if not order.specialized or {"q", "k", "v"} <= boxes(self.spec, d, d_v).keys():
+            if not order.specialized or self._specializes(d, d_v):
                 found = self.variant(d, d_v, device.type == "cpu", split, order)
                 if reads(found):
                     return found, tile
@@ -190,7 +193,7 @@ class Kernel:
         if (other := self._packed(batch, n_q)) is not self:
             return other.choice_of(sizes)
         heads, measured = math.prod(batch), False
-        table = tile = self.tile or tile_for(self.spec, d, d_v, n_q, n_k, capability(device))
+        table = tile = self.tile or self._table(d, d_v, power(n_q), power(n_k), capability(device))
         splits = self._splits(heads * -(-n_q // tile.rows), sizes, tile, device)
         if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
             stage = self._stage(device, heads, (n_q, n_k, d, d_v), sizes, False, lambda _: True, lambda *_: None)

@@ -28,8 +28,8 @@ SCHEDULE = ("rotated", "described", "persistent", "specialized")
 class Tile:
     """rows: query rows of a program. keys: keys of a tile. warps: warps of a program. stages: tiles in flight.
 
-    Of the forward only: rotated, described, persistent, specialized (see `key_loop.Order`). The warps of specialised
-    programs are those of one of three groups: one loads, two multiply.
+    described: tiles are read by tensor descriptors. Of the forward only: rotated, persistent, specialized (see
+    `key_loop.Order`). The warps of specialised programs are those of one of three groups: one loads, two multiply.
     """
 
     rows: int
@@ -91,7 +91,8 @@ def reads_tiles(*programs: Expr) -> bool:
 
 
 def tile_for(spec: AttentionSpec, d: int, d_v: int, n_q: int, n_k: int, capability: int) -> Tile:
-    """The forward's tile. capability: 10 * major + minor of an NVIDIA device, or INTERPRETER, or AMD."""
+    """The forward's tile: the same for all n_q, and n_k, up to the same power of two. capability: 10 * major + minor of
+    an NVIDIA device, or INTERPRETER, or AMD."""
     if capability == INTERPRETER:
         return Tile(rows=min(32, max(16, power(n_q))), keys=16, warps=4, stages=1)
     width, matrices = max(panelled(d), panelled(d_v)), reads_tiles(spec.score, spec.weight)

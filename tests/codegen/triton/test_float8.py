@@ -148,11 +148,13 @@ def test_decoding_on_hopper() -> None:
 
 @pytest.mark.parametrize(
     ("target", "format_"),
-    [("sm_90", FORMATS[0]), *(pytest.param(t, f, marks=LONG) for t in ("sm_80", "sm_100", "gfx942") for f in FORMATS)],
+    [
+        ("sm_90", FORMATS[0]),
+        pytest.param("sm_80", FORMATS[1], marks=LONG),  # which has no conversion from e4m3fn
+        *(pytest.param(t, f, marks=LONG) for t in ("sm_100", "gfx942") for f in FORMATS),
+    ],
 )
 def test_forward(target: str, format_: torch.dtype) -> None:
-    if (target, format_) == ("sm_80", FORMATS[0]):
-        pytest.skip("there is no such conversion")
     (fact,) = facts_of(stored(case("causal", "bfloat16", 64).spec, format_), target)
     assert fact.fits and not (fact.warnings or fact.lost) and any(fact.matrix.values()), fact
     assert target != "sm_90" or not fact.spills, fact
