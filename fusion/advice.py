@@ -45,6 +45,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
      "Subtract the maximum without detaching it; softmax's gradient does not depend on it."),
     (r"attention over .* tensors|values of dtype|operand .* has dtype|the output has dtype|.*; kernels take",
      "Convert to float32, bfloat16 or float16 before the attention."),
+    (r"two products to which something is added", "Add after one of the products: torch.bmm, then `+`."),
     (r"two different elements of one product", "Compute the product once per element that enters the score."),
     (r"a size (that|written)|the size|a result whose strides",
      "Compile with dynamic=False, or mark the dimension static (torch._dynamo.mark_static)."),

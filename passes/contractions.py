@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,7 @@ def strip_scale(node: Node) -> tuple[Node, float]:
         plain = isinstance(tensor, Node) and nodes.is_tensor(tensor) and isinstance(factor, (int, float))
         if not plain or node.meta.get("stop_gradient") or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
             break
-        if packet(node) is aten.div and factor == 0:
+        if not 0 < abs(factor) < math.inf:
             break
         scale = scale * factor if packet(node) is aten.mul else scale / factor
         node = tensor

@@ -47,13 +47,22 @@ _MAX_HEAVY = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A "dot" leaf: sum over c < extent of query[.., i, c] * key[.., j, c]; `node[index]` holds it in the graph."""
+    """A "dot" leaf: scale * (sum over c < extent of query[.., i, c] * key[.., j, c]).
+
+    node, index: the operation that makes it, and the element of its result.
+    query, key: its operands, without the scales that were passed over on the way to them.
+    extent: how many terms the sum has.
+    scale: of the sum; free of i and j.
+    held: whether `node[index]` is the leaf's value, so that it can be loaded.
+    """
 
     node: Node
     index: Index
     query: Access
     key: Access
     extent: Expr
+    scale: Expr
+    held: bool
 
 
 class PullBack:
@@ -253,12 +262,22 @@ class PullBack:
         if {query.dtype, key.dtype} != {nodes.dtype(here)}:
             return None
         nodes.specialize(nodes.value(parts.left).shape[_position(parts.left_index, C)])
-        product = Product(node=here, index=index, query=query, key=key, extent=parts.extent)
+        scale, added = apply("fmul", query_scale, key_scale), False
+        if packet(here) is aten.baddbmm:
+            args = arguments(here)
+            scale, added = apply("fmul", scale, const(float(args["alpha"]))), args["beta"] != 0
+        result = self.product(
+            Product(
+                node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, held=not added
+            )
+        )  # fmt: skip
+        return self._with_added(here, index, result) if added else result
+
+    def product(self, product: Product) -> Expr:
+        """The leaf of a product."""
         if product not in self.products:
             self.products.append(product)
-        result = node("dot", (), Kind.FLOAT, self.products.index(product))
-        result = apply("fmul", result, apply("fmul", query_scale, key_scale))
-        return self._baddbmm(here, index, result) if packet(here) is aten.baddbmm else result
+        return node("dot", (), Kind.FLOAT, self.products.index(product))
 
     def _query_and_key(self, parts: Factors) -> tuple[tuple[Access, Expr], tuple[Access, Expr]] | None:
         """The factor that depends on the row, then that which depends on the key; None if they mix."""
@@ -275,14 +294,11 @@ class PullBack:
         """Whether an operand depends on its row; a dimension of size 1 may have lost its coordinate."""
         return any(str(atom.attr) in coordinates(e) for e in index) or self.bounds[atom] is integers.integer(1)
 
-    def _baddbmm(self, here: Node, index: Index, result: Expr) -> Expr:
+    def _with_added(self, here: Node, index: Index, product: Expr) -> Expr:
+        """What baddbmm adds to its product."""
         args = arguments(here)
-        if args["alpha"] != 1:
-            result = apply("fmul", result, const(float(args["alpha"])))
-        if args["beta"] == 0:
-            return result
         added = self.argument(args["self"], index, shape(here))
-        call = pointwise.Call(args=(result, added), kwargs={"alpha": args["beta"]}, dtype=nodes.dtype(here))
+        call = pointwise.Call(args=(product, added), kwargs={"alpha": args["beta"]}, dtype=nodes.dtype(here))
         combined = pointwise.build(aten.add, call)
         assert combined is not None
         return combined

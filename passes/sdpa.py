@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import C, E, Expr, I, J, Kind, const, node
+from fusion.ir.expr import C, E, Expr, I, J, Kind, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.passes import nodes, pointwise
@@ -47,10 +47,10 @@ def pull_back_sdpa(
     (q, q_scale), (k, k_scale) = access(query, I, C, d), access(key, J, C, d)
     trained = bool(anchor.meta.get("requires_grad"))
     v = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
-    pullback.products.append(Product(node=anchor, index=index, query=q, key=k, extent=d))
-    score = node("dot", (), Kind.FLOAT, 0)
     scale = apply("fmul", apply("fmul", q_scale, k_scale), const(_scale(args["scale"], d)))
-    score = apply("fmul", score, scale)
+    score = pullback.product(
+        Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False)
+    )  # fmt: skip
     if args["is_causal"]:
         score = where(apply("ile", J, I), score, const(-math.inf))
     if args["attn_mask"] is not None:

@@ -116,15 +116,17 @@ def _extent(site: Site, name: str) -> Expr:
 def _main_product(score: Expr, products: list[Product]) -> int:
     """The product that becomes the score; others in the same program are read from their tensors.
 
-    The one with the widest reduction is taken: the most expensive to materialise.
+    One that no tensor holds must be it. Else the one with the widest reduction is taken: the most expensive to
+    materialise.
     """
     numbers = sorted({int(part.attr) for part in walk(score) if part.op == "dot"})  # type: ignore[arg-type]
 
-    def width(number: int) -> int:
+    def rank(number: int) -> tuple[bool, int, int]:
         extent = products[number].extent
-        return int(extent.attr) if extent.is_const else 0  # type: ignore[arg-type]
+        width = int(extent.attr) if extent.is_const else 0  # type: ignore[arg-type]
+        return not products[number].held, width, -number
 
-    return max(numbers, key=lambda number: (width(number), -number))
+    return max(numbers, key=rank)
 
 
 def _with_scaled_values(attention: Attention, trained: bool) -> Core:
@@ -158,9 +160,11 @@ class _Resolver:
         if part.op == "dot":
             product = self.products[int(part.attr)]  # type: ignore[arg-type]
             if product == self.main:
-                return SCORE
+                return apply("fmul", SCORE, self(product.scale))
             if product.node is self.main.node:
                 raise Unsupported("two different elements of one product enter the same score")
+            if not product.held:
+                raise Unsupported("two products to which something is added by the same operation (baddbmm)")
             return load(self._number(product.node), product.index, Kind.FLOAT)
         if part.op == "load":
             index = tuple(self(arg) for arg in part.args)
