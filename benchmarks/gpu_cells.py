@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusion
-from fusion.plan import plan
+from fusion.planning.plan import plan
 from gpu_device import Device
 from rows import GPU_ROWS, Problem, Row, flex_call, sdpa_call
 

@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusion import runtime
 from fusion.codegen import triton
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.launch import Kernel
 from fusion.errors import UnknownMachineError
 from fusion.machine import Machine, machine
+from fusion.runtime import executor as runtime
 
 SLEEP = 1_500_000  # cycles, about a millisecond: the device waits so long while the host queues what is timed
 FLUSH = 256 << 20  # bytes, several times a second-level cache

@@ -4,7 +4,7 @@ tiles.
 For every shape a grid of tiles is compiled and timed, all tiles of a shape in turns within one process. Printed: the
 raw points, the rank correlation (Spearman) of prediction and measurement within each shape and over all points, and
 how far the tile that the kernel chooses by the model is from the best measured one. `--fit` prints the constants
-(`fusion.cost.cpu.COSTS`) that suit the points best: non-negative least squares on relative errors.
+(`fusion.planning.cpu.COSTS`) that suit the points best: non-negative least squares on relative errors.
 
     python benchmarks/model_fit.py --dtype float32 --seconds 50 --output fit.json
 """
@@ -32,13 +32,13 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import register_tile, tilings_for
 from fusion.codegen.mlir.target import Target, target_of
 from fusion.codegen.mlir.tile import Tiling
-from fusion.cost.cpu import Costs, cpu_counts
-from fusion.cost.from_spec import problem_of, tile_times
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import add
 from fusion.ir.ops import apply, where
 from fusion.machine import Machine, with_cores
+from fusion.planning.cpu import Costs, cpu_counts
+from fusion.planning.from_spec import problem_of, tile_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ def exported_program() -> None:
         print(f"ExportedProgram   length {length}: difference {difference(fused.module()(x), program.module()(x))}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "block.pt2"
-        torch.export.save(fused, path)  # whoever loads it imports fusion.op first, which defines the operator
+        torch.export.save(fused, path)  # whoever loads it imports fusion.runtime.op first, which defines the operator
         loaded = torch.export.load(path)
         size = path.stat().st_size / 1e3
     x = torch.randn(2, 50, 64)

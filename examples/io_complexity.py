@@ -22,13 +22,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from fusion.cost import bounds
-from fusion.cost.memory import TwoLevelMemory
-from fusion.cost.optimum import snapped_tile
-from fusion.cost.programs import run
-from fusion.cost.strassen import product_io, strassen
 from fusion.machine import Machine
-from fusion.plan import Problem, plan
+from fusion.planning import bounds
+from fusion.planning.optimum import snapped_tile
+from fusion.planning.plan import Problem, plan
+from fusion.planning.simulate.memory import TwoLevelMemory
+from fusion.planning.simulate.schedules import run
+from fusion.planning.simulate.strassen import product_io, strassen
 
 N, D = 256, 16
 RNG = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def strassen_product() -> list[tuple[int, int, float]]:
 
 def draw(large: list, small: list, fast: list, directory: Path) -> Path:
     """One plot of all three."""
-    from fusion.cost.plots import COLOURS, figure, mark_crossing
+    from fusion.planning.plots import COLOURS, figure, mark_crossing
 
     canvas, axes = figure(8.5, 5.2)
 

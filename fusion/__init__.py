@@ -10,23 +10,25 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "collect_reports": "fusion.report",
-    "compare": "fusion.comparing",
-    "explain": "fusion.explaining",
-    "export_mlir": "fusion.exporting",
+    "collect_reports": "fusion.report.report",
+    "compare": "fusion.api.compare",
+    "explain": "fusion.api.explain",
+    "export_mlir": "fusion.api.export",
     "FusionError": "fusion.errors",
     "Machine": "fusion.machine",
     "last_certificates": "fusion.approximate.certificates",
     "machine": "fusion.machine",
     "Options": "fusion.options",
-    "plan": "fusion.plan",
-    "Report": "fusion.report",
-    "rewrite": "fusion.rewriting",
+    "plan": "fusion.planning.plan",
+    "Problem": "fusion.planning.problem",
+    "Report": "fusion.report.report",
+    "rewrite": "fusion.api.rewrite",
 }
 __all__ = [
     "FusionError",
     "Machine",
     "Options",
+    "Problem",
     "Report",
     "collect_reports",
     "compare",

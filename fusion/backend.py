@@ -13,11 +13,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fusion import logs, op, runtime  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion import logs
 from fusion.approximate import certificates, dispatch
 from fusion.approximate.dispatch import Request
-from fusion.cost.tile_map import map_pays
-from fusion.dump import Dump
 from fusion.errors import BlockMaskError, StrictError
 from fusion.ir import AttentionSpec
 from fusion.options import Options
@@ -26,8 +24,12 @@ from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
-from fusion.plan import plan
-from fusion.report import NO_ATTENTION, Planned, Report, SiteReport, publish
+from fusion.planning.plan import plan
+from fusion.planning.tile_map_cost import map_pays
+from fusion.report.dump import Dump
+from fusion.report.report import NO_ATTENTION, Planned, Report, SiteReport, publish
+from fusion.runtime import executor as runtime
+from fusion.runtime import op  # noqa: F401  (registers torch.ops.fusion.attention)
 
 log = logging.getLogger(__name__)
 logs.configure()
@@ -44,7 +46,7 @@ def fusion(
     chosen = Options.parse(options, mode)
     fused, report = fuse(module, example_inputs, chosen)
     publish(report)
-    from fusion.inner import compile_rest
+    from fusion.inner_compiler import compile_rest
 
     compiled = compile_rest(fused, example_inputs, chosen, mode)
     return compiled if chosen.approximate is None or not report.fused else _starting_anew(compiled)
@@ -77,7 +79,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
     if not may_hold_attention(module):
         return module, Report(notes=[NO_ATTENTION])
     if "torch.distributed.tensor" in sys.modules:
-        from fusion import dtensor  # noqa: F401  (registers what the ops do with DTensors)
+        from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)
     started = time.perf_counter()
     dump = Dump()
     try:

@@ -1,7 +1,8 @@
 """DTensors in a graph: their conversions stay whole, and the analysis sees the tensors that they are parts of.
 
 A DTensor behaves as the global tensor, whatever its placements, and `fusion::attention` has a rule for it
-(`fusion.dtensor`). So the analysis needs no notion of placements: shapes and indices are those of the global tensors.
+(`fusion.runtime.dtensor`). So the analysis needs no notion of placements: shapes and indices are those of the global
+tensors.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ def _map_tiles(
                 with graph.inserting_before(root):
                     sizes = [symbols.value(extent) for extent in found.sizes]
                     made = graph.call_function(
-                        torch.ops.fusion.tile_map.default, (list(found.operands), sizes, found.spec.to_json())
+                        torch.ops.fusion.tile_map.default,
+                        (list(found.operands), sizes, found.spec.to_json()),
                     )
                 _copy_provenance(root, made)
                 held = [nodes.value(s) if isinstance(s, Node) else s for s in sizes]

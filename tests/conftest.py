@@ -31,7 +31,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 
 WITHOUT_TORCH_MLIR = (
     "codegen/triton/",
-    "fusion/cost/",
+    "fusion/planning/",
     "fusion/ir/test_derivative.py",
     "fusion/ir/test_integers.py",
     "fusion/test_machine.py",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion
-from fusion import exporting
+from fusion.api import export as exporting
 from fusion.codegen import mlir, triton
 from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.export import attention_module
@@ -21,8 +21,6 @@ from fusion.codegen.mlir.target import target_of
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import offline
 from fusion.codegen.triton import source as triton_source
-from fusion.cost.optimum import optimum
-from fusion.cost.problem import Problem
 from fusion.errors import (
     KernelTextError,
     MlirExportError,
@@ -35,6 +33,8 @@ from fusion.ir import AttentionSpec
 from fusion.ir.expr import const
 from fusion.ir.ops import apply
 from fusion.machine import Machine
+from fusion.planning.optimum import optimum
+from fusion.planning.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -37,7 +37,7 @@ __all__ = [
 
 def compile(spec: AttentionSpec, machine: Machine | None = None, times: TileTimes | None = None) -> Kernel:
     """The kernel of a spec. One kernel per spec and machine is made in a process. times: the cost model that chooses
-    tiles (`fusion.cost.from_spec.tile_times`); without it there is one tile for all lengths.
+    tiles (`fusion.planning.from_spec.tile_times`); without it there is one tile for all lengths.
 
     Raises KernelCompilationError (a defect here), or ValueError where `supports` has a reason.
     """

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, replace
 
 from fusion.approximate.polynomials import Polynomial, feature_count, least_row_error, minimax
-from fusion.cost.problem import Problem
 from fusion.machine import Machine
+from fusion.planning.problem import Problem
 
 FEATURE_MACS, FEATURE_CYCLES = 280.0, 0.36
 PRODUCTS = {1: 1, 2: 3}
@@ -44,7 +44,7 @@ CAUSAL_CHUNK = 1024
 
 def exact_seconds(machine: Machine, problem: Problem) -> float:
     """Of our exact kernel, as the planner predicts it."""
-    from fusion.plan import plan
+    from fusion.planning.plan import plan
 
     return plan(problem, machine, "block_sparse" if problem.masked else "flash").time
 
@@ -200,7 +200,7 @@ def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
     """The least power of two N = N_q = N_k from which the polynomial schedule moves fewer elements than `flash`, each
     at its best tile, by more than the log-sum-exp that only `flash` writes; 0 where there is none up to 2**26."""
     from fusion.errors import NoFittingTileError
-    from fusion.plan import plan
+    from fusion.planning.plan import plan
 
     for power in range(4, 27):
         here = replace(problem, n_q=2**power, n_k=2**power)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fusion.approximate import certificates
 from fusion.approximate.eligible import Plain, plain
-from fusion.cost.problem import Problem
 from fusion.errors import UnknownMachineError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
+from fusion.planning.problem import Problem
 
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 TRAINING = "gradients are asked for, and are those of exact attention"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.reference.forward import Execution
-from fusion.cost.problem import Problem
 from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size, walk
 from fusion.ir.spec import AttentionSpec, Operand, Output
+from fusion.planning.problem import Problem
 
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 HEADS = "approximate_heads"

@@ -22,9 +22,9 @@ from fusion.approximate.figures import Figures, Look
 from fusion.approximate.heads import KEPT, ExactHeads, Executor, Extents, Gatherer, Heads, ieee_products, problem_of
 from fusion.approximate.polynomials import feature_count
 from fusion.codegen.reference import polynomial as reference
-from fusion.cost.problem import Problem
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
+from fusion.planning.problem import Problem
 
 METHOD = "polynomial"
 SAMPLED, OPTIMISM = (64, 128), 0.85
@@ -293,7 +293,7 @@ class PolynomialAttention:
 
     def _block(self, extents: Extents, choice: Choice) -> int:
         """Features of a block, by the cost model."""
-        from fusion.plan import plan
+        from fusion.planning.plan import plan
 
         key = (*extents, choice.features)
         if (found := self._blocks.get(key)) is None:

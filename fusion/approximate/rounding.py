@@ -41,7 +41,7 @@ class TwoPlanes:
         from fusion.codegen.mlir.launch import Kernel
         from fusion.codegen.mlir.strategy import tilings_for
         from fusion.codegen.mlir.target import target_of
-        from fusion.cost.from_spec import tile_times
+        from fusion.planning.from_spec import tile_times
 
         self.scale = scale
         self.specs = spec, one_by_one

@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    from fusion.comparing import compare
-    from fusion.report_json import comparison_to_dict
+    from fusion.api.compare import compare
+    from fusion.report.json import comparison_to_dict
 
     results = {}
     for name, function, args, kwargs in _problems(arguments):

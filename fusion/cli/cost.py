@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     if arguments.symbolic:
         return _symbolic(arguments)
-    from fusion.plan import Problem
+    from fusion.planning.plan import Problem
 
     problem = Problem(
         n_q=arguments.N,
@@ -106,7 +106,7 @@ def _approximation(arguments: argparse.Namespace, problem: Any, target: Machine)
 
 
 def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
-    from fusion.plan import compare, plan
+    from fusion.planning.plan import compare, plan
 
     crossing = "" if arguments.bound is None else _approximation(arguments, problem, target)
     options = {"direction": _direction(arguments), "features": arguments.features}
@@ -140,7 +140,7 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
 
 
 def _row(item: Any, chosen: Any, problem: Any, target: Machine) -> tuple[str, ...]:
-    from fusion.plan import bytes_text, tile_text
+    from fusion.planning.plan import bytes_text, tile_text
 
     mark = "*" if item.schedule == chosen.schedule else ""
     if item.reason:
@@ -174,10 +174,10 @@ def _as_json(problem: Any, target: Machine, chosen: Any, weighed: tuple[Any, ...
 
 
 def _symbolic(arguments: argparse.Namespace) -> int:
-    from fusion.cost.bounds import BOUNDS
-    from fusion.cost.optimum import optimum
-    from fusion.cost.schedules import schedule, schedules
     from fusion.errors import UnknownScheduleError
+    from fusion.planning.bounds import BOUNDS
+    from fusion.planning.optimum import optimum
+    from fusion.planning.schedules import schedule, schedules
 
     chosen = [item for item in schedules().values() if item.direction == _direction(arguments)]
     for item in [schedule(arguments.schedule)] if arguments.schedule else chosen:
@@ -204,7 +204,7 @@ def _symbolic(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace, problem: Any) -> int:
-    from fusion.cost.plots import plot_sweep, sweep
+    from fusion.planning.plots import plot_sweep, sweep
 
     path = plot_sweep(sweep(problem, direction=_direction(arguments)), arguments.output or "io-against-M.png")
     print(f"wrote {path}")

@@ -158,7 +158,7 @@ def _smoke(device: str, about: str) -> Finding:
     """One small attention through the backend, against float64."""
     name = "target cpu" if device == "cpu" else "target gpu"
     from fusion.cli.bench import causal
-    from fusion.report import collect_reports
+    from fusion.report.report import collect_reports
 
     q, k, v = (torch.randn(1, 2, 67, 32, device=device) for _ in range(3))
     torch._dynamo.reset()

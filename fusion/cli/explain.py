@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     import torch
 
-    from fusion.explaining import explain
-    from fusion.report_json import to_dict
+    from fusion.api.explain import explain
+    from fusion.report.json import to_dict
 
     found = target.load(arguments)
     with torch.no_grad():

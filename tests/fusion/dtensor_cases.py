@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion
 from fusion.backend import fuse
 from fusion.options import Options
-from fusion.report import publish
+from fusion.report.report import publish
 
 PROCESSES = 2
 B, H, N, M, D = 2, 4, 48, 40, 16

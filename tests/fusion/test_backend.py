@@ -7,10 +7,10 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusion
-from fusion import runtime
 from fusion.errors import OptionError
 from fusion.options import Options
 from fusion.passes import find
+from fusion.runtime import executor as runtime
 
 
 def attend(q, k, v):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.comparing import peak_memory
+from fusion.api.compare import peak_memory
 from fusion.errors import ComparisonError
 
 
@@ -65,7 +65,7 @@ def test_a_competitor_that_fails_is_named(monkeypatch):
         raise ValueError("no compiler")
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
-    monkeypatch.setattr("fusion.inner.compile_rest", lambda module, *rest: module.forward)
+    monkeypatch.setattr("fusion.inner_compiler.compile_rest", lambda module, *rest: module.forward)
     found = fusion.compare(attend, *inputs(), seconds=0.01)
     assert "no compiler" in found["inductor"].failure and found["fusion"].seconds > 0
     assert "failed" in str(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import fusion
-from fusion.dump import to_python
+from fusion.report.dump import to_python
 
 
 class Model(torch.nn.Module):
@@ -73,7 +73,7 @@ def test_sizes_that_vary_are_filled_in(tmp_path: Path, monkeypatch):
 
 def test_tensors_of_the_graph_lie_next_to_it(tmp_path: Path):
     traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(3, 2)))
-    from fusion.dump import _attributes
+    from fusion.report.dump import _attributes
 
     held = _attributes(traced)
     torch.save(held, tmp_path / "w.pt")

@@ -62,7 +62,7 @@ def test_detected_cpu():
 
 
 def test_detection_without_an_operating_system_that_helps(monkeypatch):
-    import fusion._cpu as cpu
+    import fusion.machine.cpu as cpu
 
     monkeypatch.setattr(cpu, "_linux_caches", dict)
     monkeypatch.setattr(cpu, "_linux_cpu", lambda: ("unknown", set(), 0.0))
@@ -73,7 +73,7 @@ def test_detection_without_an_operating_system_that_helps(monkeypatch):
 
 
 def test_detection_on_a_mac(monkeypatch):
-    import fusion._cpu as cpu
+    import fusion.machine.cpu as cpu
 
     text = (
         "machdep.cpu.brand_string: Apple M2\nhw.perflevel0.l1dcachesize: 131072\nhw.perflevel0.l2cachesize: 16777216\n"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import fusion.plan as planner
-from fusion.cost.from_spec import problem_of
+import fusion.planning.plan as planner
 from fusion.errors import FusionError, NoFittingTileError, ProblemError, UnknownMachineError, UnknownScheduleError
 from fusion.machine import Machine
-from fusion.plan import Problem, compare, plan
+from fusion.planning.from_spec import problem_of
+from fusion.planning.plan import Problem, compare, plan
 from tests.codegen.mlir.cases import case
 from tests.float8 import stored as float8
 
@@ -168,7 +168,7 @@ def test_importing_the_planner_is_light():
     code = (
         "import sys, types; package = types.ModuleType('fusion'); package.__path__ = ['fusion']\n"
         "sys.modules['fusion'] = package\n"  # the package itself may register the backend with torch
-        "import fusion.plan; print([name for name in ('sympy', 'numpy', 'torch') if name in sys.modules])"
+        "import fusion.planning.plan; print([name for name in ('sympy', 'numpy', 'torch') if name in sys.modules])"
     )
     root = Path(planner.__file__).parents[1]
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)

@@ -173,7 +173,7 @@ def test_saved_and_loaded_in_another_process(exported, tmp_path: Path):
     torch.export.save(fusion.rewrite(exported), tmp_path / "model.pt2")
     torch.save((x, exported.module()(x)), tmp_path / "expected.pt")
     script = (
-        "import sys, torch, fusion.op\n"
+        "import sys, torch, fusion.runtime.op\n"
         "program = torch.export.load(sys.argv[1])\n"
         "x, expected = torch.load(sys.argv[2])\n"
         "torch.testing.assert_close(program.module()(x), expected)\n"

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import fusion
-import fusion.op  # registers the ops
-from fusion.cost.tile_map import map_pays
+import fusion.runtime.op  # registers the ops
 from fusion.ir import integers
 from fusion.ir.expr import ZERO, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD, MapSpec
-from fusion.tile_map import Patience, cells, tile_map
+from fusion.planning.tile_map_cost import map_pays
+from fusion.runtime.tile_map_op import Patience, cells, tile_map
 from tests.numerics import assert_as_exact_as_eager
 
 B0 = coord("b0")
@@ -249,15 +249,15 @@ def test_layers_with_the_same_mask_share_a_map():
 
     padding = torch.arange(N)[None] < torch.tensor([[200], [N]])
     calls = graph_calls(model, torch.randn(2, 2, N, 16), padding, padding.flip(0).contiguous())
-    assert calls.count("fusion.tile_map.default") == 2 and calls.count("fusion.attention.default") == 4
+    assert calls.count("fusion.runtime.tile_map_op.default") == 2 and calls.count("fusion.attention.default") == 4
 
 
 def test_small_problems_get_no_map_and_never_means_never():
     function, mask = data()["bool mask"]
     inputs = [*(torch.randn(2, 2, N, 16) for _ in range(3)), mask]
-    assert "fusion.tile_map.default" not in graph_calls(function, *(x[..., :16, :] for x in inputs[:3]),
+    assert "fusion.runtime.tile_map_op.default" not in graph_calls(function, *(x[..., :16, :] for x in inputs[:3]),
                                                         mask[..., :16, :16], tile_maps="auto")  # fmt: skip
-    assert "fusion.tile_map.default" not in graph_calls(function, *inputs, tile_maps="never")
+    assert "fusion.runtime.tile_map_op.default" not in graph_calls(function, *inputs, tile_maps="never")
 
 
 def test_the_cost_model_weighs_the_pass_against_all_that_share_it():

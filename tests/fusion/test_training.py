@@ -9,15 +9,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusion  # noqa: F401  (registers the backend)
-from fusion import (
-    op,  # noqa: F401
-    runtime,
-)
 from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import integer
 from fusion.ir.ops import apply
+from fusion.runtime import executor as runtime
+from fusion.runtime import op  # noqa: F401
 
 
 def scores(q, k):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion  # noqa: F401  (registers the backend)
-from fusion.comparing import peak_memory
+from fusion.api.compare import peak_memory
 
 WIDTH, LENGTHS = 8, (512, 1024, 2048)
 

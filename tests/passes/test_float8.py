@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import fusion
-from fusion import runtime
 from fusion.ir.expr import ONE, coordinates
+from fusion.runtime import executor as runtime
 from tests.float8 import FORMATS
 from tests.numerics import assert_as_exact_as_eager
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.advice import advice
+from fusion.report.advice import advice
 
 ROOT = Path(__file__).resolve().parents[2]
 

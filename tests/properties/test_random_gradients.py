@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion
-from fusion import runtime
+from fusion.runtime import executor as runtime
 from tests.numerics import assert_as_exact_as_eager
 from tests.properties import programs
 

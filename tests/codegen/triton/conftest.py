@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from fusion import runtime
     from fusion.codegen import triton
+    from fusion.runtime import executor as runtime
 
     monkeypatch.setattr(runtime, "unsupported", lambda spec, device: triton.supports(spec))
     monkeypatch.setattr(runtime, "_compile", lambda spec, device: triton.compile(spec))

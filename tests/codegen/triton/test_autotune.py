@@ -18,13 +18,13 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from fusion import runtime
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.tiles import Tile
 from fusion.options import Options
+from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import case
 
 REFUSAL = OutOfResources(300_000, 232_448, "shared memory")
@@ -212,7 +212,7 @@ def test_the_option_and_the_mode() -> None:
 
 @pytest.mark.parametrize("given", [{"options": {"autotune": True}}, {"mode": "max-autotune"}])
 def test_the_op_carries_it(given: dict, monkeypatch) -> None:
-    from fusion import inner
+    from fusion import inner_compiler as inner
 
     graphs = []
     monkeypatch.setattr(inner, "compile_rest", lambda graph, *_: graphs.append(graph) or graph.forward)

@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen.triton.candidates import candidates, fits, needs, shared_memory, smaller
 from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
-from fusion.cost.from_spec import gpu_tile_times
 from fusion.machine import machine
-from fusion.plan import plan
+from fusion.planning.from_spec import gpu_tile_times
+from fusion.planning.plan import plan
 from tests.codegen.mlir.cases import case
 
 

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion import runtime
 from fusion.approximate import certificates
 from fusion.approximate.eligible import plain
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.triton.offline import facts_of_features
 from fusion.codegen.triton.polynomial import FeatureKernels, feature_tile, supports
-from fusion.cost.problem import Problem
 from fusion.machine import machine
+from fusion.planning.problem import Problem
+from fusion.runtime import executor as runtime
 
 COEFFICIENTS = torch.tensor([[1.0, 1.01, 0.52, 0.17, 0.05], [0.99, 1.0, 0.51, 0.16, 0.04]], dtype=torch.float64)
 

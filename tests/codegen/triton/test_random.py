@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need triton")
 
-from fusion import runtime
 from fusion.codegen.triton.source import parse, spread, wrapped
+from fusion.runtime import executor as runtime
 from tests.properties import test_random_gradients as random_gradients
 
 

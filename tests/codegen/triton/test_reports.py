@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion import runtime
 from fusion.codegen.triton import module
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.tiles import Choice, Tile
-from fusion.plan import Problem, plan
-from fusion.report_json import to_dict
+from fusion.planning.plan import Problem, plan
+from fusion.report.json import to_dict
+from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import case
 
 

@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion import runtime
 from fusion.codegen.triton import launch
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.packed_rows import packed as packed_spec
@@ -20,7 +19,8 @@ from fusion.codegen.triton.tiles import Tile
 from fusion.ir import Kind, Normalizer, integers
 from fusion.ir.expr import coord, load
 from fusion.ir.ops import apply
-from fusion.report import SiteReport
+from fusion.report.report import SiteReport
+from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 from tests.codegen.triton.counting import count_products, live_tiles
 from tests.codegen.triton.test_backward_stages import PLACES, understood

@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.tiles import Tile
-from fusion.cost.compiled import counts, phase_counts
-from fusion.cost.problem import Problem
-from fusion.cost.schedules import schedule
-from fusion.cost.tiles import sizes_of
+from fusion.planning.compiled import counts, phase_counts
+from fusion.planning.problem import Problem
+from fusion.planning.schedules import schedule
+from fusion.planning.tiles import sizes_of
 from tests.codegen.mlir.cases import case, draw
 from tests.codegen.triton.counting import count_traffic
 

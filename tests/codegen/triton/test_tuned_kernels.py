@@ -14,13 +14,13 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from fusion import runtime
 from fusion.codegen import reference
 from fusion.codegen.triton.autotune import Tuner, agree
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.tiles import Choice, Tile
 from fusion.codegen.triton.variant import Variant
+from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 
 SHAPE = {"B": 1, "H": 1, "Nq": 20, "Nk": 20}

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusion
-from fusion import runtime
 from fusion.approximate import dispatch
 from fusion.approximate.blocks import Summaries
 from fusion.approximate.eligible import plain
@@ -18,6 +17,7 @@ from fusion.approximate.sparse import SparseAttention
 from fusion.codegen import mlir
 from fusion.codegen.mlir import polynomial as kernels
 from fusion.machine import machine
+from fusion.runtime import executor as runtime
 
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Of kernel and output beside the certified error, relative to the largest value."""

@@ -144,13 +144,13 @@ def test_bench_of_a_model(capsys, model):
 
 
 def test_bench_says_no_when_fusion_is_wrong(capsys, monkeypatch):
-    from fusion.comparing import Comparison, Measured
+    from fusion.api.compare import Comparison, Measured
 
     def wrong(function, *args, **kwargs):
         entries = [Measured(name=n, seconds=1.0, error=1.0, allowed=0.5) for n in ("eager", "inductor", "fusion")]
         return Comparison(entries=tuple(entries), turns=3, threads=1, device="cpu")
 
-    monkeypatch.setattr("fusion.comparing.compare", wrong)
+    monkeypatch.setattr("fusion.api.compare.compare", wrong)
     assert run(capsys, "bench", "--variant", "full", "--N", "8")[0] == 1
 
 
@@ -175,7 +175,7 @@ def test_doctor(capsys, quick_doctor):
 
 
 def test_doctor_says_what_to_install(capsys, quick_doctor, monkeypatch):
-    from fusion import runtime
+    from fusion.runtime import executor as runtime
 
     monkeypatch.setattr(runtime, "_executors", {})
     reason = "torch-mlir cannot be imported (No module named 'torch_mlir'); install torch-mlir to have CPU kernels"
@@ -187,8 +187,8 @@ def test_doctor_says_what_to_install(capsys, quick_doctor, monkeypatch):
 
 
 def test_doctor_finds_a_wrong_kernel(capsys, quick_doctor, monkeypatch):
-    monkeypatch.setattr("fusion.runtime.reference.run", lambda spec, operands, sizes: operands[0] * 0)
-    from fusion import runtime
+    monkeypatch.setattr("fusion.runtime.executor.reference.run", lambda spec, operands, sizes: operands[0] * 0)
+    from fusion.runtime import executor as runtime
 
     monkeypatch.setattr(runtime.Guarded, "__call__", lambda self, operands, sizes: operands[0] * 0)
     code, out, _ = run(capsys, "doctor")

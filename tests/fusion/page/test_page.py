@@ -10,9 +10,9 @@ from transformers import GPT2Config, GPT2Model
 
 import fusion
 from fusion.ir import AttentionSpec
-from fusion.page import mask_map, to_html
-from fusion.page.highlight import highlight, mlir, python
-from fusion.page.maths import spec_to_mathml
+from fusion.report.page import mask_map, to_html
+from fusion.report.page.highlight import highlight, mlir, python
+from fusion.report.page.maths import spec_to_mathml
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "rect", "path"}
 
@@ -134,7 +134,7 @@ def test_twelve_layers_share_a_kernel_and_stay_small(tmp_path: Path):
 
 
 def test_kernels_beyond_the_budget_are_cut_and_say_so(report, monkeypatch):
-    monkeypatch.setattr("fusion.page.page.KERNEL_BYTES", 1000)
+    monkeypatch.setattr("fusion.report.page.page.KERNEL_BYTES", 1000)
     words = Checker(to_html(report)).words
     assert "report.sites[0].sources[0] has all" in words
 

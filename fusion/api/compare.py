@@ -1,0 +1,255 @@
+"""`report.compare(*inputs)`: the model as eager, Inductor and fusion run it, side by side in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fusion.errors import ComparisonError
+from fusion.planning.plan import bytes_text, seconds_text
+
+COMPETITORS = ("eager", "inductor", "fusion")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One way to run the model. seconds: median of a call; first: of the first call, with compilation. peak: bytes
+    allocated at most during a call, beyond what is held before it. error: largest absolute difference from float64, and
+    `allowed`, what the numerics rule grants; None where there is no float64 reference. failure: why it did not run."""
+
+    name: str
+    seconds: float = float("nan")
+    first: float = float("nan")
+    peak: int | None = None
+    error: float | None = None
+    allowed: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Measurements of one call, made in turns in one process. note: what could not be measured, and why."""
+
+    entries: tuple[Measured, ...]
+    turns: int
+    threads: int
+    device: str
+    note: str = ""
+
+    def __getitem__(self, name: str) -> Measured:
+        return next(entry for entry in self.entries if entry.name == name)
+
+    @property
+    def conditions(self) -> str:
+        """Under which the numbers hold."""
+        where = f"{self.device}, {self.threads} threads" if self.device == "cpu" else self.device
+        text = f"Medians of {self.turns} calls each, in turns, in one process; {where}."
+        return f"{text} {self.note}" if self.note else text
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Rows of (name, time, speed-up over eager, peak memory, error, allowed error)."""
+        base = self.entries[0].seconds
+        rows = []
+        for entry in self.entries:
+            if entry.failure:
+                rows.append((entry.name, "failed", "", "", "", entry.failure))
+                continue
+            peak = "" if entry.peak is None else bytes_text(entry.peak)
+            error, allowed = ("" if value is None else f"{value:.2g}" for value in (entry.error, entry.allowed))
+            rows.append((entry.name, seconds_text(entry.seconds), f"{base / entry.seconds:.2f}x", peak, error, allowed))
+        return rows
+
+    def __str__(self) -> str:
+        rows = [("measured", "time", "speed-up", "peak", "error", "allowed"), *self.table()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        return "\n".join([*(line.rstrip() for line in lines), self.conditions])
+
+
+def compare(
+    function: Callable[..., Any], *args: Any, seconds: float = 2.0, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Comparison:
+    """Run `function(*args, **kwargs)` as eager, Inductor and fusion do, without gradients.
+
+    seconds: for which each competitor is timed, at most. options: of the fusion backend.
+
+    Raises ComparisonError where eager itself fails. A competitor that fails is reported as such.
+    """
+    original = original_of(function)
+    runs = {
+        "eager": original,
+        "inductor": torch.compile(original, dynamic=False),
+        "fusion": torch.compile(original, backend="fusion", dynamic=False, options=options or {}),
+    }
+    with torch.no_grad():
+        results, first, failures = _first_calls(runs, args, kwargs)
+        if "eager" in failures:
+            raise ComparisonError(
+                f"compare was asked to run {_name(original)}, which fails in eager mode: {failures['eager']}; give the "
+                "inputs that it takes"
+            )
+        exact, note = _exact(original, args, kwargs)
+        errors = {name: _error(result, exact) for name, result in results.items()}
+        allowed = _allowed(results["eager"], exact, errors["eager"])
+        working = {name: run for name, run in runs.items() if name not in failures}
+        peaks = {name: peak_memory(lambda run=run: run(*args, **kwargs)) for name, run in working.items()}
+        times, turns = _in_turns(
+            {name: (lambda run=run: run(*args, **kwargs)) for name, run in working.items()}, seconds
+        )
+    entries = tuple(
+        Measured(name=name, failure=failures[name])
+        if name in failures
+        else Measured(
+            name=name,
+            seconds=times[name],
+            first=first[name],
+            peak=peaks[name],
+            error=errors[name],
+            allowed=None if name == "eager" else allowed,
+        )
+        for name in COMPETITORS
+    )
+    device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
+    return Comparison(entries=entries, turns=turns, threads=torch.get_num_threads(), device=device, note=note)
+
+
+def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile was given, or the function itself."""
+    return getattr(function, "_torchdynamo_orig_callable", getattr(function, "_orig_mod", function))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _first_calls(runs: dict[str, Callable[..., Any]], args: Any, kwargs: Any):
+    results, first, failures = {}, {}, {}
+    for name, run in runs.items():
+        started = time.perf_counter()
+        try:
+            results[name] = [r.clone() for r in _tensors(run(*args, **kwargs))]
+        except Exception as problem:
+            failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split()[:30])}"
+        first[name] = time.perf_counter() - started
+    return results, first, failures
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The floating-point tensors of a result (a model's output object counts as its tuple)."""
+    result = result.to_tuple() if hasattr(result, "to_tuple") else result
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _exact(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Tensor] | None, str]:
+    """The result in float64, or why there is none."""
+
+    def double(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    try:
+        run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
+        return _tensors(run(*tree_map(double, args), **tree_map(double, kwargs))), ""
+    except Exception as problem:
+        return None, f"There is no float64 reference ({type(problem).__name__}: {str(problem).splitlines()[0]})."
+
+
+def _error(result: Sequence[Tensor], exact: Sequence[Tensor] | None) -> float | None:
+    if exact is None:
+        return None
+    differences = [
+        torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a.double() - b.double()).abs()).max().item()
+        for a, b in zip(result, exact, strict=True)
+        if a.numel()
+    ]
+    return max(differences, default=0.0)
+
+
+def _allowed(eager: Sequence[Tensor], exact: Sequence[Tensor] | None, error: float | None) -> float | None:
+    """2 * (eager's error + eps * max|reference|), the rule that everything here is held to."""
+    if exact is None or error is None:
+        return None
+    eps = max((torch.finfo(t.dtype).eps for t in eager), default=0.0)
+    finite = [t[t.isfinite()].abs() for t in exact]
+    return 2 * (error + eps * max((t.max().item() for t in finite if t.numel()), default=0.0))
+
+
+def peak_memory(call: Callable[[], Any]) -> int | None:
+    """Bytes allocated at most during one call, beyond what is held before it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        if (peak := torch.cuda.max_memory_allocated() - before) > 0:
+            return peak
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        call()
+    held = peak = 0
+    for change in _allocations(profiler):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what torch's profiler writes to the file descriptor of standard error, past Python, off the terminal."""
+    sys.stderr.flush()
+    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nothing)
+
+
+def _allocations(profiler: Any) -> Iterator[int]:
+    """Changes of allocated bytes, in order of time; releases of what was allocated before the call do not count."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        change = max(event.nbytes(), -held)
+        held += change
+        yield change
+
+
+def _in_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, float], int]:
+    """Median seconds of each, called one after the other until every one had `seconds`, at least 3 times."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    until = time.perf_counter() + seconds * len(names)
+    turns = 0
+    while turns < 3 or (time.perf_counter() < until and turns < 1000):
+        for name in names[turns % len(names) :] + names[: turns % len(names)]:
+            times[name].append(_timed(calls[name]))
+        turns += 1
+    return {name: statistics.median(values) for name, values in times.items()}, turns
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    synchronize()
+    started = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - started

@@ -1,0 +1,47 @@
+"""`fusion.explain`: what the backend does with a model, without changing how the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusion.api.compare import original_of
+from fusion.options import Options
+from fusion.report.report import NO_ATTENTION, Report
+
+
+def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """The report of every attention that one call of `function` meets.
+
+    function: a module or function, compiled or not; it is called once with the arguments. Print the report, or look at
+    `report.sites`.
+    """
+    from fusion.backend import fuse
+
+    reports: list[Report] = []
+
+    def backend(module: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        graph, report = fuse(module, example_inputs, Options())
+        reports.append(report)
+        return graph.forward
+
+    original = original_of(function)
+    torch.compile(original, backend=backend)(*args, **kwargs)
+    whole = merge(reports)
+    whole.function = original
+    return whole
+
+
+def merge(reports: list[Report]) -> Report:
+    """One report of several graphs; its graphs are those of the first that holds an attention."""
+    whole = Report(graphs=len(reports))
+    for report in reports:
+        whole.sites += report.sites
+        whole.notes += [note for note in report.notes if note not in whole.notes]
+        if report.sites and whole.graph_before is None:
+            whole.graph_before, whole.graph_after = report.graph_before, report.graph_after
+    if whole.sites:
+        whole.notes = [note for note in whole.notes if note != NO_ATTENTION]
+    return whole

@@ -1,0 +1,225 @@
+"""`fusion.rewrite`: the rewrite as a plain pass, for graphs that something else runs, exports or stores."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.fx.traceback
+from torch._dynamo.utils import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_leaves
+
+from fusion.errors import RewriteError
+from fusion.options import Options
+from fusion.report.report import publish
+
+Program = TypeVar("Program", GraphModule, ExportedProgram)
+
+
+def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = None) -> Program:
+    """The same program with its attentions as calls of `fusion::attention`; the argument is not changed.
+
+    program: a `torch.fx.GraphModule`, with example inputs, or a `torch.export.ExportedProgram`, which has its own.
+    options: of the backend; "inner" has no meaning here.
+
+    A GraphModule is rewritten for the shapes and dtypes of the inputs, and checks them when it runs; its parameters and
+    buffers keep their names. An ExportedProgram keeps its dynamic shapes, signature and state. Where nothing is fused,
+    the program itself is returned. `fusion.collect_reports()` gets the report.
+
+    Raises RewriteError for anything else, and OptionError.
+    """
+    chosen = Options.parse(options)
+    if isinstance(program, ExportedProgram):
+        return _rewrite_exported(program, chosen)
+    if isinstance(program, GraphModule):
+        return _rewrite_module(program, inputs, chosen)
+    raise RewriteError(
+        f"rewrite was given a {type(program).__name__}; give a torch.fx.GraphModule or a torch.export.ExportedProgram, "
+        'or use torch.compile(model, backend="fusion") for a model'
+    )
+
+
+# --- GraphModules -----------------------------------------------------------------------------------------------
+
+
+def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Options) -> GraphModule:
+    from fusion.backend import fuse
+
+    if type(module.graph._codegen) is not torch.fx.graph.CodeGen:
+        raise RewriteError(
+            "rewrite was given the module of an exported program, whose inputs are packed; give the ExportedProgram"
+        )
+    origins = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if len(inputs) != len(origins):
+        names = ", ".join(node.name for node in origins) or "none"
+        raise RewriteError(
+            f"rewrite was given {len(inputs)} example inputs for a graph that takes {len(origins)} ({names}); "
+            "give one each"
+        )
+    state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    given = [*state.values(), *inputs]
+    fused, report = fuse(_lifted(module, list(state), given), given, options)
+    publish(report)
+    if not report.fused:
+        return module
+    placeholders = [node for node in fused.graph.nodes if node.op == "placeholder"]
+    _lower_state(module, fused, list(state), placeholders)
+    _restore_placeholders(origins, fused, placeholders[len(state) :], inputs)
+    fused.graph.lint()
+    fused.recompile()
+    fused.train(module.training)
+    return fused
+
+
+def _lifted(module: GraphModule, names: list[str], given: list[Any]) -> GraphModule:
+    """The same computation with parameters and buffers as its first arguments: the analysis must not take the values
+    that they have today for constants."""
+
+    def run(*flat: Any) -> Any:
+        state = dict(zip(names, flat, strict=False))
+        with _reparametrize_module(module, state), torch.fx.traceback.preserve_node_meta():
+            return torch.fx.Interpreter(module).run(*flat[len(names) :])
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in given]
+    lifted = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    for node, fake in zip((n for n in lifted.graph.nodes if n.op == "placeholder"), fakes, strict=True):
+        node.meta["val"] = fake
+    return lifted
+
+
+def _lower_state(origin: GraphModule, fused: GraphModule, names: list[str], placeholders: list[Node]) -> None:
+    """Parameters and buffers as attributes again, under the names that they had and those only."""
+    kept = dict(origin.state_dict(keep_vars=True))
+    first = next(node for node in fused.graph.nodes if node.op != "placeholder")
+    for name, node in zip(names, placeholders, strict=False):
+        held = origin.get_parameter(name) if name in dict(origin.named_parameters(remove_duplicate=False)) else None
+        owner, last = _owner(fused, name)
+        if held is not None:
+            owner.register_parameter(last, held)
+        else:
+            owner.register_buffer(last, origin.get_buffer(name), persistent=name in kept)
+        if node.users:
+            with fused.graph.inserting_before(first):
+                read = fused.graph.get_attr(name)
+            read.meta = dict(node.meta)
+            node.replace_all_uses_with(read)
+        fused.graph.erase_node(node)
+
+
+def _owner(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The submodule that holds `name`, made where it is missing, and the last part of the name."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(module, part):
+            module.add_module(part, torch.nn.Module())
+        module = getattr(module, part)
+    return module, last
+
+
+def _restore_placeholders(origins: list[Node], fused: GraphModule, nodes: list[Node], inputs: tuple[Any, ...]) -> None:
+    """Arguments by their old names, each with a check that it is what the graph was rewritten for."""
+    first = next(node for node in fused.graph.nodes if node.op != "placeholder")
+    with fused.graph.inserting_before(first):
+        for origin, node, given in zip(origins, nodes, inputs, strict=True):
+            node.target, node.args = origin.target, origin.args
+            node._rename(origin.name)
+            what = (list(given.shape), given.dtype) if isinstance(given, torch.Tensor) else (given, None)
+            fused.graph.call_function(require, (node, origin.name, *what))
+
+
+def require(value: Any, name: str, expected: Any, dtype: torch.dtype | None) -> None:
+    """Raise RewriteError unless a value is what its graph was rewritten for: (shape, dtype) of a tensor, or a value."""
+    if dtype is None:
+        if not isinstance(value, torch.Tensor) and value == expected:
+            return
+        found, wanted = repr(value), repr(expected)
+    else:
+        if isinstance(value, torch.Tensor) and list(value.shape) == list(expected) and value.dtype is dtype:
+            return
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else None
+        found = repr(value) if shape is None else f"{value.dtype} of shape {shape}"
+        wanted = f"{dtype} of shape {list(expected)}"
+    raise RewriteError(f"this graph was rewritten for {name} = {wanted} and got {found}; rewrite it again for that")
+
+
+torch.fx.node.has_side_effect(require)
+
+
+# --- exported programs ------------------------------------------------------------------------------------------
+
+
+def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedProgram:
+    from fusion.backend import fuse
+
+    module = program.graph_module
+    origins = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta.get("val") for node in origins]
+    guards = _guards(inputs)
+    fused, report = fuse(module, inputs, options)
+    if report.fused and _guards(inputs) != guards:
+        report.notes.append(
+            "left as it was: fusing would fix a size that the program leaves open; export it with that dimension static"
+        )
+        report.sites = []
+    publish(report)
+    if not report.fused:
+        return program
+    for origin, node in zip(origins, (n for n in fused.graph.nodes if n.op == "placeholder"), strict=True):
+        node.target = origin.target
+        node._rename(origin.name)
+    _carry_attributes(module, fused)
+    _complete_values(fused)
+    fused.graph.lint()
+    fused.recompile()
+    return program._update(fused, _signature(program, fused))
+
+
+def _guards(inputs: list[Any]) -> int:
+    """How many conditions on symbolic sizes there are: one more, and the program would hold for fewer shapes."""
+    for leaf in tree_leaves(inputs):
+        mode = getattr(leaf, "fake_mode", None)
+        environment = mode.shape_env if mode is not None else getattr(getattr(leaf, "node", None), "shape_env", None)
+        if environment is not None:
+            return len(environment.guards) + len(environment.replacements)
+    return 0
+
+
+def _complete_values(fused: GraphModule) -> None:
+    """meta["val"] on every call, which exported programs must have: of attentions that return their statistics too."""
+    for node in fused.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            values = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+            args, kwargs = values
+            with detect_fake_mode(args[0]) or contextlib.nullcontext(), torch.no_grad():
+                node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _carry_attributes(origin: GraphModule, fused: GraphModule) -> None:
+    """Submodules that control flow refers to."""
+    for node in fused.graph.nodes:
+        if node.op == "get_attr" and not hasattr(fused, str(node.target).split(".")[0]):
+            name = str(node.target).split(".")[0]
+            setattr(fused, name, getattr(origin, name))
+
+
+def _signature(program: ExportedProgram, fused: GraphModule) -> Any:
+    """The program's signature with the names of the new graph's results."""
+    signature = copy.deepcopy(program.graph_signature)
+    output = next(node for node in reversed(fused.graph.nodes) if node.op == "output")
+    for spec, result in zip(signature.output_specs, output.args[0], strict=True):
+        if isinstance(spec.arg, TensorArgument):
+            spec.arg = TensorArgument(name=result.name)
+        elif isinstance(result, Node):
+            spec.arg.name = result.name
+    return signature

@@ -1,0 +1,152 @@
+"""The best tile of one schedule on one machine, and the lower bound it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from fusion.errors import NoFittingTileError
+from fusion.machine import Machine
+from fusion.planning import bounds
+from fusion.planning.compiled import Counts, counts
+from fusion.planning.cpu import cpu_time
+from fusion.planning.optimum import snapped_tile
+from fusion.planning.plan import Candidate, Given
+from fusion.planning.problem import Problem
+from fusion.planning.schedules import schedule
+from fusion.planning.tiles import Tile, Tiles, cpu_tiles, gpu_tiles, grid, least_io, pick, sizes_of
+from fusion.planning.timing import Times, gpu_time, shares_of, streaming_time
+
+# Schedules whose tile comes from the derived optimum; the others search their few balanced blocks.
+_CLOSED_FORM = ("flash", "block_sparse", "key_stationary", "split_k", "small_cache")
+_FLASH = ("flash", "block_sparse", "split_k")
+_SKIPPING = ("block_sparse", "split_k")
+"""Those that visit live tiles only."""
+
+
+def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) -> float:
+    """Elements that any schedule moves for all heads: the larger of the trivial bound and the one that M = `capacity`
+    imposes.
+
+    The trivial bound reads each key head once however many query heads share it, and no key that the mask hides from
+    all queries.
+    """
+    sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
+    share = problem.live_share(1, 1)
+    keys = min(sizes["n_k"], max(1, problem.n_q + problem.diagonal)) if problem.causal else sizes["n_k"]
+    keys *= problem.density
+    heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
+    trivial = problem.problems * sizes["n_q"] * (
+        problem.d * min(1.0, problem.density) + problem.d_v
+    ) + heads_kv * keys * (problem.d + problem.d_v)
+    if backward:  # also dO, and the three gradients
+        trivial *= 2
+    name = "backward" if backward else "sparse"
+    imposed = bounds.evaluate(name, **sizes, capacity=capacity, share=share)
+    return max(trivial, problem.problems * imposed * (share if backward else 1.0))
+
+
+def candidate(
+    problem: Problem,
+    machine: Machine,
+    name: str,
+    multiples: tuple[int, int],
+    features: int,
+    given: Given = (),
+) -> Candidate:
+    """The schedule with its best tile on that machine (as far as it is not given), or the reason why it has none."""
+    try:
+        tiles, times = _tiles_and_times(problem, machine, name, multiples, features, given)
+    except NoFittingTileError as error:
+        return Candidate(schedule=name, reason=str(error), needed=error.needed)
+    best = int(np.argmin(times.total))
+    tile = pick(tiles, best)
+    share = _share(problem, machine, name, tile, multiples)
+    result = _counts(name, problem, machine, tile, share, features)
+    return Candidate(
+        schedule=name,
+        tile=tuple(sorted((key, size) for key, size in tile.items() if key in schedule(name).tile)),
+        io=float(result.io) * problem.problems,
+        time=float(times.total[best]),
+        footprint=float(result.footprint),
+        resources=tuple(times.at(best).items()),
+        ideal=times.ideal,
+        share=share,
+    )
+
+
+def _share(problem: Problem, machine: Machine, name: str, tile: Tile, multiples: tuple[int, int]) -> float:
+    """s of the chosen tile. The CPU kernel ends a row block's keys on its register tile, others on whole key blocks."""
+    if name not in _SKIPPING:
+        return 1.0
+    return problem.live_share(tile.get("B_r", 1), multiples[1] if machine.kind == "cpu" else tile.get("B_c", 1))
+
+
+def _counts(name: str, problem: Problem, machine: Machine, tile: Tile | Tiles, share: float, features: int) -> Counts:
+    return counts(name, sizes_of(problem, machine.fast_elements(problem.dtype), share, features), tile)
+
+
+def _tiles_and_times(
+    problem: Problem,
+    machine: Machine,
+    name: str,
+    multiples: tuple[int, int],
+    features: int,
+    given: Given,
+) -> tuple[Tiles, Times]:
+    fixed = dict(given)
+    if machine.kind == "cpu" and name in ("flash", "block_sparse"):
+        tiles = cpu_tiles(problem, machine, *multiples)
+        if fixed:
+            tiles = grid({"B_r": [fixed["B_r"]], "B_c": [fixed["B_c"]], "stages": [1]})
+        return tiles, cpu_time(machine, problem, tiles, multiples, skip=name == "block_sparse")
+    if machine.kind == "gpu" and name in _FLASH:
+        tiles = _of_size(problem, machine, fixed) if fixed else gpu_tiles(problem, machine)
+        tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if name == "split_k" else tiles
+        splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if name == "split_k" else 1
+        return tiles, gpu_time(machine, problem, tiles, _shares(problem, tiles, name), splits)
+    tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
+    tiles = {key: np.array([size]) for key, size in tile.items()}
+    share = problem.live_share(tile["B_r"], tile["B_c"]) if name in _SKIPPING else 1.0
+    result = _counts(name, problem, machine, tile, share, features)
+    return tiles, streaming_time(machine, problem, result, len(schedule(name).phases))
+
+
+@functools.lru_cache(maxsize=4096)
+def _least_io(name: str, problem: Problem, capacity: int, features: int) -> Tile:
+    if name in _CLOSED_FORM:
+        with contextlib.suppress(NoFittingTileError):  # the derivation leaves out phases that bind only where d_v >> d
+            return snapped_tile(name, problem, capacity)
+    share = problem.live_share(64, 1) if name in _SKIPPING else 1.0
+    return least_io(schedule(name), problem, capacity, share, features)
+
+
+def _shares(problem: Problem, tiles: Tiles, name: str) -> np.ndarray:
+    return shares_of(problem, tiles) if name in _SKIPPING else np.ones(len(tiles["B_r"]))
+
+
+def _of_size(problem: Problem, machine: Machine, fixed: Mapping[str, int]) -> Tiles:
+    """The legal tiles with these sizes, or the one that they name where there is none: a kernel runs in it."""
+    names = [name for name in ("B_r", "B_c", "stages") if name in fixed]
+    single = grid({"stages": [1]} | {name: [fixed[name]] for name in names})
+    with contextlib.suppress(NoFittingTileError):
+        tiles = gpu_tiles(problem, machine)
+        keep = np.logical_and.reduce([tiles[name] == fixed[name] for name in names])
+        return {name: column[keep] for name, column in tiles.items()} if keep.any() else single
+    return single
+
+
+def _with_splits(tiles: Tiles, problem: Problem, machine: Machine, size: int | None) -> Tiles:
+    """Every tile with every sensible number of splits, each a whole number of key tiles; or with splits of a size."""
+    if size is not None:
+        return tiles | {"B_s": np.full_like(tiles["B_r"], size)}
+    most = max(2, min(2 * machine.cores, -(-problem.n_k // 64)))
+    counts = sorted({2**power for power in range(1, most.bit_length())} | {most})
+    index = grid({"tile": range(len(tiles["B_r"])), "count": counts})
+    chosen = {name: column[index["tile"]] for name, column in tiles.items()}
+    keys = -(-max(1, problem.n_k) // index["count"])
+    chosen["B_s"] = -(-keys // chosen["B_c"]) * chosen["B_c"]
+    return chosen

@@ -1,0 +1,244 @@
+"""Predicted time of the query-stationary CPU kernel.
+
+Threads take work items (head, block of B_r queries). For a head it has not met yet a thread packs K and V into the
+layout of its matrix instructions; for an item it packs Q, and for every block of B_c keys forms the scores of one
+register tile of rows after the other, exponentiates them, and adds to the output. Lanes are queries. Matrix
+instructions take bf16 tiles (AMX; float32 as six products of three bf16 planes, float16 as three of two) or are float32
+multiply-adds. Each register tile visits only the keys that its own rows need, so masks cost the same for every B_r.
+
+What the tile decides: how often packed K and V stream past from the second cache or, where they outgrow it, from beyond
+(each row block: N^2 (d + d_v) / B_r, the I/O of the schedule), how often the output is taken up again (each key block),
+whether a tile's scores stay in the first cache, what the ends of an item cost (the products and the softmax of
+different tiles overlap, but not across items), and how evenly items fall on the cores.
+
+The constants in `COSTS` are fitted to single-thread runs over shapes and tiles on a machine with AVX-512 and AMX, by
+non-negative least squares on relative errors; `python benchmarks/model_fit.py` shows what they are worth, and prints
+new ones with `--fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from fusion.machine import Machine
+from fusion.planning.problem import Problem
+from fusion.planning.tiles import Tiles
+from fusion.planning.timing import Times
+
+_PLANES = {"bfloat16": 1, "float16": 2}
+_PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
+CHUNKS_PER_THREAD = 4  # work items are dealt in that many portions
+HIDDEN_FROM = 64  # multiply-adds a score
+#: Seconds without work after which a matrix unit sleeps. With one plane its work and the vectors' take turns, tile by
+#: tile; with several they are mixed.
+SLEEPS_AFTER = 6e-7
+SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Cycles of the stated clock, each for one: `product`, a register tile's multiply-adds at the peak rate (1 is the
+    peak); `softmax`, a vector of scores (maximum, exponential, sum, packing); `operation`, a vector through one more
+    operation of the score program; `output`, a vector of output that is taken up and put back for one more key block;
+    `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `far`, 64 bytes of packed K and V
+    from beyond the second; `end`, a vector of scores that has nothing to overlap with; `wake`, a matrix unit that was
+    left without work for too long; `item`, a work item; `packed`, a vector of Q, K, V or the result between memory and
+    the kernel's layout."""
+
+    product: float
+    softmax: float
+    operation: float
+    output: float
+    near: float
+    far: float
+    end: float
+    wake: float
+    item: float
+    packed: float
+
+
+#: By planes: 0 for multiply-adds. Those of 3 are a fit times 1.25, since later runs took 1.13 to 1.35 times what it
+#: said. A factor moves no choice of a tile, but the choice between exact and approximate attention.
+COSTS = {
+    0: Costs(
+        product=0.826, softmax=1.45, operation=1, output=0,
+        near=0.441, far=3.86, end=0, wake=0, item=0, packed=5.58,
+    ),
+    1: Costs(
+        product=1.96, softmax=4.38, operation=1, output=1.18,
+        near=0.535, far=0.611, end=0.32, wake=541, item=0, packed=7.36,
+    ),
+    2: Costs(
+        product=0.476, softmax=8.63, operation=1, output=2.46,
+        near=0.707, far=2.08, end=7.17, wake=0, item=0, packed=7.86,
+    ),
+    3: Costs(
+        product=0.783, softmax=15.3, operation=1.25, output=2.15,
+        near=1.08, far=2.98, end=8.55, wake=0, item=285, packed=14.4,
+    ),
+}  # fmt: skip
+
+#: What is reported: resource -> the costs that belong to it
+RESOURCES = {
+    "products": ("product", "wake"),
+    "softmax": ("softmax", "operation", "end"),
+    "output": ("output",),
+    "cache": ("near", "far"),
+    "packing": ("packed", "item"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """What the kernel does with this problem on this machine: planes (0 is multiply-add), element bytes of its packed
+    operands, register tile in keys and rows, padded head dimensions, bytes of a score and its weight."""
+
+    planes: int
+    size: int
+    key_step: int
+    row_step: int
+    d: int
+    e: int
+    score: int
+
+    @property
+    def products(self) -> int:
+        return _PLANE_PRODUCTS[self.planes]
+
+
+def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _Kernel:
+    amx = "amx_bf16" in machine.isa and multiples[1] % 32 == 0
+    planes = _PLANES.get(problem.dtype, 3) if amx else 0
+    d, e = max(1, problem.d), max(1, problem.d_v)
+    return _Kernel(
+        planes=planes,
+        size=2 * planes or 4,
+        key_step=32 if amx else multiples[1],
+        row_step=multiples[0],
+        d=_up(d, 32) if amx else d,
+        e=_up(e, 16) if amx else _up(e, multiples[1]),
+        score=4 + (2 * planes or 4),
+    )
+
+
+def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, multiples: tuple[int, int], *, skip: bool) -> Times:
+    """Seconds for each tile; `skip`: keys that the mask hides are left out. multiples: the register tile (rows,
+    keys)."""
+    planes = _kernel(problem, machine, multiples).planes
+    clock, costs = machine.clock or 2.5e9, asdict(COSTS[planes])
+    parts = []
+    for rows, keys in zip(tiles["B_r"], tiles["B_c"], strict=True):
+        counts = cpu_counts(machine, problem, (int(rows), int(keys)), multiples, skip=skip)
+        cycles = {name: count * costs[name] for name, count in counts.items()}
+        parts.append({name: sum(cycles[cost] for cost in group) / clock for name, group in RESOURCES.items()})
+    resources = {name: np.array([part[name] for part in parts]) for name in RESOURCES}
+    resources["launch"] = np.full(len(parts), machine.launch)
+    return Times(total=sum(resources.values()), resources=resources)
+
+
+def predict(
+    machine: Machine, problem: Problem, tiles: Iterable[tuple[int, int]], multiples: tuple[int, int]
+) -> dict[tuple[int, int], float]:
+    """Predicted seconds of each (B_r, B_c)."""
+    chosen = list(tiles)
+    columns = np.array(chosen)
+    times = cpu_time(machine, problem, {"B_r": columns[:, 0], "B_c": columns[:, 1]}, multiples, skip=problem.masked)
+    return dict(zip(chosen, times.total.tolist(), strict=True))
+
+
+def cpu_counts(
+    machine: Machine, problem: Problem, tile: tuple[int, int], multiples: tuple[int, int], *, skip: bool
+) -> dict[str, float]:
+    """How often the busiest thread pays each of the `Costs`; products and bytes in the units stated there."""
+    kernel = _kernel(problem, machine, multiples)
+    per_item = _item_counts(machine, problem, kernel, tile, skip)
+    items = len(per_item["item"])
+    threads = max(1, min(machine.cores, problem.problems * items))
+    weight = per_item["softmax"] + 1e-9
+    share = _busiest(weight, problem.problems, threads) / (weight.sum() * problem.problems)
+    totals = {name: float(count.sum()) * problem.problems * share for name, count in per_item.items()}
+    heads_met = -(-max(1, problem.batch) * max(1, problem.heads_kv) // threads)
+    totals["packed"] += heads_met * max(1, problem.n_k) * (kernel.d + kernel.e) / machine.lanes()
+    return totals
+
+
+def _item_counts(
+    machine: Machine, problem: Problem, kernel: _Kernel, tile: tuple[int, int], skip: bool
+) -> dict[str, np.ndarray]:
+    """The counts of every block of rows of one head. A `set` is a register tile of rows."""
+    (rows, keys), lanes, clock = tile, machine.lanes(), machine.clock or 2.5e9
+    n_q, n_k, step, dims = max(1, problem.n_q), max(1, problem.n_k), kernel.row_step, kernel.d + kernel.e
+    start, end = problem.key_ranges(step) if skip else _all_keys(n_q, n_k, step)
+    met = (end - start) * (problem.density if skip else 1.0)
+    sets = len(met)
+    item = np.arange(sets) // max(1, rows // step)
+    taken, blocks = _up(met, kernel.key_step), np.ceil(met / keys)
+    here = np.full(sets, step)
+    here[-1] = n_q - step * (sets - 1)
+    widest = np.zeros(item[-1] + 1)
+    np.maximum.at(widest, item, met)
+
+    def per_item(values: np.ndarray) -> np.ndarray:
+        return np.bincount(item, np.broadcast_to(values, met.shape))
+
+    vectors = _up(here, lanes) / lanes * taken
+    nearest, second = (level.capacity for level in machine.levels[:2])
+    scores, block = step * keys * kernel.score, keys * dims * kernel.size
+    own = rows * (kernel.d * kernel.size + 4 * kernel.e)
+    again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
+    streamed = np.where(np.arange(sets) % max(1, rows // step) == 0, 1.0, again) * taken * dims * kernel.size
+    # Products hide that scores come from the second cache, the better the more of them there are to a score.
+    exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
+    rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
+    beyond = widest * dims * kernel.size * _spilled(n_k * dims * kernel.size + own + scores, second)
+    costs = COSTS[kernel.planes]
+    vector_work = keys * step / lanes * (costs.softmax + costs.operation * problem.score_flops)  # between products
+    asleep = kernel.planes == 1 and vector_work > SLEEPS_AFTER * clock
+    rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
+    return {
+        "product": per_item(2 * step * taken * dims * kernel.products / rate),
+        "softmax": per_item(vectors),
+        "operation": per_item(vectors * problem.score_flops),
+        "output": per_item(blocks * step / lanes * kernel.e),
+        "near": per_item((streamed + rewritten) / 64),
+        "far": beyond / 64,
+        "end": np.minimum(keys, widest) * step / lanes,
+        "wake": per_item(blocks * asleep),
+        "item": np.ones(len(widest)),
+        "packed": per_item(here * dims / lanes),
+    }
+
+
+def _all_keys(n_q: int, n_k: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    count = -(-n_q // rows)
+    return np.zeros(count, dtype=np.int64), np.full(count, n_k)
+
+
+def _spilled(size: float, capacity: int) -> float:
+    """Share of `size` bytes that a cache does not keep."""
+    return min(1.0, max(0.0, (size / capacity - SPILL_FROM) / SPILL_OVER))
+
+
+def _busiest(cost: np.ndarray, heads: int, threads: int) -> float:
+    """What the busiest thread does of `cost` (one head's items, the same for every head), when each takes the next
+    portion of consecutive items as soon as it is free."""
+    items = heads * len(cost)
+    portions = min(items, CHUNKS_PER_THREAD * threads) if threads > 1 else 1
+    total, before = float(cost.sum()), np.concatenate([[0.0], np.cumsum(cost)])
+
+    def until(number: int) -> float:
+        return number // len(cost) * total + float(before[number % len(cost)])
+
+    edges = [until(items * portion // portions) for portion in range(portions + 1)]
+    loads = [0.0] * threads
+    for low, high in zip(edges, edges[1:], strict=False):
+        loads[loads.index(min(loads))] += high - low
+    return max(loads)
+
+
+def _up(size: int | np.ndarray, multiple: int):
+    """Rounded up to a multiple, numbers or arrays."""
+    return -(-size // multiple) * multiple

@@ -1,0 +1,132 @@
+"""The problem that the planner sees in an `AttentionSpec` at given sizes, and what it predicts for the CPU kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from fusion.errors import ProblemError
+from fusion.ir import AttentionSpec
+from fusion.ir.expr import Expr, Kind, walk
+from fusion.ir.ops import PRIMITIVES, evaluate
+from fusion.machine import Machine, with_cores
+from fusion.planning.cpu import predict
+from fusion.planning.problem import Problem
+from fusion.planning.tiles import cpu_tiles
+from fusion.planning.timing import gpu_time, shares_of
+
+_SAMPLES = 256
+
+
+class GpuTile(Protocol):
+    """rows: queries, keys: of a tile; stages: tiles in flight."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def keys(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+
+def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
+    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order.
+
+    The share of live scores is that of the spec's closed-form key ranges; masks that load data count as dense, because
+    what they hold is known only at run time. Raises ProblemError where sizes are missing.
+    """
+    values = dict(zip(spec.sizes, sizes or (), strict=False)) if not isinstance(sizes, Mapping) else dict(sizes)
+    missing = [name for name in spec.sizes if name not in values]
+    if missing:
+        raise ProblemError(f"the spec has the sizes {list(spec.sizes)}; values for {missing} are missing: give sizes=")
+    n_q, n_k, d, d_v = (_integer(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
+    batch = [_integer(extent, values) for extent in spec.batch]
+    heads = batch[-1] if batch else 1
+    return Problem(
+        batch=math.prod(batch[:-1]),
+        heads=heads,
+        heads_kv=max(1, heads // spec.heads_per_key(heads)),
+        n_q=n_q,
+        n_k=n_k,
+        d=d,
+        d_v=d_v,
+        dtype=spec.dtype,
+        density=_density(spec, values, n_q, n_k),
+        stored_bytes=_stored_bytes(spec, d, d_v),
+        score_flops=sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(spec.score, spec.weight)),
+    )
+
+
+def _stored_bytes(spec: AttentionSpec, d: int, d_v: int) -> float:
+    """Bytes of an element of k and v in memory where one of them is stored in float8, else 0."""
+    k, v = spec.operands[1:3]
+    if k not in spec.stored and v not in spec.stored:
+        return 0
+    return (k.torch_dtype.itemsize * d + v.torch_dtype.itemsize * d_v) / max(1, d + d_v)
+
+
+def tile_times(
+    spec: AttentionSpec, machine: Machine
+) -> Callable[[Sequence[int], tuple[int, int], Collection[tuple[int, int]]], dict[tuple[int, int], float]]:
+    """A function of (values of `spec.sizes`, register tile (rows, keys), more tiles): the predicted seconds of these
+    and of every legal tile (B_r, B_c) of the CPU kernel, on as many threads as torch uses."""
+
+    def times(
+        sizes: Sequence[int], multiples: tuple[int, int], more: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], float]:
+        problem, here = problem_of(spec, sizes), with_cores(machine, torch.get_num_threads())
+        legal = cpu_tiles(problem, here, *multiples)
+        pairs = zip(legal["B_r"].tolist(), legal["B_c"].tolist(), strict=True)
+        return predict(here, problem, dict.fromkeys([*more, *pairs]), multiples)
+
+    return times
+
+
+def gpu_tile_times(
+    spec: AttentionSpec, machine: Machine
+) -> Callable[[str, Sequence[int], Sequence[GpuTile]], list[float]]:
+    """A function of (name of a GPU kernel, values of `spec.sizes`, tiles): a predicted time of each tile, s.
+
+    Times of backward kernels are those of a forward with their tiles, good for an order only: dQ walks the keys as the
+    forward does, dK and dV the queries. Kernels that make no products have the same time in all tiles.
+    """
+
+    def times(kernel: str, sizes: Sequence[int], tiles: Sequence[GpuTile]) -> list[float]:
+        if kernel == "attention_backward_prepare":
+            return [0.0] * len(tiles)
+        problem = problem_of(spec, sizes)
+        pairs = [(tile.rows, tile.keys) for tile in tiles]
+        if kernel == "attention_backward_keys":
+            problem = replace(problem, n_q=problem.n_k, n_k=problem.n_q)
+            pairs = [(keys, rows) for rows, keys in pairs]
+        columns = {"B_r": [r for r, _ in pairs], "B_c": [c for _, c in pairs], "stages": [t.stages for t in tiles]}
+        arrays = {name: np.array(column) for name, column in columns.items()}
+        return gpu_time(machine, problem, arrays, shares_of(problem, arrays)).total.tolist()
+
+    return times
+
+
+def _integer(expr: Expr, sizes: Mapping[str, int]) -> int:
+    return int(evaluate(expr, lambda leaf: torch.tensor(sizes[str(leaf.attr)])))
+
+
+def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) -> float:
+    """The mean share of keys between key_lo and key_hi over (a sample of) single rows of the first batch."""
+    mask = spec.mask
+    if mask is None or (mask.key_lo is None and mask.key_hi is None) or not n_q or not n_k:
+        return 1.0
+    rows = torch.arange(0, n_q, max(1, n_q // _SAMPLES))
+
+    def leaf(part: Expr) -> torch.Tensor:
+        return rows if part.op == "coord" and part.attr in ("i0", "i1") else torch.tensor(sizes.get(str(part.attr), 0))
+
+    low = torch.zeros_like(rows) if mask.key_lo is None else evaluate(mask.key_lo, leaf).clamp(0)
+    high = torch.full_like(rows, n_k) if mask.key_hi is None else evaluate(mask.key_hi, leaf).clamp(max=n_k)
+    return float((high - low).clamp(0).sum() / (len(rows) * n_k))

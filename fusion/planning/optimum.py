@@ -1,0 +1,175 @@
+"""The best tile in closed form: which variable saturates the fast memory, where the I/O is stationary, its leading
+order.
+
+Without ceilings the I/O of every schedule is, per group of phases that share tile variables, a constant plus a / x or
+a / x + b / y, and its footprint p x + c or w x y + p x + q y + c. Variables that only enlarge the footprint are at
+their minimum. With one variable the I/O falls until the footprint reaches M; with two, y is taken from footprint = M
+and the derivative in x set to zero, which is a quadratic. All of it is done by sympy on the schedule's own
+expressions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+
+from fusion.errors import UnknownScheduleError
+from fusion.planning.compiled import io_variables, phase_counts
+from fusion.planning.problem import Problem
+from fusion.planning.schedules import Phase, Schedule, schedule
+from fusion.planning.symbols import SIZES, TILES, M, N, N_k, N_q, d, d_v, smooth
+from fusion.planning.tiles import CUTS, Tile, groups, least_of, sizes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M.
+
+    tile: best value of each tile variable. binding: names of the phases whose footprint is set equal to M.
+    io: elements moved there, ceilings taken off.
+    """
+
+    schedule: str
+    tile: tuple[tuple[str, sympy.Expr], ...]
+    binding: tuple[str, ...]
+    io: sympy.Expr
+
+    @property
+    def leading(self) -> sympy.Expr:
+        """The I/O's leading order: the N^2 term for N_q = N_k = N, d = d_v and M in proportion to d^2, as d grows."""
+        return _leading(self.io)
+
+    def __str__(self) -> str:
+        tile = ", ".join(f"{name}* = {value}" for name, value in self.tile)
+        return f"{self.schedule}: {tile}; I/O ~ {self.leading}"
+
+
+@functools.cache
+def optimum(name: str) -> Optimum:
+    """Derives the optimum of the schedule of that name (not for `materialized` ones, whose N^2 does not depend on
+    it).
+    """
+    chosen = schedule(name)
+    if "materialized" in chosen.name or chosen.name == "polynomial":
+        raise UnknownScheduleError(f"the I/O of {chosen.name} has no stationary tile worth deriving; use least_io")
+    tile: dict[str, sympy.Expr] = {}
+    binding = []
+    for group in groups(chosen):
+        best, phase = _group_optimum(group)
+        tile |= best
+        binding += [phase.name] if best else []
+    io = smooth(chosen.io).subs({TILES[key]: value for key, value in tile.items()})
+    return Optimum(schedule=chosen.name, tile=tuple(tile.items()), binding=tuple(binding), io=io)
+
+
+def _group_optimum(group: tuple[Phase, ...]) -> tuple[dict[str, sympy.Expr], Phase]:
+    """Best values of the group's variables and the phase whose footprint binds (the one that holds most variables)."""
+    used = sorted(frozenset().union(*(io_variables(phase) for phase in group)))
+    fixed = {name: sympy.Integer(1) for phase in group for name in phase.tile if name not in used}
+    if "B_s" in used:  # fewer splits are always less I/O: one split of all keys
+        used.remove("B_s")
+        fixed["B_s"] = N_k
+    phase = max(group, key=lambda part: len(set(part.tile)))
+    if not used:
+        return fixed, phase
+    at_minimum = {TILES[name]: value for name, value in fixed.items()}
+    io = sum(smooth(part.reads + part.writes) for part in group).subs(at_minimum)
+    room = sympy.expand(phase.footprint.subs(at_minimum)) - M
+    x = TILES[used[0]]
+    if len(used) == 1:
+        _check_falling(io, x)
+        return fixed | {used[0]: sympy.simplify(sympy.solve(room, x)[0])}, phase
+    y = TILES[used[1]]
+    _check_falling(io, y)
+    y_of_x = sympy.solve(room, y)[0]
+    best = _stationary(io, x, y, y_of_x)
+    return fixed | {used[0]: best, used[1]: sympy.simplify(y_of_x.subs(x, best))}, phase
+
+
+def _stationary(io: sympy.Expr, x: sympy.Symbol, y: sympy.Symbol, y_of_x: sympy.Expr) -> sympy.Expr:
+    """The positive x with d io / dx = 0 along footprint = M. Both partial derivatives are monomials, so it is a
+    quadratic.
+    """
+    along = sympy.diff(io, x) + sympy.diff(io, y).subs(y, y_of_x) * sympy.diff(y_of_x, x)
+    numerator = sympy.numer(sympy.cancel(sympy.together(along)))
+    probe = {N_q: 1024, N_k: 1024, d: 64, d_v: 64, M: 4096}
+    roots = sympy.solve(numerator, x)
+    feasible = [root for root in roots if root.subs(probe) > 0 and y_of_x.subs(x, root).subs(probe) > 0]
+    return sympy.simplify(feasible[0])
+
+
+def _check_falling(io: sympy.Expr, variable: sympy.Symbol) -> None:
+    slope = sympy.factor(sympy.diff(io, variable))
+    if not slope.is_nonpositive:
+        raise AssertionError(f"I/O does not fall with {variable}: slope {slope}")
+
+
+@functools.cache
+def _leading(io: sympy.Expr) -> sympy.Expr:
+    """With M = mu d^2 the limit in d, and mu put back."""
+    mu = sympy.Symbol("mu", positive=True)
+    per_pair = sympy.Poly(sympy.expand(io.subs({N_q: N, N_k: N, d_v: d})), N).coeff_monomial(N**2)
+    limit = sympy.limit(sympy.simplify(per_pair.subs(M, mu * d**2)), d, sympy.oo)
+    return sympy.expand(limit.subs(mu, M / d**2)) * N**2
+
+
+@functools.cache
+def _compiled(name: str) -> tuple[tuple[str, ...], object]:
+    tile = optimum(name).tile
+    return tuple(key for key, _ in tile), sympy.lambdify(SIZES, [value for _, value in tile], modules="math")
+
+
+def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, float]:
+    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size."""
+    names, function = _compiled(schedule(name).name)
+    sizes = sizes_of(problem, capacity)
+    return dict(zip(names, function(*(sizes[str(symbol)] for symbol in SIZES)), strict=True))  # type: ignore[operator]
+
+
+def snapped_tile(name: str, problem: Problem, capacity: int, granularity: dict[str, int] | None = None) -> Tile:
+    """The continuous optimum brought to legal sizes: multiples of `granularity` (default 1) near it that fit
+    `capacity`.
+
+    Where a block can shrink without adding another block, the smaller one is tried too, and what that frees goes to the
+    group's other variable. Raises NoFittingTileError.
+    """
+    chosen: Schedule = schedule(name)
+    steps, sizes = granularity or {}, sizes_of(problem, capacity)
+    tile = continuous_tile(chosen.name, problem, capacity)
+    limits = {key: max(sizes[cut] for cut in CUTS[key]) if key in CUTS else math.inf for key in tile}
+    around = {key: set(_neighbours(min(value, limits[key]), steps.get(key, 1), problem)) for key, value in tile.items()}
+    for group in groups(chosen):
+        phase = max(group, key=lambda part: len(set(part.tile)))
+        held = set(map(str, phase.footprint.free_symbols))
+        used = sorted(frozenset().union(*(io_variables(part) for part in group)) & held)
+        if len(used) == 2:
+            x, y = (np.array(sorted(around[key])) for key in used)
+            around[used[1]] |= _saturating(phase, sizes, tile, {used[0]: x}, used[1], steps.get(used[1], 1))
+            around[used[0]] |= _saturating(phase, sizes, tile, {used[1]: y}, used[0], steps.get(used[0], 1))
+    return least_of(chosen, problem, capacity, around)
+
+
+def _saturating(
+    phase: Phase, sizes: Mapping[str, float], tile: Mapping[str, float], given: dict, name: str, step: int
+) -> set[int]:
+    """Legal sizes of `name` that just fill M next to each size in `given`; the footprint is linear in it."""
+    one, two = (phase_counts(phase, sizes, {**tile, **given, name: value}).footprint for value in (1, 2))
+    room = np.floor((1 + (sizes["M"] - one) / (two - one)) / step).astype(int) * step
+    return {int(value) for value in np.atleast_1d(room) if value >= step}
+
+
+def _neighbours(value: float, step: int, problem: Problem) -> list[int]:
+    """Legal sizes within a few steps of `value`, and the balanced sizes next to it."""
+    whole = max(step, int(value) // step * step)
+    sizes = {max(step, whole + step * offset) for offset in range(-2, 4)}
+    sizes |= {-(-round(whole * factor) // step) * step for factor in (0.8, 0.9, 1.1, 1.25) if whole > 8 * step}
+    for size in {problem.n_q, problem.n_k, problem.d, problem.d_v}:
+        if value > 0 and size > 0:
+            blocks = max(1, math.ceil(size / max(value, 1)))
+            sizes |= {-(-size // (count * step)) * step for count in range(max(1, blocks - 1), blocks + 3)}
+    return sorted(sizes)

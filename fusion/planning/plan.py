@@ -1,0 +1,347 @@
+"""Picks schedule and tile for one attention problem on one machine, and says what it expects of them.
+
+    >>> from fusion import Problem, plan
+    >>> problem = Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True)
+    >>> print(plan(problem, machine="h200"))
+
+On the two-level model (`Machine.two_level(M)`) the plan of least I/O is chosen, on processors the one of least
+predicted time. The formulas are compiled once; plans are cached.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
+from fusion.machine import Machine
+from fusion.machine import machine as find_machine
+from fusion.planning.problem import Problem
+
+# What each kind of machine has kernels for. The two-level model runs everything that computes attention exactly.
+_RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", "split_k")}
+
+
+Given = tuple[tuple[str, int], ...]
+"""(name, size) of the tile variables that are settled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule that was weighed.
+
+    io: elements moved for the whole problem. time: predicted s; with `ideal` set there is no kernel of it here, and it
+    is the time with the busiest resource never idle. reason: why it cannot be used, if so; needed: what its smallest
+    tile needs then, elements. share: s, the live share that io is counted with.
+    """
+
+    schedule: str
+    tile: tuple[tuple[str, int], ...] = ()
+    io: float = float("inf")
+    time: float = float("inf")
+    footprint: float = 0.0
+    reason: str = ""
+    ideal: bool = False
+    share: float = 1.0
+    needed: float = 0.0
+    resources: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.schedule}: {self.reason}"
+        return f"{self.schedule} {tile_text(self.tile)}: I/O {self.io:.4g}, {self.time_text}"
+
+    @property
+    def time_text(self) -> str:
+        """The predicted time, with a sign where it is a lower limit."""
+        return ">=" * self.ideal + seconds_text(self.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one attention problem is to be run, and what that is predicted to cost.
+
+    tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`. time: s. io, bound: elements moved by all of the
+    problem's heads, and the lower bound on them for a fast memory of `capacity` elements; ratio = io / bound.
+    formula: the I/O of one head with numbers put in.
+    """
+
+    problem: Problem
+    machine: Machine = field(repr=False)
+    schedule: str
+    tile: tuple[tuple[str, int], ...]
+    time: float
+    io: float
+    bound: float
+    capacity: int
+    footprint: float
+    share: float
+    features: int = 1
+    resources: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def B_r(self) -> int:
+        """Rows (queries) of a tile."""
+        return dict(self.tile).get("B_r", 1)
+
+    @property
+    def B_c(self) -> int:
+        """Columns (keys) of a tile."""
+        return dict(self.tile).get("B_c", 1)
+
+    @property
+    def stages(self) -> int:
+        """Key tiles in flight."""
+        return dict(self.tile).get("stages", 1)
+
+    @property
+    def splits(self) -> int:
+        """Into how many parts the keys are cut."""
+        return -(-max(1, self.problem.n_k) // dict(self.tile).get("B_s", max(1, self.problem.n_k)))
+
+    @property
+    def io_bytes(self) -> float:
+        """Bytes moved between fast and slow memory, in the dtype of the products."""
+        return self.io * self.problem.element_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Predicted I/O over the lower bound (whose constant is 1, see fusion.planning.bounds)."""
+        return self.io / self.bound
+
+    @property
+    def limited_by(self) -> str:
+        """The resource predicted to be busiest."""
+        return max(self.resources, key=lambda pair: pair[1])[0] if self.resources else "memory"
+
+    @property
+    def symbolic(self) -> str:
+        """The schedule's I/O for one head, in symbols."""
+        from fusion.planning.schedules import schedule
+
+        return str(schedule(self.schedule).io).replace("ceiling", "ceil")
+
+    @property
+    def formula(self) -> str:
+        """The schedule's I/O for one head with numbers put in, and its value."""
+        from fusion.planning.tiles import sizes_of
+
+        sizes = sizes_of(self.problem, self.capacity, self.share, self.features)
+        values = {**sizes, **dict(self.tile)}
+        text = re.sub(
+            r"\b[A-Za-z]\w*\b",
+            lambda match: number_text(values[match[0]]) if match[0] in values else match[0],
+            self.symbolic,
+        )
+        return f"{text} = {number_text(self.io / self.problem.problems)}"
+
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """Every schedule weighed for this problem, best first (cached)."""
+        return compare(self.problem, self.machine, features=self.features if self.features > 1 else None)
+
+    def explain(self) -> str:
+        """The plan on several lines: formula with numbers put in, I/O, bound, resources, alternatives."""
+        lines = [
+            f"problem    {self.problem}",
+            f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
+            f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements",
+            f"I/O        {self.symbolic}",
+            f"           = {self.formula} per head",
+            f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
+            f" = {bytes_text(self.io_bytes)}",
+            f"bound      {number_text(self.bound)} elements; ratio {self.ratio:.2f}",
+        ]
+        if self.machine.kind != "model":
+            parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources)
+            lines.append(f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})")
+        others = [f"{candidate}" for candidate in self.alternatives() if candidate.schedule != self.schedule]
+        if self.machine.kind != "model" and any(candidate.ideal for candidate in self.alternatives()):
+            others.append("(>=: no kernel of it here; its time if the busiest resource were never idle)")
+        return "\n".join(lines + [f"{'others' if index == 0 else '':10} {text}" for index, text in enumerate(others)])
+
+    def __str__(self) -> str:
+        moved = f"I/O {bytes_text(self.io_bytes)} ({self.ratio:.2f}x bound)"
+        time = (
+            ""
+            if self.machine.kind == "model"
+            else f", {seconds_text(self.time)} predicted, limited by {self.limited_by}"
+        )
+        return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}{time}"
+
+
+def plan(
+    problem: Problem | Any,
+    machine: str | Machine | None = None,
+    schedule: str | None = None,
+    *,
+    sizes: Mapping[Any, int] | None = None,
+    allow: Collection[str] | None = None,
+    direction: str = "forward",
+    row_multiple: int | None = None,
+    col_multiple: int | None = None,
+    features: int | None = None,
+    tile: tuple[int, int] | Mapping[str, int] | None = None,
+) -> Plan:
+    """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
+
+    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`. schedule: take this one;
+    otherwise the best of `allow` (by default what there are kernels for) in a direction, "forward" or "backward".
+    tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s. row_multiple,
+    col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of the kernel
+    for this machine). features: number of polynomial features r.
+
+    Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
+    """
+    if not isinstance(problem, Problem):
+        problem = _from_spec(problem, sizes)
+    target = find_machine(machine)
+    rows, keys = _register_tile(target)
+    multiples = (row_multiple or rows, col_multiple or keys)
+    names = _names(schedule, allow, direction, target, features)
+    settled = tile if isinstance(tile, Mapping) else dict(zip(("B_r", "B_c"), tile or (), strict=False))
+    return _plan(problem, target, names, multiples, features or 1, tuple(sorted(settled.items())))
+
+
+def _register_tile(target: Machine) -> tuple[int, int]:
+    """(rows, keys) of the CPU kernel's register tile on a machine (see `codegen.mlir.target`)."""
+    if "amx_bf16" in target.isa:
+        return 2 * target.lanes(), 32
+    if "avx512f" in target.isa:
+        return 3 * target.lanes(), 8
+    return (3 if "avx2" in target.isa else 2) * target.lanes(), 4
+
+
+def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
+    from fusion.ir import AttentionSpec
+    from fusion.planning.from_spec import problem_of
+
+    if not isinstance(given, AttentionSpec):
+        raise ProblemError(f"plan() was given a {type(given).__name__}; give a Problem or an AttentionSpec")
+    return problem_of(given, sizes)
+
+
+def _weighed(item: Any, features: int | None) -> bool:
+    """Whether a schedule takes part without being named: exact ones, and polynomials where r is known. What
+    certified_sparse leaves out only the data tell."""
+    return item.exact or (features is not None and item.name == "polynomial")
+
+
+def _names(
+    schedule: str | None, allow: Collection[str] | None, direction: str, target: Machine, features: int | None
+) -> tuple[str, ...]:
+    """Names of the schedules to choose from, in the table's order."""
+    from fusion.planning.schedules import schedule as find
+    from fusion.planning.schedules import schedules
+
+    if schedule is not None:
+        chosen = find(schedule)
+        if chosen.name == "polynomial" and not features:
+            raise ProblemError("the polynomial schedule needs features=r, the number of polynomial features")
+        return (chosen.name,)
+    wanted = allow if allow is not None else _RUNNABLE.get(target.kind)
+    every = [item for item in schedules().values() if item.direction == direction]
+    if not every:
+        raise UnknownScheduleError(f"direction {direction!r} is not known; known: forward, backward")
+    if direction == "backward" and allow is None:
+        wanted = None
+    if wanted is None:
+        return tuple(item.name for item in every if _weighed(item, features))
+    return tuple(find(name).name for name in wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    problem: Problem,
+    target: Machine,
+    names: tuple[str, ...],
+    multiples: tuple[int, int],
+    features: int,
+    tile: Given = (),
+) -> Plan:
+    from fusion.planning.choose import candidate, lower_bound
+
+    weighed = [
+        candidate(problem, target, name, multiples, features, tile)
+        for name in names
+        if problem.masked or name != "block_sparse"
+    ]
+    weighed = weighed or [candidate(problem, target, "block_sparse", multiples, features, tile)]
+    usable = [item for item in weighed if not item.reason]
+    if not usable:
+        if len(weighed) == 1:
+            raise NoFittingTileError(weighed[0].reason, weighed[0].needed)
+        raise NoFittingTileError(_none_fits(problem, target, weighed))
+    best = min(usable, key=lambda item: (item.time, item.io))
+    capacity = target.fast_elements(problem.dtype)
+    return Plan(
+        problem=problem,
+        machine=target,
+        schedule=best.schedule,
+        tile=best.tile,
+        time=best.time,
+        io=best.io,
+        bound=lower_bound(problem, capacity, backward=best.schedule.startswith("backward")),
+        capacity=capacity,
+        footprint=best.footprint,
+        share=best.share,
+        features=features,
+        resources=best.resources,
+    )
+
+
+def _none_fits(problem: Problem, target: Machine, weighed: list[Candidate]) -> str:
+    if not all(item.needed for item in weighed):  # limits other than M: say each
+        return "; ".join(dict.fromkeys(item.reason for item in weighed))
+    named = ", ".join(f"{item.schedule} {item.needed:.0f}" for item in sorted(weighed, key=lambda item: item.needed))
+    return (
+        f"no schedule for {problem} fits a fast memory of M={target.fast_elements(problem.dtype)} elements; "
+        f"the smallest tiles need: {named}; give a larger M"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def compare(
+    problem: Problem, target: Machine, *, direction: str = "forward", features: int | None = None
+) -> tuple[Candidate, ...]:
+    """Every schedule of that direction with the best tile it can have on `target`, best first; those that do not fit
+    say why, last.
+    """
+    from fusion.planning.choose import candidate
+    from fusion.planning.schedules import schedules
+
+    names = [item.name for item in schedules().values() if item.direction == direction and _weighed(item, features)]
+    multiples = _register_tile(target)
+    weighed = [
+        candidate(problem, target, name, multiples, features or 1)
+        for name in names
+        if problem.masked or name != "block_sparse"
+    ]
+    return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
+
+
+def number_text(value: float) -> str:
+    return f"{int(value)}" if float(value).is_integer() else f"{value:.4g}"
+
+
+def seconds_text(value: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def bytes_text(value: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f} B"
+
+
+def tile_text(tile: tuple[tuple[str, int], ...]) -> str:
+    return " ".join(f"{name}={size}" for name, size in tile)
+
+
+__all__ = ["Candidate", "Plan", "Problem", "compare", "plan"]

@@ -1,0 +1,184 @@
+"""Legal tiles: which tile sizes a target admits for a schedule, and whether they fit where the tile must live."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from fusion.errors import NoFittingTileError
+from fusion.machine import Machine
+from fusion.planning.compiled import io_variables, phase_counts
+from fusion.planning.problem import Problem
+from fusion.planning.schedules import Phase, Schedule
+
+Tile = dict[str, int]
+Tiles = dict[str, np.ndarray]
+
+# What each tile variable cuts. A small-cache output and the gradients cut keys or queries by B_o, so both sizes offer
+# candidates.
+CUTS = {"B_r": ("N_q",), "B_c": ("N_k",), "B_o": ("N_q", "N_k"), "B_s": ("N_k",), "B_e": ("d", "d_v"), "B_f": ("r",)}
+
+
+def balanced(size: int, limit: int = 400) -> list[int]:
+    """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it.
+
+    I/O depends on a block only through the number of blocks, so nothing is lost; above `limit` values the list is
+    thinned geometrically.
+    """
+    size = max(1, size)
+    root = math.isqrt(size)
+    values = sorted({-(-size // count) for count in range(1, root + 1)} | set(range(1, min(size, root + 1) + 1)))
+    if len(values) <= limit:
+        return values
+    keep = np.unique(np.round(np.geomspace(1, len(values), limit)).astype(int) - 1)
+    return [values[index] for index in keep]
+
+
+def grid(values: Mapping[str, Iterable[int]]) -> Tiles:
+    """All combinations, as flat arrays by name."""
+    names, columns = list(values), [list(column) for column in values.values()]
+    combinations = np.array(list(itertools.product(*columns)), dtype=np.int64) if len(names) > 2 else _product(columns)
+    return {name: combinations[:, index] for index, name in enumerate(names)}
+
+
+def _product(columns: list[list[int]]) -> np.ndarray:
+    axes = np.meshgrid(*(np.asarray(column, dtype=np.int64) for column in columns), indexing="ij")
+    return np.stack([axis.ravel() for axis in axes], axis=1)
+
+
+def pick(tiles: Tiles, index: int) -> Tile:
+    """One combination."""
+    return {name: int(column[index]) for name, column in tiles.items()}
+
+
+def sizes_of(problem: Problem, capacity: float, share: float = 1.0, features: int = 1) -> dict[str, float]:
+    """Values of the formulas' symbols. Sizes of 0 count as 1."""
+    values = {"N_q": problem.n_q, "N_k": problem.n_k, "d": problem.d, "d_v": problem.d_v, "r": features}
+    return {name: max(1, value) for name, value in values.items()} | {"M": capacity, "s": share}
+
+
+def groups(schedule: Schedule) -> list[tuple[Phase, ...]]:
+    """Phases that share no tile variable can be tiled independently of each other."""
+    remaining, result = list(schedule.phases), []
+    while remaining:
+        group, names = [remaining.pop(0)], set()
+        names.update(group[0].tile)
+        for phase in list(remaining):
+            if names & set(phase.tile):
+                remaining.remove(phase)
+                group.append(phase)
+                names.update(phase.tile)
+        result.append(tuple(group))
+    return result
+
+
+def least_io(
+    schedule: Schedule,
+    problem: Problem,
+    capacity: int,
+    share: float = 1.0,
+    features: int = 1,
+    granularity: Mapping[str, int] | None = None,
+) -> Tile:
+    """The tile of least I/O whose footprint is at most `capacity` elements: the two-level model's optimum.
+
+    Exhaustive up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at their
+    minimum. granularity: sizes are multiples of it, by variable (default 1).
+    Raises NoFittingTileError where the smallest tile does not fit.
+    """
+    sizes = sizes_of(problem, capacity, share, features)
+    steps = granularity or {}
+    used = frozenset().union(*(io_variables(phase) for phase in schedule.phases))
+    choices = {
+        name: _choices(name, sizes, steps.get(name, 1)) if name in used else [steps.get(name, 1)]
+        for name in schedule.tile
+    }
+    return least_of(schedule, problem, capacity, choices, share, features)
+
+
+def least_of(
+    schedule: Schedule,
+    problem: Problem,
+    capacity: int,
+    choices: Mapping[str, Iterable[int]],
+    share: float = 1.0,
+    features: int = 1,
+) -> Tile:
+    """The combination of least I/O among `choices` that fits `capacity`. Raises NoFittingTileError where none does."""
+    sizes = sizes_of(problem, capacity, share, features)
+    tile: Tile = {}
+    for group in groups(schedule):
+        names = sorted({name for phase in group for name in phase.tile})
+        if not names:
+            continue
+        tiles = grid({name: choices[name] for name in names})
+        parts = [phase_counts(phase, sizes, tiles) for phase in group]
+        footprint = np.maximum.reduce([np.broadcast_to(part.footprint, tiles[names[0]].shape) for part in parts])
+        if footprint.min() > capacity:
+            raise NoFittingTileError(
+                f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: its smallest tile needs "
+                f"{footprint.min():.0f}; give a larger M, or take small_cache, which tiles the head dimension too",
+                needed=float(footprint.min()),
+            )
+        io = sum(part.io for part in parts)
+        tile |= pick(tiles, int(np.argmin(np.where(footprint <= capacity, io + footprint * 1e-9, np.inf))))
+    return tile
+
+
+def _choices(name: str, sizes: Mapping[str, float], step: int) -> list[int]:
+    return sorted({_up(block, step) for cut in CUTS[name] for block in balanced(int(sizes[cut]), 200)})
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-max(1, size) // multiple) * multiple
+
+
+def footprint_bytes(problem: Problem, rows: np.ndarray, cols: np.ndarray, stages: np.ndarray | int = 1) -> np.ndarray:
+    """Bytes a query-stationary kernel keeps near: inputs in their dtype, scores, output and statistics in float32."""
+    dims, size = problem.d + problem.d_v, problem.element_bytes
+    return rows * (problem.d * size + problem.d_v * 4) + stages * cols * dims * size + rows * cols * 4 + 8 * rows
+
+
+def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multiple: int) -> Tiles:
+    """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the
+    fast level.
+
+    K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches
+    spill, they do not refuse.
+    """
+    rows = sorted({min(_up(problem.n_q, row_multiple), row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
+    cols = sorted({min(_up(problem.n_k, col_multiple), _up(count, col_multiple)) for count in (64, 128, 256, 512)})
+    tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
+    near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)
+    keep = (near <= machine.level(machine.fast).capacity * 0.75) | (
+        (tiles["B_r"] == rows[0]) & (tiles["B_c"] == cols[0])
+    )
+    return {name: column[keep] for name, column in tiles.items()}
+
+
+def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:
+    """(B_r, B_c, stages) for the Triton kernel: powers of two that fit shared memory and leave the accumulators in
+    registers.
+    """
+    powers = [16, 32, 64, 128, 256]
+    rows = [block for block in powers if block <= max(16, _power(problem.n_q))]
+    cols = [block for block in powers if block <= max(16, _power(problem.n_k))]
+    tiles = grid({"B_r": rows, "B_c": cols, "stages": [1, 2, 3, 4]})
+    width, size = _power(problem.d) + _power(problem.d_v), problem.element_bytes
+    shared = tiles["B_r"] * _power(problem.d) * size + tiles["stages"] * tiles["B_c"] * width * size
+    accumulators = 4 * tiles["B_r"] * (_power(problem.d_v) + tiles["B_c"]) + size * tiles["B_r"] * tiles["B_c"]
+    keep = (shared <= machine.shared_memory) & (accumulators <= 0.75 * machine.registers)
+    if not keep.any():
+        raise NoFittingTileError(
+            f"flash for {problem} on {machine.name}: the smallest tile needs {shared.min()} bytes of "
+            f"{machine.shared_memory} shared memory and {accumulators.min()} of {machine.registers} register bytes; "
+            f"use schedule='small_cache' or 'materialized'"
+        )
+    return {name: column[keep] for name, column in tiles.items()}
+
+
+def _power(size: int) -> int:
+    return 1 << max(0, (max(1, size) - 1).bit_length())

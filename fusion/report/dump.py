@@ -1,0 +1,199 @@
+"""`FUSION_DUMP=folder`: what every stage made of every graph, in numbered files; and the same for TORCH_TRACE.
+
+folder/graph_000/00_dynamo.py        the graph after each stage as Python that runs by itself
+                 01_normalized.py
+                 02_rewritten.py
+                 03_plan_0.txt       one per distinct attention
+                 04_kernel_0.mlir    (or .py)
+                 05_report.txt
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion.report.report import Report
+
+log = logging.getLogger(__name__)
+
+
+class Dump:
+    """The dump of one graph. `stage` takes the graph as text at once, since later stages change it."""
+
+    def __init__(self) -> None:
+        self.folder = os.environ.get("FUSION_DUMP", "")
+        self._graphs: list[tuple[str, str, dict[str, Any]]] = []
+
+    def stage(self, name: str, module: GraphModule) -> None:
+        """Note the graph after the stage `name`."""
+        if not self.folder:
+            return
+        try:
+            attributes = _attributes(module)
+            text = to_python(module, f"{len(self._graphs):02}_{name}.pt", attributes)
+        except Exception:  # looking must not change what happens
+            log.warning("FUSION_DUMP: the graph after %r cannot be written as Python", name, exc_info=True)
+            return
+        self._graphs.append((name, text, attributes))
+
+    def finish(self, report: Report) -> None:
+        """Write everything. A folder that cannot be written is reported, and nothing else happens."""
+        trace(report)
+        if not self.folder:
+            return
+        try:
+            self._write(report)
+        except OSError as problem:
+            log.warning(
+                "FUSION_DUMP=%s: nothing was written (%s); name a folder that can be written", self.folder, problem
+            )
+
+    def _write(self, report: Report) -> None:
+        folder = _new_folder(Path(self.folder))
+        files: list[tuple[str, str]] = []
+        for number, (name, text, attributes) in enumerate(self._graphs):
+            files.append((f"{name}.py", text))
+            if attributes:
+                torch.save(attributes, folder / f"{number:02}_{name}.pt")
+        files += artifacts(report)
+        for number, (name, text) in enumerate(files):
+            (folder / f"{number:02}_{name}").write_text(text, encoding="utf-8")
+        log.info("wrote %d files to %s", len(files), folder)
+
+
+def artifacts(report: Report) -> list[tuple[str, str]]:
+    """(file name, text) of the plans and kernels of a report, equal ones once, and of the report itself."""
+    plans: dict[str, None] = {}
+    kernels: dict[str, None] = {}
+    for site in report.sites:
+        for spec, plan, source in zip(site.specs, site.plans, site.sources, strict=True):
+            plans.setdefault(f"{spec}\n\n{plan.explain()}\n")
+            if source:
+                kernels.setdefault(source)
+    files = [(f"plan_{number}.txt", text) for number, text in enumerate(plans)]
+    files += [
+        (f"kernel_{number}.{'mlir' if 'func.func' in text else 'py'}", text) for number, text in enumerate(kernels)
+    ]
+    return [*files, ("report.txt", f"{report}\n")]
+
+
+def trace(report: Report) -> None:
+    """Hand report, plans and kernels to torch's structured log (TORCH_TRACE), which `tlparse` shows."""
+    if not torch._logging._internal.trace_log.handlers:
+        return
+    for name, text in artifacts(report):
+        torch._logging.trace_structured(
+            "artifact",
+            metadata_fn=lambda name=name: {"name": f"fusion_{name.rpartition('.')[0]}", "encoding": "string"},
+            payload_fn=lambda text=text: text,
+        )
+
+
+def _new_folder(parent: Path) -> Path:
+    """The next graph_NNN, also where several processes write into one folder."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        folder = parent / f"graph_{number:03}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+# --- a graph as a program ---------------------------------------------------------------------------------------
+
+
+def to_python(module: GraphModule, weights: str, attributes: Mapping[str, Any]) -> str:
+    """A graph as a Python program: a module, inputs of the right shapes, and a call.
+
+    weights: the file next to it that holds the tensors and modules which the graph has as attributes, if any.
+    """
+    code = module.graph.python_code("self")
+    lines = [
+        f'"""{len(module.graph.nodes)} nodes; run me."""',
+        "",
+        "import torch",
+        "",
+        "import fusion.runtime.op  # the ops",
+    ]
+    lines += [_import(name, held) for name, held in code.globals.items() if name != "torch"]
+    lines += ["", "", "class Graph(torch.nn.Module):"]
+    if attributes:
+        lines += [
+            "    def __init__(self):",
+            "        super().__init__()",
+            f'        held = torch.load(__file__.rpartition("/")[0] + "/{weights}", weights_only=False)',
+            "        for path, value in held.items():",
+            '            *parents, name = path.split(".")',
+            "            here = self",
+            "            for parent in parents:",
+            "                if not hasattr(here, parent):",
+            "                    setattr(here, parent, torch.nn.Module())",
+            "                here = getattr(here, parent)",
+            "            setattr(here, name, value)",
+            "",
+        ]
+    lines += [f"    {line}".rstrip() for line in code.src.strip().splitlines()]
+    lines += ["", "", "def inputs():", "    torch.manual_seed(0)", "    return ["]
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"        {_example(node)},  # {node.name}")
+    lines += ["    ]", "", "", 'if __name__ == "__main__":', "    result = Graph()(*inputs())"]
+    lines += ["    for leaf in torch.utils._pytree.tree_leaves(result):", "        print(leaf)"]
+    return "\n".join(lines) + "\n"
+
+
+def _import(name: str, held: Any) -> str:
+    if isinstance(held, types.ModuleType):
+        return f"import {held.__name__} as {name}"
+    if held is type(None):
+        return f"{name} = type(None)"
+    if isinstance(held, float):  # inf and nan
+        return f'{name} = float("{held}")'
+    outer, dot, rest = getattr(held, "__qualname__", name).partition(".")
+    if dot:
+        return f"from {held.__module__} import {outer}; {name} = {outer}.{rest}"
+    return f"from {getattr(held, '__module__', 'torch')} import {outer} as {name}"
+
+
+def _example(node: Node) -> str:
+    """An expression that makes an input like the one the graph was traced with."""
+    held = node.meta.get("val", node.meta.get("example_value"))
+    if isinstance(held, (torch.SymInt, torch.SymFloat)):
+        return repr(held.node.hint)
+    if not isinstance(held, torch.Tensor):
+        return repr(held)
+    size, stride = (json.dumps([_hint(n) for n in ns]) for ns in (held.shape, held.stride()))
+    made = f"torch.empty_strided({size}, {stride}, dtype={held.dtype}, device={str(held.device)!r})"
+    if held.is_floating_point():
+        return f"{made}.normal_()"
+    # small indices are in range wherever there are at least two entries
+    return f"{made}.random_(0, 2)" if not held.is_complex() else f"{made}.fill_(1)"
+
+
+def _hint(extent: int | torch.SymInt) -> int:
+    return int(extent.node.hint) if isinstance(extent, torch.SymInt) else int(extent)
+
+
+def _attributes(module: GraphModule) -> dict[str, Any]:
+    """What the graph refers to by name: tensors and modules."""
+    found: dict[str, Any] = {}
+    for node in module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            here: Any = module
+            for part in str(node.target).split("."):
+                here = getattr(here, part)
+            found[str(node.target)] = here.detach() if isinstance(here, torch.Tensor) else here
+    return found

@@ -1,0 +1,288 @@
+"""The rule by which fusion's ops run on DTensors: every process computes its own batches or heads.
+
+For each dimension of the mesh, the batch coordinate along which Q (or else K, V, another operand) is sharded there is
+split between the processes (`fusion.ir.sharding`). Operands that can be cut along with it are; all others are
+replicated over that dimension, as are operands whose placement fits no batch coordinate (rows of a sequence, columns of
+a head, partial sums). The gradient of a replicated operand then is the sum of what the processes find (`Partial`), as
+for DTensor's own products. Where nothing can be split, every process computes the whole: slower, and right.
+
+Importing this module registers the rule; it is imported once DTensors exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fusion.errors import ShardingError
+from fusion.ir import AttentionSpec
+from fusion.ir.expr import coordinates
+from fusion.ir.sharding import Extent, accesses, one_part, size_of_batch, split_dims
+from fusion.runtime import executor as runtime
+from fusion.runtime import op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """What one dimension of the mesh splits: batch coordinate `axis` in runs of `length`; per operand the dimension
+    that is cut along with it, or None where each process needs the whole operand."""
+
+    axis: int
+    length: int
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a call is divided: per dimension of the mesh its split, or None where every process does the same; and the
+    spec of what one process computes, in which `offset<n>` is where its run starts in the n-th."""
+
+    spec: AttentionSpec
+    splits: tuple[Split | None, ...]
+
+    def operand(self, number: int) -> list[Placement]:
+        """Where an operand has to be."""
+        dims = [None if split is None else split.dims[number] for split in self.splits]
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+    def gradient(self, number: int) -> list[Placement]:
+        """Where the gradient of an operand is found."""
+        whole = [Replicate() if split is None else Partial() for split in self.splits]
+        return [w if isinstance(p, Replicate) else p for w, p in zip(whole, self.operand(number), strict=True)]
+
+    def batched(self, dim: Callable[[int], int]) -> list[Placement]:
+        """Where a tensor is whose dimension `dim(axis)` is a batch coordinate."""
+        return [Replicate() if split is None else Shard(dim(split.axis)) for split in self.splits]
+
+
+@lru_cache(maxsize=1024)
+def layout(
+    spec: str,
+    lengths: tuple[Extent, ...],
+    shapes: tuple[tuple[Extent, ...], ...],
+    sharded: tuple[tuple[int | None, ...], ...],
+    mesh: tuple[int, ...],
+) -> Layout:
+    """The layout of a call on a mesh of this shape.
+
+    lengths: of the batch coordinates, None where one cannot be split. shapes: of the operands. sharded: per operand and
+    dimension of the mesh, the dimension of the tensor that is sharded.
+    """
+    local, splits = AttentionSpec.from_json(spec), []
+    left, extents = list(lengths), [list(shape) for shape in shapes]
+    for number, parts in enumerate(mesh):
+        split = _split(local, left, extents, [dims[number] for dims in sharded], parts, splits)
+        splits.append(split)
+        if split is None:
+            continue
+        left[split.axis] = split.length
+        for shape, dim in zip(extents, split.dims, strict=True):
+            if dim is not None:
+                shape[dim] = cast("int", shape[dim]) // parts
+        local = one_part(local, split.axis, split.dims, f"offset{number}")
+    return Layout(spec=local, splits=tuple(splits))
+
+
+def _split(
+    spec: AttentionSpec,
+    lengths: Sequence[Extent],
+    shapes: Sequence[Sequence[Extent]],
+    sharded: Sequence[int | None],
+    parts: int,
+    taken: Sequence[Split | None],
+) -> Split | None:
+    """Along the batch coordinate by which the first operand is sharded that is sharded by any. Not along one that cuts
+    a dimension which an earlier split (`taken`) cuts already."""
+    cut = [{s.dims[operand] for s in taken if s is not None} - {None} for operand in range(len(shapes))]
+    for operand, dim in enumerate(sharded):
+        for axis, length in enumerate(lengths):
+            if dim is None or length is None or length % parts:
+                continue
+            dims = split_dims(spec, axis, length // parts, parts, shapes)
+            if dims[operand] == dim and not any(d in before for d, before in zip(dims, cut, strict=True)):
+                return Split(axis=axis, length=length // parts, dims=dims)
+    return None
+
+
+# --- calls ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call on DTensors: what this process computes of it, and where that belongs. Sizes may be symbolic."""
+
+    mesh: DeviceMesh
+    layout: Layout
+    spec: AttentionSpec
+    sizes: Sequence[int]
+    operands: Sequence[Tensor]
+    emitter: str
+
+    @classmethod
+    def of(cls, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> _Call:
+        mesh = _mesh(operands)
+        parsed = AttentionSpec.from_json(spec)
+        known = dict(zip(parsed.sizes, sizes, strict=True))
+        names = [size_of_batch(parsed, axis) for axis in range(len(parsed.batch))]
+        lengths = tuple(None if name is None else int(known[name]) for name in names)
+        used = _batch_dims(spec)
+        shapes = tuple(
+            tuple(int(extent) if t in dims else None for t, extent in enumerate(operand.shape))
+            for operand, dims in zip(operands, used, strict=True)
+        )
+        sharded = tuple(_sharded(operand, mesh.ndim) for operand in operands)
+        found = layout(spec, lengths, shapes, sharded, tuple(mesh.size(n) for n in range(mesh.ndim)))
+        return cls(mesh=mesh, layout=found, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
+
+    def arguments(self) -> tuple[list[Tensor], list[int], str, str]:
+        """Of the op, for this process's part."""
+        local = [
+            self.local(operand, self.layout.operand(number)) if isinstance(operand, DTensor) else operand
+            for number, operand in enumerate(self.operands)
+        ]
+        known = dict(zip(self.spec.sizes, self.sizes, strict=True))
+        for number, split in enumerate(self.layout.splits):
+            if split is not None:
+                known[cast("str", size_of_batch(self.spec, split.axis))] = split.length
+                known[f"offset{number}"] = self.mesh.get_local_rank(number) * split.length
+        spec = self.layout.spec
+        return local, [known[name] for name in spec.sizes], spec.to_json(), self.emitter
+
+    def local(self, tensor: Tensor, placements: Sequence[Placement]) -> Tensor:
+        """This process's part of a tensor that is to be at these placements."""
+        if not isinstance(tensor, DTensor):
+            raise ShardingError(
+                f"fusion::attention of DTensors got a plain {type(tensor).__name__} of shape {list(tensor.shape)} "
+                "among its results' gradients; convert it with DTensor.from_local"
+            )
+        return tensor.redistribute(self.mesh, placements).to_local()
+
+    def whole(self, local: Tensor, shape: Sequence[Any], order: Sequence[int], at: Sequence[Placement]) -> DTensor:
+        """The DTensor of this shape, packed in this order of dimensions, of which the process holds `local`."""
+        strides: list[Any] = [0] * len(shape)
+        step: Any = 1
+        for dim in reversed(order):
+            strides[dim], step = step, step * torch.sym_max(shape[dim], 1)
+        size, stride = torch.Size(shape), tuple(strides)
+        return DTensor.from_local(local, self.mesh, at, run_check=False, shape=size, stride=stride)
+
+    def output(self, local: Tensor) -> DTensor:
+        extents, output = runtime.output_extents(self.spec, self.sizes), self.spec.output
+        shape = [extents[name] for name in output.dims]
+        order = [output.dims.index(name) for name in output.order]
+        return self.whole(local, shape, order, self.output_placements())
+
+    def output_placements(self) -> list[Placement]:
+        return self.layout.batched(lambda axis: self.spec.output.dims.index(f"b{axis}"))
+
+    def statistics(self, local: Tensor) -> DTensor:
+        shape = runtime.statistics_shape(self.spec, runtime.output_extents(self.spec, self.sizes))
+        return self.whole(local, shape, range(len(shape)), self.statistics_placements(len(shape)))
+
+    def statistics_placements(self, rank: int) -> list[Placement]:
+        """`runtime.statistics_shape` is [3, b.., i], or [0] where there are none."""
+        return self.layout.batched(lambda axis: 1 + axis) if rank > 1 else [Replicate()] * self.mesh.ndim
+
+    def gradient(self, number: int, local: Tensor) -> Tensor:
+        operand, described = self.operands[number], self.spec.operands[number]
+        order = described.order or range(described.rank)
+        found = self.whole(local, operand.shape, order, self.layout.gradient(number))
+        return found if isinstance(operand, DTensor) else found.full_tensor()
+
+
+def _mesh(operands: Sequence[Tensor]) -> DeviceMesh:
+    meshes = [operand.device_mesh for operand in operands if isinstance(operand, DTensor)]
+    if not meshes or any(mesh != meshes[0] for mesh in meshes):
+        raise ShardingError(
+            f"fusion::attention was asked for on DTensors of different meshes ({', '.join(map(str, meshes))}); "
+            "redistribute its operands to one"
+        )
+    if meshes[0].get_coordinate() is None:
+        raise ShardingError(
+            f"fusion::attention was asked for on DTensors of {meshes[0]}, to which this process does not belong; "
+            "call it on the processes of the mesh only"
+        )
+    return meshes[0]
+
+
+def _sharded(operand: Tensor, rank: int) -> tuple[int | None, ...]:
+    """Per dimension of the mesh, the dimension of a tensor that is sharded in equal runs."""
+    if not isinstance(operand, DTensor):
+        return (None,) * rank
+    return tuple(p.dim if type(p) is Shard else None for p in operand.placements)
+
+
+@lru_cache(maxsize=1024)
+def _batch_dims(spec: str) -> tuple[frozenset[int], ...]:
+    """Per operand, the dimensions whose index has to do with a batch coordinate."""
+    return tuple(
+        frozenset(
+            t
+            for index in indices
+            for t, expr in enumerate(index)
+            if any(name.startswith("b") for name in coordinates(expr))
+        )
+        for indices in accesses(AttentionSpec.from_json(spec))
+    )
+
+
+# --- the rules --------------------------------------------------------------------------------------------------
+
+
+def _attention(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> DTensor:
+    call = _Call.of(operands, sizes, spec, emitter)
+    return call.output(called(*call.arguments()))
+
+
+def _forward(
+    called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str
+) -> tuple[DTensor, DTensor]:
+    call = _Call.of(operands, sizes, spec, emitter)
+    out, statistics = called(*call.arguments())
+    return call.output(out), call.statistics(statistics)
+
+
+def _backward(called: Any, **arguments: Any) -> list[Tensor]:
+    grad, out, statistics, operands, sizes, spec, emitter, needs = runtime.BackwardArguments(**arguments)
+    call = _Call.of(operands, sizes, spec, emitter)
+    at = call.output_placements()
+    results = call.local(grad, at), call.local(out, at)
+    kept = call.local(statistics, call.statistics_placements(statistics.dim()))
+    found = called(*results, kept, *call.arguments(), needs)
+    wanted = [number for number, needed in enumerate(needs) if needed]
+    return [call.gradient(number, local) for number, local in zip(wanted, found, strict=True)]
+
+
+def _tile_map(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> DTensor:
+    """Masks are small: every process makes the whole map."""
+    mesh = _mesh(operands)
+    everywhere = [Replicate()] * mesh.ndim
+    local = [o.redistribute(mesh, everywhere).to_local() if isinstance(o, DTensor) else o for o in operands]
+    return DTensor.from_local(called(local, sizes, spec), mesh, everywhere, run_check=False)
+
+
+def _rule(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(_: type, called: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        names = [argument.name for argument in called._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        with torch.no_grad():  # gradients have been taken care of above
+            return compute(called, **given)
+
+    return rule
+
+
+for _name, _compute in {
+    "attention": _attention,
+    "attention_below_autograd": _attention,
+    "attention_forward": _forward,
+    "attention_backward": _backward,
+    "tile_map": _tile_map,
+}.items():
+    torch.library.register_torch_dispatch(f"fusion::{_name}", DTensor, _rule(_compute), lib=op._library)

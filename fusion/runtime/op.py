@@ -1,0 +1,157 @@
+"""`torch.ops.fusion.attention` and its gradient: one attention, whole in its arguments.
+
+    attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor
+    attention_forward(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> (Tensor out, Tensor statistics)
+    attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec,
+                       str emitter, bool[] needs) -> Tensor[]
+
+    tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
+
+`attention_forward` stands where gradients are needed: besides the output it returns three numbers per query row (see
+`runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per operand
+that `needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its backward.
+
+`attention_below_autograd` is `attention` in graphs whose gradients were traced already: a call of it spends no time in
+Python code of torch's that looks for them (some 20 us).
+
+`spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
+build the kernel again. `emitter` is that of the options. Operands may have any strides (the op is tagged so that
+Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
+`fusion.ir.tile_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.errors import DoubleBackwardError
+from fusion.ir import AttentionSpec
+from fusion.ir.tile_map import MapSpec
+from fusion.runtime import autograd
+from fusion.runtime import executor as runtime
+from fusion.runtime.tile_map_op import tile_map
+
+VERSION = 10
+"""To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
+
+_library = torch.library.Library("fusion", "DEF")
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+_library.define("attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor", tags=_TAGS)
+_library.define(
+    "attention_forward(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> (Tensor, Tensor)", tags=_TAGS
+)
+_library.define(
+    "attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, "
+    "str emitter, bool[] needs) -> Tensor[]",
+    tags=_TAGS,
+)
+_library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
+_BELOW = "attention_below_autograd(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor"
+_library.define(_BELOW, tags=_TAGS)
+
+
+def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
+    parsed = MapSpec.from_json(spec)
+    return operands[0].new_empty(parsed.shape(dict(zip(parsed.sizes, sizes, strict=True))), dtype=torch.int32)
+
+
+def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
+    parsed = AttentionSpec.from_json(spec)
+    extents = runtime.output_extents(parsed, sizes)
+    packed = operands[0].new_empty([extents[d] for d in parsed.output.order], dtype=getattr(torch, parsed.out_dtype))
+    return packed.permute([parsed.output.order.index(d) for d in parsed.output.dims])
+
+
+def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> tuple[Tensor, Tensor]:
+    out = _fake(operands, sizes, spec, emitter)
+    parsed = AttentionSpec.from_json(spec)
+    shape = runtime.statistics_shape(parsed, runtime.output_extents(parsed, sizes))
+    return out, operands[0].new_empty(shape, dtype=runtime.statistics_dtype(operands))
+
+
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    given = runtime.BackwardArguments(*arguments)
+    described = AttentionSpec.from_json(given.spec).operands
+    return [
+        runtime.empty_gradient(tensor, operand)
+        for tensor, operand, needed in zip(given.operands, described, given.needs, strict=True)
+        if needed
+    ]
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, arguments: Sequence[Any], result: tuple[Tensor, Tensor]) -> None:
+    operands, *ctx.described = arguments
+    out, statistics = result
+    ctx.save_for_backward(out, statistics, *operands)
+    ctx.mark_non_differentiable(statistics)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> list[Tensor | None]:
+    out, statistics, *operands = ctx.saved_tensors
+    return _gradients(ctx, grad, out, statistics, operands)
+
+
+def _save_operands(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
+    operands, *ctx.described = arguments
+    ctx.save_for_backward(*operands)
+
+
+def _recompute_and_differentiate(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    operands = list(ctx.saved_tensors)
+    with torch.no_grad():
+        out, statistics = torch.ops.fusion.attention_forward(operands, *ctx.described)
+    return _gradients(ctx, grad, out, statistics, operands)
+
+
+def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands: list[Tensor]) -> list[Tensor | None]:
+    """One gradient or None per operand."""
+    asked = ctx.needs_input_grad[1:]  # the first says how the operator was called
+    needs = [bool(n) and o.is_floating_point() for n, o in zip(asked, operands, strict=True)]
+    found = iter(torch.ops.fusion.attention_backward(grad, out, statistics, operands, *ctx.described, needs))
+    return [next(found) if needed else None for needed in needs]
+
+
+def _no_gradient(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
+    return [None] * ctx.count
+
+
+def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
+    ctx.count = len(arguments[0])
+    ctx.mark_non_differentiable(result)
+
+
+def _refuse(ctx: Any, *grads: Any) -> list[Tensor | None]:
+    raise DoubleBackwardError(
+        "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, "
+        "torch.func.hessian); it has a first derivative only. Compile this model with another backend, or keep the "
+        "attention out of the second derivative."
+    )
+
+
+def _save_nothing(ctx: Any, arguments: Sequence[Any], result: Any) -> None:
+    """The backward of the backward only raises."""
+
+
+torch.library.register_fake("fusion::attention", _fake, lib=_library)
+torch.library.register_fake("fusion::attention_below_autograd", _fake, lib=_library)
+torch.library.register_fake("fusion::tile_map", _fake_tile_map, lib=_library)
+torch.library.register_fake("fusion::attention_forward", _fake_forward, lib=_library)
+torch.library.register_fake("fusion::attention_backward", _fake_backward, lib=_library)
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention", runtime.attention, _key)
+    _library.impl("attention_below_autograd", runtime.attention, _key)
+    _library.impl("attention_forward", runtime.attention_forward, _key)
+    _library.impl("attention_backward", runtime.attention_backward, _key)
+    _library.impl("tile_map", tile_map, _key)
+_library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
+autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands)
+autograd.register(_library, "attention_forward", _differentiate, _save)
+autograd.register(_library, "attention_backward", _refuse, _save_nothing)
+autograd.register(_library, "tile_map", _no_gradient, _save_count)

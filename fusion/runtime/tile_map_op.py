@@ -1,0 +1,308 @@
+"""`torch.ops.fusion.tile_map`: the pass over a mask's data that finds which tiles it leaves alive.
+
+Predicates of the query alone or of the key alone are evaluated element by element and then pooled over cells. What
+depends on both is bounded by interval arithmetic over cells; of a mask tensor [.., N_q, N_k] the least and the greatest
+value in each cell are taken, the only step that reads N_q x N_k elements. On a CPU a few rows of cells are looked at
+before that step: a mask in which they show next to nothing to skip (a random one, say) is not read any further, and the
+masks of some later calls are not looked at. On a GPU nothing is decided by what the data holds, so that no number is
+waited for, and the pass can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion.ir.expr import Expr, Kind, coordinates, loads
+from fusion.ir.ops import evaluate
+from fusion.ir.sizes import size_value
+from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
+from fusion.planning.tile_map_cost import SAMPLES, WORTH_SAMPLING
+
+WORTH_READING = 1 / 16  # share of the cells looked at that need no mask or no work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Of a predicate over cells: whether it may be true somewhere, whether it must be true everywhere."""
+
+    may: Tensor
+    must: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Of a value over cells: its least and greatest; NaN where the cell holds NaN."""
+
+    low: Tensor
+    high: Tensor
+
+
+class Patience:
+    """When to look at masks of one kind again after looks in vain: after 1, 2, 4, .. calls without. What is returned
+    then is right as well, and nothing is skipped by it."""
+
+    LONGEST = 16
+
+    def __init__(self) -> None:
+        self.pause = self.left = 0
+
+    def looks(self) -> bool:
+        """Whether this call looks."""
+        self.left -= self.left > 0
+        return self.left == 0
+
+    def was_vain(self) -> None:
+        self.pause = min(2 * self.pause, self.LONGEST) or 1
+        self.left = self.pause + 1
+
+    def paid(self) -> None:
+        self.pause = self.left = 0
+
+
+_patience: dict[str, Patience] = {}
+
+
+def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
+    """The table of `fusion.ir.tile_map`, int32, for mask data in `operands`."""
+    parsed = MapSpec.from_json(spec)
+    known = dict(zip(parsed.sizes, sizes, strict=True))
+    *batch, lines, columns, _ = parsed.shape(known)
+    n_q = size_value(parsed.n_q, known)
+    table = torch.zeros([*batch, lines, columns, 2], dtype=torch.int32, device=operands[0].device)
+    if 0 in batch or lines == 1 or columns == 1:
+        return table
+    codes = _cells(parsed, operands, known, n_q, _patience.setdefault(spec, Patience()))
+    if codes is None:  # all are live and none is full: r * c cells before cell (r, c)
+        counts = torch.arange(lines, dtype=torch.int32)[:, None] * torch.arange(columns, dtype=torch.int32)
+        return counts[:, :, None].expand(*batch, lines, columns, 2).contiguous()
+    codes = codes.expand(*batch, lines - 1, columns - 1, 2)
+    table[..., 1:, 1:, :] = codes.to(torch.int32).cumsum(-3, dtype=torch.int32).cumsum(-2, dtype=torch.int32)
+    return table
+
+
+def cells(spec: MapSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
+    known = dict(zip(spec.sizes, sizes, strict=True))
+    return _Cells(spec, operands, known).codes()
+
+
+def _cells(
+    spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int, patience: Patience
+) -> Tensor | None:
+    """As `cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
+    dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
+    elements = sum(operands[int(part.attr)].numel() for part in dense)  # type: ignore[arg-type]
+    if operands[0].device.type == "cpu" and elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
+        if not patience.looks():
+            return None
+        chosen = torch.arange(SAMPLES) * (n_q // CELL_ROWS - 1) // (SAMPLES - 1) * CELL_ROWS
+        seen = _Cells(spec, operands, sizes, (chosen[:, None] + torch.arange(CELL_ROWS)).flatten()).codes()
+        if int(seen.sum()) > (1 - WORTH_READING / 2) * seen.numel():
+            patience.was_vain()
+            return None
+        patience.paid()
+    return _Cells(spec, operands, sizes).codes()
+
+
+class _Cells:
+    """Bounds of expressions over the cells of all queries, or of these rows. Tensors are [b.., rows, keys], with 1 for
+    what a value does not depend on."""
+
+    def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None):
+        self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows
+        self.rank = len(spec.batch) + 2
+        self.device = operands[0].device if operands else torch.device("cpu")
+        self.n_q, self.n_k = size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)
+        self._memo: dict[Expr, Extent | Interval] = {}
+
+    def codes(self) -> Tensor:
+        """[b.., rows, columns, 2]: live, needs the mask."""
+        live, full = self.extent(self.spec.live).may, ~self.extent(self.spec.full).must
+        return torch.stack(torch.broadcast_tensors(live, full), -1)
+
+    # --- element by element -------------------------------------------------------------------------------------
+
+    def _axis(self, name: str) -> int:
+        return {"i": self.rank - 2, "j": self.rank - 1}[name] if name in "ij" else int(name[1:])
+
+    def _coordinate(self, name: str, device: torch.device) -> Tensor:
+        """Values of a coordinate, along its own axis."""
+        axis = self._axis(name)
+        if name == "i" and self.rows is not None:
+            values = self.rows
+        else:
+            values = torch.arange(self._extent_of(name), device=device)
+        return values.reshape([-1 if k == axis else 1 for k in range(self.rank)])
+
+    def _extent_of(self, name: str) -> int:
+        sizes = {"i": self.n_q, "j": self.n_k}
+        return sizes[name] if name in sizes else size_value(self.spec.batch[self._axis(name)], self.sizes)
+
+    def _leaf(self, part: Expr) -> Tensor | Callable[..., Tensor]:
+        if part.op == "coord":
+            return self._coordinate(str(part.attr), self.device)
+        if part.op == "size":
+            return torch.tensor(self.sizes[str(part.attr)])
+        tensor = self.operands[int(part.attr)]  # type: ignore[arg-type]
+        return lambda *index: _widened(tensor[tuple(map(self._waitless, index))])
+
+    def _waitless(self, index: Tensor) -> Tensor:
+        """An index of no dimension would be read by the host, which waits for the device to compute it."""
+        return index if index.dim() or index.device.type == "cpu" else index.reshape([1] * self.rank)
+
+    def _on_host(self, part: Expr) -> Tensor:
+        """As `_leaf`, of an index that loads nothing."""
+        if part.op == "coord":
+            return self._coordinate(str(part.attr), torch.device("cpu"))
+        return torch.tensor(self.sizes[str(part.attr)])
+
+    def _exact(self, expr: Expr) -> Tensor:
+        value = evaluate(expr, self._leaf, torch.float64)
+        return value.reshape([1] * (self.rank - value.dim()) + list(value.shape))
+
+    # --- over cells ---------------------------------------------------------------------------------------------
+
+    def _pooled(self, values: Tensor, largest: bool, done: Sequence[int] = ()) -> Tensor:
+        """Least or greatest values over cells, along axes that are not 1 or `done`."""
+        for axis, size in ((self.rank - 2, CELL_ROWS), (self.rank - 1, CELL_KEYS)):
+            if values.shape[axis] > 1 and axis not in done:
+                values = _pool(values, axis, size, largest)
+        return values
+
+    def extent(self, expr: Expr) -> Extent:
+        """Of a BOOL expression."""
+        found = self._memo.get(expr)
+        if not isinstance(found, Extent):
+            found = self._memo[expr] = self._extent(expr)
+        return found
+
+    def _extent(self, expr: Expr) -> Extent:
+        if not {"i", "j"} <= coordinates(expr):
+            values = self._exact(expr)
+            return Extent(may=self._pooled(values, True), must=self._pooled(values, False))
+        if expr.op == "load":
+            bounds = self._dense(expr)
+            return Extent(may=bounds.high.bool(), must=bounds.low.bool())
+        if expr.op == "not":
+            inner = self.extent(expr.args[0])
+            return Extent(may=~inner.must, must=~inner.may)
+        if expr.op in ("and", "or"):
+            left, right = map(self.extent, expr.args)
+            if expr.op == "and":
+                return Extent(may=left.may & right.may, must=left.must & right.must)
+            return Extent(may=left.may | right.may, must=left.must | right.must)
+        return self._comparison(expr)
+
+    def _comparison(self, expr: Expr) -> Extent:
+        """A comparison with NaN is false, so `may` is what is not excluded by bounds that are no NaN."""
+        a, b = map(self.interval, expr.args)
+        kind = expr.op[1:]
+        if kind == "le":
+            return Extent(may=~(a.low > b.high), must=a.high <= b.low)
+        if kind == "lt":
+            return Extent(may=~(a.low >= b.high), must=a.high < b.low)
+        apart = (a.low > b.high) | (a.high < b.low)
+        same = (a.low == b.high) & (a.high == b.low)
+        return Extent(may=~apart, must=same) if kind == "eq" else Extent(may=~same, must=apart)
+
+    def interval(self, expr: Expr) -> Interval:
+        """Of an INT or FLOAT expression."""
+        found = self._memo.get(expr)
+        if not isinstance(found, Interval):
+            found = self._memo[expr] = self._interval(expr)
+        return found
+
+    def _interval(self, expr: Expr) -> Interval:
+        if not {"i", "j"} <= coordinates(expr):
+            values = self._exact(expr)
+            return Interval(low=self._pooled(values, False), high=self._pooled(values, True))
+        if expr.op == "load":
+            return self._dense(expr)
+        parts = [self.interval(arg) for arg in expr.args]
+        if expr.op == "add":
+            low, high = (
+                functools.reduce(torch.add, ends) for ends in zip(*((p.low, p.high) for p in parts), strict=True)
+            )
+            return Interval(low=low, high=high)
+        if expr.op == "iabs":
+            (part,) = parts
+            top = torch.maximum(part.low.abs(), part.high.abs())
+            return Interval(low=torch.maximum(part.low, -part.high).clamp(0), high=top)
+        if expr.op == "floordiv":
+            divisor = int(expr.args[1].attr)  # type: ignore[arg-type]
+            return Interval(low=parts[0].low // divisor, high=parts[0].high // divisor)
+        factor, part = 1, parts[0]
+        for arg, bounds in zip(expr.args, parts, strict=True):
+            factor, part = (factor * int(arg.attr), part) if arg.is_const else (factor, bounds)  # type: ignore[arg-type]
+        ends = part.low * factor, part.high * factor
+        return Interval(low=ends[0], high=ends[1]) if factor >= 0 else Interval(low=ends[1], high=ends[0])
+
+    # --- mask tensors -------------------------------------------------------------------------------------------
+
+    def _dense(self, expr: Expr) -> Interval:
+        """Least and greatest values of a tensor over cells."""
+        tensor, pooled = self._view(expr)
+        if expr.kind is Kind.BOOL:  # as bytes: their extremes are found with vectors
+            tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else (tensor != 0).view(torch.uint8)
+        low, high = (_widened(self._pooled(tensor, largest, pooled)) for largest in (False, True))
+        return Interval(low=low, high=high)
+
+    def _view(self, expr: Expr) -> tuple[Tensor, list[int]]:
+        """The tensor of a load with its dimensions at their coordinates' axes, and those axes along which it has one
+        element a cell. Copies only where an index is not a coordinate from some element on."""
+        tensor = self.operands[int(expr.attr)]  # type: ignore[arg-type]
+        axes: list[int] = []
+        pooled: list[int] = []
+        for index in expr.args:
+            names = coordinates(index)
+            dim = len(axes)
+            if not names:
+                tensor = tensor.select(dim, int(evaluate(index, self._on_host)))
+                continue
+            name = next(iter(names))
+            if index.op == "coord" and (name != "i" or self.rows is None):
+                tensor = tensor.narrow(dim, 0, self._extent_of(name))
+                axes.append(self._axis(name))
+                continue
+            at = evaluate(index, self._on_host).flatten()
+            size = {"i": CELL_ROWS, "j": CELL_KEYS}.get(name, 1)
+            stride = 1
+            if size > 1 and bool((at == at[torch.arange(len(at)) // size * size]).all()):
+                at, stride = at[::size], size
+                pooled.append(self._axis(name))
+            if len(at) == 1 or bool((at[1:] - at[:-1] == 1).all()):
+                tensor = tensor.narrow(dim, int(at[0]), len(at))
+            else:  # computed there again: nothing is copied from the host
+                there = at if self.device.type == "cpu" else evaluate(index, self._leaf).flatten()[::stride]
+                tensor = tensor.index_select(dim, there)
+            axes.append(self._axis(name))
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        tensor = tensor.permute(order)
+        for axis in range(self.rank):
+            if axis not in axes:
+                tensor = tensor.unsqueeze(axis)
+        return tensor, pooled
+
+
+def _widened(values: Tensor) -> Tensor:
+    """As kernels read an element: integers as int64."""
+    if values.dtype is torch.bool:
+        return values
+    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
+
+
+def _pool(values: Tensor, axis: int, size: int, largest: bool) -> Tensor:
+    """The greatest or least of every `size` consecutive values; the last cell may be smaller."""
+    reduce = torch.amax if largest else torch.amin
+    whole = values.shape[axis] // size
+    parts = []
+    if whole:
+        parts.append(reduce(values.narrow(axis, 0, whole * size).unflatten(axis, (whole, size)), axis + 1))
+    if values.shape[axis] % size:
+        parts.append(reduce(values.narrow(axis, whole * size, values.shape[axis] - whole * size), axis, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
