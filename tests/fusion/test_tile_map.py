@@ -249,15 +249,15 @@ def test_layers_with_the_same_mask_share_a_map():
 
     padding = torch.arange(N)[None] < torch.tensor([[200], [N]])
     calls = graph_calls(model, torch.randn(2, 2, N, 16), padding, padding.flip(0).contiguous())
-    assert calls.count("fusion.runtime.tile_map_op.default") == 2 and calls.count("fusion.attention.default") == 4
+    assert calls.count("fusion.tile_map.default") == 2 and calls.count("fusion.attention.default") == 4
 
 
 def test_small_problems_get_no_map_and_never_means_never():
     function, mask = data()["bool mask"]
     inputs = [*(torch.randn(2, 2, N, 16) for _ in range(3)), mask]
-    assert "fusion.runtime.tile_map_op.default" not in graph_calls(function, *(x[..., :16, :] for x in inputs[:3]),
+    assert "fusion.tile_map.default" not in graph_calls(function, *(x[..., :16, :] for x in inputs[:3]),
                                                         mask[..., :16, :16], tile_maps="auto")  # fmt: skip
-    assert "fusion.runtime.tile_map_op.default" not in graph_calls(function, *inputs, tile_maps="never")
+    assert "fusion.tile_map.default" not in graph_calls(function, *inputs, tile_maps="never")
 
 
 def test_the_cost_model_weighs_the_pass_against_all_that_share_it():
