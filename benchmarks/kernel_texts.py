@@ -30,7 +30,6 @@ from fusion.codegen.mlir.backward.queries import QueriesKernel, SettlingKernel
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.boxes import _Boxes
 from fusion.codegen.mlir.features import FeatureShape, emit_readout, emit_state
-from fusion.codegen.mlir.forward_statistics import ForwardWithStatistics
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.moments import _Moments
 from fusion.codegen.mlir.row_kernel import emit_rows
@@ -126,7 +125,7 @@ def mlir_texts(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]
             yield f"selective, {of}", emit_selective(spec, tiling, target, d, d_v).source
         if without_backward(spec) is not None:
             continue
-        yield f"statistics, {of}", ForwardWithStatistics(spec, tiling, target, d, d_v).text().source
+        yield f"statistics, {of}", emit(spec, tiling, target, d, d_v, with_statistics=True).source
         yield from backward_texts(of, spec, Problem(
             spec=spec, plan=backward_plan(spec), tiling=backward_tiling(tiling), target=target, d=d, d_v=d_v,
         ))  # fmt: skip

@@ -5,7 +5,7 @@ The kernels of this package are written in the `arith`, `math`, `vector` and `sc
 `llvm.ptr`, so that one notion of address serves tensors of any strides and the scratch areas alike. A method of
 `Builder` appends one operation and returns its result; Python code that uses it reads in the order of the text that it
 writes. Integers stay Python integers as long as they can: arithmetic between them is done here, and they become
-`arith.constant` where an operation needs them.
+`arith.constant` where an operation needs them. So sums and products are of type `Any`: Python integers, or values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -194,19 +194,19 @@ class Builder:
         a, b = self._pair(x, y)
         return self.op(f"arith.{float_op if is_float(a.type) else int_op} {a}, {b} : {a.type}", a.type, hint)
 
-    def add(self, x: Operand, y: Operand, hint: str = "add"):
+    def add(self, x: Operand, y: Operand, hint: str = "add") -> Any:
         if isinstance(x, int) and isinstance(y, int):
             return x + y
         if isinstance(y, int) and y == 0 or isinstance(x, int) and x == 0:
             return x if isinstance(x, Value) else y
         return self._binary("addf", "addi", x, y, hint)
 
-    def sub(self, x: Operand, y: Operand, hint: str = "sub"):
+    def sub(self, x: Operand, y: Operand, hint: str = "sub") -> Any:
         if isinstance(x, int) and isinstance(y, int):
             return x - y
         return x if isinstance(y, int) and y == 0 else self._binary("subf", "subi", x, y, hint)
 
-    def mul(self, x: Operand, y: Operand, hint: str = "mul"):
+    def mul(self, x: Operand, y: Operand, hint: str = "mul") -> Any:
         if isinstance(x, int) and isinstance(y, int):
             return x * y
         if isinstance(x, int):
@@ -215,23 +215,23 @@ class Builder:
             return x
         return 0 if isinstance(y, int) and y == 0 else self._binary("mulf", "muli", x, y, hint)
 
-    def div(self, x: Operand, y: Operand, hint: str = "div"):
+    def div(self, x: Operand, y: Operand, hint: str = "div") -> Any:
         """Quotient of floats; of integers that are not negative (sizes and indices)."""
         if isinstance(x, int) and isinstance(y, int):
             return x // y
         return x if isinstance(y, int) and y == 1 else self._binary("divf", "divui", x, y, hint)
 
-    def rem(self, x: Operand, y: Operand, hint: str = "rem"):
+    def rem(self, x: Operand, y: Operand, hint: str = "rem") -> Any:
         if isinstance(x, int) and isinstance(y, int):
             return x % y
         return 0 if isinstance(y, int) and y == 1 else self._binary("remf", "remui", x, y, hint)
 
-    def least(self, x: Operand, y: Operand, hint: str = "min"):
+    def least(self, x: Operand, y: Operand, hint: str = "min") -> Any:
         if isinstance(x, int) and isinstance(y, int):
             return min(x, y)
         return self._binary("minnumf", "minsi", x, y, hint)
 
-    def most(self, x: Operand, y: Operand, hint: str = "max"):
+    def most(self, x: Operand, y: Operand, hint: str = "max") -> Any:
         if isinstance(x, int) and isinstance(y, int):
             return max(x, y)
         return self._binary("maxnumf", "maxsi", x, y, hint)
@@ -290,7 +290,7 @@ class Builder:
         type_ = vector_of(shape_of(x.type)[1], len(pattern))
         return self.op(f"vector.shuffle {x}, {y} [{', '.join(map(str, pattern))}] : {x.type}, {y.type}", type_, hint)
 
-    def intrinsic(self, name: str, *operands: Value, type_: str | None = None, hint: str = "t") -> Value | None:
+    def intrinsic(self, name: str, *operands: Value, type_: str | None = None, hint: str = "t") -> Any:
         """A call of an LLVM intrinsic."""
         types = ", ".join(o.type for o in operands)
         call = f'llvm.call_intrinsic "llvm.{name}"({", ".join(map(str, operands))}) : ({types}) -> {type_ or "()"}'

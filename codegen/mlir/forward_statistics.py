@@ -1,59 +1,58 @@
-"""The forward kernel of training: the statistics of each row are written with the output."""
+"""What the forward kernel of training writes with the output: the statistics of each row."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.kernel import AttentionKernel
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.ir.expr import coord
+
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.skeleton import KernelFunction
 
 #: Largest weight of a row from which on its delta is summed over the keys, see `backward.call`. Errors of delta go into
 #: the gradients times weights: with small ones they average out. Rows of a thousand keys and random scores stay below.
 CONCENTRATED = 1 / 8
 
 
-class ForwardWithStatistics(AttentionKernel):
-    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`) are written with the output. A factor is
-    written negative where a weight of the row is above CONCENTRATED."""
+class RowStatistics:
+    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`). A factor is written negative where a
+    weight of the row is above CONCENTRATED. groups: groups of lanes in a work item."""
 
-    def _tile_areas(self) -> None:
-        self.peaks = self._area(self.tiling.groups * 4 * self.lanes, "peaks")
-        super()._tile_areas()
-
-    def _visit(self, scope, readers, first, count, groups, padded_groups, low, high, skipping=None) -> None:
-        b = self.b
-        with b.loop(0, padded_groups, hint="g") as g:
-            b.store(b.constant(float("-inf"), self.vector), self._peak_of(g))
-        super()._visit(scope, readers, first, count, groups, padded_groups, low, high, skipping)
+    def __init__(self, kernel: KernelFunction, groups: int):
+        self.kernel, self.b = kernel, kernel.b
+        self.peaks = kernel.area(groups * 4 * kernel.lanes, "peaks")
 
     def _peak_of(self, g: Value) -> Value:
-        return self.b.at(self.peaks, self.b.mul(g, self.lanes), "f32")
+        return self.b.at(self.peaks, self.b.mul(g, self.kernel.lanes), "f32")
 
-    def _take_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
-        at = self._peak_of(g)
-        self.b.store(softmax.largest(highest, self.b.load(at, self.vector, "peak")), at)
-        super()._take_maximum(softmax, g, highest)
-
-    def _finish(self, scope: Scope, first: Value, count: Value, g: Value) -> None:
-        self.finishing = g
-        super()._finish(scope, first, count, g)
-
-    def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
-        factor = super()._row_factor(rows, raw, total)
+    def clear(self, groups: Value) -> None:
+        """Before the first key of an item."""
         b = self.b
-        unit, shift = self.exponent.coefficients(raw)
+        with b.loop(0, groups, hint="g") as g:
+            b.store(b.constant(float("-inf"), self.kernel.vector), self._peak_of(g))
+
+    def note_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
+        """Of a group's scores in one block of keys."""
+        at = self._peak_of(g)
+        self.b.store(softmax.largest(highest, self.b.load(at, self.kernel.vector, "peak")), at)
+
+    def write(self, rows: Scope, g: Value, raw: Value, factor: Value) -> None:
+        """After the last key: of a group whose lanes `rows` knows, with the running maximum, and the factor of its
+        output."""
+        b, kernel = self.b, self.kernel
+        unit, shift = kernel.exponent.coefficients(raw)
         flat: Value | int = 0
-        for axis, extent in enumerate(self.spec.batch):
+        for axis, extent in enumerate(kernel.spec.batch):
             flat = b.add(b.mul(flat, b.as_value(rows.integer(extent), "i64")), rows.value(coord(f"b{axis}")))
         assert rows.lanes is not None
-        at = b.add(b.mul(flat, self.n_q), rows.lanes.first, "row")
-        highest = b.load(self._peak_of(self.finishing), self.vector, "peak")
-        largest = b.mul(self.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
+        at = b.add(b.mul(flat, kernel.n_q), rows.lanes.first, "row")
+        highest = b.load(self._peak_of(g), kernel.vector, "peak")
+        largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
         marked = b.select(b.compare("ogt", largest, CONCENTRATED), b.unary("arith.negf", factor), factor, "marked")
         for plane, value in enumerate((unit, shift, marked)):
-            value = b.as_value(value, self.vector)
-            start = b.add(at, b.mul(self.params[("statistics_rows",)], plane))
-            place = b.at(self.params[("ptr", "statistics")], start, "f32")
-            b.masked_store(value, place, rows.lanes.valid)
-        return factor
+            start = b.add(at, b.mul(kernel.params[("statistics_rows",)], plane))
+            place = b.at(kernel.params[("ptr", "statistics")], start, "f32")
+            b.masked_store(b.as_value(value, kernel.vector), place, rows.lanes.valid)

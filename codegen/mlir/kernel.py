@@ -17,27 +17,31 @@ long as the keys.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, Near, near
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
-from fusion.codegen.mlir.programs import J0, J1
+from fusion.codegen.mlir.programs import I0, I1, J0, J1
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import TileKernel, Tiling
+from fusion.codegen.mlir.tile import Item, KeyRange, Tile, TileKernel, Tiling
 from fusion.codegen.mlir.transpose import transpose
-from fusion.ir.expr import Expr, coord
+from fusion.ir.expr import Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
 
 
-def emit(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
-    """The kernel of a spec whose Q and K have d columns and V d_v."""
-    return AttentionKernel(spec, tiling, target, d, d_v).text()
+def emit(
+    spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
+) -> KernelText:
+    """The kernel of a spec whose Q and K have d columns and V d_v. with_statistics: that of training, which also writes
+    the statistics of each row (`forward_statistics`)."""
+    return AttentionKernel(spec, tiling, target, d, d_v, with_statistics).text()
 
 
 class AttentionKernel(TileKernel):
@@ -45,16 +49,18 @@ class AttentionKernel(TileKernel):
 
     looks_ahead = True  # takes the range of the scores from the norms of their operands, where that helps
 
-    def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
-        super().__init__(spec, tiling, target, d, d_v)
+    def __init__(
+        self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
+    ):
+        super().__init__(spec, tiling, target, d, d_v, with_statistics)
         p = self.products
-        self.staging = self._area(8 * p.staging_elements(), "staging")
-        self.finished = self._area(self.lanes * p.e_padded * 4, "finished")
-        self.packed = PackedRows(self.b, self._area(STATE_BYTES, "state"))
+        self.staging = self.area(8 * p.staging_elements(), "staging")
+        self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
+        self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.near = self._near() if self.looks_ahead else None
         if self.near is not None:
-            self.query_norms = self._area(tiling.groups * 4 * self.lanes, "query_norms")
-            self.undone = self._area(64, "undone")
+            self.query_norms = self.area(tiling.groups * 4 * self.lanes, "query_norms")
+            self.undone = self.area(64, "undone")
         b = self.b
         fixed = self.layout.size
         with b.at_entry():
@@ -96,36 +102,43 @@ class AttentionKernel(TileKernel):
         """Of a key step's norms of keys and magnitudes of values, each a vector of bits."""
         return 0 if self.near is None else 8 * self.lanes
 
-    def _item(self, top: Scope, item: Value) -> None:
-        b, rows, mask = self.b, self.tiling.groups * self.lanes, self.spec.mask
+    def _item(self, top: Scope, number: Value) -> None:
+        b, mask = self.b, self.spec.mask
+        item = self._begin(top, number)
+        last = b.sub(b.add(item.first, item.count), 1)
+        ranged = Scope(context=self.context, parent=item.scope, known={I0: item.first, I1: last})
+        low, high = self._key_range(
+            ranged, mask.key_lo if mask else None, mask.key_hi if mask else None, self.products.key_step
+        )
+        if mask is not None and mask.tile_live is not None:
+            low, high = self._live_range(ranged, mask.tile_live, low, high)
+        self._attend(item, low, high)
+        with b.loop(0, item.groups, hint="g") as g:
+            self._finish(item, g)
+
+    def _begin(self, top: Scope, number: Value) -> Item:
+        """The item of a number, with its queries packed."""
+        b, p, rows = self.b, self.products, self.tiling.groups * self.lanes
         blocks = self.params[("blocks",)]
-        block = b.rem(item, blocks, "block")
-        scope = self._batch_scope(top, b.div(item, blocks))
+        block = b.rem(number, blocks, "block")
+        scope = self._batch_scope(top, b.div(number, blocks))
         first = b.mul(block, rows, "i0")
         count = b.least(b.sub(self.n_q, first), rows, "rows")
         groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
         readers = self._readers(scope)
         self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
         self.packed.note(readers[1:])
-        padded_groups = b.mul(
-            b.div(b.add(groups, self.products.group_step - 1), self.products.group_step), self.products.group_step
-        )
+        padded_groups = b.mul(b.div(b.add(groups, p.group_step - 1), p.group_step), p.group_step)
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
-            at = b.at(self.queries, b.mul(g, self.products.query_bytes()), "i8")
-            self.products.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
+            at = b.at(self.queries, b.mul(g, p.query_bytes()), "i8")
+            p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
             if self.near is not None:
                 norms = b.at(self.query_norms, b.mul(g, self.lanes), "f32")
                 b.store(self._amx.query_norms(at), norms)
-        last = b.sub(b.add(first, count), 1)
-        ranged = Scope(context=self.context, parent=scope, known={coord("i0"): first, coord("i1"): last})
-        low, high = self._key_range(
-            ranged, mask.key_lo if mask else None, mask.key_hi if mask else None, self.products.key_step
-        )
-        if mask is not None and mask.tile_live is not None:
-            low, high = self._live_range(ranged, mask.tile_live, low, high)
-        self._attend(scope, readers, first, count, groups, padded_groups, low, high)
-        with b.loop(0, groups, hint="g") as g:
-            self._finish(scope, first, count, g)
+        return Item(
+            number=number, scope=scope, readers=readers, first=first, count=count, groups=groups,
+            padded_groups=padded_groups,
+        )  # fmt: skip
 
     def _live_range(self, rows: Scope, live: Expr, low: Value | int, high: Value) -> tuple[Value, Value]:
         """The key range of an item without the dead cells at its ends, by the map of live tiles."""
@@ -164,32 +177,32 @@ class AttentionKernel(TileKernel):
 
         self.packed.extend(low, high, p.key_step, pack)
 
-    def _attend(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
+    def _attend(self, item: Item, low: Value | int, high: Value) -> None:
         """All key blocks; a second time over all keys where the mask let keys be skipped and a row met none that is
         live."""
         b, mask = self.b, self.spec.mask
         if mask is None or not mask.skips:
-            self._visit(scope, readers, first, count, groups, padded_groups, low, high)
+            self._visit(item, KeyRange(low=low, high=high))
             return
         yes = b.constant(1, "i1")
         if self.spec.normalizer is Normalizer.NONE:  # dead keys have no weight, whatever the others have
-            self._visit(scope, readers, first, count, groups, padded_groups, low, high, yes)
+            self._visit(item, KeyRange(low=low, high=high, skipping=yes))
             return
         with b.carry(0, 2, 1, [b.as_value(low, "i64"), high, yes], hint="attempt") as (loop, attempt, (lo, hi, needed)):
             skipping = b.compare("eq", attempt, 0, "skipping")
             with b.when(needed):
-                self._visit(scope, readers, first, count, groups, padded_groups, lo, hi, skipping)
-            again = b.binary("arith.andi", skipping, self._any_dead(count, groups, mask.fill), "again")
+                self._visit(item, KeyRange(low=lo, high=hi, skipping=skipping))
+            again = b.binary("arith.andi", skipping, self._any_dead(item, mask.fill), "again")
             loop.yields(b.constant(0, "i64"), self.n_k, again)
 
-    def _any_dead(self, count: Value, groups: Value, fill: float) -> Value:
+    def _any_dead(self, item: Item, fill: float) -> Value:
         b, lanes = self.b, self.lanes
         no = b.constant(0, "i1")
-        with b.carry(0, groups, 1, [no], hint="g") as (loop, g, (dead,)):
+        with b.carry(0, item.groups, 1, [no], hint="g") as (loop, g, (dead,)):
             m = b.load(b.at(self.maxima, b.mul(g, lanes), "f32"), self.vector, "m")
             alive = self._alive(m, fill)
             not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
-            found = b.binary("arith.andi", not_alive, self._valid(b.sub(count, b.mul(g, lanes))))
+            found = b.binary("arith.andi", not_alive, self._valid(b.sub(item.count, b.mul(g, lanes))))
             loop.yields(
                 b.binary(
                     "arith.ori", dead, b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")
@@ -197,36 +210,36 @@ class AttentionKernel(TileKernel):
             )
         return loop.results[0]
 
-    def _visit(self, scope, readers, first, count, groups, padded_groups, low, high, skipping=None) -> None:
-        """Keys [low, high). Where `skipping` (i1) holds, each register tile visits only the keys that its rows need."""
-        b, visited = self.b, (scope, first, count, groups, low, high, skipping)
-        self._pack(readers, low, high)
-        if self.near is None:
-            self._clear(padded_groups, float("-inf"))
-            self._visit_tiles(*visited)
+    def _visit(self, item: Item, keys: KeyRange) -> None:
+        b, near = self.b, self.near
+        if self.statistics is not None:
+            self.statistics.clear(item.padded_groups)
+        self._pack(item.readers, keys.low, keys.high)
+        if near is None:
+            self._clear(item, float("-inf"))
+            self._visit_tiles(item, keys)
             return
         b.store(b.constant(1, "i64"), self.undone)
-        with b.when(self._is_near(self.near, low, high, padded_groups)):
-            self._clear(padded_groups, self.near.centre)
-            self._visit_overlapped(functools.partial(self._alternate, near=self.near), *visited)
-            dead = self._note_dead(count, groups)
-            if not self.near.finite:  # nothing else would come out
+        with b.when(self._is_near(near, item, keys)):
+            self._clear(item, near.centre)
+            self._visit_overlapped(item, keys, functools.partial(self._alternate, near=near))
+            dead = self._note_dead(item)
+            if not near.finite:  # nothing else would come out
                 dead = b.constant(0, "i1")
             b.store(b.convert("arith.extui", dead, "i64"), self.undone)
         with b.when(b.compare("ne", b.load(self.undone, "i64"), 0, "again")):
-            self._clear(padded_groups, float("-inf"))
-            self._visit_tiles(*visited)
+            self._clear(item, float("-inf"))
+            self._visit_tiles(item, keys)
 
-    def _visit_tiles(self, scope, first, count, groups, low, high, skipping) -> None:
-        visited = scope, first, count, groups, low, high, skipping
+    def _visit_tiles(self, item: Item, keys: KeyRange) -> None:
         if self.products.overlaps:
-            self._visit_overlapped(self._overlap if self.tiling.planes > 1 else self._alternate, *visited)
+            self._visit_overlapped(item, keys, self._overlap if self.tiling.planes > 1 else self._alternate)
         else:
-            self._visit_in_turn(*visited)
+            self._visit_in_turn(item, keys)
 
-    def _clear(self, padded_groups: Value, maximum: float) -> None:
+    def _clear(self, item: Item, maximum: float) -> None:
         b, lanes = self.b, self.lanes
-        with b.loop(0, padded_groups, hint="g") as g:
+        with b.loop(0, item.padded_groups, hint="g") as g:
             memory = self._group_memory(g)
             b.store(b.constant(maximum, self.vector), memory.maximum)
             with b.loop(0, memory.rows, hint="e") as e:
@@ -237,8 +250,8 @@ class AttentionKernel(TileKernel):
         assert isinstance(self.products, Amx)
         return self.products
 
-    def _is_near(self, near: Near, low: Value | int, high: Value, padded_groups: Value) -> Value:
-        """Whether the scores of the item's queries with keys [low, high) are, and the values are not extreme."""
+    def _is_near(self, near: Near, item: Item, range_: KeyRange) -> Value:
+        """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
         b, step = self.b, self.products.key_step
         nothing = b.constant(0, vector_of("i32", self.lanes))
 
@@ -247,10 +260,10 @@ class AttentionKernel(TileKernel):
             bits = b.op(f"vector.reduction <maxsi>, {vector} : {vector.type} into i32", "i32", "largest")
             return b.bitcast(bits, "f32")
 
-        with b.carry(0, padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
+        with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
             norms = b.load(b.at(self.query_norms, b.mul(g, self.lanes), "f32"), nothing.type, "norms")
             queries.yields(b.most(worst, norms))
-        first, end = b.div(b.as_value(low, "i64"), step), b.div(b.add(high, step - 1), step)
+        first, end = b.div(b.as_value(range_.low, "i64"), step), b.div(b.add(range_.high, step - 1), step)
         with b.carry(first, end, 1, [nothing, nothing], hint="n") as (keys, n, (norm, magnitude)):
             note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")
             norms, magnitudes = (b.load(b.at(note, k * self.lanes, "i32"), nothing.type) for k in (0, 1))
@@ -263,57 +276,57 @@ class AttentionKernel(TileKernel):
         usual = b.binary("arith.andi", small, b.binary("arith.ori", large, b.compare("oeq", values, 0.0)), "usual")
         return b.binary("arith.andi", close, usual, "near")
 
-    def _note_dead(self, count: Value, groups: Value) -> Value:
+    def _note_dead(self, item: Item) -> Value:
         """Rows whose sum is zero met no live key: their maximum becomes -inf. Returns whether there is one."""
         b, lanes = self.b, self.lanes
-        with b.carry(0, groups, 1, [b.constant(0, "i1")], hint="g") as (loop, g, (any_,)):
+        with b.carry(0, item.groups, 1, [b.constant(0, "i1")], hint="g") as (loop, g, (any_,)):
             memory = self._group_memory(g)
             dead = b.compare("oeq", b.load(memory.total, self.vector, "l"), 0.0, "dead")
             m = b.load(memory.maximum, self.vector, "m")
             b.store(b.select(dead, float("-inf"), m), memory.maximum)
-            rows = b.binary("arith.andi", dead, self._valid(b.sub(count, b.mul(g, lanes))))
+            rows = b.binary("arith.andi", dead, self._valid(b.sub(item.count, b.mul(g, lanes))))
             found = b.op(f"vector.reduction <or>, {rows} : {rows.type} into i1", "i1", "found")
             loop.yields(b.binary("arith.ori", any_, found))
         return loop.results[0]
 
-    def _visit_in_turn(self, scope, first, count, groups, low, high, skipping) -> None:
+    def _visit_in_turn(self, item: Item, keys: KeyRange) -> None:
         b = self.b
         with (
-            b.loop(low, high, self.tiling.keys, hint="j0") as j0,
-            b.loop(0, groups, self.together, hint="g") as g,
+            b.loop(keys.low, keys.high, self.tiling.keys, hint="j0") as j0,
+            b.loop(0, item.groups, self.together, hint="g") as g,
         ):
-            rows, n = self._rows_and_keys(scope, first, count, g, j0, high, skipping)
+            rows, n = self._rows_and_keys(item, keys, g, j0)
             with b.when(b.compare("sgt", n, 0)):
-                self._tile(self._make_tile(rows, first, count, groups, g, j0, n))
+                self._tile(self._make_tile(item, rows, g, j0, n))
 
-    def _visit_overlapped(self, turn, scope, first, count, groups, low, high, skipping) -> None:
+    def _visit_overlapped(self, item: Item, keys: KeyRange, turn: Callable[[Tile, Tile], None]) -> None:
         """The same tiles in the same order, and one more turn to finish the last: `turn(old, new)`. A tile without keys
         takes no turn."""
-        b, keys = self.b, self.tiling.keys
-        sets = b.div(b.add(groups, self.together - 1), self.together, "sets")
-        blocks = b.div(b.most(b.add(b.sub(high, low), keys - 1), 0), keys, "blocks_here")
+        b, size = self.b, self.tiling.keys
+        sets = b.div(b.add(item.groups, self.together - 1), self.together, "sets")
+        blocks = b.div(b.most(b.add(b.sub(keys.high, keys.low), size - 1), 0), size, "blocks_here")
         tiles = b.mul(blocks, sets, "tiles")
         nothing = b.constant(0, "i64")
-        with b.carry(0, b.add(tiles, 1), 1, [nothing] * 3, hint="t") as (loop, t, (old_g, old_j0, old_n)):
+        with b.carry(0, b.add(tiles, 1), 1, [nothing] * 3, hint="t") as (loop, t, before):
             end = b.compare("eq", t, tiles, "end")
-            j0 = b.add(b.mul(b.div(t, sets), keys), low, "j0")
+            j0 = b.add(b.mul(b.div(t, sets), size), keys.low, "j0")
             g = b.mul(b.rem(t, sets), self.together, "g")
-            rows, n = self._rows_and_keys(scope, first, count, g, j0, high, skipping)
+            rows, n = self._rows_and_keys(item, keys, g, j0)
             n = b.select(end, 0, n, "n_keys")
             taken = b.binary("arith.ori", end, b.compare("sgt", n, 0), "taken")
             with b.when(taken):
-                old = self._make_tile(scope, first, count, groups, old_g, old_j0, old_n)
-                turn(old, self._make_tile(rows, first, count, groups, g, j0, n))
-            loop.yields(*(b.select(taken, x, y) for x, y in ((g, old_g), (j0, old_j0), (n, old_n))))
+                old = self._make_tile(item, item.scope, *before)
+                turn(old, self._make_tile(item, rows, g, j0, n))
+            loop.yields(*(b.select(taken, x, y) for x, y in zip((g, j0, n), before, strict=True)))
 
-    def _rows_and_keys(self, scope: Scope, first, count, g, j0, high, skipping) -> tuple[Scope, Value]:
+    def _rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
         """The scope that knows the rows of the groups from g on, and how many keys from j0 on they visit."""
         b, lanes = self.b, self.lanes
-        start, rows = b.add(first, b.mul(g, lanes)), b.sub(count, b.mul(g, lanes))
+        start, rows = b.add(item.first, b.mul(g, lanes)), b.sub(item.count, b.mul(g, lanes))
         last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
-        tile = Scope(context=self.context, parent=scope, known={coord("i0"): start, coord("i1"): last})
-        n = b.least(b.sub(high, j0), self.tiling.keys, "n_keys")
-        return tile, n if skipping is None else self._tile_keys(tile, j0, n, skipping)
+        tile = Scope(context=self.context, parent=item.scope, known={I0: start, I1: last})
+        n = b.least(b.sub(keys.high, j0), self.tiling.keys, "n_keys")
+        return tile, n if keys.skipping is None else self._tile_keys(tile, j0, n, keys.skipping)
 
     def _tile_keys(self, tile: Scope, j0: Value, n: Value, skipping: Value) -> Value:
         """How many of the n keys from j0 on the rows of a tile need."""
@@ -327,10 +340,10 @@ class AttentionKernel(TileKernel):
             needed = b.select(b.compare("eq", live, 0), 0, needed)
         return b.select(skipping, needed, n, "n_keys")
 
-    def _finish(self, scope: Scope, first: Value, count: Value, g: Value) -> None:
+    def _finish(self, item: Item, g: Value) -> None:
         """Scale, transpose and write one group."""
         b, memory, lanes = self.b, self._group_memory(g), self.lanes
-        rows = self._lane_scope(scope, first, count, g)
+        rows = self._lane_scope(item, item.scope, g)
         if self.several is not None:
             with b.when(self.several):
                 self._settle(g, 1, 0)
@@ -338,6 +351,8 @@ class AttentionKernel(TileKernel):
         if self.spec.normalizer is not Normalizer.NONE:
             m, total = (b.load(at, self.vector, name) for at, name in ((memory.maximum, "m"), (memory.total, "l")))
             factor = self._row_factor(rows, m, total)
+            if self.statistics is not None:
+                self.statistics.write(rows, g, m, factor)
         padded = self.products.e_padded
         with b.loop(0, padded, lanes, hint="e") as e:
             cells = [
@@ -347,7 +362,7 @@ class AttentionKernel(TileKernel):
                 cells = [b.mul(cell, factor) for cell in cells]
             for r, line in enumerate(transpose(b, cells)):
                 b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
-        remaining = b.least(b.sub(count, b.mul(g, lanes)), lanes)
+        remaining = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)
         with b.loop(0, remaining, hint="r") as r:
-            target = self._row_address(scope, b.add(b.add(first, b.mul(g, lanes)), r))
+            target = self._row_address(item.scope, b.add(b.add(item.first, b.mul(g, lanes)), r))
             self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), target)

@@ -46,15 +46,15 @@ class _RowKernel(KernelFunction):
         while self.stretch > 4 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > STRETCH_BYTES:
             self.stretch //= 2
         # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
-        self.queries = self._area(4 * MOST_ROWS * self.d_padded, "queries")
-        self.outputs = self._area(4 * MOST_ROWS * self.e_padded, "outputs")
-        self.maxima = self._area(4 * MOST_ROWS * self.lanes, "maxima")
-        self.totals = self._area(4 * MOST_ROWS * self.lanes, "totals")
-        self.ranges = self._area(8 * MOST_ROWS * 2, "ranges")
-        self.chapter = self._area(4 * self.e_padded, "chapter")
-        self.scores = self._area(4 * (self.stretch + self.lanes), "scores")
-        self.factors = self._area(4 * (self.stretch + self.lanes), "factors")
-        self.staging = self._area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
+        self.queries = self.area(4 * MOST_ROWS * self.d_padded, "queries")
+        self.outputs = self.area(4 * MOST_ROWS * self.e_padded, "outputs")
+        self.maxima = self.area(4 * MOST_ROWS * self.lanes, "maxima")
+        self.totals = self.area(4 * MOST_ROWS * self.lanes, "totals")
+        self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
+        self.chapter = self.area(4 * self.e_padded, "chapter")
+        self.scores = self.area(4 * (self.stretch + self.lanes), "scores")
+        self.factors = self.area(4 * (self.stretch + self.lanes), "factors")
+        self.staging = self.area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
 
     def text(self) -> KernelText:
         top = self._top()

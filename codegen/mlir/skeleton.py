@@ -101,7 +101,7 @@ class KernelFunction:
 
     def _flush(self) -> Value:
         """Change the floating-point mode; returns where the caller's is kept, and after it ours."""
-        modes, b = self._area(64, "modes"), self.b
+        modes, b = self.area(64, "modes"), self.b
         with b.at_entry():
             ours = b.at(modes, 1, "i32")
             b.intrinsic("x86.sse.stmxcsr", modes)
@@ -109,7 +109,7 @@ class KernelFunction:
             b.intrinsic("x86.sse.ldmxcsr", ours)
         return modes
 
-    def _area(self, size: int, hint: str) -> Value:
+    def area(self, size: int, hint: str) -> Value:
         offset = self.layout.area(size)
         with self.b.at_entry():
             return self.b.at(self.base, offset, "i8", hint)

@@ -23,7 +23,7 @@ from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.softmax import RowProgram
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import Tile, Tiling
+from fusion.codegen.mlir.tile import Item, KeyRange, Tile, Tiling
 from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir.expr import SCORE, Expr
 from fusion.ir.spec import AttentionSpec
@@ -41,44 +41,38 @@ def emit_selective(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, 
 
 class _Selective(AttentionKernel):
     looks_ahead = False  # what is left out depends on the maxima
-    item: Value
-    count: Value
 
     def _tile_areas(self) -> None:
         super()._tile_areas()
         if self.programs.masked is not SCORE and self.programs.full is not SCORE:
             raise ValueError("a selective kernel takes plain scaled scores")
         self.sets = -(-self.tiling.groups // self.together)
-        self.left_out = self._area(self.tiling.groups * 4 * self.lanes, "left_out")
-        self.computed = self._area(64, "computed")
+        self.left_out = self.area(self.tiling.groups * 4 * self.lanes, "left_out")
+        self.computed = self.area(64, "computed")
 
-    def _item(self, top: Scope, item: Value) -> None:
-        self.item = item
-        super()._item(top, item)
-
-    def _attend(self, scope, readers, first, count, groups, padded_groups, low, high) -> None:
-        b, self.count = self.b, count
+    def _attend(self, item: Item, low: Value | int, high: Value) -> None:
+        b = self.b
         worst = zero = b.constant(0.0, self.vector)
         for g in range(self.tiling.groups):
             b.store(zero, b.at(self.left_out, g * self.lanes, "f32"))
         b.store(b.constant(0.0, "f32"), self.computed)
-        super()._attend(scope, readers, first, count, groups, padded_groups, low, high)
+        super()._attend(item, low, high)
         for g in range(self.tiling.groups):
             worst = b.most(worst, b.load(b.at(self.left_out, g * self.lanes, "f32"), self.vector, "left"))
         most = b.op(f"vector.reduction <maxnumf>, {worst} : {worst.type} into f32", "f32", "worst")
-        target = b.at(self.params[("ptr", "skipped")], b.mul(self.item, 2), "f32")
+        target = b.at(self.params[("ptr", "skipped")], b.mul(item.number, 2), "f32")
         b.store(most, target)
         b.store(b.load(self.computed, "f32", "computed"), b.at(target, 1, "f32"))
 
-    def _visit_tiles(self, scope, first, count, groups, low, high, skipping) -> None:
-        self._visit_in_turn(scope, first, count, groups, low, high, skipping)
+    def _visit_tiles(self, item: Item, keys: KeyRange) -> None:
+        self._visit_in_turn(item, keys)
 
-    def _rows_and_keys(self, scope: Scope, first, count, g, j0, high, skipping) -> tuple[Scope, Value]:
-        b, keys = self.b, self.tiling.keys
-        tile, n = super()._rows_and_keys(scope, first, count, g, j0, high, skipping)
-        columns = b.div(b.add(self.n_k, keys - 1), keys, "key_blocks")
-        row = b.add(b.mul(self.item, self.sets), b.div(g, self.together))
-        place = b.add(b.mul(row, columns), b.div(j0, keys))
+    def _rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
+        b, size = self.b, self.tiling.keys
+        tile, n = super()._rows_and_keys(item, keys, g, j0)
+        columns = b.div(b.add(self.n_k, size - 1), size, "key_blocks")
+        row = b.add(b.mul(item.number, self.sets), b.div(g, self.together))
+        place = b.add(b.mul(row, columns), b.div(j0, size))
         mark = b.load(b.at(self.params[("ptr", "marks")], place, "i8"), "i8", "mark")
         return tile, b.select(b.compare("ne", mark, b.constant(0, "i8"), "marked"), n, 0, "n_keys")
 
@@ -136,7 +130,7 @@ class _Selective(AttentionKernel):
     def _rows(self, tile: Tile, member: Value) -> Value:
         """Lanes that are rows of the item."""
         b = self.b
-        return self._valid(b.sub(self.count, b.mul(b.add(tile.g, member), self.lanes)))
+        return self._valid(b.sub(tile.item.count, b.mul(b.add(tile.g, member), self.lanes)))
 
     def _note(self, tile: Tile) -> None:
         """Add what a tile that is left out could have had to the shares of its rows."""

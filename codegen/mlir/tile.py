@@ -33,7 +33,9 @@ from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.bounds import Near
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
+from fusion.codegen.mlir.forward_statistics import RowStatistics
 from fusion.codegen.mlir.products import Beside, Groups, MultiplyAdd, Products
+from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import PAIR, UNROLL, Group, GroupSoftmax, KeyBlock, RowProgram, Store
@@ -59,13 +61,54 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """scope: knows the first and last row (i0, i1); first, count: rows of the work item; g: the tile's first group,
-    here: how many of its groups exist; block: its keys; steps: key steps in the block."""
+class Item:
+    """A work item: some query rows of one batch element.
 
+    number: of the item, among all of a call
+    scope: the scope that knows the batch coordinates
+    readers: of Q, K and V
+    first: the first row
+    count: how many rows
+    groups: groups of lanes that hold them
+    padded_groups: the same, up to a multiple of the products' group step
+    """
+
+    number: Value
     scope: Scope
+    readers: list[RowReader]
     first: Value
     count: Value
+    groups: Value
+    padded_groups: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRange:
+    """The keys that an item visits.
+
+    low, high: from low on, before high
+    skipping: whether a tile visits only those that its own rows need (i1); None where they need all
+    """
+
+    low: Value | int
+    high: Value
+    skipping: Value | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Some groups of an item against a block of keys.
+
+    item: the work item
+    scope: the scope that knows the tile's first and last row (i0, i1)
+    g: the first group
+    here: how many of its groups exist
+    block: its keys
+    steps: key steps in the block
+    """
+
+    item: Item
+    scope: Scope
     g: Value
     here: Value
     block: KeyBlock
@@ -77,7 +120,9 @@ class TileKernel(KernelFunction):
 
     loads: list[DenseLoad]
 
-    def __init__(self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int):
+    def __init__(
+        self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
+    ):
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
         super().__init__(spec, target, d, d_v, degree, flush=tiling.planes > 0)
         self.tiling = tiling
@@ -85,33 +130,34 @@ class TileKernel(KernelFunction):
         self.by_distance = distance_parts(*whole)
         self.dense = dense_loads(*(without_parts(program, self.by_distance) for program in whole))
         self.may_flag = tiling.planes > 1
-        self.worst = self._area(64, "worst") if self.may_flag else None
+        self.worst = self.area(64, "worst") if self.may_flag else None
         self.products: Products
         if tiling.planes:
             exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
             self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, self.worst, exact_pairs)
         else:
             self.products = MultiplyAdd(self.b, self.lanes, d, d_v, target.tile_rows, target.tile_groups)
+        self.statistics = RowStatistics(self, tiling.groups) if with_statistics else None
         self._tile_areas()
 
     def _tile_areas(self) -> None:
         p, groups, keys, lanes = self.products, self.tiling.groups, self.tiling.keys, self.lanes
         row = 4 * lanes
-        self.queries = self._area(groups * p.query_bytes(), "queries")
+        self.queries = self.area(groups * p.query_bytes(), "queries")
         # Scores and weights of a few groups at a time: they stay in the first-level cache.
         together = self.together = self.tiling.together or p.group_step
-        self.scores = self._area(together * keys * row, "scores")
-        self.factors = self._area(together * keys * row, "factors") if self.weight is not None else None
-        self.weights = self._area(together * p.weight_bytes(keys), "weights")
+        self.scores = self.area(together * keys * row, "scores")
+        self.factors = self.area(together * keys * row, "factors") if self.weight is not None else None
+        self.weights = self.area(together * p.weight_bytes(keys), "weights")
         # Per group: the output and, as one more row, the sum; then the same of the chapters before.
         self.chapters = 2 if self.spec.out_dtype == "float32" else 1
         self.output_bytes = self.chapters * (p.e_padded + 1) * row
-        self.output = self._area(groups * self.output_bytes, "output")
-        self.maxima = self._area(groups * row, "maxima")
-        self.highest = self._area(together * row, "highest")
+        self.output = self.area(groups * self.output_bytes, "output")
+        self.maxima = self.area(groups * row, "maxima")
+        self.highest = self.area(together * row, "highest")
         entries = keys + (together + 1) * lanes
-        self.tables = [DistanceTable(self.context, part, self._area(4 * entries, "table")) for part in self.by_distance]
-        self.staged = [self._area(together * keys * row, "staged") for _ in self.dense]
+        self.tables = [DistanceTable(self.context, part, self.area(4 * entries, "table")) for part in self.by_distance]
+        self.staged = [self.area(together * keys * row, "staged") for _ in self.dense]
 
     def _part(self, base: Value, number: Value | int, size: int, hint: str) -> Value:
         return self.b.at(base, self.b.mul(number, size), "i8", hint)
@@ -158,15 +204,13 @@ class TileKernel(KernelFunction):
             b.store(b.add(*(b.load(cell, self.vector, "o") for cell in at)), at[1])
             b.store(b.constant(0.0, self.vector), at[0])
 
-    def _make_tile(
-        self, scope: Scope, first: Value, count: Value, groups: Value, g: Value, j0: Value, n: Value
-    ) -> Tile:
+    def _make_tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value) -> Tile:
         """The tile of the groups from g on and n keys from j0 on."""
         b, step = self.b, self.products.key_step
         steps = b.div(b.add(n, step - 1), step, "steps")
         return Tile(
-            scope=scope, first=first, count=count, g=g, steps=steps,
-            here=b.least(b.sub(groups, g), self.together, "here"),
+            item=item, scope=scope, g=g, steps=steps,
+            here=b.least(b.sub(item.groups, g), self.together, "here"),
             block=KeyBlock(first=j0, count=n, padded=b.mul(steps, step)),
         )  # fmt: skip
 
@@ -361,14 +405,15 @@ class TileKernel(KernelFunction):
         with b.otherwise():
             yield self.programs.masked
 
-    def _lane_scope(self, scope: Scope, first: Value, count: Value, g: Value) -> Scope:
+    def _lane_scope(self, item: Item, scope: Scope, g: Value) -> Scope:
         b = self.b
         offset = b.mul(g, self.lanes)
-        lanes = Lanes(coord=I, first=b.add(first, offset), count=self.lanes, valid=self._valid(b.sub(count, offset)))
+        first, valid = b.add(item.first, offset), self._valid(b.sub(item.count, offset))
+        lanes = Lanes(coord=I, first=first, count=self.lanes, valid=valid)
         return Scope(context=self.context, parent=scope, lanes=lanes)
 
     def _member_lanes(self, tile: Tile, member: Value | int) -> Scope:
-        return self._lane_scope(tile.scope, tile.first, tile.count, self.b.add(tile.g, member))
+        return self._lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
 
     def _softmax(self, tile: Tile, member: Value | int) -> GroupSoftmax:
         memory = self._group_memory(self.b.add(tile.g, member), member)
@@ -424,10 +469,10 @@ class TileKernel(KernelFunction):
             softmax.fill_beyond(0.0 if plain else float("-inf"))
             if not plain:
                 highest = b.load(self._part(self.highest, member, 4 * self.lanes, "h_at"), self.vector, "h")
-                self._take_maximum(softmax, b.add(tile.g, member), highest)
-
-    def _take_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
-        softmax.rescale(highest, exact=self.spec.row_scale is not None)
+                group = b.add(tile.g, member)
+                if self.statistics is not None:
+                    self.statistics.note_maximum(softmax, group, highest)
+                softmax.rescale(highest, exact=self.spec.row_scale is not None)
 
     def _weights(self, tile: Tile, low: Value | int, high: Value) -> None:
         """Scores to weights for keys [low, high) of the block and all groups."""

@@ -16,7 +16,7 @@ from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import backward_plan, normalized
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.calling import CompiledKernel, check_sizes, extents_function, operand_slots
-from fusion.codegen.mlir.forward_statistics import ForwardWithStatistics
+from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
@@ -87,7 +87,7 @@ class TrainingKernel:
     def _forward_kernel(self, d: int, d_v: int, choice: int) -> CompiledKernel:
         return self._build(
             ("forward", d, d_v, choice),
-            lambda: ForwardWithStatistics(self.spec, self.tilings[choice], self.target, d, d_v).text(),
+            lambda: emit(self.spec, self.tilings[choice], self.target, d, d_v, with_statistics=True),
         )
 
     def backward_kernel(

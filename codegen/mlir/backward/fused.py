@@ -121,8 +121,8 @@ class FusedKernel(KeysKernel):
         product = products[0]
         assert isinstance(product, Amx)
         self.queries = QueryGradient(self.b, product, self.tiling.groups)
-        self.row_slopes = self._area(self.queries.slope_bytes(self.tiling.keys), "row_slopes")
-        self.key_pairs = self._area(self.queries.pair_bytes(), "key_pairs")
+        self.row_slopes = self.area(self.queries.slope_bytes(self.tiling.keys), "row_slopes")
+        self.key_pairs = self.area(self.queries.pair_bytes(), "key_pairs")
         packed = super()._packed_areas(products)
         self.query_sums = packed[4:]
         return packed

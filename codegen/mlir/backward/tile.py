@@ -110,7 +110,7 @@ class BackwardTile(KernelFunction):
         self.sum_count = self._count_sums(needs)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name="grad")
         self.context.operands = (*spec.operands, grad)
-        self.worst = self._area(64, "worst") if tiling.planes > 1 else None
+        self.worst = self.area(64, "worst") if tiling.planes > 1 else None
         self.dense = dense_loads(self.programs.masked, self.programs.full, self.weight)
         self._areas()
 
@@ -132,19 +132,19 @@ class BackwardTile(KernelFunction):
     def _areas(self) -> None:
         products = self._products(self.d), self._products(self.d_v)
         groups, rows, row = self.tiling.groups, self.tiling.keys, 4 * self.lanes
-        lanes = [self._area(groups * p.query_bytes(), f"packed_{side}") for p, side in zip(products, "ab", strict=True)]
-        tiles = [self._area(groups * rows * row, name) for name in ("scores", "slopes")]
+        lanes = [self.area(groups * p.query_bytes(), f"packed_{side}") for p, side in zip(products, "ab", strict=True)]
+        tiles = [self.area(groups * rows * row, name) for name in ("scores", "slopes")]
         names = ("score_weights", "value_weights")
-        weights = [self._area(groups * p.weight_bytes(rows), name) for p, name in zip(products, names, strict=True)]
+        weights = [self.area(groups * p.weight_bytes(rows), name) for p, name in zip(products, names, strict=True)]
         # Sums begin anew every CHAPTER rows, as in the forward kernel; those of the chapters before lie behind them.
         self.chapters = 2 if self.spec.out_dtype == "float32" else 1
         sizes = [groups * p.e_padded * row for p in products]
-        sums = [self._area(self.chapters * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
-        self.staging = self._area(8 * max(p.staging_elements() for p in products), "staging")
-        self.finished = self._area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
-        self.staged = [self._area(rows * row, "staged") for _ in self.dense]
-        self.sums = self._area(max(1, self.sum_count) * groups * row, "sums")
-        self.packed = PackedRows(self.b, self._area(STATE_BYTES, "state"))
+        sums = [self.area(self.chapters * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
+        self.staging = self.area(8 * max(p.staging_elements() for p in products), "staging")
+        self.finished = self.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
+        self.staged = [self.area(rows * row, "staged") for _ in self.dense]
+        self.sums = self.area(max(1, self.sum_count) * groups * row, "sums")
+        self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         packed = self._packed_areas(products)
         scales, widths = (self.programs.scale, 1.0), (self.d, self.d_v)
         self.halves = tuple(
