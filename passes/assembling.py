@@ -45,7 +45,7 @@ def _cumsum(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     value = pullback.value(args["self"], index)
     if not value.is_const:
         return None
-    return integers.mul(int(value.attr), integers.add(index[dim], 1))  # type: ignore[arg-type]
+    return integers.mul(value.integer, integers.add(index[dim], 1))
 
 
 def _diff(pullback: PullBack, here: Node, index: Index) -> Expr | None:
@@ -90,7 +90,7 @@ def _stack(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
     if not index[dim].is_const:
         return None
-    return pullback.value(args["tensors"][int(index[dim].attr)], (*index[:dim], *index[dim + 1 :]))  # type: ignore[arg-type]
+    return pullback.value(args["tensors"][index[dim].integer], (*index[:dim], *index[dim + 1 :]))
 
 
 def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:

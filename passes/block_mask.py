@@ -38,7 +38,7 @@ def predicate(
     bounds: of the attention's coordinates b0, b1, ..., i and j. device: where the attention is computed. Captured
     tensors become buffers of `module` there. Raises BlockMaskError where the mask does not fit the attention.
     """
-    batch = sorted((c for c in bounds if str(c.attr).startswith("b")), key=lambda c: int(str(c.attr)[1:]))
+    batch = sorted((c for c in bounds if c.name.startswith("b")), key=lambda c: int(c.name[1:]))
     if isinstance(mask, Tensor):
         return _from_blocks(mask, module, bounds, batch, device)
     return _from_callable(mask, module, bounds, batch, device)
@@ -83,12 +83,12 @@ def _from_blocks(
                 f"block_mask is a tensor and the number of {what} is dynamic; compile with dynamic=False, or give a "
                 "callable of (b, h, i, j)"
             )
-        if int(extent.attr) % blocks:  # type: ignore[arg-type]
+        if extent.integer % blocks:
             raise BlockMaskError(
                 f"block_mask has {blocks} blocks for {extent} {what}, which is no multiple of that; give a mask whose "
                 "number of blocks divides it"
             )
-        index.append(integers.floordiv(position, int(extent.attr) // blocks, bounds))  # type: ignore[arg-type]
+        index.append(integers.floordiv(position, extent.integer // blocks, bounds))
     return load(0, tuple(index), Kind.BOOL), [_buffer(mask, module, device)]
 
 
@@ -181,6 +181,6 @@ def _check_traced(keep: Callable[..., Tensor], value: Expr) -> None:
         axes = [torch.arange(n).reshape([-1 if k == axis else 1 for k in range(4)])
                 for axis, n in enumerate((3, 4, 190, 230))]  # fmt: skip
         names = dict(zip(("B", "H", "i", "j"), axes, strict=True))
-        understood = evaluate(value, lambda leaf: names[str(leaf.attr)]).expand(3, 4, 190, 230)
+        understood = evaluate(value, lambda leaf: names[leaf.name]).expand(3, 4, 190, 230)
         if not torch.equal(understood, keep(*axes).expand(3, 4, 190, 230)):
             raise BlockMaskError("block_mask is not a pointwise function of b, h, i and j; write it without shapes")

@@ -291,7 +291,7 @@ def _roles(anchor: Node, index: Index) -> tuple[Expr | None, Expr | None]:
     right = {name for entry in parts.right_index for name in coordinates(entry)}
 
     def last(own: Index, other: set[str]) -> Expr | None:
-        bare = [e for e in own if e.op == "coord" and e is not J and str(e.attr) not in other]
+        bare = [e for e in own if e.op == "coord" and e is not J and e.name not in other]
         return bare[-1] if bare else None
 
     weights_left = _weights_are_left(parts.left, parts.right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +13,8 @@ from torch.fx import Graph, Node
 from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, size
-from fusion.ir.ops import apply, evaluate
+from fusion.ir.expr import Expr, const, is_number, size
+from fusion.ir.ops import apply, as_float, evaluate
 
 
 class Unsupported(Exception):
@@ -49,12 +50,27 @@ def number(argument: Any) -> Any:
     """A scalar argument as a Python number where it is, or can be made, one.
 
     With dynamic=True the floats of modules (a scale, a dropout probability) are symbols. What an attention is made of
-    is compiled in: torch guards on the value, and compiles again where another one is met.
+    is compiled in: torch guards on the value, and compiles again where another one is met. What follows from sizes
+    alone stays a symbol (see `scalar`): a new length is no reason to compile again.
     """
     held = value(argument) if isinstance(argument, Node) else argument
-    if isinstance(held, torch.SymFloat) and held.node.has_hint():
+    if isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held):
         return held.node.guard_float(__file__, 0)
     return held if isinstance(held, float) else argument
+
+
+def scalar(argument: Any) -> float | Expr | None:
+    """A float argument as `number` has it, or as a FLOAT expression of sizes; None where it is neither."""
+    held = value(argument) if isinstance(argument, Node) else argument
+    if isinstance(held, torch.SymFloat) and _follows_from_sizes(held):
+        return _float_from_sympy(held.node.expr)
+    plain = number(argument)
+    return float(plain) if isinstance(plain, (int, float)) and not isinstance(plain, bool) else None
+
+
+def _follows_from_sizes(held: torch.SymFloat) -> bool:
+    symbols = held.node.expr.free_symbols
+    return bool(symbols) and all(symbol.is_integer for symbol in symbols)
 
 
 def packet(node: Node) -> Any:
@@ -100,6 +116,36 @@ def _from_sympy(expr: sympy.Expr) -> Expr:
     if isinstance(expr, (sympy.Min, torch_sympy.Min)):
         return _fold_left("imin", args)
     raise Unsupported(f"a size written as {expr}")
+
+
+def _float_from_sympy(expr: sympy.Expr) -> Expr:
+    """A float that Python computes from sizes. Kernels compute it in float32, where sizes up to 2**24 are exact."""
+    if expr.is_number:
+        return const(float(expr))
+    if isinstance(expr, torch_sympy.ToFloat) or expr.is_integer:
+        whole = expr.args[0] if isinstance(expr, torch_sympy.ToFloat) else expr
+        return as_float(_from_sympy(whole))  # type: ignore[arg-type]
+    args = tuple(_float_from_sympy(arg) for arg in expr.args)  # type: ignore[arg-type]
+    if isinstance(expr, (sympy.Add, sympy.Mul)):
+        return _fold_left("fadd" if isinstance(expr, sympy.Add) else "fmul", args)
+    if isinstance(expr, (torch_sympy.FloatTrueDiv, torch_sympy.IntTrueDiv)):
+        return apply("div", *args)
+    if isinstance(expr, (torch_sympy.FloatPow, sympy.Pow)):
+        return _power(*args)
+    name = type(expr).__name__.removeprefix("OpaqueUnaryFn_")
+    if name == "log2":
+        return apply("div", apply("log", args[0]), const(math.log(2)))
+    if name in ("sqrt", "exp", "log", "sin", "cos", "tanh", "atan"):
+        return apply(name, args[0])
+    raise Unsupported(f"a scalar that is computed at run time ({expr})")
+
+
+def _power(base: Expr, exponent: Expr) -> Expr:
+    if is_number(exponent, 0.5):
+        return apply("sqrt", base)
+    if exponent.is_const and exponent.value < 0:
+        return apply("div", const(1.0), _power(base, const(-exponent.value)))
+    return base if is_number(exponent, 1.0) else apply("pow", base, exponent)
 
 
 def _fold_left(name: str, args: tuple[Expr, ...]) -> Expr:
@@ -161,4 +207,4 @@ def size_hints(graph: Graph) -> dict[str, int]:
 
 def evaluate_size(expr: Expr, hints: Mapping[str, int]) -> int:
     """The example value of a size expression."""
-    return int(evaluate(expr, lambda leaf: torch.tensor(hints[str(leaf.attr)])))
+    return int(evaluate(expr, lambda leaf: torch.tensor(hints[leaf.name])))

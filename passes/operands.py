@@ -194,7 +194,7 @@ def _path(walk_: PullBack, here: Node, index: Index, bounds: integers.Bounds, co
         else:
             for op, tensor, factor in _scaled(here):
                 at = () if not isinstance(factor, Node) else broadcast_index(shape(here), shape(factor), index)
-                if not any(str(column.attr) in coordinates(entry) for entry in at):
+                if not any(column.name in coordinates(entry) for entry in at):
                     factors = [(op, factor, at), *path.factors]
                     stack.append(_Path(node=tensor, index=index, passed=[*path.passed, here], factors=factors))
     return None

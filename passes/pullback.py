@@ -146,8 +146,8 @@ class PullBack:
             return self.value(value, broadcast_index(extents, shape(value), index))
         if isinstance(held, (torch.SymInt, int)):
             return nodes.size_expr(held)
-        if isinstance(plain := nodes.number(value), float):
-            return plain
+        if (found := nodes.scalar(value)) is not None:
+            return found
         raise Unsupported(f"a scalar that is computed at run time ({value.name})")
 
     # --- operations ---------------------------------------------------------------------------------------------

@@ -290,9 +290,9 @@ class _Symbols:
     def value(self, expr: Expr) -> int | Node:
         """An int, or a node inserted at the graph's insertion point."""
         if expr.op == "const":
-            return int(expr.attr)  # type: ignore[arg-type]
+            return expr.integer
         if expr.op == "size":
-            return self._symbol(str(expr.attr))
+            return self._symbol(expr.name)
         result = self.value(expr.args[0])
         for arg in expr.args[1:]:
             result = self._combine(_OPERATORS[expr.op], result, self.value(arg))

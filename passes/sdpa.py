@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -47,7 +48,7 @@ def pull_back_sdpa(
     (q, q_scale), (k, k_scale) = access(query, I, C, d), access(key, J, C, d)
     trained = bool(anchor.meta.get("requires_grad"))
     v = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
-    scale = apply("fmul", apply("fmul", q_scale, k_scale), const(_scale(args["scale"], d)))
+    scale = apply("fmul", apply("fmul", q_scale, k_scale), _scale(args["scale"], d))
     score = pullback.product(
         Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False)
     )  # fmt: skip
@@ -62,19 +63,19 @@ def pull_back_sdpa(
     return [core], v, pullback, keys
 
 
-def _scale(scale: float | None, d: Expr) -> float:
-    if isinstance(scale, (int, float)):
-        return float(scale)
+def _scale(scale: Any, d: Expr) -> Expr:
+    if scale is not None and (found := nodes.scalar(scale)) is not None:
+        return pointwise.operand(found, Kind.FLOAT)
     if scale is not None or not d.is_const:
         raise Unsupported("a scale or head dimension that is computed at run time")
-    return 1 / math.sqrt(int(d.attr)) if d.attr else 1.0  # type: ignore[arg-type]
+    return const(1 / math.sqrt(d.integer) if d.integer else 1.0)
 
 
 def _batch_index(tensor: Node, batch: Index, extents: Index, grouped: bool, heads: Expr | None, bounds) -> Index:
     own = shape(tensor)[:-2]
     at = broadcast_index(extents, own, batch)
     if grouped and heads is not None and own[-1] is not heads:
-        group = int(heads.attr) // int(own[-1].attr)  # type: ignore[arg-type]
+        group = heads.integer // own[-1].integer
         at = (*at[:-1], integers.floordiv(batch[-1], group, bounds))
     return at
 

@@ -60,7 +60,7 @@ def mapped(found: Specified) -> Mapped | None:
     if data is None:
         return None
     spec = found.spec
-    read = [int(part.attr) for part in loads(data.live, data.full)]  # type: ignore[arg-type]
+    read = [part.operand for part in loads(data.live, data.full)]
     numbers = sorted(set(read))
     if not numbers and any(node.meta.get("dtensor") for node in found.operands):
         return None  # parts of it would have to be made from nothing
@@ -75,7 +75,7 @@ def mapped(found: Specified) -> Mapped | None:
             if part.op != "load":
                 return None
             index = tuple(moved(arg) for arg in part.args)
-            return load(numbers.index(int(part.attr)), index, part.kind)  # type: ignore[arg-type]
+            return load(numbers.index(part.operand), index, part.kind)
 
         return rebuild(substitute(expr, renamed), leaf)
 
@@ -177,14 +177,14 @@ def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
         return [found for arg in score.args[1:] if not arg.is_const for found in _addends(arg, factor)]
     if score.op == "fmul":
         value, by = score.args if score.args[1].is_const else score.args[::-1]
-        if by.is_const and float(by.attr) > 0:  # type: ignore[arg-type]
-            return _addends(value, factor * float(by.attr))  # type: ignore[arg-type]
+        if by.is_const and by.value > 0:
+            return _addends(value, factor * by.value)
     return []
 
 
 def _may_be_hard(found: Specified, bias: Expr) -> bool:
     """A tensor that is the same for all features and learns nothing: what a mask is."""
-    node = found.operands[int(bias.attr)]  # type: ignore[arg-type]
+    node = found.operands[bias.operand]
     if found.differentiable and node.meta.get("requires_grad"):
         return False
     return bias.kind is Kind.FLOAT and depends_on_key(bias) and is_dense(bias)

@@ -121,7 +121,7 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
 def _exceeds(left: Expr, right: Expr) -> bool:
     """Whether `left` is visibly the larger product (constants, or a multiple of `right`)."""
     if left.is_const and right.is_const:
-        return int(left.attr) > int(right.attr)  # type: ignore[arg-type]
+        return left.integer > right.integer
     return integers.mod(left, right) is integers.integer(0) and left is not right
 
 
@@ -211,9 +211,9 @@ def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Boun
     start, step = args.get("start") or 0, _concrete(args.get("step", 1) or 1)
     start = nodes.size_expr(start)
     extent = shape(origin)[dim]
-    if start.is_const and int(start.attr) < 0:  # type: ignore[arg-type]
+    if start.is_const and start.integer < 0:
         start = integers.add(start, extent)
-        if start.is_const and int(start.attr) < 0:  # type: ignore[arg-type]
+        if start.is_const and start.integer < 0:
             start = integers.integer(0)
     elif not start.is_const and not integers.is_nonnegative(start):
         raise Unsupported("a slice whose start may be negative")
@@ -226,7 +226,7 @@ def _select(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bou
     origin = args["self"]
     dim = normalize_dim(args["dim"], len(index) + 1)
     at = nodes.size_expr(args["index"])
-    if at.is_const and int(at.attr) < 0:  # type: ignore[arg-type]
+    if at.is_const and at.integer < 0:
         at = integers.add(at, shape(origin)[dim])
     elif not at.is_const and not integers.is_nonnegative(at):
         raise Unsupported("an index that may be negative")
@@ -272,7 +272,7 @@ def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bound
         d = normalize_dim(d, len(index))
         if not extents[d].is_const:
             raise Unsupported("a roll over a dimension of unknown size")
-        extent = int(extents[d].attr)  # type: ignore[arg-type]
+        extent = extents[d].integer
         moved[d] = integers.mod(integers.add(moved[d], (-shift) % max(extent, 1)), extents[d], bounds)
     return args["self"], tuple(moved)
 

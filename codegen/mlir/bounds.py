@@ -107,8 +107,8 @@ def _times(expr: Expr, factor: float, gain: float = 1.0) -> Expr:
     how much errors of the result grow on the way to the exponent."""
     inner, factor = _peel(expr, factor)
     if inner.op == "const":
-        value = float(inner.attr) * factor  # type: ignore[arg-type]
-        return const(max(-LARGEST, min(LARGEST, value)) if math.isfinite(float(inner.attr)) else value)  # type: ignore[arg-type]
+        value = inner.value * factor
+        return const(max(-LARGEST, min(LARGEST, value)) if math.isfinite(inner.value) else value)
     if inner.op == "where":
         return ops.where(inner.args[0], *(_times(arg, factor, gain) for arg in inner.args[1:]))
     if inner.op in ("fadd", "fsub"):
@@ -134,9 +134,9 @@ def _peel(expr: Expr, factor: float) -> tuple[Expr, float]:
             expr, factor = expr.args[0], -factor
         elif expr.op == "fmul" and (constants := [arg for arg in expr.args if arg.op == "const"]):
             expr = expr.args[1] if constants[0] is expr.args[0] else expr.args[0]
-            factor *= float(constants[0].attr)  # type: ignore[arg-type]
+            factor *= constants[0].value
         elif expr.op == "div" and expr.args[1].op == "const":
-            expr, factor = expr.args[0], factor / float(expr.args[1].attr)  # type: ignore[arg-type]
+            expr, factor = expr.args[0], factor / expr.args[1].value
         else:
             return expr, factor
 
@@ -153,7 +153,7 @@ def _reach(expr: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
     if expr is SCORE:
         return Reach(centre=0.0, slope=1.0, offset=0.0)
     if expr.op == "const":
-        value = float(expr.attr)  # type: ignore[arg-type]
+        value = expr.value
         return Reach(centre=value, slope=0.0, offset=0.0) if math.isfinite(value) else None
     if expr.op == "where":
         return _either(*expr.args[1:], scale, arguments)
@@ -168,11 +168,11 @@ def _reach(expr: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
 
 def _either(x: Expr, y: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
     for part, other in ((x, y), (y, x)):
-        if part.op == "const" and float(part.attr) * scale <= FILL:  # type: ignore[arg-type]
+        if part.op == "const" and part.value * scale <= FILL:
             reach = _reach(other, scale, arguments)
             if reach is None:
                 return None
-            finite = reach.finite or math.isfinite(float(part.attr))  # type: ignore[arg-type]
+            finite = reach.finite or math.isfinite(part.value)
             return Reach(centre=reach.centre, slope=reach.slope, offset=reach.offset, fills=True, finite=finite)
     first, second = (_reach(part, scale, arguments) for part in (x, y))
     if first is None or second is None:

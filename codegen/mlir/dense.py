@@ -41,7 +41,7 @@ class DenseLoad:
 
     def __init__(self, context: Context, scope: Scope, expr: Expr):
         self.context, self.expr, self.b = context, expr, context.b
-        number = int(expr.attr)  # type: ignore[arg-type]
+        number = expr.operand
         self.dtype = context.operands[number].dtype
         self.memory = MEMORY_TYPE[self.dtype]
         b = self.b

@@ -67,7 +67,7 @@ class RowReader:
         return base, rows, columns
 
     def _uses_position(self, expr: Expr) -> bool:
-        return not coordinates(expr).isdisjoint({str(self.access.row.attr), str(self.access.column.attr)})
+        return not coordinates(expr).isdisjoint({self.access.row.name, self.access.column.name})
 
     def identity(self) -> list[Value | int]:
         """Integers that are equal for two work items that read the same rows: the offset, or the batch coordinates
@@ -75,7 +75,7 @@ class RowReader:
         if self.base is not None:
             return [self.base]
         names = sorted({n for index in self.access.index for n in coordinates(index) if n.startswith("b")})
-        known = {str(e.attr): v for e, v in self.scope.known.items() if e.op == "coord"}
+        known = {e.name: v for e, v in self.scope.known.items() if e.op == "coord"}
         return [known[n] for n in names]
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:

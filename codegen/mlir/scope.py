@@ -94,7 +94,7 @@ def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Va
 def magnitude(expr: Expr) -> float:
     """A bound on the absolute value of an INT expression, given SIZE_LIMIT; infinite where nothing is known."""
     if expr.op == "const":
-        return abs(float(expr.attr))  # type: ignore[arg-type]
+        return abs(expr.value)
     if expr.op in ("coord", "size"):
         return float(SIZE_LIMIT)
     if expr.op in ("imin", "imax"):
@@ -174,21 +174,21 @@ class Scope:
         """A scalar integer expression; constants as Python integers."""
         if isinstance(value, int):
             return value
-        return int(value.attr) if value.op == "const" else self.value(value)  # type: ignore[arg-type]
+        return value.integer if value.op == "const" else self.value(value)
 
     def varies(self, expr: Expr) -> bool:
         """Whether the value is a vector."""
         if self.lanes is None:
             return False
         names = coordinates(expr)
-        return str(self.lanes.coord.attr) in names
+        return self.lanes.coord.name in names
 
     def _make(self, expr: Expr) -> Value:
         if expr.op == "const":
             type_ = {Kind.FLOAT: "f32", Kind.INT: "i64", Kind.BOOL: "i1"}[expr.kind]
             return self.b.constant(expr.attr, type_)  # type: ignore[arg-type]
         if expr.op == "size":
-            return self.context.params[("size", str(expr.attr))]
+            return self.context.params[("size", expr.name)]
         if expr.op == "load":
             return self._load(expr)
         if expr.op == "coord" and self.lanes is None:
@@ -260,7 +260,7 @@ class Scope:
         parts = integers.linear(expr, self.lanes.coord)
         if parts is None or parts[0].op != "const" or self.varies(parts[1]):
             return None
-        step = int(parts[0].attr)  # type: ignore[arg-type]
+        step = parts[0].integer
         return self.b.add(self.integer(parts[1]), self.b.mul(self.lanes.first, step)), step
 
     def _integer(self, expr: Expr) -> Value:
@@ -354,7 +354,7 @@ class Scope:
         return b.compare(predicate, *self._same_shape([self.value(left), self.value(right)]))
 
     def _load(self, expr: Expr) -> Value:
-        number = int(expr.attr)  # type: ignore[arg-type]
+        number = expr.operand
         memory = MEMORY_TYPE[self.context.operands[number].dtype]
         pointer = self.context.params[("ptr", number)]
         strides = [self.context.params[("stride", number, dim)] for dim in range(len(expr.args))]
@@ -385,7 +385,7 @@ class Scope:
         assert total is not None
         base = b.at(pointer, scalar, memory)
         found = b.gather(b.addresses(base, total, memory), self.lanes.valid, vector_of(memory, lanes))
-        return widen(b, found, expr.kind, self.context.operands[int(expr.attr)].dtype)  # type: ignore[arg-type]
+        return widen(b, found, expr.kind, self.context.operands[expr.operand].dtype)
 
 
 def widen(b: Builder, value: Value, kind: Kind, dtype: str) -> Value:

@@ -47,7 +47,7 @@ class Execution:
         self.axes = {coord(f"b{axis}"): self.arange(0, extent, axis) for axis, extent in enumerate(self.batch)}
 
     def integer(self, expr: Expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[str(leaf.attr)])))
+        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[leaf.name])))
 
     def arange(self, first: int, count: int, axis: int) -> torch.Tensor:
         shape = [1] * (len(self.batch) + 2)
@@ -61,7 +61,7 @@ class Execution:
 
         def leaf(part: Expr):
             if part.op == "size":
-                return torch.tensor(self.sizes[str(part.attr)], device=self.device)
+                return torch.tensor(self.sizes[part.name], device=self.device)
             if part.op == "load":
                 return self.loader(part, known)
             return known[part]
@@ -69,7 +69,7 @@ class Execution:
         return evaluate(expr, leaf, self.dtype).to(self.device)
 
     def loader(self, part: Expr, known: dict[Expr, torch.Tensor]):
-        tensor = self.operands[int(part.attr)]  # type: ignore[arg-type]
+        tensor = self.operands[part.operand]
         if tensor.is_floating_point():
             tensor = tensor.to(self.dtype)
         elif tensor.dtype is not torch.bool:
@@ -90,7 +90,7 @@ class Execution:
         axes = []
         for dim in reversed(range(len(index))):
             if index[dim].is_const:
-                tensor = tensor.select(dim, int(index[dim].attr))  # type: ignore[arg-type]
+                tensor = tensor.select(dim, index[dim].integer)
                 continue
             positions = known[index[dim]]
             if positions.numel() == 0:

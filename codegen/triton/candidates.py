@@ -115,7 +115,7 @@ def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tup
 def _bytes_per_score(spec: AttentionSpec) -> int:
     """Bytes that are loaded for every score: of bias and mask matrices."""
     read = {*loads(spec.score), *loads(spec.weight)}
-    numbers = {int(load.attr) for load in read if {"i", "j"} <= coordinates(load)}  # type: ignore[arg-type]
+    numbers = {load.operand for load in read if {"i", "j"} <= coordinates(load)}
     return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
 
 

@@ -50,14 +50,14 @@ def random_operands(spec: AttentionSpec, sizes: Sequence[int]) -> list[torch.Ten
     known = dict(zip(spec.sizes, sizes, strict=True))
 
     def value(expr: Expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(known[str(leaf.attr)])))
+        return int(evaluate(expr, lambda leaf: torch.tensor(known[leaf.name])))
 
     axes = {coord(f"b{n}"): value(extent) for n, extent in enumerate(spec.batch)}
     axes |= {I: value(spec.n_q), J: value(spec.n_k), C: value(spec.d), E: value(spec.d_v)}
     axes |= {coord(name): axes[I if name[0] == "i" else J] for name in ("i0", "i1", "j0", "j1")}
     extents = [[1] * operand.rank for operand in spec.operands]
     everything = [load for e in spec.expressions() for load in loads(e)]
-    for operand, index in [(0, spec.q), (1, spec.k), (2, spec.v), *((int(p.attr), p.args) for p in everything)]:  # type: ignore[arg-type]
+    for operand, index in [(0, spec.q), (1, spec.k), (2, spec.v), *((p.operand, p.args) for p in everything)]:
         for dim, expr in enumerate(index):
             extents[operand][dim] = max(extents[operand][dim], _largest(expr, axes, known) + 1)
     made = []
@@ -82,7 +82,7 @@ def _largest(expr: Expr, axes: dict[Expr, int], known: dict[str, int]) -> int:
     def leaf(part: Expr):
         if part.op == "load":
             return lambda *index: torch.zeros_like(index[0])
-        return places[part] if part in places else torch.tensor(known[str(part.attr)])
+        return places[part] if part in places else torch.tensor(known[part.name])
 
     return int(evaluate(expr, leaf).max())
 

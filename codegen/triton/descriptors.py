@@ -129,7 +129,7 @@ def _box(
 ) -> Box | None:
     """matrix: the coordinates of rows and columns."""
     dims = [dim for dim, part in enumerate(index) if part is not NOTHING]
-    along = [[dim for dim in dims if str(mark.attr) in coordinates(index[dim])] for mark in matrix]
+    along = [[dim for dim in dims if mark.name in coordinates(index[dim])] for mark in matrix]
     if any(len(found) != 1 for found in along) or along[0] == along[1] or len(dims) > MOST_DIMENSIONS:
         return None
     ((rows,), (columns,)), (row, column) = along, matrix
@@ -137,7 +137,7 @@ def _box(
     whole = rest is NOTHING
     padded = any(panel.inside("c") for panel in parts)
     aligned = all(factor % UNIT == 0 for factor in integers.terms(rest).values())
-    if index[rows] is not row or str(column.attr) in coordinates(rest) or not aligned or padded and not whole:
+    if index[rows] is not row or column.name in coordinates(rest) or not aligned or padded and not whole:
         return None
     dims = [*(dim for dim in dims if dim != columns), columns]
     starts = [NOTHING if dim == rows else rest if dim == columns else index[dim] for dim in dims]

@@ -105,7 +105,7 @@ def magnitude(expr: Expr) -> float:
     """A bound on the absolute value of an INT expression for sizes below SIZE_LIMIT; infinite where nothing is
     known."""
     if expr.op == "const":
-        return abs(float(expr.attr))  # type: ignore[arg-type]
+        return abs(expr.value)
     if expr.op in ("coord", "size"):
         return float(SIZE_LIMIT)
     if expr.op == "load":
@@ -216,7 +216,7 @@ class Writer:
 
     def where(self, values: dict[Expr, str], mask: str | None = None) -> Writer:
         """A writer into the same lines for which some coordinates have other names."""
-        changed = {str(coordinate.attr) for coordinate in values}
+        changed = {coordinate.name for coordinate in values}
         known = {expr: name for expr, name in self.known.items() if not coordinates(expr) & changed}
         return dataclasses.replace(self, known=known | values, mask=mask or self.mask)
 
@@ -236,13 +236,13 @@ class Writer:
             text = number(expr.attr)  # type: ignore[arg-type]
             return text, 7 if text.startswith("-") else _ATOM
         if expr.op == "size":
-            return str(expr.attr), _ATOM
+            return expr.name, _ATOM
         if expr.is_leaf and expr.op != "load":
             raise KeyError(f"{expr} is not bound here")
         own = self.level_of(expr)
         text, precedence = self._load(expr, own) if expr.op == "load" else self._operation(expr, own)
         if expr.op == "load":
-            return self._assign(expr, text, self.operand(int(expr.attr)), own), _ATOM  # type: ignore[arg-type]
+            return self._assign(expr, text, self.operand(expr.operand), own), _ATOM
         if own < level or self.uses.get(expr, 0) > 1:
             return self._assign(expr, text, _HINTS[expr.kind], own), _ATOM
         return text, precedence
@@ -306,8 +306,8 @@ class Writer:
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
-        at = self.address(expr, level, self.operand(int(expr.attr)))  # type: ignore[arg-type]
-        stored = self.spec.operands[int(expr.attr)].dtype  # type: ignore[arg-type]
+        at = self.address(expr, level, self.operand(expr.operand))
+        stored = self.spec.operands[expr.operand].dtype
         nothing = "0.0" if stored in FLOAT8 else "0"
         mask = f", mask={self.mask}, other={nothing}" if "j" in coordinates(expr) else ""
         loaded = f"tl.load({at}{mask})"
@@ -362,5 +362,5 @@ def _simple_power(exponent: Expr, base: str, precedence: int) -> tuple[str, int]
     if exponent.attr == 0.5:
         return f"tl.sqrt_rn({base})", _ATOM
     if exponent.attr in (2.0, 3.0) and precedence == _ATOM and base.isidentifier():
-        return " * ".join([base] * int(exponent.attr)), 6  # type: ignore[arg-type]
+        return " * ".join([base] * int(exponent.value)), 6
     return None

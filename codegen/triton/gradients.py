@@ -61,19 +61,19 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
     """The gradients of the operands that `needs` marks; `unsupported_gradient` must have no reason."""
     groups = _groups(spec, spec.k)
     assert groups is not None
-    targets = [load for load in loads(spec.score) if load.kind is Kind.FLOAT and needs[int(load.attr)]]  # type: ignore[arg-type]
+    targets = [load for load in loads(spec.score) if load.kind is Kind.FLOAT and needs[load.operand]]
     found = adjoints(spec.score, UPSTREAM, [SCORE, *targets])
     program = None if spec.mask is None else spec.mask.full
     if program is not None and not {*targets} <= {*loads(program)}:
         program = None
     simpler = found if program is None else adjoints(program, UPSTREAM, [SCORE, *targets])
     captured = [Captured(load=load, gradient=found[load], full=simpler[load]) for load in targets]
-    weighted = [load for load in loads(spec.weight) if load.kind is Kind.FLOAT and needs[int(load.attr)]]  # type: ignore[arg-type]
+    weighted = [load for load in loads(spec.weight) if load.kind is Kind.FLOAT and needs[load.operand]]
     at_weight = adjoints(spec.weight, UPSTREAM_WEIGHT, [SCORE, *weighted])
     captured += [Captured(load=load, gradient=at_weight[load], full=at_weight[load]) for load in weighted]
     for number, sink in enumerate(spec.sinks):
         for load in loads(sink):
-            if load.kind is Kind.FLOAT and needs[int(load.attr)]:  # type: ignore[arg-type]
+            if load.kind is Kind.FLOAT and needs[load.operand]:
                 at_sink = adjoints(sink, UPSTREAM_ROW, [load])
                 captured.append(Captured(load=load, gradient=at_sink[load], full=at_sink[load], sink=number))
     kept = tuple(item for item in captured if item.gradient is not ZERO)
@@ -88,7 +88,7 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
     if any(part is SCORE for part in walk(spec.weight)):
         return "the weight program reads the score"
     read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]
-    if any(int(load.attr) < 3 and needs[int(load.attr)] for load in read):  # type: ignore[arg-type]
+    if any(load.operand < 3 and needs[load.operand] for load in read):
         return "the score program reads elements of q, k or v"
     batch = [coord(f"b{axis}") for axis in range(len(spec.batch))]
     if _groups(spec, spec.k) is None or _groups(spec, spec.k) != _groups(spec, spec.v):
@@ -142,7 +142,7 @@ def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr
         if group is extents[b]:
             continue
         atoms[b if group is integers.integer(1) else integers.floordiv(b, group)] = integers.floordiv(extents[b], group)
-    atoms |= {c: extents[c] for c in expected if c not in extents or not str(c.attr).startswith("b")}
+    atoms |= {c: extents[c] for c in expected if c not in extents or not c.name.startswith("b")}
     seen: set[Expr] = set()
     for expr in index:
         factors = []
@@ -161,5 +161,5 @@ def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr
             if place + 1 < len(factors):
                 if extent.op != "const":
                     return False
-                reach += factor * (int(extent.attr) - 1)  # type: ignore[arg-type]
+                reach += factor * (extent.integer - 1)
     return seen == set(atoms)

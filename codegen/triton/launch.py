@@ -74,7 +74,7 @@ class Kernel:
     def source(self) -> str:
         """The module's text; of the first variant, where d is known only at a call; empty before it."""
         if not self._variants and self.spec.d.op == "const" and self.spec.d_v.op == "const":
-            d, d_v = int(self.spec.d.attr), int(self.spec.d_v.attr)  # type: ignore[arg-type]
+            d, d_v = self.spec.d.integer, self.spec.d_v.integer
             return module.module_text(self.spec, forward_kernels(self.spec, d, d_v, self.statistics), d, d_v)
         return next((variant.source for variant in self._variants.values()), "")
 

@@ -53,7 +53,7 @@ def matrix(
     parts: dict[str, list[str]] = {key: [] for key in ("block", "advance", "rows", "columns", "both")}
     for dim, expr in enumerate(index):
         stride = f"{name}_stride_{dim}"
-        split = _split(expr, str(row.attr), str(column.attr))
+        split = _split(expr, row.name, column.name)
         steps = integers.linear(split["rows"], row) if row is J and moving else None
         if steps is not None and not coordinates(steps[0]) & {"i", "j"} and not coordinates(steps[1]) & {"i", "j"}:
             factor = "" if steps[0] is integers.integer(1) else f" * {_brackets(writer.value(steps[0]))}"

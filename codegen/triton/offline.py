@@ -97,7 +97,7 @@ def facts_of(
     training: also the statistics, and the backward kernels with gradients of every floating-point operand but float8.
     changed: fields of the forward's tile, in place of the table's.
     """
-    d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
+    d, d_v = spec.d.integer, spec.d_v.integer
     capability = AMD if target.startswith("gfx") else int(target[3:])
     tile = replace(tile_for(spec, d, d_v, n, n, capability), **changed)
     kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=False, packed=1))

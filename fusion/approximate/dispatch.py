@@ -67,7 +67,7 @@ def _unsupported(spec: AttentionSpec) -> str | None:
 
     if not (spec.d.is_const and spec.d_v.is_const):
         return "GPU kernels of polynomial features are made for one head dimension, and this one varies"
-    return triton.unavailable() or polynomial.supports(int(spec.d.attr), int(spec.d_v.attr))  # type: ignore[arg-type]
+    return triton.unavailable() or polynomial.supports(spec.d.integer, spec.d_v.integer)
 
 
 def build(

@@ -58,6 +58,6 @@ def _scale(score: Expr) -> float | None:
         if score.op == "fmul" and left.is_const:
             left, right = right, left
         if right.is_const and (inner := _scale(left)) is not None:
-            factor = float(right.attr)  # type: ignore[arg-type]
+            factor = right.value
             return inner * factor if score.op == "fmul" else inner / factor
     return None

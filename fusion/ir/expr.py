@@ -14,6 +14,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 
@@ -43,6 +44,33 @@ class Expr:
         from fusion.ir.printing import to_text
 
         return to_text(self)
+
+    @property
+    def value(self) -> float:
+        """The constant's value as a float; raises TypeError where this is no constant."""
+        return float(self._attribute("const"))
+
+    @property
+    def integer(self) -> int:
+        """The INT or BOOL constant's value; raises TypeError where this is none."""
+        if self.kind is Kind.FLOAT:
+            raise TypeError(f"{self} is a float, not an integer constant")
+        return int(self._attribute("const"))
+
+    @property
+    def name(self) -> str:
+        """The name of a coordinate or size; raises TypeError where this is none."""
+        return str(self._attribute("coord", "size"))
+
+    @property
+    def operand(self) -> int:
+        """The number of the tensor that a load reads, or of the product that a "dot" stands for; raises TypeError."""
+        return int(self._attribute("load", "dot"))
+
+    def _attribute(self, *ops: str) -> Any:
+        if self.op not in ops:
+            raise TypeError(f"{self.op} node {self} is no {' or '.join(ops)}")
+        return self.attr
 
     @property
     def is_const(self) -> bool:
@@ -125,7 +153,7 @@ def coordinates(expr: Expr) -> frozenset[str]:
     names: set[str] = set()
     for part in walk(expr):
         if part.op == "coord":
-            names.add(str(part.attr))
+            names.add(part.name)
         elif part.op in ("score", "upstream"):  # "upstream": a gradient, see fusion.ir.derivative
             names.update("ij")
         elif part.op in ("row_max", "row_sum"):
@@ -174,4 +202,4 @@ def is_number(expr: Expr, value: float) -> bool:
 
 def is_finite_const(expr: Expr) -> bool:
     """Whether `expr` is a finite constant."""
-    return expr.op == "const" and math.isfinite(float(expr.attr))  # type: ignore[arg-type]
+    return expr.op == "const" and math.isfinite(expr.value)

@@ -30,7 +30,7 @@ def integer(value: int | Expr) -> Expr:
 def terms(expr: Expr) -> dict[Monomial, int]:
     """The polynomial as {monomial (sorted atoms): coefficient}; () is the constant term."""
     if expr.op == "const":
-        return {(): int(expr.attr)} if expr.attr else {}  # type: ignore[arg-type]
+        return {(): expr.integer} if expr.attr else {}
     if expr.op == "add":
         total: dict[Monomial, int] = {}
         for arg in expr.args:
@@ -40,7 +40,7 @@ def terms(expr: Expr) -> dict[Monomial, int]:
     if expr.op == "mul":
         coefficient, atoms = 1, expr.args
         if atoms[0].op == "const":
-            coefficient, atoms = int(atoms[0].attr), atoms[1:]  # type: ignore[arg-type]
+            coefficient, atoms = atoms[0].integer, atoms[1:]
         return {tuple(atoms): coefficient}
     return {(expr,): 1}
 
@@ -133,7 +133,7 @@ def _split(value: Expr, divisor: Expr) -> tuple[Expr, Expr]:
     """(q, r) with value = divisor * q + r, q as large as exact division of the terms gives."""
     quotient: dict[Monomial, int] = {}
     rest: dict[Monomial, int] = {}
-    numeric = int(divisor.attr) if divisor.op == "const" else 0  # type: ignore[arg-type]
+    numeric = divisor.integer if divisor.op == "const" else 0
     for monomial, coefficient in terms(value).items():
         exact = _divide_exactly(monomial, coefficient, divisor)
         if exact is not None:
@@ -150,7 +150,7 @@ def floordiv(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS
     """floor(value / divisor) for a positive divisor."""
     value, divisor = integer(value), integer(divisor)
     if divisor.op == "const" and value.op == "const":
-        return integer(int(value.attr) // int(divisor.attr))  # type: ignore[arg-type]
+        return integer(value.integer // divisor.integer)
     quotient, rest = _split(value, divisor)
     if is_below(rest, divisor, bounds):
         return quotient
@@ -167,7 +167,7 @@ def mod(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> 
     """value - divisor * floor(value / divisor) for a positive divisor."""
     value, divisor = integer(value), integer(divisor)
     if divisor.op == "const" and value.op == "const":
-        return integer(int(value.attr) % int(divisor.attr))  # type: ignore[arg-type]
+        return integer(value.integer % divisor.integer)
     _, rest = _split(value, divisor)
     if is_below(rest, divisor, bounds):
         return rest

@@ -38,12 +38,12 @@ def _text(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         text = number_text(expr.attr)
         return text, 7 if text.startswith("-") else _ATOMIC
     if expr.op in ("coord", "size"):
-        return str(expr.attr), _ATOMIC
+        return expr.name, _ATOMIC
     if expr.op in _LEAVES:
         return _LEAVES[expr.op], _ATOMIC
     if expr.op == "load":
         index = ", ".join(_text(arg, names)[0] for arg in expr.args)
-        return f"{names.get(int(expr.attr), f't{expr.attr}')}[{index}]", _ATOMIC  # type: ignore[arg-type]
+        return f"{names.get(expr.operand, f't{expr.attr}')}[{index}]", _ATOMIC
     level = _PRECEDENCE.get(expr.op, _ATOMIC)
     inner = [_text(arg, names) for arg in expr.args]
     if expr.op not in PRIMITIVES:  # what the pull-back has met on the way: a product, a softmax, a sum

@@ -29,7 +29,7 @@ def accesses(spec: AttentionSpec) -> list[list[tuple[Expr, ...]]]:
     for number, index in enumerate((spec.q, spec.k, spec.v)):
         found[number].append(index)
     for part in loads(*spec.expressions()):
-        found[int(part.attr)].append(part.args)  # type: ignore[arg-type]
+        found[part.operand].append(part.args)
     return found
 
 
@@ -39,7 +39,7 @@ def size_of_batch(spec: AttentionSpec, axis: int) -> str | None:
     if extent.op != "size" or any(extent is other for k, other in enumerate(spec.batch) if k != axis):
         return None
     others = [e for e in spec.expressions() if e is not extent]
-    return None if any(part is extent for part in walk(*others)) else str(extent.attr)
+    return None if any(part is extent for part in walk(*others)) else extent.name
 
 
 def split_dims(
@@ -79,7 +79,7 @@ def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset:
         if part is b:
             return moved
         if part.op == "load":
-            return load(int(part.attr), place(int(part.attr), part.args), part.kind)  # type: ignore[arg-type]
+            return load(part.operand, place(part.operand, part.args), part.kind)
         return None
 
     def shift(expr: Expr) -> Expr:

@@ -19,9 +19,9 @@ def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequ
 
 def _python(expr: Expr, names: list[str]) -> str:
     if expr.op == "const":
-        return str(int(expr.attr))  # type: ignore[arg-type]
+        return str(expr.integer)
     if expr.op in ("size", "coord"):
-        return f"s[{names.index(str(expr.attr))}]"
+        return f"s[{names.index(expr.name)}]"
     args = [_python(arg, names) for arg in expr.args]
     if expr.op in ("imin", "imax"):
         return f"{expr.op[1:]}({', '.join(args)})"
@@ -30,4 +30,4 @@ def _python(expr: Expr, names: list[str]) -> str:
 
 def size_value(expr: Expr, sizes: Mapping[str, Any]) -> Any:
     """The value of a constant or of one of the sizes, which may be symbolic."""
-    return int(expr.attr) if expr.op == "const" else sizes[str(expr.attr)]  # type: ignore[arg-type]
+    return expr.integer if expr.op == "const" else sizes[expr.name]

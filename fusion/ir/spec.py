@@ -194,7 +194,7 @@ class AttentionSpec:
             if expr is last:
                 divisors.add(1)
             elif expr.op == "floordiv" and expr.args[0] is last and expr.args[1].op == "const":
-                divisors.add(int(expr.args[1].attr))  # type: ignore[arg-type]
+                divisors.add(expr.args[1].integer)
             else:
                 for arg in expr.args:
                     visit(arg)

@@ -114,7 +114,7 @@ def gpu_tile_times(
 
 
 def _integer(expr: Expr, sizes: Mapping[str, int]) -> int:
-    return int(evaluate(expr, lambda leaf: torch.tensor(sizes[str(leaf.attr)])))
+    return int(evaluate(expr, lambda leaf: torch.tensor(sizes[leaf.name])))
 
 
 def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) -> float:

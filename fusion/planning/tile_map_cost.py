@@ -58,7 +58,7 @@ def map_time(spec: MapSpec, sizes: Sequence[int], machine: Machine) -> float:
     known = dict(zip(spec.sizes, sizes, strict=True))
 
     def value(expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(known[str(leaf.attr)])))
+        return int(evaluate(expr, lambda leaf: torch.tensor(known[leaf.name])))
 
     n_q, n_k = value(spec.n_q), value(spec.n_k)
     nodes = list(walk(spec.live, spec.full))

@@ -96,7 +96,7 @@ def _cells(
 ) -> Tensor | None:
     """As `cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
     dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
-    elements = sum(operands[int(part.attr)].numel() for part in dense)  # type: ignore[arg-type]
+    elements = sum(operands[part.operand].numel() for part in dense)
     if operands[0].device.type == "cpu" and elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
         if not patience.looks():
             return None
@@ -145,10 +145,10 @@ class _Cells:
 
     def _leaf(self, part: Expr) -> Tensor | Callable[..., Tensor]:
         if part.op == "coord":
-            return self._coordinate(str(part.attr), self.device)
+            return self._coordinate(part.name, self.device)
         if part.op == "size":
-            return torch.tensor(self.sizes[str(part.attr)])
-        tensor = self.operands[int(part.attr)]  # type: ignore[arg-type]
+            return torch.tensor(self.sizes[part.name])
+        tensor = self.operands[part.operand]
         return lambda *index: _widened(tensor[tuple(map(self._waitless, index))])
 
     def _waitless(self, index: Tensor) -> Tensor:
@@ -158,8 +158,8 @@ class _Cells:
     def _on_host(self, part: Expr) -> Tensor:
         """As `_leaf`, of an index that loads nothing."""
         if part.op == "coord":
-            return self._coordinate(str(part.attr), torch.device("cpu"))
-        return torch.tensor(self.sizes[str(part.attr)])
+            return self._coordinate(part.name, torch.device("cpu"))
+        return torch.tensor(self.sizes[part.name])
 
     def _exact(self, expr: Expr) -> Tensor:
         value = evaluate(expr, self._leaf, torch.float64)
@@ -234,11 +234,11 @@ class _Cells:
             top = torch.maximum(part.low.abs(), part.high.abs())
             return Interval(low=torch.maximum(part.low, -part.high).clamp(0), high=top)
         if expr.op == "floordiv":
-            divisor = int(expr.args[1].attr)  # type: ignore[arg-type]
+            divisor = expr.args[1].integer
             return Interval(low=parts[0].low // divisor, high=parts[0].high // divisor)
         factor, part = 1, parts[0]
         for arg, bounds in zip(expr.args, parts, strict=True):
-            factor, part = (factor * int(arg.attr), part) if arg.is_const else (factor, bounds)  # type: ignore[arg-type]
+            factor, part = (factor * arg.integer, part) if arg.is_const else (factor, bounds)
         ends = part.low * factor, part.high * factor
         return Interval(low=ends[0], high=ends[1]) if factor >= 0 else Interval(low=ends[1], high=ends[0])
 
@@ -255,7 +255,7 @@ class _Cells:
     def _view(self, expr: Expr) -> tuple[Tensor, list[int]]:
         """The tensor of a load with its dimensions at their coordinates' axes, and those axes along which it has one
         element a cell. Copies only where an index is not a coordinate from some element on."""
-        tensor = self.operands[int(expr.attr)]  # type: ignore[arg-type]
+        tensor = self.operands[expr.operand]
         axes: list[int] = []
         pooled: list[int] = []
         for index in expr.args:

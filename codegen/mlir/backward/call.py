@@ -252,7 +252,7 @@ class BackwardCall:
         if number in self.sinks:
             parts.append(self.sinks[number].sum(0) if self.sinks[number].shape[0] > 1 else self.sinks[number][0])
         for load, sums in self.sums.items():
-            if int(load.attr) == number:  # type: ignore[arg-type]
+            if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)
                 parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, load, upstream, number))
         for sink in self.spec.sinks:
@@ -269,7 +269,7 @@ class BackwardCall:
 
     def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""
-        if all(int(load.attr) != number for load in loads(sink)):  # type: ignore[arg-type]
+        if all(load.operand != number for load in loads(sink)):
             return None
         delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q, 1)
         return pulled.of_expression(self.spec, self.operands, self.sizes, sink, -self._weight_of(sink) * delta, number)

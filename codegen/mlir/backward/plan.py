@@ -68,7 +68,7 @@ class LoadGradient:
 
     @property
     def operand(self) -> int:
-        return int(self.load.attr)  # type: ignore[arg-type]
+        return self.load.operand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ def column_dimension(load: Expr) -> int | None:
 def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int, ...]:
     """Batch coordinates that do not tell the elements of every dense gradient apart."""
     bare = [
-        {str(index.attr) for index in entry.load.args if index.op == "coord"}
+        {index.name for index in entry.load.args if index.op == "coord"}
         for entry in gradients
         if entry.form is Form.DENSE
     ]

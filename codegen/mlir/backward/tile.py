@@ -266,7 +266,7 @@ class BackwardTile(KernelFunction):
         scope = Scope(context=self.context, parent=block.scope, lanes=held)
         collected = [entry.full if full else entry.masked for entry in self.collected]
         exprs = (program, self.weight, self.plan.score[1 if full else 0], *collected)
-        scope.prepare(*exprs, bound=self.batch_names | {str(self.role.lane.attr)})
+        scope.prepare(*exprs, bound=self.batch_names | {self.role.lane.name})
         wanted = dense_loads(*exprs)
         staged = []
         for load, area in zip(self.loads, self.staged, strict=True):

@@ -313,7 +313,7 @@ class Role:
         return [(n, item, gradient) for n, item, gradient in items if gradient is not ZERO]
 
     def gradient_name(self, load: Expr) -> str:
-        return f"d{self.writer.operand(int(load.attr))}"  # type: ignore[arg-type]
+        return f"d{self.writer.operand(load.operand)}"
 
     def add(self, item: Captured, value: str, mask: str) -> list[str]:
         """Statements that add a value to the gradient of a load."""

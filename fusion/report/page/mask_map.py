@@ -96,7 +96,7 @@ def _decided(expr: Expr, optimistic: bool) -> Expr:
 def _evaluate(expr: Expr, sizes: Mapping[str, int], positions: Mapping[Expr, torch.Tensor]) -> torch.Tensor:
     def leaf(part: Expr) -> torch.Tensor:
         if part.op == "size":
-            return torch.tensor(sizes[str(part.attr)])
+            return torch.tensor(sizes[part.name])
         return positions.get(part, torch.tensor(0))  # batch coordinates: element 0
 
     return torch.as_tensor(evaluate(expr, leaf))

@@ -78,13 +78,13 @@ def _mathml(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         digits = "<mi>∞</mi>" if digits == "inf" else f"<mn>{digits}</mn>" if digits[0].isdigit() else _word(digits)
         return sign + digits, 7 if sign else _ATOMIC
     if expr.op in ("coord", "size"):
-        return _symbol(str(expr.attr)), _ATOMIC
+        return _symbol(expr.name), _ATOMIC
     if expr.op in ("score", "row_max", "row_sum"):
         letter = {"score": "s", "row_max": "m", "row_sum": "l"}[expr.op]
         return f"<mi>{letter}</mi>", _ATOMIC
     if expr.op == "load":
         index = "<mo>,</mo>".join(_mathml(arg, names)[0] for arg in expr.args)
-        return _sub(_word(names.get(int(expr.attr), f"t{expr.attr}")), index), _ATOMIC  # type: ignore[arg-type]
+        return _sub(_word(names.get(expr.operand, f"t{expr.attr}")), index), _ATOMIC
     return _operation(expr, [_mathml(arg, names) for arg in expr.args])
 
 

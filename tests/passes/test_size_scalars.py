@@ -1,0 +1,81 @@
+"""Numbers that follow from sizes (1 / n, log2 n) are expressions of sizes: a new length does not compile again.
+
+Dynamo itself makes a number of `math.log(n)` and of the scale of `scaled_dot_product_attention`, for every backend.
+"""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from tests.numerics import assert_as_exact_as_eager
+
+
+def over_length(q, k, v):
+    return torch.softmax(q @ k.mT * (1.0 / k.shape[-2]), -1) @ v
+
+
+def over_root(q, k, v):
+    return torch.softmax(q @ k.mT * k.shape[-2] ** -0.5, -1) @ v
+
+
+def by_root(q, k, v):
+    return torch.softmax(q @ k.mT / math.sqrt(k.shape[-2]), -1) @ v
+
+
+def logarithm(q, k, v):
+    return torch.softmax(q @ k.mT * (math.log2(k.shape[-2]) / 9.0) / 4.0, -1) @ v
+
+
+def of_queries(q, k, v):
+    return torch.softmax((q * math.log2(k.shape[-2]) * 0.1) @ k.mT, -1) @ v
+
+
+def threshold(q, k, v):
+    s = q @ k.mT
+    return torch.softmax(torch.where(s > 1.0 / k.shape[-2], s, s * 0.5), -1) @ v
+
+
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+@pytest.mark.parametrize("function", [over_length, over_root, by_root, logarithm, of_queries, threshold])
+def test_a_new_length_does_not_compile_again(function, emitter):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": emitter})
+    with fusion.collect_reports() as reports:
+        for n in (33, 65, 129, 70):
+            torch.manual_seed(n)
+            inputs = [torch.randn(2, 2, n, 16) for _ in range(3)]
+            exact = function(*(x.double() for x in inputs))
+            assert_as_exact_as_eager(compiled(*inputs), function(*inputs), exact)
+    assert [report.fused for report in reports] == [1, 1], "one compilation for the first length, one for all others"
+
+
+def test_gradients_with_a_symbolic_scale():
+    torch._dynamo.reset()
+    compiled = torch.compile(over_root, backend="fusion", options={"inner": "eager"}, dynamic=True)
+
+    def gradients(function, inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(function(*inputs).square().sum(), inputs)
+
+    for n in (40, 77):
+        torch.manual_seed(n)
+        inputs = [torch.randn(1, 2, n, 16) for _ in range(3)]
+        exact = gradients(over_root, [x.double() for x in inputs])
+        assert_as_exact_as_eager(gradients(compiled, inputs), gradients(over_root, inputs), exact)
+
+
+def test_what_is_no_size_is_guarded():
+    """A float of the user's is compiled in; another value compiles again and is right."""
+    torch._dynamo.reset()
+
+    def scaled(q, k, v, scale):
+        return torch.softmax(q @ k.mT * scale, -1) @ v
+
+    compiled = torch.compile(scaled, backend="fusion", options={"inner": "eager"}, dynamic=True)
+    for scale in (0.25, 0.5):
+        torch.manual_seed(0)
+        inputs = [torch.randn(1, 2, 20, 16) for _ in range(3)]
+        exact = scaled(*(x.double() for x in inputs), scale)
+        assert_as_exact_as_eager(compiled(*inputs, scale), scaled(*inputs, scale), exact)
