@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 import rows as variants
-from fusion import rewrite
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import backward_plan
@@ -46,6 +45,7 @@ from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, split_kernels
 from fusion.ir import AttentionSpec, Normalizer
+from tracing import traced
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.codegen.mlir.cases import PROGRAMS, case
@@ -88,21 +88,6 @@ def specs() -> Iterator[tuple[str, AttentionSpec]]:
     for name, row in variants.GPU_ROWS.items():
         for dtype in (torch.float32, torch.bfloat16):
             yield f"row {name} {str(dtype)[6:]}", traced(row, dtype)
-
-
-def traced(row: variants.Row, dtype: torch.dtype) -> AttentionSpec:
-    """The spec of a measured variant, found in its graph."""
-    operands = variants.Problem(H=8, N=64, d=128 if row.latent else 64, dtype=dtype).tensors(row)
-
-    class Attention(torch.nn.Module):
-        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-            return row.plain(*tensors)
-
-    # The shapes are those of the grid, not of the benchmark: sizes are parameters of a kernel.
-    graph = rewrite(torch.export.export(Attention(), operands)).graph
-    (found,) = (node for node in graph.nodes if "fusion.attention" in str(node.target))
-    (text,) = (arg for arg in found.args if isinstance(arg, str) and arg.startswith("{"))
-    return AttentionSpec.from_json(text)
 
 
 def needs_of(spec: AttentionSpec) -> tuple[bool, ...]:

@@ -1,0 +1,100 @@
+"""What a user's call compiles for a device that is not there: the kernels of a measured variant, and their facts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion.codegen.triton.absent import absent, meta
+from fusion.codegen.triton.backward import Keys, Queries
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.forward import Forward
+from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.static_facts import StaticFacts, static_facts
+from fusion.codegen.triton.tiles import Tile
+from fusion.ir import AttentionSpec
+from rows import GPU_ROWS, Problem
+from tracing import traced
+
+B, H, N = 4, 16, 1024
+"""Batch, query heads and length of the calls: enough blocks for all of a device. Longer ones compile the same."""
+
+PRODUCTS = {Forward.name: (1, 1), Queries.name: (2, 1), Keys.name: (2, 2)}
+"""Products of d, and of d_v, columns for each score, by kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A variant with its head dimension."""
+
+    name: str
+    d: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(B=B, H=H, N=N, d=self.d, dtype=self.dtype)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return spec_of(self.name, self.d, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}, d = {self.d}"
+
+
+@functools.cache
+def spec_of(name: str, d: int, dtype: torch.dtype) -> AttentionSpec:
+    """The traced spec. Masks that are data have their map of tiles, as in models of many layers."""
+    return traced(GPU_ROWS[name], dtype, d, tile_maps="always" if name == "packed" else "auto")
+
+
+@functools.cache
+def operands_of(name: str, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Without memory."""
+    return tuple(map(meta, Problem(B=B, H=H, N=N, d=d, dtype=dtype).tensors(GPU_ROWS[name])))
+
+
+def compiled(
+    cell: Cell, capability: int, kernels: Sequence[str], tiles: Mapping[str, Tile] | None = None
+) -> dict[str, StaticFacts]:
+    """Facts of some kernels of a cell by name. tiles: by kernel, in place of those that are chosen."""
+    spec, operands, row = cell.spec, operands_of(cell.name, cell.d, cell.dtype), GPU_ROWS[cell.name]
+    by_name = {"B0": B, "B1": H, "Nq": row.queries or N, "Nk": N}
+    sizes, tiles = [by_name[name] for name in spec.sizes], tiles or {}
+    with absent(capability, shared=row.latent, only=kernels) as launches:
+        if Forward.name in kernels:
+            Kernel(spec, tiles.get(Forward.name))(operands, sizes)
+        if {Queries.name, Keys.name} & set(kernels):
+            _backward(Differentiable(spec), tiles, operands, sizes, row.learned)
+    return {kernel.metadata.name: static_facts(kernel, capability) for kernel in launches.kernels}
+
+
+def _backward(differentiable: Differentiable, tiles, operands, sizes, learned: bool) -> None:
+    chosen = differentiable._tiles
+    differentiable._tiles = lambda *arguments: chosen(*arguments) | dict(tiles)  # type: ignore[assignment]
+    *batch, n_q, _, _, d_v = differentiable.kernel.extents(sizes)
+    out = torch.empty([*batch, n_q, d_v], dtype=operands[0].dtype, device="meta")
+    statistics = torch.empty([3, *batch, n_q], device="meta")
+    needs = tuple(tensor.is_floating_point() and (n < 3 or learned) for n, tensor in enumerate(operands))
+    differentiable.backward(torch.empty_like(out), out, statistics, operands, sizes, needs)
+
+
+def tile_of(cell: Cell, kernel: str, capability: int) -> Tile:
+    """The tile that is chosen for a kernel."""
+    from fusion.codegen.triton.tiles import backward_tiles, tile_for
+
+    d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
+    if kernel == Forward.name:
+        return tile_for(cell.spec, d, d_v, GPU_ROWS[cell.name].queries or N, N, capability)
+    return backward_tiles(cell.spec, d, d_v, capability)[kernel]
+
+
+def flop_of_trip(cell: Cell, kernel: str, tile: Tile) -> float:
+    """Operations of a kernel's products over one tile of scores."""
+    d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
+    of_d, of_v = PRODUCTS[kernel]
+    return 2.0 * tile.rows * tile.keys * (of_d * d + of_v * d_v)

@@ -1,0 +1,108 @@
+"""A CUDA device that is not there: launches specialise and compile kernels as they would on it, and nothing runs.
+
+    with absent(90) as launches:
+        Kernel(spec)([meta(tensor) for tensor in operands], sizes)
+
+Operands are tensors on torch's meta device. What is compiled is what a user's call compiles: Triton specialises on the
+values of integers, on strides and on alignment, which compiling ahead of time (`offline`) has to assume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fusion.codegen.triton import differentiable, launch, variant
+from fusion.codegen.triton.candidates import shared_memory
+
+PROCESSORS = 132
+"""Multiprocessors of the absent device: those of an H100."""
+
+
+@dataclass(slots=True)
+class Launches:
+    """What was launched.
+
+    kernels: Triton's compiled kernels, one for each variant that was specialised, in the order of their first launch.
+    names: of the kernels, one for each launch.
+    """
+
+    kernels: list[Any] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def variants(self, name: str) -> int:
+        """How many variants of a kernel were compiled."""
+        return sum(kernel.metadata.name == name for kernel in self.kernels)
+
+
+@contextlib.contextmanager
+def absent(
+    capability: int, processors: int = PROCESSORS, shared: bool = False, only: Collection[str] = ()
+) -> Iterator[Launches]:
+    """Launches on meta tensors compile for a capability (10 * major + minor) while this lasts; where shared memory
+    does not suffice, Triton's own error is raised. shared: V is the first columns of K, where it can be. only: the
+    kernels that are compiled, if not all."""
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.driver import driver
+
+    found, limit = Launches(), shared_memory(capability)
+
+    def init_handles(kernel: Any) -> None:
+        if kernel.module is None:
+            _check(kernel, limit)
+            found.kernels.append(kernel)
+            kernel.module = kernel.function = 1
+            kernel._run = lambda *_: found.names.append(kernel.metadata.name)
+
+    def launch_some(chosen: variant.Variant, name: str, *arguments: Any) -> None:
+        if not only or name in only:
+            launch_variant(chosen, name, *arguments)
+
+    launch_variant, before = variant.Variant.launch, driver._active
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (launch, "capability", lambda device: capability),
+            (differentiable, "capability", lambda device: capability),
+            (launch, "processors", lambda device: processors),
+            (launch.Kernel, "_shares", lambda kernel, operands: shared and kernel._may_share),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+            (variant.Variant, "launch", launch_some),
+            (CompiledKernel, "_init_handles", init_handles),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        driver.set_active(_driver(capability))  # type: ignore[arg-type]
+        try:
+            yield found
+        finally:
+            driver._active = before
+
+
+def _check(kernel: Any, limit: int) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    if kernel.metadata.shared > limit:
+        raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+
+
+def _driver(capability: int) -> Any:
+    """What Triton asks of a driver before and at a launch."""
+    from triton.backends.compiler import GPUTarget
+
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        is_active=lambda: True,
+    )
+
+
+def meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides and dtype without memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

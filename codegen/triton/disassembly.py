@@ -1,0 +1,192 @@
+"""What can be read from the machine code of a kernel for NVIDIA devices: its inner loops, instruction by instruction.
+
+`disassemble` makes the text of a binary, `inner_loops` finds the loops of that text which contain no other, and `Loop`
+counts instructions by the unit that executes them. Units are those of one of the four parts of a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+
+LANES = {"tensor": 32, "fma": 32, "alu": 16, "special": 4, "memory": 32, "control": 32}
+"""Lanes of a warp that a unit of a part takes in a clock (CUDA programming guide, arithmetic throughput, 8.0 and 9.0:
+128 multiply-adds, 64 integer operations, comparisons and selections, 16 special functions and conversions a clock and
+multiprocessor)."""
+
+_UNITS = {
+    "tensor": "HGMMA HMMA IMMA QGMMA UTCHMMA UTCQMMA",
+    "fma": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 IMAD HFMA2 HADD2 HMUL2",
+    "special": "MUFU I2F I2FP F2I F2F POPC FLO",
+    "memory": "LDS STS LDSM STSM LDG STG LDGSTS LDL STL LD ST LDC ULDC UTMALDG UTMASTG SHFL SYNCS RED ATOM ATOMG",
+    "control": "BRA BAR WARPSYNC NOP DEPBAR WARPGROUP EXIT BSYNC BSSY YIELD NANOSLEEP ELECT",
+}
+_UNIT = {name: unit for unit, names in _UNITS.items() for name in names.split()}  # others: alu
+
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_LABEL = re.compile(r"^\s*(\.L_x?_?\d+):")
+_TARGET = re.compile(r"`\((\.L_x?_?\d+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction. name: with its suffixes; operands: the rest of its text."""
+
+    name: str
+    operands: str
+
+    @property
+    def base(self) -> str:
+        """The name without suffixes."""
+        return self.name.partition(".")[0]
+
+    @property
+    def unit(self) -> str:
+        """The unit that executes it, of `LANES`."""
+        return _UNIT.get(self.base, "alu")
+
+    @property
+    def product(self) -> tuple[int, int, int] | None:
+        """(m, n, k) of a matrix product; of a warp group's where it is one (wgmma)."""
+        if self.base not in ("HGMMA", "HMMA", "QGMMA"):
+            return None
+        if (sizes := re.search(r"\.(\d+)x(\d+)x(\d+)", self.name)) is not None:
+            return int(sizes[1]), int(sizes[2]), int(sizes[3])
+        packed = re.search(r"\.(\d{2})(\d)(\d+)\.", self.name + ".")  # HMMA.16816 is 16 x 8 x 16
+        return (int(packed[1]), int(packed[2]), int(packed[3])) if packed else None
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it is a product that a warp group issues and waits for later."""
+        return self.base in ("HGMMA", "QGMMA")
+
+    @property
+    def from_registers(self) -> bool:
+        """Whether the left factor of an asynchronous product is in registers."""
+        return len(re.findall(r"\bR\d+", self.operands.partition("gdesc")[0])) > 1
+
+    @property
+    def closes(self) -> bool:
+        """Whether it ends a group of asynchronous products that can be waited for."""
+        return self.asynchronous and "gsb0" in self.operands
+
+    @property
+    def waits(self) -> int | None:
+        """How many groups of products may be unfinished after it, where it is a wait for them."""
+        found = re.search(r"gsb0, 0x([0-9a-f]+)", self.operands) if self.name.startswith("WARPGROUP.DEPBAR") else None
+        return int(found[1], 16) if found else None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that it reads or writes for a warp; of products those of a warp group."""
+        if (shape := self.product) is not None and self.asynchronous:
+            m, n, k = shape
+            size = 1 if self.base == "QGMMA" else 2
+            return size * k * (n if self.from_registers else m + n)
+        if self.base in ("LDS", "STS", "LDGSTS"):
+            bits = re.search(r"\.(64|128)\b", self.name)
+            return 4 * (int(bits[1]) if bits else 32)
+        if self.base in ("LDSM", "STSM"):
+            parts = re.search(r"\.(\d)\b", self.name.rpartition(".M")[2])
+            return 128 * (int(parts[1]) if parts else 1)
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """An inner loop: the instructions of one trip, in the order of addresses."""
+
+    body: tuple[Instruction, ...]
+
+    def count(self, *bases: str) -> int:
+        """Instructions of certain names, given without suffixes."""
+        return sum(instruction.base in bases for instruction in self.body)
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Instructions by unit."""
+        return dict(Counter(instruction.unit for instruction in self.body))
+
+    @property
+    def products(self) -> dict[str, int]:
+        """Matrix products by kind and shape."""
+        shapes = [(i.base, "x".join(map(str, i.product))) for i in self.body if i.product is not None]
+        return dict(Counter(f"{base} {shape}" for base, shape in shapes))
+
+    @property
+    def spills(self) -> int:
+        """Instructions that move registers to and from local memory."""
+        return self.count("LDL", "STL")
+
+    @property
+    def exponentials(self) -> tuple[int, int]:
+        """(all, those issued while an asynchronous product is in flight, also one of the trip before)."""
+        closed, begun, every, under = 0, False, 0, 0
+        for turn in range(2):
+            for instruction in self.body:
+                if instruction.asynchronous:
+                    closed, begun = closed + instruction.closes, not instruction.closes
+                elif instruction.waits is not None:
+                    closed = min(closed, instruction.waits)
+                elif turn and instruction.name.startswith("MUFU.EX2"):
+                    every, under = every + 1, under + (closed > 0 or begun)
+        return every, under
+
+    @property
+    def serialised(self) -> bool:
+        """Whether each asynchronous product waits for the one before: what ptxas does for want of registers."""
+        closed = sum(instruction.closes for instruction in self.body)
+        issued = sum(instruction.asynchronous for instruction in self.body)
+        return issued > 4 and closed == issued
+
+
+def inner_loops(text: str) -> list[Loop]:
+    """The loops of a disassembled kernel that contain no other and multiply matrices, in the order of addresses."""
+    labels: dict[str, int] = {}
+    lines: list[Instruction] = []
+    back: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if (label := _LABEL.match(line)) is not None:
+            labels[label[1]] = len(lines)
+        elif (found := _LINE.match(line)) is not None:
+            lines.append(Instruction(found[3], found[4].strip()))
+            target = _TARGET.search(found[4]) if found[3].startswith("BRA") else None
+            if target is not None and target[1] in labels:
+                back.append((labels[target[1]], len(lines)))
+    inner = [(a, b) for a, b in back if not any((c, d) != (a, b) and a <= c and d <= b for c, d in back)]
+    loops = [Loop(tuple(lines[a:b])) for a, b in dict.fromkeys(inner)]
+    return [loop for loop in loops if loop.products]
+
+
+def disassemble(binary: bytes) -> str:
+    """The text of a binary for NVIDIA devices."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return _run("nvdisasm", "-c", file.name)
+
+
+def registers_of(binary: bytes) -> int:
+    """Registers of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return max(map(int, re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))), default=0)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([os.path.join(_folder(), tool), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@functools.cache
+def _folder() -> str:
+    """Where Triton's own assembler and its companions are."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return os.path.dirname(get_ptxas(90).path)

@@ -1,0 +1,93 @@
+"""What is known of a compiled kernel for an NVIDIA device without running it: its inner loops, and how fast they are
+predicted to be (`timeline`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.codegen.triton.disassembly import Loop, disassemble, inner_loops, registers_of
+from fusion.codegen.triton.timeline import RATES, SUSTAINED, Clocks, clocks_of, residents
+
+_LAYOUT = re.compile(
+    r"^#(\w+) = #ttg\.(?:nvidia_mma|amd_mfma)<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\][^}]*instrShape = \[(\d+), (\d+)",
+    re.MULTILINE,
+)
+_PRODUCT = re.compile(r"(?:warp_group_dot|tt\.dot)\b[^\n]*-> tensor<(\d+)x(\d+)x\w+, #(\w+)>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticFacts:
+    """Of one kernel.
+
+    shared: bytes. registers: of a thread. warps: that multiply. groups: of them that work independently (specialised
+    programs). redundancy: how often each result of a product is computed, of the product where that is most. residents:
+    programs of which a multiprocessor holds the shared memory and registers. loops: those that multiply.
+    """
+
+    kernel: str
+    shared: int
+    registers: int
+    warps: int
+    groups: int
+    redundancy: float
+    residents: int
+    loops: tuple[Loop, ...]
+    capability: int
+
+    @property
+    def spills(self) -> int:
+        """Moves to and from local memory inside the loop where they are most."""
+        return max((loop.spills for loop in self.loops), default=0)
+
+    @property
+    def serialised(self) -> bool:
+        """Whether products of some loop wait for each other."""
+        return any(loop.serialised for loop in self.loops)
+
+    @property
+    def main(self) -> Loop:
+        """The loop with the fewest instructions: the one without masks and bounds, where there are several."""
+        return min(self.loops, key=lambda loop: len(loop.body))
+
+    def clocks(self, loop: Loop | None = None) -> Clocks:
+        """Of one trip of a loop, of the main one where none is named."""
+        rates = RATES[90 if self.capability // 10 == 9 else 80]
+        return clocks_of(loop or self.main, self.warps, rates, self.groups)
+
+    def rate(self, flop: float, processors: int, loop: Loop | None = None) -> float:
+        """Flop/s that are predicted of a device where a trip does so many."""
+        return flop / self.clocks(loop).with_residents(self.residents) * processors * SUSTAINED
+
+
+def static_facts(kernel: Any, capability: int, memory: tuple[int, int] = (228 << 10, 64 << 10)) -> StaticFacts:
+    """kernel: of Triton's compiler. memory: bytes of shared memory, and registers, of a multiprocessor."""
+    metadata, binary = kernel.metadata, kernel.asm["cubin"]
+    specialized = "ttg.warp_specialize" in kernel.asm["ttgir"]
+    registers = registers_of(binary)
+    warps = 2 * metadata.num_warps if specialized else metadata.num_warps
+    every = 3 * metadata.num_warps if specialized else metadata.num_warps
+    return StaticFacts(
+        kernel=metadata.name,
+        shared=metadata.shared,
+        registers=registers,
+        warps=warps,
+        groups=2 if specialized else 1,
+        redundancy=redundancy(kernel.asm["ttgir"]),
+        residents=residents(metadata.shared, registers, every, memory),
+        loops=tuple(inner_loops(disassemble(binary))),
+        capability=capability,
+    )
+
+
+def redundancy(text: str) -> float:
+    """How often each element of a product is computed, of the product where that is most: by how much the warps and
+    the instruction of its layout exceed its tile. text: Triton's form for GPUs."""
+    layouts = {name: tuple(map(int, rest)) for name, *rest in _LAYOUT.findall(text)}
+    most = 1.0
+    for rows, columns, name in _PRODUCT.findall(text):
+        if name in layouts:
+            warps_m, warps_n, m, n = layouts[name]
+            most = max(most, max(1.0, warps_m * m / int(rows)) * max(1.0, warps_n * n / int(columns)))
+    return most

@@ -1,0 +1,159 @@
+"""Clocks that a trip of an inner loop is predicted to take on a multiprocessor, from its disassembled instructions.
+
+The model: every warp of a program runs the same instructions. A part of the multiprocessor issues one instruction of
+one of its warps in a clock; each unit takes its own lanes in a clock (`disassembly.LANES`). Asynchronous products go to
+the tensor unit one after another, at its dense rate or, where that is slower, as fast as shared memory hands over their
+factors (128 bytes a clock); the warps go on until they wait for them. Other products are waited for where they are
+issued. Latencies, bank conflicts and cache misses are not modelled: `EFFICIENCY` stands for them.
+
+Two constants are fitted to published figures of peers whose loops were compiled and put through the same model
+(`benchmarks/peer_loops.py`; `benchmarks/triton_static.py` prints both): H100, forward without a mask. FlexAttention's
+template at d = 128, 392-408 Tflop/s (model: 407); Triton's tutorial at d = 128, 434-477 (446), and at d = 64, 396-403
+(396).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion.codegen.triton.disassembly import LANES, Instruction, Loop
+
+PARTS = 4
+"""Of a multiprocessor, each with an instruction issued per clock."""
+
+SHARED_BYTES = 128
+"""Bytes that shared memory hands over in a clock."""
+
+WARP_INTERVAL = 2
+"""Clocks between two instructions of one warp, on average: results are there after four, and two that are independent
+follow each other. An assumption; it matters where a part has a single warp."""
+
+EFFICIENCY = 0.76
+"""Share of the modelled rate that is reached. Fitted: see the head."""
+
+HIDDEN = 0.35
+"""Share of what a program leaves idle that a second one beside it fills. Fitted: see the head."""
+
+SUSTAINED = 1.7e9
+"""Clocks a second under a full load of matrix products; the data sheet's 1.83e9 are not held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Multiply-adds of 16-bit factors per clock and multiprocessor. asynchronous: of wgmma; synchronous: of mma."""
+
+    asynchronous: int
+    synchronous: int
+
+
+RATES = {
+    80: Rates(asynchronous=1024, synchronous=1024),
+    90: Rates(asynchronous=2048, synchronous=1270),
+}
+"""By compute capability: 312 Tflop/s / 108 / 1.41 GHz of an A100, 989.4 Tflop/s / 132 / 1.83 GHz of an H100, whose mma
+instructions reach 62 % of that (Luo et al., arXiv 2402.13499, table of mma throughput)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """Of one trip. tensor, issue, special, shared: of each resource alone; trip: of one program on its own, waits
+    included."""
+
+    tensor: float
+    issue: float
+    special: float
+    shared: float
+    trip: float
+
+    @property
+    def busiest(self) -> float:
+        return max(self.tensor, self.issue, self.special, self.shared)
+
+    def with_residents(self, programs: int) -> float:
+        """Of a trip of one program where so many share a multiprocessor."""
+        filled = self.busiest + (self.trip - self.busiest) * (1 - HIDDEN if programs > 1 else 1)
+        return filled / EFFICIENCY
+
+
+def clocks_of(loop: Loop, warps: int, rates: Rates, groups: int = 1) -> Clocks:
+    """warps: that multiply. groups: of warps that work independently of each other (specialised programs)."""
+    timeline = _Timeline(warps // groups, rates)
+    for _ in range(2):
+        before = timeline.now
+        for instruction in loop.body:
+            timeline.take(instruction)
+    tensor, special, shared, issue = (
+        groups * sum(map(each, loop.body))
+        for each in (timeline.tensor_clocks, timeline.special_clocks, timeline.shared_clocks, timeline.issue_clocks)
+    )
+    busiest = max(tensor, issue, special, shared)
+    return Clocks(tensor=tensor, issue=issue, special=special, shared=shared, trip=max(busiest, timeline.now - before))
+
+
+class _Timeline:
+    """The warps of one program, which advance together. now: clocks gone by; free: when each unit is."""
+
+    def __init__(self, warps: int, rates: Rates):
+        self.warps, self.rates = warps, rates
+        self.now = 0.0
+        self.free = dict.fromkeys(LANES, 0.0)
+        self.groups: list[float] = []  # when each group of products that is in flight is done
+
+    def take(self, instruction: Instruction) -> None:
+        self.now += max(self.issue_clocks(instruction), WARP_INTERVAL)
+        if instruction.product is not None:
+            self._multiply(instruction)
+        elif instruction.waits is not None:
+            unfinished = instruction.waits
+            for done in self.groups[: len(self.groups) - unfinished]:
+                self.now = max(self.now, done)
+            self.groups = self.groups[len(self.groups) - unfinished :] if unfinished else []
+        else:
+            unit = instruction.unit
+            self.free[unit] = max(self.free[unit], self.now) + self._lanes(unit) - self.issue_clocks(instruction)
+
+    def _multiply(self, instruction: Instruction) -> None:
+        # The factors of a product come from what other units have computed.
+        self.now = max(self.now, *(self.free[unit] for unit in ("alu", "special"))) if not self.groups else self.now
+        done = max(self.free["tensor"], self.now) + self.tensor_clocks(instruction)
+        self.free["tensor"] = done
+        if instruction.closes:
+            self.groups.append(done)
+        elif not instruction.asynchronous:
+            self.now = done
+
+    def issue_clocks(self, instruction: Instruction) -> float:
+        return self.warps / PARTS
+
+    def special_clocks(self, instruction: Instruction) -> float:
+        return self._lanes("special") if instruction.unit == "special" else 0.0
+
+    def tensor_clocks(self, instruction: Instruction) -> float:
+        if (shape := instruction.product) is None:
+            return 0.0
+        m, n, k = shape
+        if instruction.asynchronous:
+            rate = self.rates.asynchronous * (2 if instruction.base == "QGMMA" else 1)
+            return max(m * n * k / rate, instruction.shared_bytes / SHARED_BYTES) * self.warps / 4
+        return m * n * k / self.rates.synchronous * self.warps
+
+    def shared_clocks(self, instruction: Instruction) -> float:
+        sharing = 4 if instruction.asynchronous else 1
+        return instruction.shared_bytes / SHARED_BYTES * self.warps / sharing
+
+    def _lanes(self, unit: str) -> float:
+        """Clocks for which an instruction of all warps takes a unit."""
+        return 32 / LANES[unit] * self.warps / PARTS
+
+
+def residents(shared: int, registers: int, warps: int, device: tuple[int, int]) -> int:
+    """How many programs share a multiprocessor. device: bytes of shared memory and registers of one."""
+    memory, file = device
+    by_registers = file // (32 * warps * -(-max(registers, 1) // 8) * 8)
+    return max(1, min(memory // (shared + 1024), by_registers, 64 // warps))
+
+
+def rate_of(flops: Sequence[float], clocks: float, processors: int) -> float:
+    """Flop/s of a device whose multiprocessors do so many in so many clocks."""
+    return sum(flops) / clocks * processors * SUSTAINED
