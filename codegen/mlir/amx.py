@@ -1,8 +1,6 @@
 """Matrix products on AMX tiles of bf16 planes. See `products` for the layout shared by all strategies.
 
-A tile holds 16 rows of 64 bytes. `tdpbf16ps` adds to a 16 x 16 float32 tile C the product of A, 16 rows of 32 bf16, and
-B, 16 rows of 16 pairs, where row k of B has elements 2k and 2k + 1 of the reduction. Two by two C tiles share two A and
-two B tiles, so that loading does not bound the rate.
+Two by two C tiles share two A and two B tiles (`x86.TileUnit`), so that loading does not bound the rate.
 
     K step (32 keys)     A tiles [key half][d chunk of 32][plane][16 keys][32]
     V step (32 keys)     A tiles [e block of 16][plane][16 e][32 keys]
@@ -14,19 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion.codegen.mlir.builder import TILE, Builder, Value
+from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.products import Beside, Groups, round_up
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.transpose import sum_rows, transpose
+from fusion.codegen.mlir.x86 import TileUnit
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
 BF16 = "vector<32xbf16>"
 F32 = "vector<16xf32>"
 PAIRS = "vector<16xi32>"
-
-#: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of
-#: tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two).
-PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
 
 #: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
 #: instead.
@@ -56,6 +51,7 @@ class Amx:
     ):
         self.exact_pairs, self.mirrored = exact_pairs, mirrored
         self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
+        self.unit = TileUnit(b)
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
         self.score_parts, self.value_parts = self.chunks, max(self.e_blocks // 2, 1)
@@ -76,7 +72,7 @@ class Amx:
     def staging_elements(self) -> int:
         return 32 * max(self.d_padded, self.e_padded)
 
-    def _split(self, x: Value) -> list[Value]:
+    def split(self, x: Value) -> list[Value]:
         """The planes of a float32 vector, each rounded to nearest, as bf16 vectors: their sum is x."""
         b = self.b
         self._watch(x)
@@ -103,7 +99,7 @@ class Amx:
         b = self.b
         if rows.memory == "bf16" and self.planes == 1:
             return [b.load(b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), "bf16"), BF16, "x")]
-        halves = [self._split(load_f32(b, rows, row, b.add(column, h), 16)) for h in (0, 16)]
+        halves = [self.split(load_f32(b, rows, row, b.add(column, h), 16)) for h in (0, 16)]
         return [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
 
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
@@ -134,7 +130,7 @@ class Amx:
             halves = [transpose(b, [load_f32(b, rows, h + r, column, 16) for r in range(16)]) for h in (0, 16)]
             base = b.at(target, b.mul(block, TILE_ELEMENTS * self.planes), "bf16")
             for row, (low, high) in enumerate(zip(*halves, strict=True)):
-                for plane, (x, y) in enumerate(zip(self._split(low), self._split(high), strict=True)):
+                for plane, (x, y) in enumerate(zip(self.split(low), self.split(high), strict=True)):
                     b.store(b.shuffle(x, y, range(32)), b.at(base, plane * TILE_ELEMENTS + 32 * row, "bf16"))
 
     def query_norms(self, packed: Value) -> Value:
@@ -179,61 +175,7 @@ class Amx:
             total = b.fma(x, x, total, "squares")
         return total
 
-    def _sizes(self) -> tuple[Value, Value, Value]:
-        return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.constant(64, "i64")
-
-    def _zero(self) -> Value:
-        rows, columns, _ = self._sizes()
-        return self.b.intrinsic("x86.tilezero.internal", rows, columns, type_=TILE, hint="zero")
-
-    def _load(self, address: Value, hint: str) -> Value:
-        rows, columns, stride = self._sizes()
-        return self.b.intrinsic("x86.tileloadd64.internal", rows, columns, address, stride, type_=TILE, hint=hint)
-
-    def _store(self, tile: Value, address: Value) -> None:
-        rows, columns, stride = self._sizes()
-        self.b.intrinsic("x86.tilestored64.internal", rows, columns, address, stride, tile)
-
-    def _multiply(self, left: Value, right: Value, sum_: Value) -> Value:
-        rows, columns, _ = self._sizes()
-        return self.b.intrinsic(
-            "x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum"
-        )
-
-    def _block(
-        self,
-        sums: list[Value],
-        left: Sequence[Sequence[Value]],
-        right: Sequence[Sequence[Value]],
-        mirrored: bool = False,
-        pieces: Sequence[Callable[[], None]] = (),
-    ) -> list[Value]:
-        """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
-        addresses. mirrored: in the order of right x left. `pieces` are written in between, evenly: the processor looks
-        ahead by a few hundred instructions, so that is how close vector work must stand to the 16 cycles of each tile
-        product to run beside them."""
-        held: dict[str, tuple[int, list[Value]]] = {}
-
-        def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
-            if side not in held or held[side][0] != plane:
-                held[side] = plane, [self._load(a[plane], side) for a in addresses]
-            return held[side][1]
-
-        pairs, sums = PLANE_PAIRS[self.planes], list(sums)
-        places = [(a, g) for a in range(len(left)) for g in range(len(right))]
-        total, done, written = len(pairs) * len(places), 0, 0
-        for pair in pairs:
-            left_plane, right_plane = pair[::-1] if mirrored else pair
-            rows, columns = tiles("a", left, left_plane), tiles("b", right, right_plane)
-            for n, (a, g) in enumerate(places):
-                sums[n] = self._multiply(rows[a], columns[g], sums[n])
-                done += 1
-                while written < len(pieces) * done // total:
-                    pieces[written]()
-                    written += 1
-        return sums
-
-    def _planes(self, base: Value, tile: Value | int, stride: int = TILE_ELEMENTS) -> list[Value]:
+    def planes_at(self, base: Value, tile: Value | int, stride: int = TILE_ELEMENTS) -> list[Value]:
         """Addresses of the planes of a tile: `tile` in elements after base, planes `stride` elements apart."""
         address = self.b.at(base, tile, "bf16")
         return [self.b.at(address, plane * stride, "bf16") for plane in range(self.planes)]
@@ -248,15 +190,15 @@ class Amx:
     ) -> None:
         """S^T of 32 keys and two groups; step: the number of the key step, for `beside`."""
         b, size = self.b, TILE_ELEMENTS * self.planes
-        start = [self._zero() for _ in range(2 * len(queries))]
+        start = [self.unit.zero() for _ in range(2 * len(queries))]
         with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, sums):
-            left = [self._planes(keys, b.mul(b.add(chunk, half * self.chunks), size)) for half in (0, 1)]
-            right = [self._planes(q, b.mul(chunk, size)) for q in queries]
+            left = [self.planes_at(keys, b.mul(b.add(chunk, half * self.chunks), size)) for half in (0, 1)]
+            right = [self.planes_at(q, b.mul(chunk, size)) for q in queries]
             pieces = () if beside is None or step is None else beside(step, chunk, self.chunks)
-            loop.yields(*self._block(list(sums), left, right, self.mirrored, pieces))
+            loop.yields(*self.unit.multiply(sums, left, right, self.planes, self.mirrored, pieces))
         for half in (0, 1):
             for g, place in enumerate(target):
-                self._store(loop.results[half * len(queries) + g], b.at(place, half * 256, "f32"))
+                self.unit.store(loop.results[half * len(queries) + g], b.at(place, half * 256, "f32"))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""
@@ -341,11 +283,11 @@ class Amx:
         b, size = self.b, TILE_ELEMENTS * self.planes
         cells = [b.at(b.at(o, b.mul(block, 256), "f32"), 256 * a, "f32") for a in range(count) for o in output]
         base = b.at(values, b.mul(block, size), "bf16")
-        with b.carry(*steps, 1, [self._load(cell, "o") for cell in cells], hint="step") as (loop, step, sums):
+        with b.carry(*steps, 1, [self.unit.load(cell, "o") for cell in cells], hint="step") as (loop, step, sums):
             column = b.at(base, b.mul(step, self.e_blocks * size), "bf16")
-            left = [self._planes(column, a * size) for a in range(count)]
-            right = [self._planes(w, b.mul(step, TILE_ELEMENTS), self.key_capacity * 16) for w in weights]
+            left = [self.planes_at(column, a * size) for a in range(count)]
+            right = [self.planes_at(w, b.mul(step, TILE_ELEMENTS), self.key_capacity * 16) for w in weights]
             pieces = () if beside is None else beside(step)
-            loop.yields(*self._block(list(sums), left, right, pieces=pieces))
+            loop.yields(*self.unit.multiply(sums, left, right, self.planes, pieces=pieces))
         for cell, tile in zip(cells, loop.results, strict=True):
-            self._store(tile, cell)
+            self.unit.store(tile, cell)

@@ -28,21 +28,20 @@ and in the workspace of a thread, besides the parents and a chunk of features:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import PTR, TILE, Builder, Value
+from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.scope import Params
+from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import transpose
+from fusion.codegen.mlir.x86 import WORDS, Avx512, TileUnit
 
 BLOCK = 128
 """Keys or queries whose parents are in the cache at a time."""
 QUERY_BLOCK = 64
 CHUNK = 32
 CHUNKS_TOGETHER = 4
-F32, BF16, WORDS = "vector<16xf32>", "vector<32xbf16>", "vector<16xi32>"
-PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0))}
+F32 = "vector<16xf32>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,30 +74,16 @@ class FeatureShape:
         return round_up(self.d, 16)
 
 
-class _Kernel:
-    def __init__(self, shape: FeatureShape, block: int):
+class _Kernel(ThreadFunction):
+    """What both kernels do: features of a block of keys or queries. stage: bytes of a few chunks of features."""
+
+    def __init__(self, shape: FeatureShape, block: int, stage: int):
+        super().__init__()
         self.shape, self.block = shape, block
-        self.b = b = Builder()
-        self.params = Params(b, Value("%params", PTR))
-        with b.at_entry():
-            number = b.op("llvm.call @omp_get_thread_num() : () -> i32", "i32", "thread")
-            thread = b.op(f"arith.extsi {number} : i32 to i64", "i64", "thread")
-        self.workspace = b.at(
-            self.params[("ptr", "workspace")], b.mul(thread, self.params[("workspace_bytes",)]), "i8", "mine"
-        )
-        self.parents_area = self.workspace
-        self.x = b.at(self.workspace, shape.low * block * 4, "i8", "x")
-        self.stage = b.at(self.x, (shape.width + 2) * block * 4, "i8", "stage")
-
-    def items(self):
-        """The loop over work items: each turn takes the next one from a common counter, until none is left."""
-        return _Items(self)
-
-    def text(self, name: str) -> str:
-        head = f"module {{\nllvm.func @omp_get_thread_num() -> i32\nfunc.func @{name}(%params: {PTR}) {{\n"
-        return f"{head}{self.b.text()}\n  return\n}}\n}}\n"
-
-    # -- features ------------------------------------------------------------------------------------------------
+        self.wide, self.unit = Avx512(self.b), TileUnit(self.b)
+        self.parents_area = self.area(shape.low * block * 4, "parents_area")
+        self.x = self.area((shape.width + 2) * block * 4, "x")
+        self.stage = self.area(stage, "stage")
 
     def _source(self, feature: Value) -> tuple[Value, Value]:
         """Addresses of the rows whose product a feature is."""
@@ -152,7 +137,7 @@ class _Kernel:
         """32 values side by side in bf16, one vector per plane, rounded to nearest even."""
         b, found = self.b, []
         for plane in range(planes):
-            found.append(b.intrinsic("x86.avx512bf16.cvtne2ps2bf16.512", high, low, type_=BF16, hint="line"))
+            found.append(self.wide.narrow(low, high))
             if plane + 1 < planes:
                 bits = b.bitcast(found[-1], "vector<32xi16>")
                 rest = []
@@ -162,41 +147,6 @@ class _Kernel:
                     rest.append(b.sub(x, b.bitcast(b.binary("arith.shli", wide, 16), F32), "rest"))
                 low, high = rest
         return found
-
-    # -- tiles ---------------------------------------------------------------------------------------------------
-
-    def _sizes(self) -> tuple[Value, Value]:
-        return self.b.constant(16, "i16"), self.b.constant(64, "i16")
-
-    def load_tile(self, address: Value, stride: int, hint: str) -> Value:
-        rows, columns = self._sizes()
-        step = self.b.constant(stride, "i64")
-        return self.b.intrinsic("x86.tileloadd64.internal", rows, columns, address, step, type_=TILE, hint=hint)
-
-    def store_tile(self, tile: Value, address: Value, stride: int) -> None:
-        rows, columns = self._sizes()
-        self.b.intrinsic("x86.tilestored64.internal", rows, columns, address, self.b.constant(stride, "i64"), tile)
-
-    def multiply(self, sums: list[Value], left: Sequence[Sequence[Value]], right: Sequence[Sequence[Value]], planes):
-        """sums[l][r] += left[l] right[r] over all pairs of planes; left and right hold addresses of planes."""
-        rows, columns = self._sizes()
-        held: dict[str, tuple[int, list[Value]]] = {}
-
-        def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
-            if side not in held or held[side][0] != plane:
-                held[side] = plane, [self.load_tile(a[plane], 64, side) for a in addresses]
-            return held[side][1]
-
-        for one, other in PAIRS[planes]:
-            a, c = tiles("a", left, one), tiles("b", right, other)
-            sums = [
-                self.b.intrinsic(
-                    "x86.tdpbf16ps.internal", rows, columns, columns, sums[i * len(c) + j], x, y, type_=TILE, hint="sum"
-                )
-                for i, x in enumerate(a)
-                for j, y in enumerate(c)
-            ]
-        return sums
 
     def by_planes(self, chunk: Value, body) -> None:
         """`body(planes)` for the planes of a chunk (or of the chunks from it on)."""
@@ -211,40 +161,19 @@ class _Kernel:
             body(1)
 
 
-class _Items:
-    def __init__(self, kernel: _Kernel):
-        self.kernel = kernel
-
-    def __enter__(self) -> Value:
-        b, params = self.kernel.b, self.kernel.params
-        items = params[("items",)]
-        self.loop = b.loop(0, items, hint="turn")
-        self.loop.__enter__()
-        mine = b.op(
-            f"llvm.atomicrmw add {params[('ptr', 'counter')]}, {b.constant(1, 'i64')} monotonic : {PTR}, i64",
-            "i64",
-            "item",
-        )
-        self.branch = b.when(b.compare("slt", mine, items))
-        self.branch.__enter__()
-        return mine
-
-    def __exit__(self, *_: object) -> None:
-        self.branch.__exit__(None, None, None)
-        self.loop.__exit__(None, None, None)
-
-
 class _State(_Kernel):
     """One item: the features of some chunks of one head, over all its keys."""
 
+    name = "state"
+
     def __init__(self, shape: FeatureShape):
-        super().__init__(shape, BLOCK)
-        self.packed = self.b.at(self.stage, BLOCK // 32 * 2 * CHUNK * 64, "i8", "packed")
+        super().__init__(shape, BLOCK, stage=BLOCK // 32 * 2 * CHUNK * 64)
+        self.packed = self.area(BLOCK * 2 * 2 * shape.e, "packed")
 
     def write(self) -> None:
         b, p = self.b, self.params
         chunks, groups, blocks = p[("chunks",)], p[("groups",)], p[("blocks",)]
-        with self.items() as item:
+        with self.turns(p[("items",)], "item") as item:
             head, group = b.div(item, groups), b.rem(item, groups)
             first, last = (b.div(b.mul(chunks, b.add(group, k)), groups) for k in (0, 1))
             with b.loop(0, blocks, hint="block") as block:
@@ -292,30 +221,31 @@ class _State(_Kernel):
         for column in range(0, tiles, 2):
             count = min(2, tiles - column)
             cells = [b.at(state, 16 * half * e + 16 * (column + t), "f32") for half in (0, 1) for t in range(count)]
-            start = [self.load_tile(cell, 4 * e, "s") for cell in cells]
+            start = [self.unit.load(cell, "s", 4 * e) for cell in cells]
             with b.carry(0, steps, 1, start, hint="step") as (loop, step, sums):
                 stage = b.at(self.stage, b.mul(step, 2 * CHUNK * 32), "bf16")
                 left = [[b.at(stage, plane * CHUNK * 32 + half * 512, "bf16") for plane in (0, 1)] for half in (0, 1)]
                 base = b.at(self.packed, b.mul(step, tiles * 1024), "bf16")
                 right = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)]
                          for t in range(count)]  # fmt: skip
-                loop.yields(*self.multiply(list(sums), left, right, planes))
+                loop.yields(*self.unit.multiply(sums, left, right, planes))
             for cell, tile in zip(cells, loop.results, strict=True):
-                self.store_tile(tile, cell, 4 * e)
+                self.unit.store(tile, cell, 4 * e)
 
 
 class _Readout(_Kernel):
     """One item: a block of queries, over all features."""
 
+    name = "readout"
+
     def __init__(self, shape: FeatureShape):
-        super().__init__(shape, QUERY_BLOCK)
-        stage = CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024
-        self.sums = self.b.at(self.stage, stage, "i8", "sums")
+        super().__init__(shape, QUERY_BLOCK, stage=CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024)
+        self.sums = self.area(QUERY_BLOCK * 4 * shape.e, "sums")
 
     def write(self) -> None:
         b, p = self.b, self.params
         blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
-        with self.items() as item:
+        with self.turns(p[("items",)], "item") as item:
             head = b.div(item, blocks)
             self.turn(b.at(p[("ptr", "rows")], b.mul(item, self.shape.width * self.block), "f32", "rows"))
             self.make_parents()
@@ -372,36 +302,26 @@ class _Readout(_Kernel):
         corner = b.at(self.sums, b.mul(g, 16), "f32")
         cells = [b.at(corner, 16 * (column + t) * self.block + 16 * k, "f32") for t in range(width) for k in (0, 1)]
         stage = b.at(self.stage, b.mul(g, 1024), "bf16")
-        with b.carry(0, count, 1, [self.load_tile(cell, stride, "o") for cell in cells], hint="c") as (loop, c, sums):
+        with b.carry(0, count, 1, [self.unit.load(cell, "o", stride) for cell in cells], hint="c") as (loop, c, sums):
             base = b.at(state, b.mul(c, tiles * 1024), "bf16")
             left = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)] for t in range(width)]
             here = b.at(stage, b.mul(c, self.block // 16 * 1024), "bf16")
             right = [[b.at(here, k * 1024 + plane * 512, "bf16") for plane in (0, 1)] for k in (0, 1)]
-            loop.yields(*self.multiply(list(sums), left, right, planes))
+            loop.yields(*self.unit.multiply(sums, left, right, planes))
         for cell, tile in zip(cells, loop.results, strict=True):
-            self.store_tile(tile, cell, stride)
+            self.unit.store(tile, cell, stride)
 
 
 def emit_state(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
     """(MLIR text of the function `state`, parameter slots, bytes of workspace per thread)."""
-    kernel = _State(shape)
-    kernel.write()
-    stage = BLOCK // 32 * 2 * CHUNK * 64
-    return kernel.text("state"), _slots(kernel), _common(shape, BLOCK) + stage + BLOCK * 2 * 2 * shape.e
+    return _emitted(_State(shape))
 
 
 def emit_readout(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
     """The same of the function `readout`."""
-    kernel = _Readout(shape)
+    return _emitted(_Readout(shape))
+
+
+def _emitted(kernel: _State | _Readout) -> tuple[str, tuple[tuple, ...], int]:
     kernel.write()
-    stage = CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024
-    return kernel.text("readout"), _slots(kernel), _common(shape, QUERY_BLOCK) + stage + QUERY_BLOCK * 4 * shape.e
-
-
-def _common(shape: FeatureShape, block: int) -> int:
-    """Bytes of parents and x."""
-    return (shape.low + shape.width + 2) * block * 4
-
-
-def _slots(kernel: _Kernel) -> tuple[tuple, ...]:
-    return tuple(sorted(kernel.params.slots, key=kernel.params.slots.__getitem__))
+    return kernel.function(), kernel.slots(), kernel.workspace_bytes

@@ -62,7 +62,7 @@ class AttentionKernel(TileKernel):
             self.query_norms = self.area(tiling.groups * 4 * self.lanes, "query_norms")
             self.undone = self.area(64, "undone")
         b = self.b
-        fixed = self.layout.size
+        fixed = self.workspace_bytes
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             steps = self.params[("key_steps",)]
@@ -91,8 +91,8 @@ class AttentionKernel(TileKernel):
         if self.worst is not None:
             raise_flag(b, self.worst, self.params[("ptr", "flag")])
         return KernelText(
-            source=self._function(), slots=self._slots(), rows=self.tiling.groups * self.lanes,
-            key_step=self.products.key_step, fixed_bytes=self.layout.size,
+            source=self.function(), slots=self.slots(), rows=self.tiling.groups * self.lanes,
+            key_step=self.products.key_step, fixed_bytes=self.workspace_bytes,
             step_bytes=self.products.key_bytes() + self.products.value_bytes() + self.note_bytes,
             may_flag=self.may_flag,
         )  # fmt: skip

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.codegen.mlir.builder import PTR, Builder, Value
+from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.calling import Function, apart, memory
 from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Params
+from fusion.codegen.mlir.scope import MEMORY_TYPE
+from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import sum_rows
 
 BLOCK = 64
@@ -34,47 +35,23 @@ FIRST = ("workspace", "counter", "q", "k", "found", "means", "squares", "slants"
 """The parameters that change from call to call: addresses."""
 
 
-class RowsKernel:
+class RowsKernel(ThreadFunction):
     """The text of such a kernel for rows of d elements of one scalar type. Subclasses write what happens to a head."""
 
-    name: str
-
     def __init__(self, d: int, scalar: str):
+        super().__init__([("ptr", name) for name in FIRST])
         self.d, self.scalar, self.width = d, scalar, round_up(d, LANES)
         self.vectors = self.width // LANES
         self.together = 1 << max(0, (SUMS // self.vectors).bit_length() - 1)  # divides BLOCK, and the width
-        self.b = b = Builder()
-        self.params = Params(b, Value("%params", PTR))
-        for name in FIRST:
-            self.params[("ptr", name)]
-        with b.at_entry():
-            number = b.op("llvm.call @omp_get_thread_num() : () -> i32", "i32", "thread")
-            thread = b.op(f"arith.extsi {number} : i32 to i64", "i64", "thread")
-        start = b.mul(thread, self.params[("workspace_bytes",)])
-        self.stage = b.at(self.params[("ptr", "workspace")], start, "i8", "stage")
-        self.partial = b.at(self.stage, BLOCK * self.width, "f32", "partial")
-        self.end = b.at(self.partial, BLOCK * LANES, "f32", "end")
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of a thread."""
-        return 4 * BLOCK * (self.width + LANES)
+        self.stage = self.area(4 * BLOCK * self.width, "stage")
+        self.partial = self.area(4 * BLOCK * LANES, "partial")
 
     def text(self) -> str:
         b, p = self.b, self.params
-        with b.loop(0, p[("items",)], hint="turn"):
-            item = b.op(
-                f"llvm.atomicrmw add {p[('ptr', 'counter')]}, {b.constant(1, 'i64')} monotonic : {PTR}, i64", "i64",
-                "item",
-            )  # fmt: skip
-            with b.when(b.compare("slt", item, p[("items",)])):
-                q, k = (b.at(p[("ptr", x)], self._offset(item, f"{x}_offsets"), self.scalar, x) for x in ("q", "k"))
-                self._item(item, q, k)
-        head = f"module {{\nllvm.func @omp_get_thread_num() -> i32\nfunc.func @{self.name}(%params: {PTR}) {{\n"
-        return f"{head}{b.text()}\n  return\n}}\n}}\n"
-
-    def slots(self) -> list[str]:
-        return [slot[-1] for slot in sorted(self.params.slots, key=self.params.slots.__getitem__)]
+        with self.turns(p[("items",)], "item") as item:
+            q, k = (b.at(p[("ptr", x)], self._offset(item, f"{x}_offsets"), self.scalar, x) for x in ("q", "k"))
+            self._item(item, q, k)
+        return self.function()
 
     def _offset(self, item: Value, name: str) -> Value:
         return self.b.load(self.b.at(self.params[("ptr", name)], item, "i64"), "i64", name)
@@ -198,8 +175,8 @@ class RowsCode:
     """A compiled kernel."""
 
     def __init__(self, writer: RowsKernel):
-        self.bytes = writer.workspace
-        self.source, self.slots = writer.text(), writer.slots()
+        self.bytes = writer.workspace_bytes
+        self.source, self.slots = writer.text(), [slot[-1] for slot in writer.slots()]
         self.function = Function(compile_text(self.source, writer.name), len(self.slots))
 
 

@@ -34,14 +34,10 @@ class _Moments(RowsKernel):
 
     def __init__(self, d: int, scalar: str):
         super().__init__(d, scalar)
-        self.gram = self.end
-        self.sums = self.b.at(self.gram, self.width * self.width, "f32", "sums")
-        self.largest = self.b.at(self.sums, self.width, "f32", "largest")
-        self.mean = self.b.at(self.largest, 4 * LANES, "f32", "mean")
-
-    @property
-    def workspace(self) -> int:
-        return super().workspace + 4 * (self.width * (self.width + 2) + 4 * LANES)
+        self.gram = self.area(4 * self.width * self.width, "gram")
+        self.sums = self.area(4 * self.width, "sums")
+        self.largest = self.area(4 * 4 * LANES, "largest")
+        self.mean = self.area(4 * self.width, "mean")
 
     def _item(self, item: Value, q: Value, k: Value) -> None:
         b, p = self.b, self.params

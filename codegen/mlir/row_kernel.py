@@ -61,8 +61,8 @@ class _RowKernel(KernelFunction):
         with self._items() as item:
             self._rows(top, item)
         return KernelText(
-            source=self._function(), slots=self._slots(), rows=MOST_ROWS, key_step=self.lanes,
-            fixed_bytes=self.layout.size, step_bytes=0, may_flag=False, across_heads=True,
+            source=self.function(), slots=self.slots(), rows=MOST_ROWS, key_step=self.lanes,
+            fixed_bytes=self.workspace_bytes, step_bytes=0, may_flag=False, across_heads=True,
         )  # fmt: skip
 
     def _rows(self, top: Scope, item: Value) -> None:

@@ -9,14 +9,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
-from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.programs import J0, J1, LARGEST, Programs, programs_of
 from fusion.codegen.mlir.rows import Access, RowReader
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Params, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.softmax import Exponent
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.vectormath import LIBM, LOG2E, VectorMath
+from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 
@@ -24,9 +25,6 @@ HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32
 llvm.func @omp_get_num_threads() -> i32
 """ + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
-
-
-FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +43,7 @@ class KernelText:
     across_heads: bool = False
 
 
-class Workspace:
-    """Static layout of a thread's scratch memory: `area(bytes)` gives the offset of a new part, on a cache line."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def area(self, size: int) -> int:
-        offset = self.size
-        self.size += round_up(size, 64)
-        return offset
-
-
-class KernelFunction:
+class KernelFunction(ThreadFunction):
     """Base of the kernels: see `kernel` and `row_kernel`. degree: of the exponential's polynomial.
 
     flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come out there,
@@ -65,67 +51,41 @@ class KernelFunction:
     anyway (AMX).
     """
 
-    thread: Value
-    threads: Value
+    header = HEADER
 
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False):
+        super().__init__()
         self.spec, self.target, self.d, self.d_v = spec, target, d, d_v
-        self.b = b = Builder()
         self.lanes = target.lanes
         self.vector = vector_of("f32", self.lanes)
         self.context = Context(
-            b=b,
-            params=Params(b, Value("%params", PTR)),
-            math=VectorMath(b, target.avx512, degree, flushes=flush),
+            b=self.b,
+            params=self.params,
+            math=VectorMath(self.b, target.avx512, degree, flushes=flush),
             operands=spec.operands,
             lanes=self.lanes,
         )
-        self.params = self.context.params
         self.programs: Programs = programs_of(spec)
         self.exponent = Exponent(self.context, self.programs.scale)
         self.weight: Expr | None = None if spec.weight is const(1.0) else spec.weight
         self.batch_names = frozenset(f"b{axis}" for axis in range(len(spec.batch)))
-        self.layout = Workspace()
-        self.base = self._thread_base()
-        self.modes = self._flush() if flush else None
+        self.modes = self.area(64, "modes") if flush else None
+        if self.modes is not None:
+            with self.b.at_entry():
+                flush_denormals(self.b, self.modes)
 
-    def _thread_base(self) -> Value:
-        b = self.b
-        with b.at_entry():
-            for name, function in (("thread", "omp_get_thread_num"), ("threads", "omp_get_num_threads")):
-                number = b.op(f"llvm.call @{function}() : () -> i32", "i32", name)
-                setattr(self, name, b.op(f"arith.extsi {number} : i32 to i64", "i64", name))
-            return b.at(
-                self.params[("ptr", "workspace")], b.mul(self.thread, self.params[("workspace_bytes",)]), "i8", "mine"
-            )
-
-    def _flush(self) -> Value:
-        """Change the floating-point mode; returns where the caller's is kept, and after it ours."""
-        modes, b = self.area(64, "modes"), self.b
-        with b.at_entry():
-            ours = b.at(modes, 1, "i32")
-            b.intrinsic("x86.sse.stmxcsr", modes)
-            b.store(b.binary("arith.ori", b.load(modes, "i32", "mode"), FLUSH_TO_ZERO), ours)
-            b.intrinsic("x86.sse.ldmxcsr", ours)
-        return modes
-
-    def area(self, size: int, hint: str) -> Value:
-        offset = self.layout.area(size)
-        with self.b.at_entry():
-            return self.b.at(self.base, offset, "i8", hint)
+    def _identify(self) -> None:
+        super()._identify()
+        self.threads = self.number_of("omp_get_num_threads", "threads")
 
     def _entry_integer(self, top: Scope, expr: Expr) -> Value | int:
         with self.b.at_entry():
             return top.integer(expr)
 
-    def _function(self) -> str:
-        """The module's text."""
+    def function(self) -> str:
         if self.modes is not None:
-            self.b.intrinsic("x86.sse.ldmxcsr", self.modes)
-        return f"{HEADER}func.func @attention(%params: {PTR}) {{\n{self.b.text()}\n  return\n}}\n}}\n"
-
-    def _slots(self) -> tuple[tuple, ...]:
-        return tuple(sorted(self.params.slots, key=self.params.slots.__getitem__))
+            restore_mode(self.b, self.modes)
+        return super().function()
 
     def _top(self) -> Scope:
         """The scope of the function, with the numbers of queries and keys."""
@@ -136,17 +96,12 @@ class KernelFunction:
 
     @contextlib.contextmanager
     def _items(self) -> Iterator[Value]:
-        """The loop over this thread's work items. Threads take chunks of consecutive items from a common counter, so
-        that blocks of unequal work (causal masks) and busy cores even out."""
+        """The loop over this thread's work items, which it takes in chunks."""
         b, items, chunks = self.b, self.params[("items",)], self.params[("chunks",)]
-        counter = self.params[("ptr", "counter")]
-        with b.loop(0, chunks, hint="turn"):
-            one = b.constant(1, "i64")
-            mine = b.op(f"llvm.atomicrmw add {counter}, {one} monotonic : {PTR}, i64", "i64", "chunk")
-            with b.when(b.compare("slt", mine, chunks)):
-                low, high = (b.div(b.mul(items, b.add(mine, k)), chunks) for k in (0, 1))
-                with b.loop(low, high, hint="item") as item:
-                    yield item
+        with self.turns(chunks, "chunk") as mine:
+            low, high = (b.div(b.mul(items, b.add(mine, k)), chunks) for k in (0, 1))
+            with b.loop(low, high, hint="item") as item:
+                yield item
 
     def _batch_scope(self, top: Scope, rest: Value) -> Scope:
         """The scope of a work item: batch coordinates from its linear index, and what depends on nothing else."""
@@ -199,9 +154,6 @@ class KernelFunction:
         if mask.tile_mixed is not None:
             conditions.append(b.compare("eq", b.as_value(tile.integer(mask.tile_mixed), "i64"), 0))
         return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "whole"), conditions)
-
-    # -- packing K and V
-    # ------------------------------------------------------------------------------------------------------
 
     def _valid(self, remaining: Value) -> Value:
         b, lanes = self.b, self.lanes

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.x86 import Avx512
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -66,20 +67,15 @@ class VectorMath:
     """
 
     def __init__(self, b: Builder, avx512: bool, degree: int = 5, flushes: bool = False):
-        self.b, self.avx512, self.degree, self.flushes = b, avx512, degree, flushes
+        self.b, self.degree, self.flushes = b, degree, flushes
+        self.wide = Avx512(b) if avx512 else None
 
     def exp2(self, x: Value, degree: int | None = None) -> Value:
         """2**x; 0 for x below -126: denormal results would take some hundred cycles each."""
         b, degree = self.b, degree or self.degree
         coefficients = exp2_polynomial(degree)
-        if self.avx512 and shape_of(x.type)[0] == 16:
-            mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
-            down = b.constant(0x09, "i32")  # round toward minus infinity, no exceptions
-            if not self.flushes:
-                x = b.select(b.compare("olt", x, -126.0), -math.inf, x, "x")
-            f = b.intrinsic("x86.avx512.mask.reduce.ps.512", x, down, x, mask, rounding, type_=x.type, hint="frac")
-            p = horner(b, f, coefficients)
-            return b.intrinsic("x86.avx512.mask.scalef.ps.512", p, x, p, mask, rounding, type_=x.type, hint="exp")
+        if self.wide is not None and self.wide.takes(x):
+            return self.wide.exp2(x, lambda f: horner(b, f, coefficients), self.flushes)
         integer = vector_of("i32", shape_of(x.type)[0])
         small = b.compare("olt", x, -126.0, "small")
         clamped = b.select(b.compare("ogt", x, 129.0), 129.0, x)
@@ -120,9 +116,9 @@ class VectorMath:
     def reciprocal(self, x: Value, exact: bool = True) -> Value:
         """1 / x for x that is neither 0 nor infinite; to 6e-5 where `exact` is not asked for and that is cheaper."""
         b = self.b
-        if not self.avx512 or shape_of(x.type)[0] != 16:
+        if self.wide is None or not self.wide.takes(x):
             return b.div(1.0, x)
-        estimate = b.intrinsic("x86.avx512.rcp14.ps.512", x, x, b.constant(-1, "i16"), type_=x.type, hint="recip")
+        estimate = self.wide.reciprocal(x)
         if not exact:
             return estimate
         error = b.fma(b.unary("arith.negf", x), estimate, 1.0)

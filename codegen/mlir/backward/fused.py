@@ -52,7 +52,7 @@ class QueryGradient:
                 base = b.at(target, b.mul(b.add(block, pair * self.blocks), self.tile), "bf16")
                 with b.loop(0, 16, hint="k") as k:
                     lines = [load_f32(b, rows, b.add(b.mul(k, 2), half), b.mul(block, 16), 16) for half in (0, 1)]
-                    both = zip(*(p._split(line) for line in lines), strict=True)
+                    both = zip(*(p.split(line) for line in lines), strict=True)
                     for plane, (x, y) in enumerate(both):
                         line = b.shuffle(x, y, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
                         b.store(line, b.at(b.at(base, b.mul(k, 32), "bf16"), plane * TILE_ELEMENTS, "bf16"))
@@ -91,15 +91,15 @@ class QueryGradient:
             for line in lines
             for c in range(count)
         ]
-        tiles = [p._load(cell, "dq") for cell in cells]
+        tiles = [p.unit.load(cell, "dq") for cell in cells]
         for pair in range(self.pairs):
-            left = [p._planes(slopes, b.mul(b.add(b.mul(line, self.pairs), pair), self.tile)) for line in lines]
+            left = [p.planes_at(slopes, b.mul(b.add(b.mul(line, self.pairs), pair), self.tile)) for line in lines]
             right = [
-                p._planes(keys, b.mul(b.add(b.add(block, c), pair * self.blocks), self.tile)) for c in range(count)
+                p.planes_at(keys, b.mul(b.add(b.add(block, c), pair * self.blocks), self.tile)) for c in range(count)
             ]
-            tiles = p._block(tiles, left, right)
+            tiles = p.unit.multiply(tiles, left, right, p.planes)
         for cell, tile in zip(cells, tiles, strict=True):
-            p._store(tile, cell)
+            p.unit.store(tile, cell)
 
     def line(self, sums: Value, row: Value) -> Sequence[Value]:
         """The vectors of one query's gradient."""

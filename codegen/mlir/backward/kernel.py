@@ -49,9 +49,9 @@ class BackwardKernel(BackwardTile):
         if self.worst is not None:
             raise_flag(b, self.worst, self.params[("ptr", "flag")])
         return KernelText(
-            source=self._function(), slots=self._slots(), rows=self.rows_per_block,
+            source=self.function(), slots=self.slots(), rows=self.rows_per_block,
             key_step=self.score_half.products.key_step,
-            fixed_bytes=self.layout.size, step_bytes=self.step_bytes, may_flag=self.worst is not None,
+            fixed_bytes=self.workspace_bytes, step_bytes=self.step_bytes, may_flag=self.worst is not None,
         )  # fmt: skip
 
     def _loops(self, top: Scope) -> None:

@@ -166,7 +166,7 @@ class BackwardTile(KernelFunction):
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         """Areas behind the fixed ones, whose lengths follow the number of rows: C and D, each packed in two ways."""
-        b, steps, fixed = self.b, self.params[("key_steps",)], self.layout.size
+        b, steps, fixed = self.b, self.params[("key_steps",)], self.workspace_bytes
         sizes = self._step_sizes(products)
         self.step_bytes = sum(sizes)
         packed: list[Value] = []

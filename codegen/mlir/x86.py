@@ -1,0 +1,123 @@
+"""Instructions that only x86 processors have: what a `Target` says exists is written here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from fusion.codegen.mlir.builder import TILE, Builder, Value, shape_of
+
+FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
+WORDS = "vector<16xi32>"
+
+#: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of
+#: tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two).
+PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
+
+
+def flush_denormals(b: Builder, modes: Value) -> None:
+    """Make results below 2**-126 zero from here on. modes: memory, which keeps the caller's mode, and after it ours."""
+    ours = b.at(modes, 1, "i32")
+    b.intrinsic("x86.sse.stmxcsr", modes)
+    b.store(b.binary("arith.ori", b.load(modes, "i32", "mode"), FLUSH_TO_ZERO), ours)
+    b.intrinsic("x86.sse.ldmxcsr", ours)
+
+
+def restore_mode(b: Builder, modes: Value) -> None:
+    """The caller's floating-point mode."""
+    b.intrinsic("x86.sse.ldmxcsr", modes)
+
+
+class Avx512:
+    """Functions of vectors of 16 float32."""
+
+    def __init__(self, b: Builder):
+        self.b = b
+
+    def takes(self, x: Value) -> bool:
+        return shape_of(x.type)[0] == 16
+
+    def exp2(self, x: Value, polynomial: Callable[[Value], Value], flushes: bool) -> Value:
+        """2**x; polynomial: 2**f for f in [0, 1]. Results below 2**-126 are 0, by the processor where it `flushes`."""
+        b = self.b
+        mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
+        down = b.constant(0x09, "i32")  # round toward minus infinity, no exceptions
+        if not flushes:
+            x = b.select(b.compare("olt", x, -126.0), -math.inf, x, "x")
+        f = b.intrinsic("x86.avx512.mask.reduce.ps.512", x, down, x, mask, rounding, type_=x.type, hint="frac")
+        p = polynomial(f)
+        return b.intrinsic("x86.avx512.mask.scalef.ps.512", p, x, p, mask, rounding, type_=x.type, hint="exp")
+
+    def reciprocal(self, x: Value) -> Value:
+        """1 / x, to 6e-5."""
+        return self.b.intrinsic("x86.avx512.rcp14.ps.512", x, x, self.b.constant(-1, "i16"), type_=x.type, hint="recip")
+
+    def narrow(self, low: Value, high: Value) -> Value:
+        """32 bf16 from two vectors, rounded to nearest even."""
+        return self.b.intrinsic("x86.avx512bf16.cvtne2ps2bf16.512", high, low, type_="vector<32xbf16>", hint="line")
+
+
+class TileUnit:
+    """AMX: tiles of 16 rows of 64 bytes, and their products.
+
+    `tdpbf16ps` adds to a 16 x 16 float32 tile C the product of A, 16 rows of 32 bf16, and B, 16 rows of 16 pairs, where
+    row k of B has elements 2k and 2k + 1 of the reduction. stride: bytes from one row to the next.
+    """
+
+    def __init__(self, b: Builder):
+        self.b = b
+
+    def _sizes(self, stride: int = 64) -> tuple[Value, Value, Value]:
+        return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.constant(stride, "i64")
+
+    def zero(self) -> Value:
+        rows, columns, _ = self._sizes()
+        return self.b.intrinsic("x86.tilezero.internal", rows, columns, type_=TILE, hint="zero")
+
+    def load(self, address: Value, hint: str, stride: int = 64) -> Value:
+        rows, columns, step = self._sizes(stride)
+        return self.b.intrinsic("x86.tileloadd64.internal", rows, columns, address, step, type_=TILE, hint=hint)
+
+    def store(self, tile: Value, address: Value, stride: int = 64) -> None:
+        rows, columns, step = self._sizes(stride)
+        self.b.intrinsic("x86.tilestored64.internal", rows, columns, address, step, tile)
+
+    def _multiply(self, left: Value, right: Value, sum_: Value) -> Value:
+        rows, columns = self.b.constant(16, "i16"), self.b.constant(64, "i16")
+        return self.b.intrinsic(
+            "x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum"
+        )
+
+    def multiply(
+        self,
+        sums: Sequence[Value],
+        left: Sequence[Sequence[Value]],
+        right: Sequence[Sequence[Value]],
+        planes: int,
+        mirrored: bool = False,
+        pieces: Sequence[Callable[[], None]] = (),
+    ) -> list[Value]:
+        """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
+        addresses. mirrored: in the order of right x left. `pieces` are written in between, evenly: the processor looks
+        ahead by a few hundred instructions, so that is how close vector work must stand to the 16 cycles of each tile
+        product to run beside them."""
+        held: dict[str, tuple[int, list[Value]]] = {}
+
+        def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
+            if side not in held or held[side][0] != plane:
+                held[side] = plane, [self.load(a[plane], side) for a in addresses]
+            return held[side][1]
+
+        pairs, sums = PLANE_PAIRS[planes], list(sums)
+        places = [(a, g) for a in range(len(left)) for g in range(len(right))]
+        total, done, written = len(pairs) * len(places), 0, 0
+        for pair in pairs:
+            left_plane, right_plane = pair[::-1] if mirrored else pair
+            rows, columns = tiles("a", left, left_plane), tiles("b", right, right_plane)
+            for n, (a, g) in enumerate(places):
+                sums[n] = self._multiply(rows[a], columns[g], sums[n])
+                done += 1
+                while written < len(pieces) * done // total:
+                    pieces[written]()
+                    written += 1
+        return sums
