@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 
-from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node
+from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake
 from fusion.passes.nodes import Unsupported
 
 Facts = frozenset[Expr]
+_LOW, _VANISHES = -1e3, -200.0
+"""Constants that are not above the first are fills of masks; exp of what is below the second is 0."""
 _BOUNDED = {"tanh", "sigmoid", "sin", "cos", "erf", "atan", "dot", "score", "to_float", "bool_to_float"}
 
 
@@ -43,6 +45,42 @@ def quotient_kind(shift: Expr, denominator: Expr) -> str:
     dead = shift.is_const and float(shift.attr) == -math.inf  # type: ignore[arg-type]
     empty = denominator.is_const and not abs(float(denominator.attr)) > 0  # type: ignore[arg-type]
     return "softmax" if dead or empty or ROW_MAX in (shift, denominator) else "safe_softmax"
+
+
+def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
+    """The scores x of exp(x - shift) / (sum of exp(x - shift)), as those of a softmax.
+
+    A softmax of a row of nothing but a low finite fill is its mean. So is the quotient where the shift is the fill, as
+    the row's maximum is; with any other shift every exponential is 0, as if the fill were -inf.
+    """
+    if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
+        return columns
+    if any(part.op in ("load", "reduce") for column in columns for part in walk(column) if may_be_lowest(part)):
+        raise Unsupported("a softmax by hand whose rows without a live key depend on a mask that is a tensor")
+    return tuple(_with_vanishing_fills(column, shift) for column in columns)
+
+
+def _with_vanishing_fills(column: Expr, shift: Expr) -> Expr:
+    if column.op in ("where", "fadd"):
+        args = (arg if arg.kind is not Kind.FLOAT else _with_vanishing_fills(arg, shift) for arg in column.args)
+        return remake(column, tuple(args))
+    if not _is_low(column):
+        return column
+    there = rebuild(shift, lambda part: column if part is ROW_MAX else None)
+    distance = apply("fsub", column, there)
+    if distance.is_const and float(distance.attr) >= _VANISHES or (there is not shift and not there.is_const):  # type: ignore[arg-type]
+        raise Unsupported("a softmax by hand, less something that depends on a mask's finite fill", column)
+    return const(-math.inf)
+
+
+def may_be_lowest(value: Expr) -> bool:
+    """Whether a value may be a mask's finite fill: it has such a constant, or a load over the keys."""
+    return any(_is_low(part) or (part.op == "load" and part.kind is Kind.FLOAT and "j" in coordinates(part))
+               for part in walk(value))  # fmt: skip
+
+
+def _is_low(part: Expr) -> bool:
+    return part.is_const and part.kind is Kind.FLOAT and -math.inf < float(part.attr) <= _LOW  # type: ignore[arg-type]
 
 
 def _in_dead_rows(value: Expr) -> Expr:

@@ -12,7 +12,7 @@ import torch
 
 from fusion.ir.expr import Expr, Kind, const
 from fusion.ir.ops import apply, where
-from fusion.passes.pointwise import BUILDERS, Call, float_function, kind_of, operand
+from fusion.passes.pointwise import BUILDERS, Call, float_function, kind_of, not_above_zero, operand
 
 aten = torch.ops.aten
 ONE, ZERO, INFINITY = const(1.0), const(0.0), const(math.inf)
@@ -29,13 +29,13 @@ def _odd(x: Expr, of_magnitude: Expr) -> Expr:
 
 def _celu(x: Expr, call: Call) -> Expr:
     alpha = operand(call.get(1, "alpha", 1.0), Kind.FLOAT)
-    below = apply("fmul", alpha, apply("expm1", apply("div", x, alpha)))
+    below = apply("fmul", alpha, apply("expm1", apply("div", not_above_zero(x), alpha)))
     return where(apply("flt", ZERO, x), x, below)
 
 
 def _selu(x: Expr, call: Call) -> Expr:
     alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-    return _times(where(apply("flt", ZERO, x), x, _times(apply("expm1", x), alpha)), scale)
+    return _times(where(apply("flt", ZERO, x), x, _times(apply("expm1", not_above_zero(x)), alpha)), scale)
 
 
 def _threshold(x: Expr, call: Call) -> Expr:
@@ -54,19 +54,35 @@ def _softshrink(x: Expr, call: Call) -> Expr:
     return where(apply("flt", limit, x), apply("fsub", x, limit), rest)
 
 
+def _halves(x: Expr) -> tuple[Expr, Expr]:
+    """(sinh(x / 2), cosh(x / 2)), neither of which overflows where a product of two does not."""
+    up, down = apply("expm1", _times(x, 0.5)), apply("expm1", _times(x, -0.5))
+    return _times(apply("fsub", up, down), 0.5), apply("fadd", _times(apply("fadd", up, down), 0.5), ONE)
+
+
 def _sinh(x: Expr, call: Call) -> Expr:
-    return _times(apply("fsub", apply("expm1", x), apply("expm1", apply("neg", x))), 0.5)
+    sine, cosine = _halves(x)
+    return _times(apply("fmul", sine, cosine), 2.0)
 
 
 def _cosh(x: Expr, call: Call) -> Expr:
-    return _times(apply("fadd", apply("exp", x), apply("exp", apply("neg", x))), 0.5)
+    sine, _ = _halves(x)
+    return apply("fadd", _times(apply("fmul", sine, sine), 2.0), ONE)
 
 
 def _asinh(x: Expr, call: Call) -> Expr:
-    """log(|x| + sqrt(x^2 + 1)) = log1p(|x| + x^2 / (1 + sqrt(x^2 + 1)))."""
-    size, square = apply("abs", x), apply("fmul", x, x)
+    """log(|x| + sqrt(x^2 + 1)) = log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))), and log(2 |x|) where x^2 might overflow.
+
+    |x| is a selection: its derivative at 0 is 1.
+    """
+    size = where(apply("flt", x, ZERO), apply("neg", x), x)
+    large = apply("flt", const(1e8), size)
+    usual = where(large, ONE, size)
+    square = apply("fmul", usual, usual)
     root = apply("sqrt", apply("fadd", square, ONE))
-    return _odd(x, apply("log1p", apply("fadd", size, apply("div", square, apply("fadd", root, ONE)))))
+    near = apply("log1p", apply("fadd", usual, apply("div", square, apply("fadd", root, ONE))))
+    far = apply("fadd", apply("log", where(large, size, ONE)), const(math.log(2)))
+    return _odd(x, where(large, far, near))
 
 
 def _atanh(x: Expr, call: Call) -> Expr:
@@ -93,9 +109,10 @@ def _log_add_exp(call: Call) -> Expr | None:
     if kind_of(call.dtype) is not Kind.FLOAT:
         return None
     a, b = (operand(arg, Kind.FLOAT) for arg in call.args[:2])
-    distance = apply("abs", apply("fsub", a, b))
-    apart = apply("fadd", apply("maximum", a, b), apply("log1p", apply("exp", apply("neg", distance))))
-    return where(apply("feq", a, b), apply("fadd", a, const(math.log(2))), apart)
+    above = where(apply("flt", a, b), apply("fsub", b, a), apply("fsub", a, b))
+    highest = apply("maximum", a, b)
+    apart = apply("fadd", highest, apply("log1p", apply("exp", apply("neg", above))))
+    return where(apply("feq", a, b), apply("fadd", highest, const(math.log(2))), apart)
 
 
 def _is(sign: float):

@@ -172,8 +172,15 @@ def _divide(call: Call) -> Expr | None:
             return None
         left = operand(left, Kind.INT)
         return integers.floordiv(left, right) if mode == "floor" or integers.is_nonnegative(left) else None
-    quotient = apply("div", operand(left, Kind.FLOAT), operand(right, Kind.FLOAT))
-    return apply({"floor": "floor", "trunc": "trunc"}[mode], quotient)
+    left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
+    if mode == "floor":
+        return None  # torch goes by the remainder: 1 // 0.1 is 9, but 1 / 0.1 rounds to 10
+    return apply(mode, apply("div", left, right))
+
+
+def _is_power_of_two(value: Expr) -> bool:
+    """Whether a value is a constant that can be divided by without rounding."""
+    return value.is_const and math.isfinite(number := float(value.attr)) and abs(math.frexp(number)[0]) == 0.5  # type: ignore[arg-type]
 
 
 def _floor_divide(call: Call) -> Expr | None:
@@ -187,6 +194,8 @@ def _remainder(call: Call) -> Expr | None:
         positive = right.is_const and int(right.attr) > 0  # type: ignore[arg-type]
         return integers.mod(operand(left, Kind.INT), right) if positive else None
     left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
+    if not _is_power_of_two(right):
+        return None  # a rounded quotient can be off by one, or by any number where it is large
     return apply("fsub", left, apply("fmul", right, apply("floor", apply("div", left, right))))
 
 
@@ -201,12 +210,18 @@ def _power(call: Call) -> Expr | None:
         return apply("sqrt", base)
     if value == -0.5:
         return apply("rsqrt", base)
-    if value == int(value) and 1 <= abs(value) <= 8:
+    if value == -1.0:
+        return apply("div", const(1.0), base)
+    if value in _PRODUCTS:
         product = base
-        for _ in range(int(abs(value)) - 1):
+        for _ in range(int(value) - 1):
             product = apply("fmul", product, base)
-        return product if value > 0 else apply("div", const(1.0), product)
+        return product
     return apply("pow", base, exponent)
+
+
+_PRODUCTS = range(1, 9)
+"""Exponents of powers that are computed as products, which costs less."""
 
 
 def _unary(name: str) -> Builder:
@@ -306,8 +321,13 @@ def _clamp(call: Call) -> Expr | None:
         value = value if low is None else apply("imax", value, low)
         return value if high is None else apply("imin", value, high)
     # Selections and not extrema, as those split the gradient between equal sides: here the value gets it all.
-    value = value if low is None else where(apply("flt", value, low), low, value)
-    return value if high is None else where(apply("flt", high, value), high, value)
+    value = value if low is None else where(_or_nan(apply("flt", value, low), low), low, value)
+    return value if high is None else where(_or_nan(apply("flt", high, value), high), high, value)
+
+
+def _or_nan(predicate: Expr, bound: Expr) -> Expr:
+    """Or the bound is NaN, which it passes on."""
+    return apply("or", predicate, apply("fne", bound, bound))
 
 
 def _clamp_one(side: str) -> Builder:
@@ -348,8 +368,9 @@ def _softplus(x: Expr, call: Call) -> Expr:
     beta = operand(call.get(1, "beta", 1.0), Kind.FLOAT)
     threshold = operand(call.get(2, "threshold", 20.0), Kind.FLOAT)
     scaled = apply("fmul", x, beta)
-    soft = apply("div", apply("log1p", apply("exp", scaled)), beta)
-    return where(apply("flt", threshold, scaled), x, soft)
+    linear = apply("flt", threshold, scaled)
+    soft = apply("div", apply("log1p", apply("exp", where(linear, const(0.0), scaled))), beta)
+    return where(linear, x, soft)
 
 
 def _gelu(x: Expr, call: Call) -> Expr:
@@ -366,8 +387,13 @@ def _gelu(x: Expr, call: Call) -> Expr:
 def _elu(x: Expr, call: Call) -> Expr:
     alpha, scale, input_scale = (operand(call.get(k, n, 1.0), Kind.FLOAT) for k, n in
                                  ((1, "alpha"), (2, "scale"), (3, "input_scale")))  # fmt: skip
-    below = apply("fmul", alpha, apply("expm1", apply("fmul", x, input_scale)))
+    below = apply("fmul", alpha, apply("expm1", apply("fmul", not_above_zero(x), input_scale)))
     return apply("fmul", scale, where(apply("flt", const(0.0), x), x, below))
+
+
+def not_above_zero(x: Expr) -> Expr:
+    """x, or 0 where it is above. What a selection does not take must not overflow: its gradient would be 0 * inf."""
+    return where(apply("flt", const(0.0), x), const(0.0), x)
 
 
 def _round(x: Expr, call: Call) -> Expr | None:
@@ -381,6 +407,10 @@ def _sign(x: Expr, call: Call) -> Expr:
 
 def _hardsigmoid(x: Expr, call: Call) -> Expr:
     return apply("div", _between(apply("fadd", x, const(3.0)), const(0.0), const(6.0)), const(6.0))
+
+
+def _hardswish(x: Expr, call: Call) -> Expr:
+    return apply("div", apply("fmul", x, _between(apply("fadd", x, const(3.0)), const(0.0), const(6.0))), const(6.0))
 
 
 def _hardtanh(x: Expr, call: Call) -> Expr:
@@ -397,7 +427,10 @@ def _lerp(call: Call) -> Expr | None:
     if kind_of(call.dtype) is not Kind.FLOAT:
         return None
     start, end, weight = (operand(arg, Kind.FLOAT) for arg in call.args[:3])
-    return apply("fadd", start, apply("fmul", weight, apply("fsub", end, start)))
+    distance = apply("fsub", end, start)
+    near_start = apply("fadd", start, apply("fmul", weight, distance))
+    near_end = apply("fsub", end, apply("fmul", distance, apply("fsub", const(1.0), weight)))
+    return where(apply("flt", apply("abs", weight), const(0.5)), near_start, near_end)
 
 
 def _addcmul(name: str) -> Builder:
@@ -406,7 +439,7 @@ def _addcmul(name: str) -> Builder:
             return None
         base, left, right = (operand(arg, Kind.FLOAT) for arg in call.args[:3])
         factor = const(float(call.kwargs.get("value", 1)))
-        return apply("fadd", base, apply("fmul", factor, apply(name, left, right)))
+        return apply("fadd", base, apply(name, apply("fmul", factor, left), right))
 
     return builder
 
@@ -492,7 +525,7 @@ BUILDERS.update(
         aten.gelu: float_function(_gelu), aten.elu: float_function(_elu), aten.sign: float_function(_sign),
         aten.hardsigmoid: float_function(_hardsigmoid), aten.hardtanh: float_function(_hardtanh),
         aten.mish: float_function(lambda x, call: apply("fmul", x, apply("tanh", _softplus(x, call)))),
-        aten.hardswish: float_function(lambda x, call: apply("fmul", x, _hardsigmoid(x, call))),
+        aten.hardswish: float_function(_hardswish),
         aten.relu6: float_function(lambda x, call: _between(x, const(0.0), const(6.0))),
         aten.log_sigmoid: float_function(lambda x, call: apply("neg", _softplus(apply("neg", x), call))),
         aten.log2: float_function(lambda x, call: apply("fmul", apply("log", x), const(1 / math.log(2)))),

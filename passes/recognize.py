@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
-from fusion.passes.dead_rows import quotient_kind, selected
+from fusion.passes.dead_rows import as_exponents, may_be_infinite, may_be_lowest, quotient_kind, selected
 from fusion.passes.nodes import Unsupported
 
 
@@ -102,11 +102,13 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     if len({shift for shift in shifts if shift is not None}) > 1:
         return None
     shift = next((shift for shift in shifts if shift is not None), ZERO)
+    maximum = {part: ROW_MAX for part in walk(shift, denominator) if _is_maximum(part, columns)}
+    shift = _replace(shift, maximum)
+    if not (shift.is_const and _strip_shift(columns) is not None):  # exp(x - max of x - 1)
+        columns = as_exponents(columns, shift)
     if denominator is total:
         return node("softmax", columns, Kind.FLOAT, "softmax")
     # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r).
-    maximum = {part: ROW_MAX for part in walk(shift, denominator) if _is_maximum(part, columns)}
-    shift = _replace(shift, maximum)
     rescale = ONE if shift is ROW_MAX else apply("exp", apply("fsub", ROW_MAX, shift))
     scale = apply("div", rescale, _replace(denominator, maximum | {total: apply("fmul", ROW_SUM, rescale)}))
     if _has(scale, "reduce", "dot"):
@@ -134,6 +136,9 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
 
     A weight masked after the exponential, exp(x) * mask, is exp(x if mask else -inf).
     """
+    if value.op == "exp" and value.args[0].op == "where":
+        condition, *arms = value.args[0].args
+        return _selected_exponent(condition, *(apply("exp", arm) for arm in arms)) or (value.args[0], ZERO)
     if value.op == "exp":
         exponent = value.args[0]
         if exponent.op == "fsub" and _free_of_keys(exponent.args[1]):
@@ -153,6 +158,11 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
             then, otherwise = otherwise, then
     else:
         return None
+    return _selected_exponent(condition, then, otherwise)
+
+
+def _selected_exponent(condition: Expr, then: Expr, otherwise: Expr) -> tuple[Expr, Expr | None] | None:
+    """`_exponent_and_shift` of (then if condition else otherwise)."""
     left, right = _exponent_and_shift(then), _exponent_and_shift(otherwise)
     if left is None or right is None or (left[1] is not right[1] and None not in (left[1], right[1])):
         return None
@@ -240,28 +250,62 @@ def _core(coefficient: Expr, core: Expr) -> Core:
 
 
 def _without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """softmax(x - r) = softmax(x) for any r that is the same for all keys, also scaled: softmax(c * (x - r))."""
-    while True:
-        stripped = [_strip_shift(column) for column in columns]
-        shifts = {shift for _, shift in stripped}
-        if len(shifts) != 1 or None in shifts:
-            return columns
-        columns = tuple(column for column, _ in stripped)
+    """softmax(x - r) = softmax(x) for an r that is the same for all keys, also scaled: softmax(c * (x - r))."""
+    while (stripped := _strip_shift(columns)) is not None:
+        columns = stripped
+    return columns
 
 
-def _strip_shift(value: Expr) -> tuple[Expr, Expr | None]:
-    """(x, what was subtracted or added and by what it was scaled), None where there is no reduction to take off."""
-    if value.op == "fsub" and _free_of_keys(value.args[0]) and _has(value.args[0], "reduce"):
-        return apply("neg", value.args[1]), node("shift", (value.args[0],), Kind.FLOAT, "from")
-    if value.op in ("fsub", "fadd") and _free_of_keys(value.args[1]) and _has(value.args[1], "reduce"):
-        return value.args[0], node("shift", (value.args[1],), Kind.FLOAT, value.op)
-    if value.op in ("fmul", "div"):
-        for inner, factor in (value.args, value.args[::-1]) if value.op == "fmul" else (value.args,):
-            if _free_of_keys(factor) and not _has(factor, "reduce"):
-                x, shift = _strip_shift(inner)
-                if shift is not None:
-                    return apply(value.op, x, factor), node("shift", (shift, factor), Kind.FLOAT, value.op)
-    return value, None
+def _strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
+    """The columns without the reduction that is subtracted from or added to all of them; None where there is none, or
+    where it is not ignored: it may be infinite, or a scale may overflow without it."""
+    ops = {column.op for column in columns}
+    if ops == {"fsub"} and (shift := _common(columns, 0)) is not None and _has(shift, "reduce"):
+        rest = tuple(column.args[1] for column in columns)
+        return tuple(apply("neg", x) for x in rest) if _is_ignored(shift, rest) else None
+    if ops in ({"fsub"}, {"fadd"}):
+        if (shift := _common(columns, 1)) is None or not _has(shift, "reduce"):
+            return None
+        rest = tuple(column.args[0] for column in columns)
+        taken = shift if ops == {"fsub"} else apply("neg", shift)
+        return rest if _is_ignored(taken, rest) else None
+    if ops not in ({"fmul"}, {"div"}):
+        return None
+    for position in (1, 0) if ops == {"fmul"} else (1,):
+        factor = _common(columns, position)
+        if factor is None or _has(factor, "reduce"):
+            continue
+        rest = _strip_shift(tuple(column.args[1 - position] for column in columns))
+        if rest is not None and (_shrinks(columns[0].op, factor) or not any(map(may_be_lowest, rest))):
+            return tuple(apply(columns[0].op, x, factor) for x in rest)
+    return None
+
+
+def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:
+    """The argument that all columns have in one position, where it is the same for all keys."""
+    found = {column.args[position] for column in columns}
+    value = found.pop()
+    return value if not found and _free_of_keys(value) else None
+
+
+def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
+    """Whether softmax(x - shift) is that of x in every row, those of -inf or finfo.min included: the shift is the
+    largest or the log-sum of x, is clamped to a constant instead, or is ordinary."""
+    if any(_is_maximum(shift, columns, name) for name in ("max", "logsumexp")):
+        return True
+    if shift.op in ("where", "maximum", "minimum"):
+        return all(_is_ignored(arg, columns) for arg in shift.args if arg.kind is Kind.FLOAT)
+    if shift.op == "neg" and shift.args[0].op == "neg":
+        return _is_ignored(shift.args[0].args[0], columns)
+    return not may_be_lowest(shift) and not may_be_infinite(shift, frozenset())
+
+
+def _shrinks(op: str, factor: Expr) -> bool:
+    """Whether multiplying (or dividing) by a factor makes nothing larger."""
+    if not factor.is_const:
+        return False
+    size = abs(float(factor.attr))  # type: ignore[arg-type]
+    return size <= 1 if op == "fmul" else 1 <= size
 
 
 def _pointwise_core(weight: Expr) -> Core:

@@ -2,7 +2,8 @@
 
 `adjoints(program, seed, targets)` takes the gradient that arrives at the program's value (an expression, usually a
 leaf) and returns the gradient at each target. `PULLBACKS` has, for every primitive of `fusion.ir.ops`, the one place
-where its derivative is written; conventions at kinks are torch's (0 for |x| at 0, halves for ties of min and max).
+where its derivative is written, in torch's order of operations, which decides where 0 * inf is met; conventions at
+kinks are torch's (0 for |x| at 0, halves for ties of min and max).
 Selections select gradients instead of multiplying by 0 and 1, so that an infinity or NaN on the side not taken goes
 nowhere, as in torch.
 """
@@ -77,8 +78,7 @@ def _one_minus(x: Expr) -> Expr:
 
 
 def _quotient(g: Expr, y: Expr, args: tuple[Expr, ...]) -> tuple[Expr | None, ...]:
-    over = apply("div", g, args[1])
-    return over, _neg(_mul(over, y))
+    return apply("div", g, args[1]), _neg(_mul(g, apply("div", y, args[1])))
 
 
 def _extremum(order: str) -> Pullback:
@@ -94,9 +94,9 @@ def _extremum(order: str) -> Pullback:
 def _power(g: Expr, y: Expr, args: tuple[Expr, ...]) -> tuple[Expr | None, ...]:
     base, exponent = args
     steeper = apply("pow", base, apply("fsub", exponent, const(1.0)))
-    to_base = where(apply("feq", exponent, ZERO), ZERO, _mul(g, exponent, steeper))
+    to_base = where(apply("feq", exponent, ZERO), ZERO, _mul(g, _mul(exponent, steeper)))
     flat = apply("and", apply("feq", base, ZERO), apply("fle", ZERO, exponent))
-    return to_base, where(flat, ZERO, _mul(g, y, apply("log", base)))
+    return to_base, where(flat, ZERO, _mul(g, _mul(y, apply("log", base))))
 
 
 PULLBACKS: dict[str, Pullback] = {
@@ -104,7 +104,7 @@ PULLBACKS: dict[str, Pullback] = {
     "abs": _unary(_abs),
     **dict.fromkeys(("floor", "ceil", "trunc", "round"), _flat),
     "sqrt": _unary(lambda g, y, x: apply("div", _mul(g, const(0.5)), y)),
-    "rsqrt": _unary(lambda g, y, x: _mul(g, const(-0.5), y, _square(y))),
+    "rsqrt": _unary(lambda g, y, x: _mul(g, const(-0.5), _mul(y, _square(y)))),
     "exp": _unary(lambda g, y, x: _mul(g, y)),
     "log": _unary(lambda g, y, x: apply("div", g, x)),
     "log1p": _unary(lambda g, y, x: apply("div", g, apply("fadd", x, const(1.0)))),

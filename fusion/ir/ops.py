@@ -278,7 +278,8 @@ def _select_bool(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
 
 
 def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
-    """f(x if p else constant, constants) = f(x, constants) if p else f(constant, constants), for any primitive f.
+    """f(x if p else constant, constants) = f(x, constants) if p else f(constant, constants), where that has the same
+    gradient too.
 
     This is what turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0 and a fill.
     """
@@ -289,8 +290,30 @@ def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     condition, then, otherwise = args[position].args
     if not (then.is_const or otherwise.is_const):
         return None
+    varying = otherwise if then.is_const else then
+    if not (_is_linear(name, args, position) or not carries_gradient(varying)):
+        return None
     one, other = (apply(name, *args[:position], branch, *args[position + 1 :]) for branch in (then, otherwise))
     return _select_bool(condition, one, other) if PRIMITIVES[name].result is BOOL else where(condition, one, other)
+
+
+def _is_linear(name: str, args: tuple[Expr, ...], position: int) -> bool:
+    """Whether the derivative for the argument at `position` is a finite constant, the other being one. Of any other
+    function it may be infinite where the selection does not take x, and 0 * inf is NaN."""
+    if name in ("neg", "fadd", "fsub") or PRIMITIVES[name].result is not FLOAT:
+        return True
+    if name == "fmul":
+        return is_finite_const(args[1 - position])
+    return name == "div" and position == 0 and is_finite_const(args[1]) and not is_number(args[1], 0.0)
+
+
+def carries_gradient(expr: Expr) -> bool:
+    """Whether a value depends on floats that are not constants."""
+    if expr.kind is not FLOAT or expr.is_const:
+        return False
+    if expr.op not in PRIMITIVES:
+        return True
+    return any(map(carries_gradient, expr.args))
 
 
 _INTEGER: dict[str, Callable[..., Expr]] = {

@@ -21,6 +21,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
      "Set weights to zero only, or set scores before the softmax."),
     (r"the weights are masked after the softmax",
      "Mask the scores with the same predicate before the softmax, or by a large finite number instead of -inf."),
+    (r"a softmax by hand", "Call torch.softmax, or subtract the row's maximum before the exponential."),
     (r"the product with V is added", "Add after the product: torch.bmm, then `+`."),
     (r"the scores of the softmax contain another reduction|the result is scaled by another reduction",
      "Scores that are themselves normalised over the keys need two passes; take that reduction out of the scores."),
