@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -121,6 +121,62 @@ def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return where(inside, value, fill)
 
 
+def _slice_scatter(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """`x[..., start:end] = y`: y where the index is inside of the slice, else x."""
+    args = arguments(here)
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    extent = shape(here)[dim]
+    low = integers.integer(0) if args["start"] is None else _clamped(args["start"], extent)
+    high = extent if args["end"] is None else _clamped(args["end"], extent)
+    if args["step"] != 1 or low is None or high is None:
+        return None
+    position = integers.sub(index[dim], low)
+    inside = apply("and", apply("ile", low, index[dim]), apply("ilt", index[dim], high))
+    return _put(pullback, here, index, inside, (*index[:dim], position, *index[dim + 1 :]))
+
+
+def _clamped(bound: Any, extent: Expr) -> Expr | None:
+    """A slice's bound as a position of at most `extent`; None where it may be negative at run time."""
+    at = extent if bound == 2**63 - 1 else nodes.size_expr(bound)
+    if at.is_const and at.integer < 0:
+        at = apply("imax", integers.add(extent, at), integers.integer(0))
+    elif not integers.is_nonnegative(at):
+        return None
+    return at if integers.is_nonnegative(integers.sub(extent, at)) else apply("imin", at, extent)
+
+
+def _select_scatter(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """`x[:, at] = y`."""
+    args = arguments(here)
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    at = nodes.size_expr(args["index"])
+    at = integers.add(shape(here)[dim], at) if at.is_const and at.integer < 0 else at
+    return _put(pullback, here, index, apply("ieq", index[dim], at), (*index[:dim], *index[dim + 1 :]))
+
+
+def _put(pullback: PullBack, here: Node, index: Index, inside: Expr, at: Index) -> Expr | None:
+    """The element at `at` of what was written where `inside` holds, else that of the tensor before."""
+    args = arguments(here)
+    before = pullback.value(args["self"], index)
+    if inside is FALSE:
+        return before
+    value = pullback.value(args["src"], at)
+    if inside is TRUE:
+        return value
+    known = set(walk(before))
+    if any(part.op in ("load", "dot") and part not in known for part in walk(value)):
+        return None  # what lies outside of its tensor would be read before it is discarded
+    return pointwise.build(aten.where, pointwise.Call(args=(inside, value, before), kwargs={}, dtype=nodes.dtype(here)))
+
+
+def _overwritten(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """What `copy` and `fill` return: the source in the dtype of the tensor that it is written to."""
+    args = arguments(here)
+    source = args["src"] if packet(here) is aten.copy else args["value"]
+    value = pullback.argument(source, index, shape(here))
+    return pointwise.cast(value if isinstance(value, Expr) else const(value), nodes.dtype(here))
+
+
 def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     """`scores[mask] = number`, for a mask of whole dimensions."""
     args = arguments(here)
@@ -164,6 +220,8 @@ OPERATIONS: dict[object, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.tril: _triangle, aten.triu: _triangle, aten.cumsum: _cumsum, aten.diff: _diff,
     aten.cat: _cat, aten.concat: _cat, aten.stack: _stack, aten.constant_pad_nd: _pad, aten.pad: _pad,
     aten.index: _index, aten.index_put: _index_put,
+    aten.slice_scatter: _slice_scatter, aten.select_scatter: _select_scatter,
+    aten.copy: _overwritten, aten.fill: _overwritten,
 }  # fmt: skip
 """Operation -> the element at an index of its result, or None where it is to be loaded."""
 

@@ -21,6 +21,7 @@ from fusion.passes import autocast, dtensor, nodes
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.encoder import DECOMPOSITIONS
+from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
 from fusion.passes.vmap import VmapAsBroadcast
 
 aten = torch.ops.aten
@@ -175,18 +176,6 @@ def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def write_to_the_whole(graph: torch.fx.Graph) -> None:
-    """Write to tensors themselves in the place of slices of all of them, which `x[:, :, mask] = 0` makes."""
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or nodes.packet(node) is not aten.slice:
-            continue
-        args = nodes.arguments(node)
-        whole = args["start"] in (None, 0) and args["end"] in (None, 2**63 - 1) and args["step"] == 1
-        if whole and node.users and all(_out_of_place(u) is not None and u.args[0] is node for u in node.users):
-            node.replace_all_uses_with(args["self"])
-            graph.erase_node(node)
-
-
 def drop_settled_assertions(graph: torch.fx.Graph) -> None:
     """Remove assertions on dtype, device and layout, which torch.export writes behind every cast, where the trace shows
     that they hold: they would keep scores alive."""
@@ -265,122 +254,3 @@ def _mark_stops(traced: GraphModule) -> None:
         held = nodes.value(node)
         if isinstance(held, torch.Tensor) and held.is_floating_point():
             node.meta["stop_gradient"] = any(parent.meta.get("requires_grad") for parent in node.all_input_nodes)
-
-
-# --- in-place operations ----------------------------------------------------------------------------------------
-
-
-def make_functional(graph: torch.fx.Graph) -> None:
-    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones.
-
-    `scores.masked_fill_(mask, -inf)` on a fresh product is the usual case. Anything that could be seen through an
-    alias (an input, a view that is used later) stays in place: the analysis then sees an operation it does not know.
-    """
-    position = {node: k for k, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        function = _out_of_place(node)
-        if function is None or not isinstance(node.args[0], Node):
-            continue
-        target = node.args[0]
-        family = _aliases(target)
-        if family is None or not _only_through(target, node, family, position):
-            continue
-        if not _same_type(node, target):
-            continue
-        for user in [u for u in target.users if u is not node and position[u] > position[node]]:
-            user.replace_input_with(target, node)
-        node.target = function
-
-
-def _out_of_place(node: Node) -> Any | None:
-    """The functional overload of an in-place one (`aten.add_.Tensor` -> `aten.add.Tensor`)."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or node.kwargs.get("out"):
-        return None
-    name = target._schema.name.removeprefix("aten::")
-    if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
-        return None
-    functional = getattr(aten, name[:-1], None)
-    return getattr(functional, target._overloadname, None) if functional is not None else None
-
-
-def _same_type(node: Node, target: Node) -> bool:
-    """In place, the result is cast to the target's dtype; only calls that need no cast are the same out of place."""
-    others = [a for a in node.args[1:] if nodes.is_tensor(a)]
-    dtype = nodes.dtype(target)
-    promoted = dtype
-    for other in others:
-        held = nodes.value(other)
-        if held.dim() > 0 and held.dtype is not torch.bool:
-            promoted = torch.promote_types(promoted, held.dtype)
-    return promoted == dtype and nodes.value(target).shape == nodes.value(node).shape
-
-
-MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)
-"""Operations that return their input where they can and copy it where they must."""
-
-
-def _is_view(node: Node) -> bool:
-    target = node.target
-    if node.op != "call_function":
-        return False
-    if not isinstance(target, torch._ops.OpOverload):
-        return True  # getitem and the like: assume it aliases
-    if nodes.packet(node) in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
-        return False  # another dtype: a copy
-    returns_alias = any(r.alias_info is not None for r in target._schema.returns)
-    return returns_alias or nodes.packet(node) in MAYBE_ALIAS
-
-
-def _family(node: Node) -> set[Node]:
-    """Every node that may share memory with this one."""
-    root = node
-    while _is_view(root) and root.all_input_nodes:
-        root = root.all_input_nodes[0]
-    family, stack = {root}, [root]
-    while stack:
-        for user in stack.pop().users:
-            if user not in family and _is_view(user) and user.all_input_nodes[0] in family:
-                family.add(user)
-                stack.append(user)
-    return family
-
-
-def _aliases(node: Node) -> set[Node] | None:
-    """Every node that may share memory with this one; None if that memory comes from outside the graph."""
-    family = _family(node)
-    return None if any(member.op != "call_function" for member in family) else family
-
-
-def mark_mutations(graph: torch.fx.Graph) -> None:
-    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left.
-
-    The analysis must not take such a tensor for what made it, nor move a read of it across a change.
-    """
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        schema = node.target._schema
-        if not schema.is_mutable:
-            continue
-        written = [
-            node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-            for k, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        for target in torch.utils._pytree.tree_leaves(written):
-            if isinstance(target, Node):
-                for member in _family(target) | {node}:
-                    member.meta.setdefault("mutations", []).append(node)
-
-
-def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, int]) -> bool:
-    """Whether after the write the memory is read through `target`, the write's result and views made later only."""
-    own = {target, write}
-    for node in sorted(family, key=position.__getitem__):
-        if node in own or any(parent in own and position[node] > position[write] for parent in node.all_input_nodes):
-            own.add(node)
-            continue
-        if any(position[user] > position[write] for user in node.users):
-            return False
-    return True

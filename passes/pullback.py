@@ -30,8 +30,8 @@ from fusion.passes import assembling, nodes, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
 from fusion.passes.contractions import Factors, factors, is_contraction
 from fusion.passes.folding import folded
+from fusion.passes.inplace import MAYBE_ALIAS
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
-from fusion.passes.normalize import MAYBE_ALIAS
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.views import Index, broadcast_index, source
 

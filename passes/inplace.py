@@ -1,0 +1,169 @@
+"""In-place operations: made functional where nobody else sees the memory, and marked where they stay.
+
+`scores.masked_fill_(mask, -inf)` and `scores[..., :4] = -inf` on a fresh product are the usual cases. Anything that
+could be seen through an alias (an input, a view that is used later) stays in place: the analysis then sees an operation
+that it does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion.passes import nodes
+
+aten = torch.ops.aten
+
+
+def write_to_the_whole(graph: torch.fx.Graph) -> None:
+    """Write to tensors themselves in the place of slices of all of them, which `x[:, :, mask] = 0` makes."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or nodes.packet(node) is not aten.slice:
+            continue
+        args = nodes.arguments(node)
+        whole = args["start"] in (None, 0) and args["end"] in (None, 2**63 - 1) and args["step"] == 1
+        if whole and node.users and all(_out_of_place(u) is not None and u.args[0] is node for u in node.users):
+            node.replace_all_uses_with(args["self"])
+            graph.erase_node(node)
+
+
+def make_functional(graph: torch.fx.Graph) -> None:
+    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones.
+
+    A write to a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's.
+    """
+    position: dict[Node, float] = {node: k for k, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        function = _out_of_place(node)
+        if function is None or not isinstance(node.args[0], Node) or not _same_type(node, node.args[0]):
+            continue
+        parts = _parts(node.args[0])
+        target = parts[-1].args[0] if parts else node.args[0]
+        family = _aliases(target)  # type: ignore[arg-type]
+        if family is None or not _only_through(target, node, family, position):  # type: ignore[arg-type]
+            continue
+        later = [user for user in target.users if user is not node and position[user] > position[node]]  # type: ignore[union-attr]
+        node.target = function
+        whole = _scattered(node, parts, position)
+        for user in later:
+            user.replace_input_with(target, whole)  # type: ignore[arg-type]
+
+
+_SCATTER = {aten.slice: aten.slice_scatter.default, aten.select: aten.select_scatter.default}
+
+
+def _parts(target: Node) -> list[Node]:
+    """The slices and selections that lead to what is written, the last one first."""
+    parts = []
+    while target.op == "call_function" and nodes.packet(target) in _SCATTER and isinstance(target.args[0], Node):
+        parts.append(target)
+        target = target.args[0]
+    return parts
+
+
+def _scattered(value: Node, parts: list[Node], position: dict[Node, float]) -> Node:
+    """The whole tensor after `value` took the place of the part of it that `parts` lead to."""
+    for part in parts:
+        origin = part.args[0]
+        with value.graph.inserting_after(value):
+            made = value.graph.call_function(_SCATTER[nodes.packet(part)], (origin, value, *part.args[1:]), part.kwargs)
+        made.meta = {**value.meta, "val": nodes.value(origin)}  # type: ignore[arg-type]
+        position[made] = position[value] + 2**-20
+        value = made
+    return value
+
+
+def _out_of_place(node: Node) -> Any | None:
+    """The functional overload of an in-place one (`aten.add_.Tensor` -> `aten.add.Tensor`)."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or node.kwargs.get("out"):
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
+        return None
+    functional = getattr(aten, name[:-1], None)
+    return getattr(functional, target._overloadname, None) if functional is not None else None
+
+
+def _same_type(node: Node, target: Node) -> bool:
+    """In place, the result is cast to the target's dtype; only calls that need no cast are the same out of place."""
+    others = [a for a in node.args[1:] if nodes.is_tensor(a)]
+    dtype = nodes.dtype(target)
+    promoted = dtype
+    for other in others:
+        held = nodes.value(other)
+        if held.dim() > 0 and held.dtype is not torch.bool:
+            promoted = torch.promote_types(promoted, held.dtype)
+    return promoted == dtype and nodes.value(target).shape == nodes.value(node).shape
+
+
+MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)
+"""Operations that return their input where they can and copy it where they must."""
+
+
+def _is_view(node: Node) -> bool:
+    target = node.target
+    if node.op != "call_function":
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # getitem and the like: assume it aliases
+    if nodes.packet(node) in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
+        return False  # another dtype: a copy
+    returns_alias = any(r.alias_info is not None for r in target._schema.returns)
+    return returns_alias or nodes.packet(node) in MAYBE_ALIAS
+
+
+def _family(node: Node) -> set[Node]:
+    """Every node that may share memory with this one."""
+    root = node
+    while _is_view(root) and root.all_input_nodes:
+        root = root.all_input_nodes[0]
+    family, stack = {root}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user not in family and _is_view(user) and user.all_input_nodes[0] in family:
+                family.add(user)
+                stack.append(user)
+    return family
+
+
+def _aliases(node: Node) -> set[Node] | None:
+    """Every node that may share memory with this one; None if that memory comes from outside the graph."""
+    family = _family(node)
+    return None if any(member.op != "call_function" for member in family) else family
+
+
+def mark_mutations(graph: torch.fx.Graph) -> None:
+    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left.
+
+    The analysis must not take such a tensor for what made it, nor move a read of it across a change.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema = node.target._schema
+        if not schema.is_mutable:
+            continue
+        written = [
+            node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            for k, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for target in torch.utils._pytree.tree_leaves(written):
+            if isinstance(target, Node):
+                for member in _family(target) | {node}:
+                    member.meta.setdefault("mutations", []).append(node)
+
+
+def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, int]) -> bool:
+    """Whether after the write the memory is read through `target`, the write's result and views made later only."""
+    own = {target, write}
+    for node in sorted(family, key=position.__getitem__):
+        if node in own or any(parent in own and position[node] > position[write] for parent in node.all_input_nodes):
+            own.add(node)
+            continue
+        if any(position[user] > position[write] for user in node.users):
+            return False
+    return True

@@ -1,0 +1,165 @@
+"""Writes to parts of tensors: fused where nobody else sees the memory, left as they are where somebody does."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from tests.numerics import assert_as_exact_as_eager
+
+
+def scores(q, k):
+    return q @ k.mT * 0.25
+
+
+def weights_cut_off(q, k, v):
+    w = scores(q, k).softmax(-1)
+    w[..., 5:] = 0
+    return w @ v
+
+
+def first_keys_masked(q, k, v):
+    s = scores(q, k)
+    s[..., :4] = -math.inf
+    return s.softmax(-1) @ v
+
+
+def last_keys_masked(q, k, v):
+    s = scores(q, k)
+    s[..., -3:] = torch.finfo(s.dtype).min
+    return s.softmax(-1) @ v
+
+
+def scaled_corner(q, k, v):
+    s = scores(q, k)
+    s[..., 2:7, 3:9] *= 2
+    return s.softmax(-1) @ v
+
+
+def one_row(q, k, v):
+    s = scores(q, k)
+    s[..., 3, :] = 0
+    return s.softmax(-1) @ v
+
+
+def one_head(q, k, v):
+    s = scores(q, k)
+    s[:, 1] = s[:, 1] + 1
+    return s.softmax(-1) @ v
+
+
+def part_of_a_mask(q, k, v):
+    s = scores(q, k)
+    mask = torch.ones(s.shape[-2:], dtype=torch.bool).tril()
+    mask[:, :2] = True
+    mask[4] = False
+    mask[4, 1] = True
+    return s.masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+def copied(q, k, v):
+    s = scores(q, k)
+    return torch.empty_like(s).copy_(s).softmax(-1) @ v
+
+
+def filled(q, k, v):
+    s = scores(q, k)
+    bias = torch.empty(s.shape[-2:], dtype=s.dtype).fill_(-2.0).triu(1)
+    return (s + bias).softmax(-1) @ v
+
+
+def written_twice(q, k, v):
+    s = scores(q, k)
+    s[..., :4] = 1
+    s[..., 2:6] += 3
+    return s.softmax(-1) @ v
+
+
+def beyond_the_end(q, k, v):
+    s = scores(q, k)
+    s[..., 8:1000] = -1
+    s[..., 500:] = 7
+    return s.softmax(-1) @ v
+
+
+FUSED = [weights_cut_off, first_keys_masked, last_keys_masked, scaled_corner, one_row, part_of_a_mask, copied, filled,
+         written_twice, beyond_the_end]  # fmt: skip
+
+
+def view_read_later(q, k, v):
+    s = scores(q, k)
+    view = s[..., :4]
+    s[..., 2:] = 1
+    return s.softmax(-1) @ v + view.sum()
+
+
+def slice_of_an_input(q, k, v):
+    k[..., :2, :] = 0
+    return scores(q, k).softmax(-1) @ v
+
+
+def every_other_key(q, k, v):
+    s = scores(q, k)
+    s[..., ::2] = -1
+    return s.softmax(-1) @ v
+
+
+def shifted_scores(q, k, v):
+    s = scores(q, k)
+    s[..., 2:] = scores(k, q)[..., :-2]
+    return s.softmax(-1) @ v
+
+
+def shifted_load(q, k, v):
+    s = scores(q, k)
+    s[..., 3:] += v[..., 0][..., None, :-3]
+    return s.softmax(-1) @ v
+
+
+LEFT_OR_FUSED = [one_head, view_read_later, slice_of_an_input, every_other_key, shifted_scores, shifted_load]
+
+
+def run(function, dtype=torch.float32, train=False, n=12):
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, 2, n, 16, dtype=dtype) for _ in range(3)]
+    compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": "reference"})
+
+    def results(call, dtype):
+        given = [x.to(dtype).clone().requires_grad_(train) for x in inputs]
+        out = call(*given)
+        return (out, *torch.autograd.grad(out.square().sum(), given)) if train else (out, *given)
+
+    torch._dynamo.reset()
+    with fusion.collect_reports() as reports:
+        actual = results(compiled, dtype)
+    assert_as_exact_as_eager(actual, results(function, dtype), results(function, torch.float64))
+    return [site for report in reports for site in report.sites]
+
+
+@pytest.mark.parametrize("function", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_fresh_tensors(function, dtype):
+    (site,) = run(function, dtype)
+    assert site.fused, site.reason
+
+
+@pytest.mark.parametrize("function", [first_keys_masked, scaled_corner, part_of_a_mask, written_twice])
+def test_gradients(function):
+    (site,) = run(function, train=True)
+    assert site.fused, site.reason
+
+
+@pytest.mark.parametrize("function", LEFT_OR_FUSED)
+def test_what_somebody_else_sees_is_right(function):
+    run(function)
+
+
+@pytest.mark.parametrize("n", [9, 14])
+def test_lengths_that_change(n):
+    torch._dynamo.reset()
+    compiled = torch.compile(first_keys_masked, backend="fusion", options={"inner": "eager"}, dynamic=True)
+    for length in (n, n + 3):
+        inputs = [torch.randn(1, 2, length, 16) for _ in range(3)]
+        exact = first_keys_masked(*(x.double() for x in inputs))
+        assert_as_exact_as_eager(compiled(*inputs), first_keys_masked(*inputs), exact)
