@@ -14,8 +14,11 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.static_facts import StaticFacts, static_facts
-from fusion.codegen.triton.tiles import Tile
 from fusion.ir import AttentionSpec
+from fusion.machine import Machine, of_target
+from fusion.planning.choice import Tile
+from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_table import TileTable
 from rows import GPU_ROWS, Problem
 from tracing import traced
 
@@ -69,13 +72,23 @@ def compiled(
         if Forward.name in kernels:
             Kernel(spec, tiles.get(Forward.name))(operands, sizes)
         if {Queries.name, Keys.name} & set(kernels):
-            _backward(Differentiable(spec), tiles, operands, sizes, row.learned)
+            planner = GpuPlanner(spec, of_target(f"sm_{capability}"), _With(tiles))
+            _backward(Differentiable(spec, planner=planner), operands, sizes, row.learned)
     return {kernel.metadata.name: static_facts(kernel, capability) for kernel in launches.kernels}
 
 
-def _backward(differentiable: Differentiable, tiles, operands, sizes, learned: bool) -> None:
-    chosen = differentiable._tiles
-    differentiable._tiles = lambda *arguments: chosen(*arguments) | dict(tiles)  # type: ignore[assignment]
+class _With(TileTable):
+    """The table, with other tiles for some kernels of the backward."""
+
+    def __init__(self, tiles: Mapping[str, Tile]):
+        self.tiles = tiles
+
+    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
+        """The tile of each backward kernel by its name."""
+        return super().backward(spec, machine, d, d_v) | dict(self.tiles)
+
+
+def _backward(differentiable: Differentiable, operands, sizes, learned: bool) -> None:
     *batch, n_q, _, _, d_v = differentiable.kernel.extents(sizes)
     out = torch.empty([*batch, n_q, d_v], dtype=operands[0].dtype, device="meta")
     statistics = torch.empty([3, *batch, n_q], device="meta")
@@ -85,12 +98,11 @@ def _backward(differentiable: Differentiable, tiles, operands, sizes, learned: b
 
 def tile_of(cell: Cell, kernel: str, capability: int) -> Tile:
     """The tile that is chosen for a kernel."""
-    from fusion.codegen.triton.tiles import backward_tiles, tile_for
-
-    d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
+    d, d_v = cell.spec.d.integer, cell.spec.d_v.integer
+    planner = GpuPlanner(cell.spec, of_target(f"sm_{capability}"))
     if kernel == Forward.name:
-        return tile_for(cell.spec, d, d_v, GPU_ROWS[cell.name].queries or N, N, capability)
-    return backward_tiles(cell.spec, d, d_v, capability)[kernel]
+        return planner.tile_for(GPU_ROWS[cell.name].queries or N, N, d, d_v)
+    return planner.backward(d, d_v)[kernel]
 
 
 def flop_of_trip(cell: Cell, kernel: str, tile: Tile) -> float:

@@ -16,14 +16,17 @@ from pathlib import Path
 from rich.progress import track
 
 import results
-from fusion.codegen.triton.offline import SHARED_LIMIT, Facts, facts_of
-from fusion.codegen.triton.tiles import may_specialize
+from fusion.codegen.triton.forms import may_specialize
+from fusion.codegen.triton.offline import Facts, facts_of
 from fusion.errors import OfflineCompilationError
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, Kind, const, coord, load, size
 from fusion.ir.ops import apply, where
+from fusion.machine import of_target
 
 HEAD = ("kernel", "program", "d", "target", "shared B", "registers", "spills B", "products", "notes", "s")
+
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
 SCHEDULES: dict[str, dict[str, int]] = {
     "described": {"described": True},
@@ -88,7 +91,7 @@ def row(name: str, d: int, facts: Facts, schedule: str = "") -> str:
     if facts.specialized:
         notes.append("warps with roles")
     if not facts.fits:
-        notes.append(f"over {SHARED_LIMIT[facts.target]} B")
+        notes.append(f"over {of_target(facts.target).shared_memory} B")
     products = ", ".join(f"{count} {kind}" for kind, count in facts.matrix.items() if count)
     cells = (
         facts.kernel.removeprefix("attention_") + (f", {schedule}" if schedule else ""),
@@ -107,7 +110,7 @@ def main() -> None:
     import triton
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--targets", nargs="+", default=list(SHARED_LIMIT), choices=list(SHARED_LIMIT))
+    parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--programs", nargs="+", default=list(programs()), choices=list(programs()))
     parser.add_argument("--out", type=Path, help="folder for the table; otherwise it is only printed")

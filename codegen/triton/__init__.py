@@ -1,14 +1,14 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
     supports(spec)   why there is no kernel for it, or None
-    reads(dtype, device)    whether kernels on a device read tensors of a float8 dtype
+    reads(dtype, machine)   whether kernels on a machine read tensors of a float8 dtype
     Differentiable(spec)    forward with statistics, and the gradients
     compile(spec)    the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
 
 `forward` writes the kernel around the loop of `key_loop`, `expressions` and `matrices` the values and addresses in
 it, `panels` divides head dimensions, `programs` decides about the score program, `mathematics` has functions that
-Triton lacks, `module` writes and loads files, `tiles` chooses tile sizes, `autotune` measures others (`candidates`)
-and takes smaller ones where they do not fit, `launch` makes the call, `split` and `packed_rows` are for few queries,
+Triton lacks, `module` writes and loads files, `autotune` measures other tiles than the planned (`candidates`, `forms`)
+and takes smaller ones where they do not fit, `launch` makes the call, `split` is for few queries,
 `features` and `polynomial` are the kernels of approximate attention, `interpret` runs it on CPU tensors in Triton's
 interpreter. Nothing of Triton is imported before a kernel is made.
 """
@@ -21,10 +21,10 @@ import torch
 
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.dtypes import DTYPES, FLOAT8
-from fusion.codegen.triton.launch import Kernel, capability
-from fusion.codegen.triton.tiles import AMD, INTERPRETER
+from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
 
 __all__ = ["Differentiable", "Kernel", "compile", "reads", "supports", "unavailable"]
 
@@ -60,13 +60,12 @@ def supports(spec: AttentionSpec) -> str | None:
     return None
 
 
-def reads(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton has conversions from a float8 dtype for a device."""
+def reads(dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether Triton has conversions from a float8 dtype for a machine."""
     if str(dtype).removeprefix("torch.") not in FLOAT8 or unavailable() is not None:
         return False
     # Of NVIDIA's processors, those from 8.9 on have instructions for e4m3fn; e5m2 is a float16's upper half.
-    found = capability(device)
-    return dtype is torch.float8_e5m2 or found in (INTERPRETER, AMD) or found >= 89
+    return dtype is torch.float8_e5m2 or "fp8" in machine.isa
 
 
 def compile(spec: AttentionSpec) -> Kernel:

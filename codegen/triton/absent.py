@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from fusion.codegen.triton import differentiable, launch, variant
-from fusion.codegen.triton.candidates import shared_memory
+from fusion.codegen.triton import launch, variant
+from fusion.machine import of_target
 
 PROCESSORS = 132
 """Multiprocessors of the absent device: those of an H100."""
@@ -51,11 +51,11 @@ def absent(
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
-    found, limit = Launches(), shared_memory(capability)
+    found, machine = Launches(), replace(of_target(f"sm_{capability}"), cores=processors)
 
     def init_handles(kernel: Any) -> None:
         if kernel.module is None:
-            _check(kernel, limit)
+            _check(kernel, machine.shared_memory)
             found.kernels.append(kernel)
             kernel.module = kernel.function = 1
             kernel._run = lambda *_: found.names.append(kernel.metadata.name)
@@ -67,9 +67,7 @@ def absent(
     launch_variant, before = variant.Variant.launch, driver._active
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (launch, "capability", lambda device: capability),
-            (differentiable, "capability", lambda device: capability),
-            (launch, "processors", lambda device: processors),
+            (launch, "machine_of", lambda device: machine),
             (launch.Kernel, "_shares", lambda kernel, operands: shared and kernel._may_share),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
             (variant.Variant, "launch", launch_some),

@@ -26,7 +26,8 @@ import torch
 
 from fusion.codegen.triton import module
 from fusion.codegen.triton.candidates import MOST, smaller
-from fusion.codegen.triton.tiles import Tile, power
+from fusion.planning.choice import Tile
+from fusion.planning.head_dims import power
 
 if TYPE_CHECKING:
     from fusion.codegen.triton.variant import Variant
@@ -205,7 +206,7 @@ class Tuner:
         expected = self._time(stage, call, ranked, seconds, failed)
         if seconds:
             best = min(seconds, key=seconds.__getitem__)
-            rest = [tile for tile in others if tile.with_schedule_of(best) == best and tile not in (*seconds, *failed)]
+            rest = [tile for tile in others if tile.with_form_of(best) == best and tile not in (*seconds, *failed)]
             self._time(stage, call, rest, seconds, failed, expected)
         return seconds, failed
 
@@ -242,7 +243,7 @@ class Tuner:
         """The table's tile, then by turns others of the sizes that the model ranks best, and the table's sizes with
         what the model cannot tell apart: warps and stages."""
         first = stage.tile
-        others = [tile for tile in others if tile.with_schedule_of(first) == tile]
+        others = [tile for tile in others if tile.with_form_of(first) == tile]
         if self.times is not None and others:
             predicted = dict(zip(others, self.times(stage.kernel, call.sizes, others), strict=True))
             own = [tile for tile in others if _size(tile) == _size(first)]

@@ -13,13 +13,19 @@ from dataclasses import replace
 import torch
 
 from fusion.codegen.triton.descriptors import READ, boxes
-from fusion.codegen.triton.panels import panelled
-from fusion.codegen.triton.tiles import AMD, INTERPRETER, Tile, may_rotate, may_specialize, power
+from fusion.codegen.triton.forms import may_specialize
 from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+from fusion.planning.choice import Tile
+from fusion.planning.gpu_table import may_rotate
+from fusion.planning.head_dims import panelled, power
 
 LEAST, MOST = 16, 256
 """Rows and keys of a tile."""
+
+INTERPRETED = 3
+"""Persistent programs in the interpreter, few enough to take turns."""
 
 REGISTERS = 170
 """32-bit registers per thread that accumulators and scores may take; the rest of 255 holds addresses and operands."""
@@ -38,7 +44,7 @@ def smaller(tile: Tile) -> Tile | None:
 
 
 def candidates(
-    kernel: str, spec: AttentionSpec, extents: tuple[int, int, int, int], tile: Tile, capability: int
+    kernel: str, spec: AttentionSpec, extents: tuple[int, int, int, int], tile: Tile, machine: Machine
 ) -> list[Tile]:
     """The table's tile for a kernel, then those around it that are expected to fit, nearest first.
 
@@ -54,17 +60,17 @@ def candidates(
     stages = [count for count in (tile.stages, tile.stages - 1, tile.stages + 1) if 1 <= count <= 4]
     if kernel == "attention_backward_prepare":  # has no loop
         sizes[1], stages = [tile.keys], [tile.stages]
-    depths = itertools.product(warps, stages) if capability != INTERPRETER else [(tile.warps, tile.stages)]
-    schedules = _schedules(kernel, spec, d, d_v, tile, capability)
+    depths = itertools.product(warps, stages) if not machine.interpreted else [(tile.warps, tile.stages)]
+    schedules = _schedules(kernel, spec, d, d_v, tile, machine)
     around = [
         replace(tile, rows=rows, keys=keys, stages=stages, **{"warps": warps, **schedule})
         for rows, keys, (warps, stages), schedule in itertools.product(*sizes, depths, schedules)
     ]
     around = sorted(dict.fromkeys(around), key=lambda other: _distance(tile, other))
-    return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, capability)]
+    return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, machine)]
 
 
-def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> list[dict]:
+def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     """The ways in which a kernel may go about its tiles. Persistent programs only with descriptors: with pointers they
     spill."""
     found = boxes(spec, d, d_v).keys()
@@ -73,7 +79,7 @@ def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, c
         return [{}, {"described": True}] if found & READ.get(kernel, set()) else [{}]
     if found & {"k", "v"}:
         reads += [{"described": True}, {"described": True, "persistent": True}]
-    if may_specialize(spec, d, d_v) and (capability // 10 == 9 or capability == INTERPRETER) and tile.rows >= 64:
+    if may_specialize(spec, d, d_v) and "wgmma" in machine.isa and tile.rows >= 64:
         reads += [{"specialized": True, "warps": 4}, {"specialized": True, "persistent": True, "warps": 4}]
     orders = [tile.rotated, not tile.rotated] if may_rotate(spec) else [tile.rotated]
     return [{"rotated": rotated, **read} for rotated, read in itertools.product(orders, reads)]
@@ -84,13 +90,11 @@ def _distance(tile: Tile, other: Tile) -> int:
     return sum(getattr(tile, name) != getattr(other, name) for name in Tile.__dataclass_fields__)
 
 
-def fits(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> bool:
+def fits(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> bool:
     """Whether a kernel's tile is expected to have room on a device, without spilling registers."""
-    if capability == INTERPRETER:
-        return True
     shared, registers = needs(kernel, spec, d, d_v, tile)
-    threads = _threads(tile, capability)
-    return shared <= shared_memory(capability) and registers <= 4 * REGISTERS * threads
+    threads = _threads(tile, machine)
+    return shared <= machine.shared_memory and registers <= 4 * REGISTERS * threads
 
 
 def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tuple[int, int]:
@@ -119,25 +123,18 @@ def _bytes_per_score(spec: AttentionSpec) -> int:
     return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
 
 
-def residents(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, capability: int) -> int:
+def residents(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> int:
     """How many programs of a tile are expected to share a multiprocessor."""
+    if machine.interpreted:
+        return INTERPRETED
     if tile.specialized:  # takes all registers
         return 1
     shared, registers = needs(kernel, spec, d, d_v, tile)
-    threads = _threads(tile, capability)
+    threads = _threads(tile, machine)
     per_thread = min(255, registers // (4 * threads) + 255 - REGISTERS)
-    return max(1, min(shared_memory(capability) // max(1, shared), (64 << 10) // (threads * per_thread)))
+    return max(1, min(machine.shared_memory // max(1, shared), machine.registers // (4 * threads * per_thread)))
 
 
-def _threads(tile: Tile, capability: int) -> int:
+def _threads(tile: Tile, machine: Machine) -> int:
     """Of a program, those that multiply."""
-    return tile.warps * (64 if capability == AMD else 32) * (2 if tile.specialized else 1)
-
-
-def shared_memory(capability: int) -> int:
-    """Bytes of shared memory that one program may use."""
-    if capability == AMD:
-        return 64 << 10
-    if capability in (86, 89) or capability >= 120:
-        return 99 << 10
-    return {7: 64 << 10, 8: 163 << 10}.get(capability // 10, 227 << 10)
+    return tile.warps * machine.wave * (2 if tile.specialized else 1)

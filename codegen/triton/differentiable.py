@@ -20,12 +20,13 @@ from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kern
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
-from fusion.codegen.triton.launch import Kernel, capability, check_sizes, empty_lists, list_tile, precision
+from fusion.codegen.triton.launch import Kernel, check_sizes, empty_lists, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
-from fusion.codegen.triton.tiles import Choice, Tile, backward_tiles
 from fusion.codegen.triton.variant import Variant
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
+from fusion.planning.choice import Choice, Tile
+from fusion.planning.gpu import GpuPlanner
 
 log = logging.getLogger(__name__)
 
@@ -37,24 +38,34 @@ class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
 
     dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32. tile: in
-    place of those that are chosen at each call. tuner: measures tiles.
+    place of those that are planned. tuner: measures tiles. planner: see `Kernel`.
     """
 
-    def __init__(self, spec: AttentionSpec, tile: Tile | None = None, tuner: Tuner | None = None):
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        tile: Tile | None = None,
+        tuner: Tuner | None = None,
+        planner: GpuPlanner | None = None,
+    ):
         self.spec, self.tile = spec, tile
         self.tuner = tuner if tile is None else None
-        self.kernel = Kernel(spec, tile, statistics=True, tuner=tuner)
+        self.kernel = Kernel(
+            spec, tile, statistics=True, tuner=tuner, planner=None if planner is None else planner.for_training()
+        )
         self._variants: dict[tuple, Variant] = {}
-        self._tiles = functools.cache(functools.partial(backward_tiles, spec))
         self._lock = threading.Lock()
 
     @property
     def source(self) -> str:
         return self.kernel.source
 
-    def choice_of(self, sizes: Sequence[int]) -> Choice:
-        """What the forward of a call runs (see `Kernel.choice_of`)."""
-        return self.kernel.choice_of(sizes)
+    def choice(self, sizes: Sequence[int]) -> Choice:
+        """What the forward of a call runs (see `Kernel.choice`)."""
+        return self.kernel.choice(sizes)
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Nothing: Triton compiles a kernel for the tensors of its first launch."""
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         out, statistics = self.kernel.forward(operands, sizes)
@@ -111,16 +122,15 @@ class Differentiable:
         described = functools.partial(self._variant, d, d_v, needs, device.type == "cpu", True)
         launches = _Launches(self.spec, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
         written = {Queries.name: made.keys() & {0}, Keys.name: made.keys() & {1, 2}}
-        tiles = self._tiles(d, d_v, capability(device))
+        planner = self.kernel.planner(device)
+        tiles = planner.backward(d, d_v)
         stages = [
             Stage(
                 kernel=name,
                 variant=variant,
                 tile=self.tile or tiles[name],
                 launch=launch,
-                others=functools.partial(
-                    candidates, name, self.spec, (n_q, n_k, d, d_v), tiles[name], capability(device)
-                ),
+                others=functools.partial(candidates, name, self.spec, (n_q, n_k, d, d_v), tiles[name], planner.machine),
                 results=[made[n] for n in written.get(name, ())],
             )
             for name, launch in launches.by_kernel.items()

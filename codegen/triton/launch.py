@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,18 +19,16 @@ from fusion.codegen.triton.descriptors import boxes, descriptors
 from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.packed_rows import ROWS_FROM, heads_to_pack, packed
-from fusion.codegen.triton.split import Combine, Part, splits_for, visited_function
+from fusion.codegen.triton.split import Combine, Part
 from fusion.codegen.triton.tile_lists import TileLists, places
-from fusion.codegen.triton.tiles import AMD, INTERPRETER, Choice, Tile, power, tile_for
 from fusion.codegen.triton.variant import PLAIN, Variant
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.expr import C, E, substitute
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
-
-INTERPRETED = 3  # persistent programs in the interpreter, few enough to take turns
-SECTION_BYTES = 24 << 20  # keys and values of heads that run side by side: half of the L2 cache of an H100
+from fusion.machine import INTERPRETER, Machine, of_device
+from fusion.planning.choice import Choice, Tile
+from fusion.planning.gpu import GpuPlanner
 
 
 class Kernel:
@@ -37,8 +36,9 @@ class Kernel:
     tensor.
 
     CPU tensors are run by Triton's interpreter. statistics: whether `forward` is used, which returns each row's
-    statistics too. tile, splits: in place of those that are chosen at each call. tuner: measures tiles. packed: heads
-    of which the rows of this spec are made (`packed_rows`).
+    statistics too. tuner: measures tiles. planner: makes the choice of each call; without it one for the device of the
+    call does, with tile and splits in place of what it would choose. packed: heads of which the rows of this spec are
+    made (`fusion.planning.packed_rows`).
     """
 
     def __init__(
@@ -49,15 +49,16 @@ class Kernel:
         splits: int | None = None,
         tuner: Tuner | None = None,
         packed: int = 1,
+        planner: GpuPlanner | None = None,
     ):
-        self.spec, self.tile, self.statistics, self.splits = spec, tile, statistics, splits
-        self.tuner, self.packed = tuner if tile is None else None, packed
-        self._packing: dict[int, Kernel] = {}  # by the number of heads
+        self.spec, self.statistics, self.packed = spec, statistics, packed
+        self.tuner = tuner if tile is None else None
+        fixed: Any = {"tile": tile, "splits": splits, "packs": not statistics, "group": packed}
+        self.planner = functools.cache(lambda device: planner or GpuPlanner(spec, machine_of(device), **fixed))
+        self._packing: dict[tuple[int, torch.device], Kernel] = {}  # by the number of heads
         self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
-        self._visited = visited_function(spec)
-        # Derived once: a call would spend some 20 us on the one, and more than 100 on the other.
-        self._table = functools.cache(functools.partial(tile_for, spec))
+        # Derived once: a call would spend more than 100 us on it.
         self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
         self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
         self._lock = threading.Lock()
@@ -110,19 +111,18 @@ class Kernel:
             return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
         check_sizes((*extents, n_k))
         results = {"out": out, "statistics": statistics}
-        self._packed(batch, n_q)._launch(operands, sizes, results)
+        self._packed(batch, n_q, device)._launch(operands, sizes, results)
         return out, statistics
 
-    def _packed(self, batch: Sequence[int], n_q: int) -> Kernel:
+    def _packed(self, batch: Sequence[int], n_q: int, device: torch.device) -> Kernel:
         """The kernel in which heads that share keys share blocks of rows, or this one."""
-        if self.statistics or self.packed > 1 or not batch or not 0 < n_q < ROWS_FROM:
+        planner = self.planner(device)
+        if (group := planner.group_of(batch, n_q)) == 1:
             return self
-        if (found := self._packing.get(batch[-1])) is None:
-            found, group = self, heads_to_pack(self.spec, batch, n_q)
-            if group > 1:
-                spec = packed(self.spec, group)
-                found = Kernel(spec, self.tile, splits=self.splits, tuner=self.tuner, packed=group)
-            self._packing[batch[-1]] = found
+        if (found := self._packing.get((group, device))) is None:
+            other = planner.packing(group)
+            found = Kernel(other.spec, tuner=self.tuner, packed=group, planner=other)
+            self._packing[group, device] = found
         return found
 
     def _shares(self, operands: Sequence[torch.Tensor]) -> bool:
@@ -162,11 +162,12 @@ class Kernel:
         launch: Callable[[Variant, Tile], None],
         results: Sequence[torch.Tensor] = (),
     ) -> Stage:
-        """The schedule and the table's tile for a call. shared: V is the first columns of K. reads: whether a variant's
+        """The schedule and the planned tile for a call. shared: V is the first columns of K. reads: whether a variant's
         descriptors can describe the operands."""
-        n_q, n_k, d, d_v = extents
-        table = self.tile or self._table(d, d_v, power(n_q), power(n_k), capability(device))
-        split = self._splits(heads * -(-n_q // table.rows), sizes, table, device) > 1
+        d, d_v = extents[2:]
+        planner = self.planner(device)
+        choice = planner.choose(sizes)
+        table, split = choice.tile, choice.splits > 1
 
         def variant(tile: Tile) -> tuple[Variant, Tile]:
             order = order_of(tile, split, shared, self.packed)
@@ -182,47 +183,43 @@ class Kernel:
             variant=variant(table)[0],
             tile=table,
             launch=lambda tile: launch(*variant(tile)),
-            others=lambda: candidates("attention_forward", self.spec, extents, table, capability(device)),
+            others=lambda: candidates("attention_forward", self.spec, extents, table, planner.machine),
             results=results,
         )
 
-    def choice_of(self, sizes: Sequence[int]) -> Choice:
+    def choice(self, sizes: Sequence[int]) -> Choice:
         """What a call with these sizes and aligned tensors runs on the current device, as far as is known before it."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
-        if (other := self._packed(batch, n_q)) is not self:
-            return other.choice_of(sizes)
-        heads, measured = math.prod(batch), False
-        table = tile = self.tile or self._table(d, d_v, power(n_q), power(n_k), capability(device))
-        splits = self._splits(heads * -(-n_q // tile.rows), sizes, tile, device)
+        if (other := self._packed(batch, n_q, device)) is not self:
+            return other.choice(sizes)
+        heads, planner = math.prod(batch), self.planner(device)
+        choice = planner.choose(sizes)
         if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
             stage = self._stage(device, heads, (n_q, n_k, d, d_v), sizes, False, lambda _: True, lambda *_: None)
             aligned = [torch.empty(0, device=device)]
             call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
-            tile = autotune.settled(stage, call, self.tuner)
             measured = self.tuner is not None and self.tuner.tile(stage, call) is not None
-        if splits > 1 and tile != table:
-            splits = self._splits(heads * -(-n_q // tile.rows), sizes, tile, device)
-        return Choice(tile=tile, keys=n_k, splits=splits, measured=measured)
+            choice = planner.in_tile(choice, autotune.settled(stage, call, self.tuner), sizes, measured)
+        return choice
 
-    def tile_of(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """(rows, keys) of `choice_of`."""
-        tile = self.choice_of(sizes).tile
-        return tile.rows, tile.keys
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Nothing: Triton compiles a kernel for the tensors of its first launch."""
 
     def _section(self, operands, heads: int, extents) -> int:
-        """How many heads run side by side."""
+        """How many heads run side by side: their keys and values fill half of the L2 cache."""
         _, n_k, d, d_v = extents
-        return max(1, min(heads, SECTION_BYTES // max(1, n_k * (d + d_v) * operands[1].element_size())))
+        half = self.planner(operands[0].device).machine.level("L2").capacity // 2
+        return max(1, min(heads, half // max(1, n_k * (d + d_v) * operands[1].element_size())))
 
     def _flash(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
         n_q, n_k, d, d_v = extents
         heads, exact = math.prod(batch), precision(self.spec.dtype)
         programs = grid = heads * -(-n_q // tile.rows)
         if variant.order.persistent:
-            device = operands[0].device
-            together = residents("attention_forward", self.spec, d, d_v, tile, capability(device))
-            grid = min(programs, together * processors(device) or INTERPRETED)
+            machine = self.planner(operands[0].device).machine
+            together = residents("attention_forward", self.spec, d, d_v, tile, machine)
+            grid = min(programs, together * machine.cores)
         others = {"section": self._section(operands, heads, extents), "programs": programs}
         others |= self._descriptors(variant, operands, (n_q, n_k), tile)
         arguments = (operands, sizes, results, others)
@@ -243,7 +240,7 @@ class Kernel:
         n_q, n_k, _, d_v = extents
         heads, exact = math.prod(batch), precision(self.spec.dtype)
         programs = heads * -(-n_q // tile.rows)
-        splits = self._splits(programs, sizes, tile, operands[0].device)
+        splits = self.planner(operands[0].device).splits_of(programs, sizes, tile)
         rows = splits * heads * n_q
         parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
         results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
@@ -260,13 +257,6 @@ class Kernel:
             return {}
         (n_q, n_k), tensors = extents, dict(zip("qkv", operands, strict=False))
         return descriptors(variant.boxes.values(), tensors, (n_q, tile.rows), (n_k, tile.keys))
-
-    def _splits(self, programs: int, sizes: Sequence[int], tile: Tile, device: torch.device) -> int:
-        if self.splits is not None:
-            return self.splits
-        if programs > (most := processors(device)):
-            return 1
-        return splits_for(programs, self._visited(sizes, tile.rows), tile.keys, most)
 
 
 def forward_kernels(
@@ -322,14 +312,10 @@ def precision(dtype: str) -> str:
     return "tf32" if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def capability(device: torch.device) -> int:
-    """10 * major + minor of an NVIDIA device; see `tiles` for what stands for others."""
-    if device.type == "cpu":
-        return INTERPRETER
-    if torch.version.hip:
-        return AMD
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    """The machine that a device is; the interpreter for tensors of CPUs."""
+    return INTERPRETER if device.type == "cpu" else of_device(device.index)
 
 
 @functools.cache
@@ -344,9 +330,3 @@ def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
         persistent=tile.persistent and not split,
         specialized=tile.specialized and not (split or shared),
     )
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 0 where the interpreter stands for one."""
-    return 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,12 +24,12 @@ from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
 from fusion.codegen.triton.tile_lists import TileLists
-from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
 from fusion.errors import OfflineCompilationError
 from fusion.ir.spec import AttentionSpec
+from fusion.machine import of_target
+from fusion.planning.choice import Tile
+from fusion.planning.gpu import GpuPlanner
 
-#: bytes of shared memory that one program may use
-SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 #: ptxas' notes that matrix products wait for each other
 SERIALISED = ("C7510", "C7511", "C7512", "C7514", "C7515", "C7519")
 _POINTERS = {
@@ -71,7 +71,7 @@ class Facts:
     @property
     def fits(self) -> bool:
         """Whether a program's shared memory exists on the target."""
-        return self.shared <= SHARED_LIMIT[self.target]
+        return self.shared <= of_target(self.target).shared_memory
 
 
 def compile_offline(
@@ -98,10 +98,10 @@ def facts_of(
     changed: fields of the forward's tile, in place of the table's.
     """
     d, d_v = spec.d.integer, spec.d_v.integer
-    capability = AMD if target.startswith("gfx") else int(target[3:])
-    tile = replace(tile_for(spec, d, d_v, n, n, capability), **changed)
+    planner = GpuPlanner(spec, of_target(target))
+    tile = replace(planner.tile_for(n, n, d, d_v), **changed)
     kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=False, packed=1))
-    tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **backward_tiles(spec, d, d_v, capability)}
+    tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **planner.backward(d, d_v)}
     if training:
         tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}
         needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NARROWEST = 16  # products take at least so many columns
+from fusion.planning.head_dims import panel_widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +29,10 @@ class Panel:
         return f"{name}{self.suffix} < {self.extent}" if self.start + self.width > self.extent else ""
 
 
-def padded(extent: int) -> int:
-    """The power of two that holds a head dimension."""
-    return max(NARROWEST, 1 << (extent - 1).bit_length())
-
-
 def panels(extent: int) -> tuple[Panel, ...]:
-    """One panel, or two where these are narrower together."""
-    whole = padded(extent)
-    first = whole // 2
-    rest = padded(extent - first) if extent > first else whole
-    if first < NARROWEST or rest >= first:
-        return (Panel(start=0, width=whole, extent=extent, suffix=""),)
+    """The panels of a head dimension."""
+    first, *rest = panel_widths(extent)
     return (
         Panel(start=0, width=first, extent=extent, suffix=""),
-        Panel(start=first, width=rest, extent=extent, suffix="_1"),
+        *(Panel(start=first, width=width, extent=extent, suffix="_1") for width in rest),
     )
-
-
-def panelled(extent: int) -> int:
-    """Columns of all panels of a head dimension."""
-    return sum(panel.width for panel in panels(extent))

@@ -16,7 +16,7 @@ from fusion.codegen.reference.polynomial import Monomials, monomials
 from fusion.codegen.triton import interpret, module
 from fusion.codegen.triton.features import features_module
 from fusion.codegen.triton.launch import processors
-from fusion.codegen.triton.panels import padded
+from fusion.planning.head_dims import padded
 
 MOST_FEATURES = 64
 """Features of a block: with as many, sums and features stay in registers (ahead-of-time compilation shows it)."""

@@ -3,14 +3,12 @@ rows.
 
 Each writes its part of the output, not yet divided, with the maximum and the sum of its keys; a second kernel brings
 the parts to a common maximum and adds them up. Of the keys that `flash` would visit (a range, or listed tiles) each
-part takes its share, and there are as many parts as the keys that are visited are worth: of a long cache a window is
-cut into few. Only the second kernel knows whether a row met a live key; where one did not and eager averages over all
-keys, it visits them all itself.
+part takes its share; how many parts there are is planned (`fusion.planning.gpu`). Only the second kernel knows whether
+a row met a live key; where one did not and eager averages over all keys, it visits them all itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fusion.codegen.triton import source
@@ -18,62 +16,7 @@ from fusion.codegen.triton.expressions import Level, number
 from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, place_of, signature
 from fusion.codegen.triton.key_loop import LOG2E, KeyLoop, Order
 from fusion.codegen.triton.programs import LARGEST, dead_rows_matter
-from fusion.ir.expr import Expr, walk
-from fusion.ir.integers import integer
-from fusion.ir.ops import apply
-from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
-
-#: fewest tiles of keys that are worth a program of their own
-LEAST_TILES = 4
-MOST_SPLITS = 64
-
-ARITHMETIC = frozenset({"const", "add", "mul", "floordiv", "mod", "imin", "imax"})
-"""Operations of limits that are computed before a call (see `size_function`)."""
-
-
-def splits_for(programs: int, n_k: int, keys: int, processors: int) -> int:
-    """Into how many parts the n_k keys that a block visits are cut so that the device is full, two programs per
-    processor; 1 for not at all."""
-    wanted = 2 * processors // max(1, programs)
-    return max(1, min(wanted, n_k // (keys * LEAST_TILES), MOST_SPLITS))
-
-
-def visited_function(spec: AttentionSpec) -> Callable[[Sequence[int], int], int]:
-    """(values of `spec.sizes`, rows of a block) -> the most keys that a block visits.
-
-    Of the mask's range that is taken which sizes alone tell: where the mask depends on more, all keys count. Blocks
-    differ little or steadily, so that the first, the middle and the last stand for all.
-    """
-    mask, names = spec.mask, (*spec.sizes, "i0", "i1")
-    low = None if mask is None else _told(mask.key_lo, "imax", names)
-    high = None if mask is None else _told(mask.key_hi, "imin", names)
-    extents = size_function((spec.n_q, spec.n_k), spec.sizes)
-    if low is None and high is None:
-        return lambda sizes, rows: extents(sizes)[1]
-    limits = size_function((low or integer(0), high or spec.n_k), names)
-
-    def visited(sizes: Sequence[int], rows: int) -> int:
-        (n_q, n_k), most = extents(sizes), 0
-        last = (n_q - 1) // rows
-        for block in {0, last // 2, last}:
-            start, stop = limits((*sizes, block * rows, min(n_q, (block + 1) * rows) - 1))
-            most = max(most, min(stop, n_k) - max(start, 0))
-        return most
-
-    return visited
-
-
-def _told(limit: Expr | None, joined: str, names: Sequence[str]) -> Expr | None:
-    """A limit as far as these names tell it; joined: how limits that hold together are."""
-    if limit is None:
-        return None
-    if all(part.op in ARITHMETIC or part.op in ("size", "coord") and part.attr in names for part in walk(limit)):
-        return limit
-    if limit.op == joined:
-        told = [part for arg in limit.args if (part := _told(arg, joined, names)) is not None]
-        return apply(joined, *told) if len(told) == 2 else next(iter(told), None)
-    return None
 
 
 class Part(Forward):

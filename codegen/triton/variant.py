@@ -15,8 +15,8 @@ from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.forward import KernelText
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.tiles import Tile
 from fusion.ir.spec import AttentionSpec
+from fusion.planning.choice import Tile
 
 PLAIN = Order()
 

@@ -91,7 +91,7 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
 def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, planes: int) -> float:
     """Of the feature kernels on a GPU: products, or making features (a multiplication, a split and a sum each),
     whichever takes longer. `GPU_RATE` of the peak is a careful guess: these kernels have not been timed."""
-    from fusion.codegen.triton.panels import padded
+    from fusion.planning.head_dims import padded
 
     degree = next(g for g in range(1, 17) if feature_count(problem.d, g) >= features)
     made = rows * feature_count(problem.d, degree - 1) * padded(problem.d)

@@ -1,18 +1,19 @@
-"""Facts about processors, stated once: see `fusion.machine.processors`."""
+"""Facts about processors, stated once: `processors` says what is known of one, `cpu` and `gpus` have the facts."""
 
+from fusion.machine.find import machine
+from fusion.machine.gpus import INTERPRETER, NAMED, of_device, of_target
 from fusion.machine.processors import (
     GIB,
     KIB,
     MIB,
-    NAMED,
     Machine,
     MemoryLevel,
     dtype_bytes,
     dtype_name,
-    machine,
     with_cores,
 )
 
 __all__ = [
-    "GIB", "KIB", "MIB", "NAMED", "Machine", "MemoryLevel", "dtype_bytes", "dtype_name", "machine", "with_cores"
+    "GIB", "INTERPRETER", "KIB", "MIB", "NAMED", "Machine", "MemoryLevel", "dtype_bytes", "dtype_name", "machine",
+    "of_device", "of_target", "with_cores",
 ]  # fmt: skip

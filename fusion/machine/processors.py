@@ -1,23 +1,7 @@
 """What the planner knows of a processor: memory levels, arithmetic and special-function rates.
 
-A `Machine` comes from the system it runs on (`Machine.detect()`), from a table of published figures
-(`machine("h200")`), or is the two-level model of the theory (`Machine.two_level(M)`). Nothing of this package is
-imported here but its errors.
-
-Sources of the named machines (dense rates, no sparsity):
-
-- `a100`: NVIDIA A100 white paper (SXM 80 GB): 108 SMs, 192 KiB L1 + shared memory (163 KiB a block), 312 Tflop/s
-  bf16/fp16, 156 tf32, 19.5 fp32, 2.039 TB/s, L2 40 MiB at 5120 B/clock, 16 special functions a clock and SM at 1.41
-  GHz.
-- `h100`, `h200`: NVIDIA Hopper white paper and H200 data sheet (SXM): 132 SMs, 227 KiB shared memory a block, 989.4
-  Tflop/s bf16/fp16, 494.7 tf32, 1978.9 fp8, 66.9 fp32, L2 50 MiB, 3.35 (H200: 4.8) TB/s; 3.9e12 special functions/s
-  (FlashAttention-3, 2407.08608, 3.1); L2 about 5.5 TB/s (published micro-benchmarks; NVIDIA gives none).
-- `b200`: NVIDIA Blackwell architecture brief: 148 SMs, 227 KiB a block, 256 KiB tensor memory a SM, 2250 Tflop/s
-  bf16/fp16, 4500 fp8, L2 126 MiB, 7.7 TB/s; special functions 16 a clock and SM at 1.85 GHz; L2 bandwidth
-  is not published, 10 TB/s is assumed.
-- `mi300x`: AMD CDNA 3 white paper: 304 CUs, 64 KiB LDS, 512 KiB vector registers, 1307.4 Tflop/s bf16/fp16, 2614.9
-  fp8, 163.4 fp32, L2 4 MiB x 8, Infinity Cache 256 MiB at 17.2 TB/s, 5.3 TB/s; transcendentals at a quarter of 64
-  lanes a clock and CU at 2.1 GHz.
+A `Machine` comes from the system it runs on (`Machine.detect()`), from a table of published figures or a driver's
+answers (`fusion.machine.gpus`), or is the two-level model of the theory (`Machine.two_level(M)`).
 """
 
 from __future__ import annotations
@@ -84,11 +68,21 @@ class MemoryLevel:
 class Machine:
     """A processor as the planner sees it. Rates are of the whole machine.
 
-    levels: from the fastest to the slowest, the last one holds everything. `fast` names the level whose capacity is
-    the M of the theory. vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
-    isa: instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon"). matrix_flops: (dtype, flop/s)
-    pairs, a multiply-add counted as two. exp_rate: exponentials/s. launch: s for starting one kernel. clock: Hz, of
-    CPUs. shared_memory, registers: bytes per core that one block may use (0 on CPUs).
+    name: what it is called.
+    kind: "cpu", "gpu" or "model".
+    levels: memory from the fastest to the slowest; the last one holds everything.
+    fast: the level whose capacity is the M of the theory.
+    cores: of a CPU, or streaming multiprocessors (compute units) of a GPU.
+    vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
+    isa: of CPUs, instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon"); of GPUs, those of
+        `fusion.machine.gpus.Architecture`.
+    architecture: what GPU kernels are compiled for ("sm_90", "gfx942").
+    matrix_flops: (dtype, flop/s) pairs, a multiply-add counted as two.
+    exp_rate: exponentials/s.
+    launch: s for starting one kernel.
+    clock: Hz, of CPUs.
+    shared_memory: bytes that one program of a GPU may use.
+    registers: bytes of registers per core of a GPU.
     """
 
     name: str
@@ -98,6 +92,7 @@ class Machine:
     cores: int
     vector_bytes: int
     isa: frozenset[str] = frozenset()
+    architecture: str = ""
     matrix_flops: tuple[tuple[str, float], ...] = ()
     exp_rate: float = 1.0
     launch: float = 0.0
@@ -141,6 +136,21 @@ class Machine:
         if name in rates:
             return rates[name]
         return rates["float32"] / 2 if name == "float64" else rates["float32"]
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether this is Triton's interpreter, which stands for a GPU where there is none."""
+        return self.architecture == "interpreter"
+
+    @property
+    def amd(self) -> bool:
+        """Whether this is a GPU of AMD."""
+        return self.architecture.startswith("gfx")
+
+    @property
+    def wave(self) -> int:
+        """Lanes of a GPU that run together (a warp of NVIDIA, a wave of AMD)."""
+        return self.vector_bytes // 4
 
     def lanes(self, dtype: object = "float32") -> int:
         """Elements in one vector register."""
@@ -189,171 +199,13 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _gpu(
-    name: str,
-    *,
-    cores: int,
-    shared: int,
-    registers: int,
-    l2: int,
-    l2_bandwidth: float,
-    memory: int,
-    bandwidth: float,
-    half: float,
-    tf32: float,
-    fp32: float,
-    fp8: float,
-    exp_rate: float,
-    launch: float = 4e-6,
-) -> Machine:
-    """A GPU from its data sheet: sizes in bytes, bandwidths in bytes/s, rates in flop/s. Triton's default float32
-    product runs as tf32.
-    """
-    levels = (
-        MemoryLevel(name="shared", capacity=shared, bandwidth=cores * 128 * 1.7e9),
-        MemoryLevel(name="L2", capacity=l2, bandwidth=l2_bandwidth, shared=True),
-        MemoryLevel(name="HBM", capacity=memory, bandwidth=bandwidth, shared=True),
-    )
-    rates = {
-        "float16": half,
-        "bfloat16": half,
-        "tfloat32": tf32,
-        "float32": fp32,
-        "float8_e4m3fn": fp8,
-        "float8_e5m2": fp8,
-    }
-    return Machine(
-        name=name,
-        kind="gpu",
-        levels=levels,
-        fast="shared",
-        cores=cores,
-        vector_bytes=128 if name != "mi300x" else 256,
-        matrix_flops=tuple((dtype, rate) for dtype, rate in rates.items() if rate),
-        exp_rate=exp_rate,
-        launch=launch,
-        shared_memory=shared,
-        registers=registers,
-    )
-
-
-_A100 = _gpu(
-    "a100",
-    cores=108,
-    shared=163 * KIB,
-    registers=256 * KIB,
-    l2=40 * MIB,
-    l2_bandwidth=5120 * 1.41e9,
-    memory=80 * GIB,
-    bandwidth=2.039e12,
-    half=312e12,
-    tf32=156e12,
-    fp32=19.5e12,
-    fp8=0,
-    exp_rate=108 * 16 * 1.41e9,
-)
-_H100 = _gpu(
-    "h100",
-    cores=132,
-    shared=227 * KIB,
-    registers=256 * KIB,
-    l2=50 * MIB,
-    l2_bandwidth=5.5e12,
-    memory=80 * GIB,
-    bandwidth=3.35e12,
-    half=989.4e12,
-    tf32=494.7e12,
-    fp32=66.9e12,
-    fp8=1978.9e12,
-    exp_rate=3.9e12,
-)
-_H200 = _gpu(
-    "h200",
-    cores=132,
-    shared=227 * KIB,
-    registers=256 * KIB,
-    l2=50 * MIB,
-    l2_bandwidth=5.5e12,
-    memory=141 * GIB,
-    bandwidth=4.8e12,
-    half=989.4e12,
-    tf32=494.7e12,
-    fp32=66.9e12,
-    fp8=1978.9e12,
-    exp_rate=3.9e12,
-)
-_B200 = _gpu(
-    "b200",
-    cores=148,
-    shared=227 * KIB,
-    registers=256 * KIB,
-    l2=126 * MIB,
-    l2_bandwidth=10e12,
-    memory=180 * GIB,
-    bandwidth=7.7e12,
-    half=2250e12,
-    tf32=1125e12,
-    fp32=75e12,
-    fp8=4500e12,
-    exp_rate=148 * 16 * 1.85e9,
-)
-_MI300X = _gpu(
-    "mi300x",
-    cores=304,
-    shared=64 * KIB,
-    registers=512 * KIB,
-    l2=256 * MIB,
-    l2_bandwidth=17.2e12,
-    memory=192 * GIB,
-    bandwidth=5.3e12,
-    half=1307.4e12,
-    tf32=653.7e12,
-    fp32=163.4e12,
-    fp8=2614.9e12,
-    exp_rate=304 * 16 * 2.1e9,
-    launch=6e-6,
-)
-
-NAMED = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200, "mi300x": _MI300X}
-
-
-def _named_gpu() -> Machine | None:
-    """The named machine that the current GPU is, by what its driver calls it; None where there is none or it is not
-    listed.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    called = torch.cuda.get_device_name().lower()
-    return next((found for name, found in NAMED.items() if name in called), None)
-
-
-def machine(name: str | Machine | None = None) -> Machine:
-    """The machine of that name ("cpu", or None, is the one this runs on; "cuda" its GPU); a `Machine` is returned as
-    it is.
-
-    Raises UnknownMachineError, which lists the valid names.
-    """
-    if isinstance(name, Machine):
-        return name
-    key = "cpu" if name is None else str(name).lower()
-    if key in ("cpu", "this", "detect"):
-        return Machine.detect()
-    if key in NAMED:
-        return NAMED[key]
-    if key.split(":")[0] == "cuda" and (found := _named_gpu()) is not None:
-        return found
-    raise UnknownMachineError(
-        f"machine {name!r} is not known; known: cpu (this computer), {', '.join(NAMED)}, or a fusion.machine.Machine"
-    )
-
-
 def with_cores(base: Machine, cores: int) -> Machine:
     """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion (never
     grow).
     """
     cores = max(1, min(cores, base.cores))
+    if cores == base.cores:
+        return base
     share = cores / base.cores
     levels = tuple(
         level if level.shared else replace(level, bandwidth=level.bandwidth * share) for level in base.levels

@@ -19,7 +19,7 @@ from fusion.machine import machine
 
 if TYPE_CHECKING:
     from fusion.codegen.triton.autotune import Tuner
-    from fusion.codegen.triton.tiles import Choice
+    from fusion.planning.choice import Choice
 
 log = logging.getLogger(__name__)
 TUNED = "/tuned"
@@ -194,7 +194,7 @@ def kernel_tile(spec: AttentionSpec, device: str, emitter: str, sizes: Sequence[
 
 def kernel_choice(spec: AttentionSpec, device: str, emitter: str, trained: bool, sizes: Sequence[int]) -> Choice | None:
     """What a call of a spec with these sizes runs on a GPU, as far as is known by now; None for other emitters."""
-    choice_of = getattr(_forward_kernel(spec, device, emitter, trained), "choice_of", None)
+    choice_of = getattr(_forward_kernel(spec, device, emitter, trained), "choice", None)
     return None if choice_of is None else choice_of(sizes)
 
 
@@ -246,7 +246,7 @@ def reads(dtype: torch.dtype, device: torch.device, emitter: str = "auto") -> bo
     if device.type == "cuda":
         from fusion.codegen import triton
 
-        return triton.reads(dtype, device)
+        return triton.reads(dtype, machine(str(device)))
     return False
 
 

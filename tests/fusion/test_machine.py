@@ -1,11 +1,22 @@
 """Machines: named ones, the one this runs on, the two-level model."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from fusion.errors import ProblemError, UnknownMachineError
-from fusion.machine import NAMED, Machine, MemoryLevel, dtype_bytes, dtype_name, machine, with_cores
+from fusion.machine import (
+    INTERPRETER,
+    NAMED,
+    Machine,
+    MemoryLevel,
+    dtype_bytes,
+    dtype_name,
+    machine,
+    of_target,
+    with_cores,
+)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -34,16 +45,58 @@ def test_unknown_machine_lists_the_known():
         machine("h200").level("L4")
 
 
-@pytest.mark.parametrize(("called", "name"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100")])
-def test_the_gpu_of_this_computer_by_its_name(monkeypatch, called, name):
+def _device(monkeypatch, called: str, cores: int = 132, capability: tuple[int, int] = (9, 0)) -> None:
+    """One GPU, as its driver describes it: clocks in kHz."""
     import torch
 
+    properties = SimpleNamespace(
+        name=called, major=capability[0], minor=capability[1], multi_processor_count=cores, clock_rate=1_500_000,
+        memory_clock_rate=8_000_000, memory_bus_width=256, L2_cache_size=64 << 20, total_memory=24 << 30,
+    )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: called)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+
+@pytest.mark.parametrize(
+    ("called", "cores", "name"), [("NVIDIA H200", 132, "h200"), ("NVIDIA A100-SXM4-80GB", 108, "a100")]
+)
+def test_the_gpu_of_this_computer_by_its_name(monkeypatch, called, cores, name):
+    _device(monkeypatch, called, cores)
     assert machine("cuda") is machine("cuda:0") is NAMED[name]
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce 256")
-    with pytest.raises(UnknownMachineError, match="'cuda' is not known"):
+
+
+def test_a_part_of_a_named_gpu_has_the_cores_that_it_has(monkeypatch):
+    _device(monkeypatch, "NVIDIA H100 PCIe", 114)
+    found = machine("cuda")
+    assert found.cores == 114 and found.flops("bfloat16") == pytest.approx(989.4e12 * 114 / 132)
+
+
+def test_a_gpu_that_is_not_listed_is_what_its_driver_says(monkeypatch):
+    _device(monkeypatch, "NVIDIA L4", 58, (8, 9))
+    found = machine("cuda")
+    assert (found.name, found.architecture, found.cores) == ("NVIDIA L4", "sm_89", 58)
+    assert found.shared_memory == 99 << 10 and found.registers == 256 << 10 and found.wave == 32
+    assert found.main.bandwidth == 2 * 8e9 * 256 / 8 and found.flops("bfloat16") == 58 * 1.5e9 * 1024
+
+
+def test_without_a_gpu(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnknownMachineError, match="there is no GPU here"):
         machine("cuda")
+
+
+def test_architectures():
+    """Limits of a compilation target; of one that is not listed, those of the next older one."""
+    assert of_target("sm_90").shared_memory == 227 << 10 and "wgmma" in of_target("sm_90a").isa
+    assert of_target("sm_86").shared_memory == 99 << 10 and of_target("sm_88").shared_memory == 163 << 10
+    assert of_target("gfx942").wave == 64 and of_target("gfx942").amd and of_target("gfx1101").wave == 32
+    assert INTERPRETER.interpreted and not of_target("sm_80").interpreted
+    for name in ("sm_50", "gfx8", "risc"):
+        with pytest.raises(UnknownMachineError, match="known: sm_70"):
+            of_target(name)
 
 
 def test_detected_cpu():

@@ -22,8 +22,8 @@ from fusion.codegen import reference
 from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.tiles import Tile
 from fusion.options import Options
+from fusion.planning.choice import Tile
 from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import case
 

@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen import reference
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
-from fusion.codegen.triton.tiles import Tile
 from fusion.ir import Kind, Normalizer, Operand
 from fusion.ir.expr import J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
+from fusion.planning.choice import Tile
 from tests.codegen.mlir.cases import BATCH, CAUSAL, FMIN, PROGRAMS, Case, case, draw, read
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)

@@ -16,11 +16,11 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen.triton.gradients import gradients_of
-from fusion.codegen.triton.tiles import Tile
 from fusion.ir import MaskFacts, integers
 from fusion.ir.expr import SCORE, TRUE, I, J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
+from fusion.planning.choice import Tile
 from tests.codegen.mlir.cases import CAUSAL, FMIN, Case, case
 from tests.codegen.triton.counting import count_products, full_tiles, live_tiles
 from tests.codegen.triton.test_backward import check

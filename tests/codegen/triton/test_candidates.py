@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need triton")
 
-from fusion.codegen.triton.candidates import candidates, fits, needs, shared_memory, smaller
-from fusion.codegen.triton.tiles import AMD, Tile, backward_tiles, tile_for
-from fusion.machine import machine
+from fusion.codegen.triton.candidates import candidates, fits, needs, smaller
+from fusion.machine import machine, of_target
+from fusion.planning.choice import Tile
 from fusion.planning.from_spec import gpu_tile_times
+from fusion.planning.gpu import GpuPlanner
 from fusion.planning.plan import plan
 from tests.codegen.mlir.cases import case
 
@@ -29,23 +30,22 @@ def test_smaller_tiles_end_at_the_smallest() -> None:
     assert Tile(rows=16, keys=16, warps=4, stages=1) in met
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120, AMD])
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_candidates(capability: int, d: int, dtype: str) -> None:
+def test_candidates(target: str, d: int, dtype: str) -> None:
     spec = case("bias", dtype, d).spec
-    tables = {
-        "attention_forward": tile_for(spec, d, d, 4096, 4096, capability),
-        **backward_tiles(spec, d, d, capability),
-    }
+    machine = of_target(target)
+    planner = GpuPlanner(spec, machine)
+    tables = {"attention_forward": planner.tile_for(4096, 4096, d, d), **planner.backward(d, d)}
     for kernel, table in tables.items():
-        found = candidates(kernel, spec, (4096, 4096, d, d), table, capability)
+        found = candidates(kernel, spec, (4096, 4096, d, d), table, machine)
         assert found[0] == table and len(set(found)) == len(found)
-        assert all(fits(kernel, spec, d, d, tile, capability) for tile in found[1:])
-        assert all(needs(kernel, spec, d, d, tile)[0] <= shared_memory(capability) for tile in found[1:])
+        assert all(fits(kernel, spec, d, d, tile, machine) for tile in found[1:])
+        assert all(needs(kernel, spec, d, d, tile)[0] <= machine.shared_memory for tile in found[1:])
         if d <= 128:
             assert len(found) > 1, (kernel, found)
-    few = candidates("attention_forward", spec, (1, 4096, d, d), replace(table, rows=16, keys=64), capability)
+    few = candidates("attention_forward", spec, (1, 4096, d, d), replace(table, rows=16, keys=64), machine)
     assert {tile.rows for tile in few} == {16}
 
 

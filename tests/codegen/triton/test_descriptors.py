@@ -14,13 +14,16 @@ from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.forms import may_specialize
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, forward_kernels
 from fusion.codegen.triton.offline import compile_offline
-from fusion.codegen.triton.tiles import Tile, backward_tiles, may_specialize
 from fusion.codegen.triton.variant import Variant
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import C, E, J, coord
+from fusion.machine import INTERPRETER, of_target
+from fusion.planning.choice import Tile
+from fusion.planning.gpu import GpuPlanner
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
 from tests.codegen.triton.test_backward import check as check_gradients
 
@@ -198,9 +201,10 @@ def test_a_tuned_schedule_is_left_where_tensors_cannot_be_described(monkeypatch,
         real(self, name, programs, tile, *rest)
 
     monkeypatch.setattr(Variant, "launch", launch)
-    monkeypatch.setattr("fusion.codegen.triton.launch.tile_for", lambda *arguments: dataclasses.replace(PLAIN, rows=64))
     c = case("causal", "bfloat16", 16)
-    kernel = Kernel(c.spec, tuner=Tuner(clock=lambda launch, device: float(not launched[-1].specialized)))
+    planner = GpuPlanner(c.spec, INTERPRETER, tile=dataclasses.replace(PLAIN, rows=64))
+    tuner = Tuner(clock=lambda launch, device: float(not launched[-1].specialized))
+    kernel = Kernel(c.spec, tuner=tuner, planner=planner)
     operands, sizes = draw(c, SHAPES[0])
     assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
     assert launched[-1].specialized
@@ -248,7 +252,7 @@ def test_registers_on_hopper(name: str, d: int) -> None:
 def test_registers_of_gradients_on_hopper() -> None:
     spec = case("plain", "bfloat16", 64).spec
     texts = [backward_kernels(spec, 64, 64, (True, True, True), described)[1:] for described in (False, True)]
-    tiles = backward_tiles(spec, 64, 64, 90)
+    tiles = GpuPlanner(spec, of_target("sm_90")).backward(64, 64)
     facts = [compile_offline(spec, kernels, 64, 64, tiles, "sm_90") for kernels in texts]
     for plain, described in zip(*facts, strict=True):
         assert described.registers < plain.registers and described.fits and described.matrix["wgmma"], described

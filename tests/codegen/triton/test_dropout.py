@@ -10,8 +10,8 @@ import fusion
 from fusion.codegen import reference
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.offline import facts_of
-from fusion.codegen.triton.tiles import Tile
 from fusion.ir.ops import hashed
+from fusion.planning.choice import Tile
 from tests.codegen.triton.test_backward import assert_as_exact
 
 B, H, N_Q, N_K = 2, 3, 40, 50

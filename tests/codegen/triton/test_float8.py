@@ -12,12 +12,14 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
 from fusion.codegen import reference, triton
-from fusion.codegen.triton import packed_rows
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, combining_tile, split_kernels
 from fusion.codegen.triton.offline import compile_offline, facts_of
-from fusion.codegen.triton.tiles import Tile, tile_for
+from fusion.machine import of_target
+from fusion.planning import packed_rows
+from fusion.planning.choice import Tile
+from fusion.planning.gpu import GpuPlanner
 from tests import numerics
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
 from tests.float8 import FORMATS, every_number, is_same, stored
@@ -122,13 +124,12 @@ def test_a_cache_and_its_scales_through_the_backend() -> None:
     numerics.assert_as_exact_as_eager(got, eager, exact)
 
 
-@pytest.mark.parametrize("capability", [1, 75, 80, 86, 89, 90, 100])
-def test_which_devices_read_which_formats(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    monkeypatch.setattr(triton, "capability", lambda device: capability)
-    device = torch.device("cuda")
-    assert triton.reads(torch.float8_e4m3fn, device) is (capability not in (75, 80, 86))
-    assert triton.reads(torch.float8_e5m2, device)
-    assert not triton.reads(torch.float8_e8m0fnu, device)
+@pytest.mark.parametrize("target", ["gfx942", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
+def test_which_machines_read_which_formats(target: str) -> None:
+    machine = of_target(target)
+    assert triton.reads(torch.float8_e4m3fn, machine) is (target not in ("sm_75", "sm_80", "sm_86"))
+    assert triton.reads(torch.float8_e5m2, machine)
+    assert not triton.reads(torch.float8_e8m0fnu, machine)
 
 
 # --- compiled ahead of time -------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def test_which_devices_read_which_formats(monkeypatch: pytest.MonkeyPatch, capab
 def test_decoding_on_hopper() -> None:
     """Tiles of the cache wait in shared memory as they are stored: three of them, 32 KiB each in bfloat16."""
     spec = packed_rows.packed(stored(case("causal", "bfloat16", 128, group=8).spec, FORMATS[0]), 8)
-    tile = tile_for(spec, 128, 128, 8, 16384, 90)
+    tile = GpuPlanner(spec, of_target("sm_90")).tile_for(8, 16384, 128, 128)
     kernels = split_kernels(spec, 128, 128, False, Order(packed=8))
     part, combine = compile_offline(
         spec, kernels, 128, 128, {"attention_split": tile, "attention_combine": combining_tile(tile)}, "sm_90"

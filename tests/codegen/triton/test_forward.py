@@ -16,12 +16,13 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.packed_rows import heads_to_pack, packed
-from fusion.codegen.triton.panels import padded, panelled, panels
+from fusion.codegen.triton.panels import panels
 from fusion.codegen.triton.programs import dead_rows_matter
-from fusion.codegen.triton.tiles import Tile
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import SCORE, E, J, coord
+from fusion.planning.choice import Tile
+from fusion.planning.head_dims import padded, panelled
+from fusion.planning.packed_rows import heads_to_pack, packed
 from tests.codegen.mlir.cases import PROGRAMS, Case, assert_as_exact_as_eager, case, draw
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
@@ -217,7 +218,7 @@ def test_split_keys(name: str, splits: int) -> None:
 
 
 def test_how_many_splits() -> None:
-    from fusion.codegen.triton.split import splits_for
+    from fusion.planning.gpu import splits_for
 
     assert splits_for(programs=8, n_k=16384, keys=64, processors=132) == 33
     assert splits_for(programs=8, n_k=200, keys=64, processors=132) == 1

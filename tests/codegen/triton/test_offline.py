@@ -11,11 +11,12 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion.codegen.triton import packed_rows
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import combining_tile, forward_kernels, split_kernels
 from fusion.codegen.triton.offline import Facts, compile_offline, facts_of
-from fusion.codegen.triton.tiles import tile_for
+from fusion.machine import of_target
+from fusion.planning import packed_rows
+from fusion.planning.gpu import GpuPlanner
 from tests.codegen.mlir.cases import case
 
 MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
@@ -59,7 +60,7 @@ def test_matrices_of_scores_serialise_nothing(name: str, d: int) -> None:
 def test_products_run_beside_the_exponentials_on_hopper(name: str) -> None:
     """In the rotated order a product is in flight while a tile's exponentials are issued; in the plain one none is."""
     spec = case(name, "bfloat16", 128).spec
-    tile = tile_for(spec, 128, 128, 4096, 4096, 90)
+    tile = GpuPlanner(spec, of_target("sm_90")).tile_for(4096, 4096, 128, 128)
     assert tile.rotated
     for rotated in (False, True):
         kernels = forward_kernels(spec, 128, 128, False, Order(rotated=rotated))
@@ -88,7 +89,8 @@ def test_gradients_of_wide_heads_on_hopper(name: str, d: int, d_v: int) -> None:
 def test_latent_attention_on_hopper(n_q: int) -> None:
     """Decoding with 128 query heads for one key head; V is read from K's tile."""
     spec = packed_rows.packed(case("plain", "bfloat16", 576, 512, group=128).spec, 128)
-    tile, order = tile_for(spec, 576, 512, 128 * n_q, 16384, 90), Order(shared=True, packed=128)
+    tile = GpuPlanner(spec, of_target("sm_90")).tile_for(128 * n_q, 16384, 576, 512)
+    order = Order(shared=True, packed=128)
     tiles = {"attention_forward": tile, "attention_split": tile, "attention_combine": combining_tile(tile)}
     for kernels in (split_kernels(spec, 576, 512, False, order), forward_kernels(spec, 576, 512, False, order)):
         for fact in compile_offline(spec, kernels, 576, 512, tiles, "sm_90"):
@@ -135,7 +137,7 @@ def test_more(name: str, dtype: str, d: int, target: str) -> None:
 
 def test_split_keys_on_hopper() -> None:
     spec = packed_rows.packed(case("causal", "bfloat16", 128, group=4).spec, 4)
-    tile = tile_for(spec, 128, 128, 4, 16384, 90)
+    tile = GpuPlanner(spec, of_target("sm_90")).tile_for(4, 16384, 128, 128)
     kernels = split_kernels(spec, 128, 128, False, Order(packed=4))
     part, combine = compile_offline(spec, kernels, 128, 128, {k.name: tile for k in kernels}, "sm_90")
     assert part.fits and part.matrix["mma"] > 0 and part.spills == 0, part
@@ -145,7 +147,7 @@ def test_split_keys_on_hopper() -> None:
 def test_kernels_compile_after_others_were_interpreted(tmp_path, monkeypatch) -> None:
     """In one process, and not from Triton's cache."""
     from fusion.codegen.triton.launch import Kernel
-    from fusion.codegen.triton.tiles import Tile
+    from fusion.planning.choice import Tile
     from tests.codegen.mlir.cases import draw
 
     c = case("alibi", "bfloat16", 64)

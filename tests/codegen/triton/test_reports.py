@@ -15,7 +15,7 @@ from fusion.codegen.triton import module
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.tiles import Choice, Tile
+from fusion.planning.choice import Choice, Tile
 from fusion.planning.plan import Problem, plan
 from fusion.report.json import to_dict
 from fusion.runtime import executor as runtime
@@ -56,14 +56,16 @@ def test_the_tile_that_was_measured_is_reported(trained: bool, monkeypatch, tmp_
 
 def test_words() -> None:
     tile = Tile(rows=16, keys=64, warps=4, stages=3)
-    assert str(Choice(tile=tile, keys=4096)) == "tiles of 16 x 64, 4 warps, stages 3"
-    assert str(Choice(tile=tile, keys=4096, splits=3)).startswith("keys in 3 parts, tiles of 16 x 64, 4 warps")
+    assert str(Choice(schedule="flash", tile=tile, keys=4096)) == "tiles of 16 x 64, 4 warps, stages 3"
+    assert str(Choice(schedule="flash", tile=tile, keys=4096, splits=3)).startswith(
+        "keys in 3 parts, tiles of 16 x 64, 4 warps"
+    )
 
 
 @pytest.mark.parametrize(("splits", "stages"), [(33, 3), (2, 1)])
 def test_a_plan_of_what_runs(splits: int, stages: int) -> None:
     """With the stages and parts of the kernel."""
-    choice = Choice(tile=Tile(rows=16, keys=64, warps=4, stages=stages), keys=16384, splits=splits)
+    choice = Choice(schedule="split_k", tile=Tile(rows=16, keys=64, warps=4, stages=stages), keys=16384, splits=splits)
     spec, sizes = case("plain", "bfloat16", 128).spec, {"B": 1, "H": 8, "Nq": 1, "Nk": 16384}
     found = plan(spec, "h200", sizes=sizes, tile=choice.tiling, allow=("split_k",))
     assert (found.schedule, found.B_r, found.B_c, found.stages, found.splits) == ("split_k", 16, 64, stages, splits)

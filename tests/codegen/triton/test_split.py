@@ -13,12 +13,13 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from fusion.codegen.triton import launch
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.packed_rows import packed as packed_spec
-from fusion.codegen.triton.split import splits_for, visited_function
-from fusion.codegen.triton.tiles import Tile
 from fusion.ir import Kind, Normalizer, integers
 from fusion.ir.expr import coord, load
 from fusion.ir.ops import apply
+from fusion.machine import INTERPRETER
+from fusion.planning.choice import Tile
+from fusion.planning.gpu import splits_for, visited_function
+from fusion.planning.packed_rows import packed as packed_spec
 from fusion.report.report import SiteReport
 from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
@@ -62,7 +63,7 @@ def decoded(monkeypatch, function, q, k, v) -> tuple[Counter, list[tuple[str, in
         run(self, name, count, *arguments)
 
     monkeypatch.setattr(launch.Variant, "launch", launched)
-    monkeypatch.setattr(launch, "processors", lambda device: 40)
+    monkeypatch.setattr(launch, "machine_of", lambda device: replace(INTERPRETER, cores=40))
     torch._dynamo.reset()
     with torch.no_grad(), fusion.collect_reports() as reports:
         options = {"inner": "eager", "strict": True}

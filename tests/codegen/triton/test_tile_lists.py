@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.tiles import Tile
+from fusion.planning.choice import Tile
 from fusion.runtime import executor as runtime
 from tests.codegen.triton.counting import count_products, full_tiles, live_tiles
 from tests.numerics import assert_as_exact_as_eager

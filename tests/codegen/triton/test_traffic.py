@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.tiles import Tile
+from fusion.planning.choice import Tile
 from fusion.planning.compiled import counts, phase_counts
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import schedule

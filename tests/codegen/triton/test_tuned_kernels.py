@@ -18,8 +18,8 @@ from fusion.codegen import reference
 from fusion.codegen.triton.autotune import Tuner, agree
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.tiles import Choice, Tile
 from fusion.codegen.triton.variant import Variant
+from fusion.planning.choice import Choice, Tile
 from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 
@@ -63,6 +63,11 @@ def prefers(rows: int, keys: int) -> Callable[[str, Tile], float]:
     return lambda name, tile: 1.0 + abs(math.log2(tile.rows / rows)) + abs(math.log2(tile.keys / keys))
 
 
+def tile_of(kernel: Kernel, sizes: list[int]) -> tuple[int, int]:
+    tile = kernel.choice(sizes).tile
+    return tile.rows, tile.keys
+
+
 def exact(spec, operands, sizes) -> torch.Tensor:
     return reference.run(spec, [o.double() for o in operands], sizes, torch.float64)
 
@@ -74,18 +79,18 @@ def test_a_kernel_runs_in_the_fastest_tile(launched) -> None:
     c = case("alibi", d=16)
     operands, sizes = draw(c, SHAPE)
     kernel = Kernel(c.spec, tuner=Tuner(clock=Clock(launched, prefers(16, 32))))
-    assert kernel.tile_of(sizes) == (32, 16) and not kernel.choice_of(sizes).measured
+    assert tile_of(kernel, sizes) == (32, 16) and not kernel.choice(sizes).measured
     right = exact(c.spec, operands, sizes).double()
     for _ in range(2):
         torch.testing.assert_close(kernel(operands, sizes).double(), right, atol=1e-5, rtol=1e-5)
     assert [(tile.rows, tile.keys) for _, tile in launched[-2:]] == [(16, 32)] * 2
-    assert kernel.choice_of(sizes) == Choice(tile=launched[-1][1], keys=sizes[-1], measured=True)
+    assert kernel.choice(sizes) == Choice(schedule="block_sparse", tile=launched[-1][1], keys=sizes[-1], measured=True)
     launched.clear()
     another = Kernel(c.spec, tuner=Tuner())
     another(operands, sizes)
     assert [(tile.rows, tile.keys) for _, tile in launched] == [(16, 32)]
-    assert another.tile_of(sizes) == (16, 32)
-    assert Kernel(c.spec).tile_of(sizes) == (32, 16)
+    assert tile_of(another, sizes) == (16, 32)
+    assert tile_of(Kernel(c.spec), sizes) == (32, 16)
 
 
 def test_schedules_are_tried_at_the_fastest_tile(launched) -> None:

@@ -1,0 +1,299 @@
+"""GPUs: the limits of each architecture, the machines of published figures, and the device of this computer.
+
+What one program may use (shared memory), what a core has (registers) and how many lanes run together (wave) follow from
+the architecture and are stated here alone.
+
+Sources of the architectures: CUDA C++ programming guide, technical specifications per compute capability; AMD's
+instruction set guides (CDNA 2 to 4, RDNA 3 and 4). Rates per clock and core are data sheets' rates divided by cores and
+boost clock (T4, V100, A100, A10, L40S, H100, B200, MI250X, MI300X, MI355X, RX 7900 XTX, RX 9070 XT); those of sm_87 and
+sm_110 are taken from their next of kin.
+
+Sources of the named machines (dense rates, no sparsity):
+
+- `a100`: NVIDIA A100 white paper (SXM 80 GB): 108 SMs, 192 KiB L1 + shared memory (163 KiB a block), 312 Tflop/s
+  bf16/fp16, 156 tf32, 19.5 fp32, 2.039 TB/s, L2 40 MiB at 5120 B/clock, 16 special functions a clock and SM at 1.41
+  GHz.
+- `h100`, `h200`: NVIDIA Hopper white paper and H200 data sheet (SXM): 132 SMs, 227 KiB shared memory a block, 989.4
+  Tflop/s bf16/fp16, 494.7 tf32, 1978.9 fp8, 66.9 fp32, L2 50 MiB, 3.35 (H200: 4.8) TB/s; 3.9e12 special functions/s
+  (FlashAttention-3, 2407.08608, 3.1); L2 about 5.5 TB/s (published micro-benchmarks; NVIDIA gives none).
+- `b200`: NVIDIA Blackwell architecture brief: 148 SMs, 227 KiB a block, 256 KiB tensor memory a SM, 2250 Tflop/s
+  bf16/fp16, 4500 fp8, L2 126 MiB, 7.7 TB/s; special functions 16 a clock and SM at 1.85 GHz; L2 bandwidth
+  is not published, 10 TB/s is assumed.
+- `mi300x`: AMD CDNA 3 white paper: 304 CUs, 64 KiB LDS, 512 KiB vector registers, 1307.4 Tflop/s bf16/fp16, 2614.9
+  fp8, 163.4 fp32, L2 4 MiB x 8, Infinity Cache 256 MiB at 17.2 TB/s, 5.3 TB/s; transcendentals at a quarter of 64
+  lanes a clock and CU at 2.1 GHz.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion.errors import UnknownMachineError
+from fusion.machine.processors import GIB, KIB, MIB, Machine, MemoryLevel, with_cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What all GPUs of one compilation target have in common.
+
+    shared_memory: bytes that one program may use.
+    products: flop of matrix units per clock and core, half precision with float32 sums.
+    isa: "wgmma" and "tcgen05", the asynchronous matrix products of Hopper and of Blackwell's data centre parts; "tma",
+        the tensor memory accelerator; "fp8", conversions from float8_e4m3fn.
+    registers: bytes of a core.
+    wave: lanes that run together.
+    """
+
+    shared_memory: int
+    products: int
+    isa: frozenset[str] = frozenset()
+    registers: int = 256 * KIB
+    wave: int = 32
+
+
+_HOPPER = frozenset({"wgmma", "tma", "fp8"})
+_BLACKWELL = frozenset({"tcgen05", "tma", "fp8"})
+_FP8 = frozenset({"fp8"})
+
+ARCHITECTURES = {
+    "sm_70": Architecture(shared_memory=96 * KIB, products=1024),
+    "sm_75": Architecture(shared_memory=64 * KIB, products=1024),
+    "sm_80": Architecture(shared_memory=163 * KIB, products=2048),
+    "sm_86": Architecture(shared_memory=99 * KIB, products=1024),
+    "sm_87": Architecture(shared_memory=163 * KIB, products=1024),
+    "sm_89": Architecture(shared_memory=99 * KIB, products=1024, isa=_FP8),
+    "sm_90": Architecture(shared_memory=227 * KIB, products=4096, isa=_HOPPER),
+    "sm_100": Architecture(shared_memory=227 * KIB, products=8192, isa=_BLACKWELL),
+    "sm_103": Architecture(shared_memory=227 * KIB, products=8192, isa=_BLACKWELL),
+    "sm_110": Architecture(shared_memory=227 * KIB, products=8192, isa=_BLACKWELL),
+    "sm_120": Architecture(shared_memory=99 * KIB, products=1024, isa=_FP8 | {"tma"}),
+    "sm_121": Architecture(shared_memory=99 * KIB, products=1024, isa=_FP8 | {"tma"}),
+    "gfx90a": Architecture(shared_memory=64 * KIB, products=1024, isa=_FP8, registers=512 * KIB, wave=64),
+    "gfx942": Architecture(shared_memory=64 * KIB, products=2048, isa=_FP8, registers=512 * KIB, wave=64),
+    "gfx950": Architecture(shared_memory=160 * KIB, products=4096, isa=_FP8, registers=512 * KIB, wave=64),
+    "gfx1100": Architecture(shared_memory=64 * KIB, products=512, isa=_FP8, registers=384 * KIB),
+    "gfx1201": Architecture(shared_memory=64 * KIB, products=1024, isa=_FP8, registers=384 * KIB),
+}
+
+
+def architecture(name: str) -> Architecture:
+    """The limits of an architecture; of one that is not listed those of the next older one of its maker.
+
+    Raises UnknownMachineError where there is none.
+    """
+    maker = "gfx" if name.startswith("gfx") else "sm_"
+    older = [known for known in ARCHITECTURES if known.startswith(maker) and _number(known) <= _number(name)]
+    if name.startswith(maker) and older:
+        return ARCHITECTURES[max(older, key=_number)]
+    raise UnknownMachineError(f"architecture {name!r} is not known; known: {', '.join(ARCHITECTURES)}")
+
+
+def _number(name: str) -> int:
+    """An architecture's place among those of its maker: gfx numbers have a hexadecimal end."""
+    found = re.match(r"gfx(?P<gfx>[0-9a-f]+)|sm_(?P<sm>\d+)", name)
+    if found is None:
+        return -1
+    return int(found["gfx"], 16) if found["gfx"] else int(found["sm"])
+
+
+def _gpu(
+    name: str,
+    target: str,
+    *,
+    cores: int,
+    l2: int,
+    l2_bandwidth: float,
+    memory: int,
+    bandwidth: float,
+    half: float,
+    tf32: float,
+    fp32: float,
+    fp8: float,
+    exp_rate: float,
+    launch: float = 4e-6,
+) -> Machine:
+    """A GPU from its data sheet: sizes in bytes, bandwidths in bytes/s, rates in flop/s. Triton's default float32
+    product runs as tf32.
+    """
+    limits = architecture(target)
+    levels = (
+        MemoryLevel(name="shared", capacity=limits.shared_memory, bandwidth=cores * 128 * 1.7e9),
+        MemoryLevel(name="L2", capacity=l2, bandwidth=l2_bandwidth, shared=True),
+        MemoryLevel(name="HBM", capacity=memory, bandwidth=bandwidth, shared=True),
+    )
+    rates = {
+        "float16": half,
+        "bfloat16": half,
+        "tfloat32": tf32,
+        "float32": fp32,
+        "float8_e4m3fn": fp8,
+        "float8_e5m2": fp8,
+    }
+    return Machine(
+        name=name,
+        kind="gpu",
+        architecture=target,
+        levels=levels,
+        fast="shared",
+        cores=cores,
+        vector_bytes=4 * limits.wave,
+        isa=limits.isa,
+        matrix_flops=tuple((dtype, rate) for dtype, rate in rates.items() if rate),
+        exp_rate=exp_rate,
+        launch=launch,
+        shared_memory=limits.shared_memory,
+        registers=limits.registers,
+    )
+
+
+_A100 = _gpu(
+    "a100",
+    "sm_80",
+    cores=108,
+    l2=40 * MIB,
+    l2_bandwidth=5120 * 1.41e9,
+    memory=80 * GIB,
+    bandwidth=2.039e12,
+    half=312e12,
+    tf32=156e12,
+    fp32=19.5e12,
+    fp8=0,
+    exp_rate=108 * 16 * 1.41e9,
+)
+_H100 = _gpu(
+    "h100",
+    "sm_90",
+    cores=132,
+    l2=50 * MIB,
+    l2_bandwidth=5.5e12,
+    memory=80 * GIB,
+    bandwidth=3.35e12,
+    half=989.4e12,
+    tf32=494.7e12,
+    fp32=66.9e12,
+    fp8=1978.9e12,
+    exp_rate=3.9e12,
+)
+_H200 = _gpu(
+    "h200",
+    "sm_90",
+    cores=132,
+    l2=50 * MIB,
+    l2_bandwidth=5.5e12,
+    memory=141 * GIB,
+    bandwidth=4.8e12,
+    half=989.4e12,
+    tf32=494.7e12,
+    fp32=66.9e12,
+    fp8=1978.9e12,
+    exp_rate=3.9e12,
+)
+_B200 = _gpu(
+    "b200",
+    "sm_100",
+    cores=148,
+    l2=126 * MIB,
+    l2_bandwidth=10e12,
+    memory=180 * GIB,
+    bandwidth=7.7e12,
+    half=2250e12,
+    tf32=1125e12,
+    fp32=75e12,
+    fp8=4500e12,
+    exp_rate=148 * 16 * 1.85e9,
+)
+_MI300X = _gpu(
+    "mi300x",
+    "gfx942",
+    cores=304,
+    l2=256 * MIB,
+    l2_bandwidth=17.2e12,
+    memory=192 * GIB,
+    bandwidth=5.3e12,
+    half=1307.4e12,
+    tf32=653.7e12,
+    fp32=163.4e12,
+    fp8=2614.9e12,
+    exp_rate=304 * 16 * 2.1e9,
+    launch=6e-6,
+)
+
+NAMED = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200, "mi300x": _MI300X}
+
+_WITHOUT_LIMIT = 1 << 40
+INTERPRETER = replace(
+    _gpu(
+        "interpreter",
+        "sm_90",
+        cores=1,
+        l2=50 * MIB,
+        l2_bandwidth=1e9,
+        memory=GIB,
+        bandwidth=1e9,
+        half=1e9,
+        tf32=1e9,
+        fp32=1e9,
+        fp8=1e9,
+        exp_rate=1e9,
+    ),
+    architecture="interpreter",
+    shared_memory=_WITHOUT_LIMIT,
+    registers=_WITHOUT_LIMIT,
+)
+"""Triton's interpreter, which runs GPU kernels on CPU tensors: every form of a kernel, in tiles of any size."""
+
+
+def of_architecture(target: str, cores: int = 128, clock: float = 1.5e9, **known: Any) -> Machine:
+    """A GPU of which little more than its architecture is known: the named one of this architecture where there is one
+    and nothing else is stated, else one with rates in proportion to cores and clock (Hz).
+
+    known: l2, memory (bytes) and bandwidth (bytes/s). An L2 cache moves some 32 bytes per clock and core.
+    """
+    limits = architecture(target)
+    rate = cores * clock * limits.products
+    given = {"l2": 32 * MIB, "memory": 16 * GIB, "bandwidth": 1e12} | known
+    return _gpu(
+        target,
+        target,
+        cores=cores,
+        l2_bandwidth=max(2 * given["bandwidth"], cores * clock * 32),
+        half=rate,
+        tf32=rate / 2,
+        fp32=cores * clock * 256,
+        fp8=2 * rate if "fp8" in limits.isa else 0,
+        exp_rate=cores * clock * 16,
+        **given,
+    )
+
+
+def of_target(target: str) -> Machine:
+    """A machine with a compilation target ("sm_90", "gfx942"): a named one where there is one."""
+    named = {found.architecture: found for found in (_A100, _H200, _B200, _MI300X)}
+    return named.get(target) or of_architecture(target)
+
+
+def of_device(index: int | None = None) -> Machine:
+    """The machine that a CUDA or ROCm device is: a named one by what its driver calls it, with as many cores as it has,
+    or what its properties say. Raises UnknownMachineError where there is no device.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnknownMachineError(f"there is no GPU here; machines by name: {', '.join(NAMED)}")
+    found = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    called = found.name.lower()
+    for name, machine in NAMED.items():
+        if name in called:
+            return with_cores(machine, found.multi_processor_count)
+    target = found.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{found.major}{found.minor}"
+    machine = of_architecture(
+        target,
+        cores=found.multi_processor_count,
+        clock=1e3 * found.clock_rate,
+        l2=found.L2_cache_size,
+        memory=found.total_memory,
+        bandwidth=2 * 1e3 * found.memory_clock_rate * found.memory_bus_width / 8,
+    )
+    return replace(machine, name=found.name)

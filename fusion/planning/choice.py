@@ -1,0 +1,90 @@
+"""How a kernel runs one call: what the planner chooses, an emitter takes or refuses, and reports print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+FORM = ("rotated", "described", "persistent", "specialized")
+"""Fields of a tile that say what form the loop over it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A kernel's tile, and the form of its loop.
+
+    rows: query rows of a program or work item (B_r).
+    keys: keys of a tile (B_c).
+    warps: warps of a program; of a specialised one, those of one of its three groups (one loads, two multiply).
+    stages: tiles in flight.
+    rotated: the product with V of one tile runs beside the softmax of the next (software pipelining).
+    described: tiles are read by tensor descriptors (TMA).
+    persistent: a program goes through several blocks of rows.
+    specialized: warps have roles of their own (warp specialisation).
+    """
+
+    rows: int
+    keys: int
+    warps: int = 1
+    stages: int = 1
+    rotated: bool = False
+    described: bool = False
+    persistent: bool = False
+    specialized: bool = False
+
+    def with_form_of(self, other: Tile) -> Tile:
+        """This tile, with the form of another's loop."""
+        warps = self.warps if self.specialized == other.specialized else other.warps
+        return replace(self, warps=warps, **{name: getattr(other, name) for name in FORM})
+
+    def constants(self) -> dict[str, int]:
+        """What a GPU kernel is told of its tile at compile time, by name."""
+        return {"ROWS": self.rows, "KEYS": self.keys}
+
+    def options(self) -> dict[str, int]:
+        """What Triton is told of it, by name."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def __str__(self) -> str:
+        switches = "".join(f", {name}" for name in FORM if getattr(self, name))
+        return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}{switches}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a call runs.
+
+    schedule: the name of its schedule (`fusion.planning.schedules`).
+    tile: of the kernel that takes the time.
+    keys: all keys of the call.
+    splits: parts that the keys are cut into.
+    packed: query heads whose rows lie side by side in a block of rows.
+    measured: whether the tile was timed, not predicted.
+    """
+
+    schedule: str
+    tile: Tile
+    keys: int
+    splits: int = 1
+    packed: int = 1
+    measured: bool = False
+
+    @property
+    def tiling(self) -> dict[str, int]:
+        """By the names of the cost model."""
+        cut = {"B_s": -(-self.keys // self.splits)} if self.splits > 1 else {}
+        return {"B_r": self.tile.rows, "B_c": self.tile.keys, "stages": self.tile.stages, **cut}
+
+    def __str__(self) -> str:
+        parts = "" if self.splits == 1 else f"keys in {self.splits} parts, "
+        return f"{parts}tiles of {self.tile}{', measured' if self.measured else ''}"
+
+
+class Planner(Protocol):
+    """Makes the choices of one spec on one machine."""
+
+    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
+        """The choice for a call with these values of `spec.sizes`. made: choices whose kernels exist already, one of
+        which is taken where another would save less than compiling it costs."""
+        ...

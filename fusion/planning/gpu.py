@@ -1,0 +1,173 @@
+"""Choices on GPUs: which schedule, in how many parts, with how many heads in a block of rows; the tile is a policy's.
+
+`GpuPlanner` is what an emitter is given. A `TilePolicy` says which tile each kernel runs in, from the spec, the machine
+and the sizes alone; what takes the place of the table (`fusion.planning.gpu_table`) has these two functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from fusion.ir.expr import Expr, walk
+from fusion.ir.integers import integer
+from fusion.ir.ops import apply
+from fusion.ir.sizes import size_function
+from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+from fusion.planning.choice import Choice, Tile
+from fusion.planning.gpu_table import TileTable
+from fusion.planning.head_dims import power
+from fusion.planning.packed_rows import ROWS_FROM, heads_to_pack, packed
+
+#: fewest tiles of keys that are worth a program of their own
+LEAST_TILES = 4
+MOST_SPLITS = 64
+
+ARITHMETIC = frozenset({"const", "add", "mul", "floordiv", "mod", "imin", "imax"})
+"""Operations of limits that are computed before a call (see `size_function`)."""
+
+
+class Extents(NamedTuple):
+    """Sizes of a call: heads of all batches, queries, keys, and the two head dimensions."""
+
+    heads: int
+    n_q: int
+    n_k: int
+    d: int
+    d_v: int
+
+
+class TilePolicy(Protocol):
+    """Says which tile each GPU kernel of a spec runs in."""
+
+    def forward(self, spec: AttentionSpec, machine: Machine, extents: Extents) -> Tile:
+        """Of the forward's kernel. Extents of queries, keys and heads are rounded up to powers of two."""
+        ...
+
+    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> Mapping[str, Tile]:
+        """Of each kernel of the backward, by its name."""
+        ...
+
+
+class GpuPlanner:
+    """The choices of a spec on a GPU.
+
+    policy: says the tile. tile, splits: in place of what would be chosen. packs: whether heads may share blocks of rows
+    (not where statistics of rows are wanted). group: heads that share blocks of rows in `spec` already.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        machine: Machine,
+        policy: TilePolicy | None = None,
+        *,
+        tile: Tile | None = None,
+        splits: int | None = None,
+        packs: bool = True,
+        group: int = 1,
+    ):
+        self.spec, self.machine, self.policy = spec, machine, policy or TileTable()
+        self.tile, self.splits, self.packs, self.group = tile, splits, packs and group == 1, group
+        self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+        self._visited = visited_function(spec)
+        # Derived once: a call would spend 20 to 100 us on it.
+        self._tiles = functools.cache(lambda *extents: self.policy.forward(spec, machine, Extents(*extents)))
+        self.packing = functools.cache(self._packing)
+        self.backward = functools.cache(self._backward)
+
+    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
+        """The choice for a call. Raises what the policy raises where no tile fits."""
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
+        if (group := self.group_of(batch, n_q)) > 1:
+            return self.packing(group).choose(sizes, made)
+        heads = math.prod(batch)
+        tile = self.tile_for(n_q, n_k, d, d_v, heads)
+        splits = self.splits_of(heads * -(-n_q // tile.rows), sizes, tile)
+        skips = self.spec.mask is not None and self.spec.mask.skips
+        schedule = "split_k" if splits > 1 else "block_sparse" if skips else "flash"
+        return Choice(schedule=schedule, tile=tile, keys=n_k, splits=splits, packed=self.group)
+
+    def tile_for(self, n_q: int, n_k: int, d: int, d_v: int, heads: int = 1) -> Tile:
+        """The tile of the forward's kernel."""
+        return self.tile or self._tiles(power(heads), power(n_q), power(n_k), d, d_v)
+
+    def in_tile(self, choice: Choice, tile: Tile, sizes: Sequence[int], measured: bool = False) -> Choice:
+        """A choice with another tile: into how many parts keys are cut follows from it, whether they are does not."""
+        *batch, n_q, _, _, _ = self.extents(sizes)
+        cut = choice.splits > 1 and tile != choice.tile
+        splits = self.splits_of(math.prod(batch) * -(-n_q // tile.rows), sizes, tile) if cut else choice.splits
+        return replace(choice, tile=tile, splits=splits, measured=measured)
+
+    def group_of(self, batch: Sequence[int], n_q: int) -> int:
+        """How many heads share a block of rows in a call."""
+        return heads_to_pack(self.spec, batch, n_q) if self.packs and 0 < n_q < ROWS_FROM else 1
+
+    def for_training(self) -> GpuPlanner:
+        """The planner of the forward that writes statistics of its rows, which are of single heads."""
+        return GpuPlanner(self.spec, self.machine, self.policy, tile=self.tile, splits=self.splits, packs=False)
+
+    def _packing(self, group: int) -> GpuPlanner:
+        """The planner of the spec in which so many heads share blocks of rows."""
+        spec = packed(self.spec, group)
+        return GpuPlanner(spec, self.machine, self.policy, tile=self.tile, splits=self.splits, group=group)
+
+    def _backward(self, d: int, d_v: int) -> Mapping[str, Tile]:
+        """The tile of each kernel of the backward, by its name."""
+        return self.policy.backward(self.spec, self.machine, d, d_v)
+
+    def splits_of(self, programs: int, sizes: Sequence[int], tile: Tile) -> int:
+        """Into how many parts the keys are cut where the tile makes so many programs."""
+        if self.splits is not None:
+            return self.splits
+        if self.machine.cores == 1 or programs > self.machine.cores:
+            return 1
+        return splits_for(programs, self._visited(sizes, tile.rows), tile.keys, self.machine.cores)
+
+
+def splits_for(programs: int, n_k: int, keys: int, processors: int) -> int:
+    """Into how many parts the n_k keys that a block visits are cut so that the device is full, two programs per
+    processor; 1 for not at all."""
+    wanted = 2 * processors // max(1, programs)
+    return max(1, min(wanted, n_k // (keys * LEAST_TILES), MOST_SPLITS))
+
+
+def visited_function(spec: AttentionSpec) -> Callable[[Sequence[int], int], int]:
+    """(values of `spec.sizes`, rows of a block) -> the most keys that a block visits.
+
+    Of the mask's range that is taken which sizes alone tell: where the mask depends on more, all keys count. Blocks
+    differ little or steadily, so that the first, the middle and the last stand for all.
+    """
+    mask, names = spec.mask, (*spec.sizes, "i0", "i1")
+    low = None if mask is None else _told(mask.key_lo, "imax", names)
+    high = None if mask is None else _told(mask.key_hi, "imin", names)
+    extents = size_function((spec.n_q, spec.n_k), spec.sizes)
+    if low is None and high is None:
+        return lambda sizes, rows: extents(sizes)[1]
+    limits = size_function((low or integer(0), high or spec.n_k), names)
+
+    def visited(sizes: Sequence[int], rows: int) -> int:
+        (n_q, n_k), most = extents(sizes), 0
+        last = (n_q - 1) // rows
+        for block in {0, last // 2, last}:
+            start, stop = limits((*sizes, block * rows, min(n_q, (block + 1) * rows) - 1))
+            most = max(most, min(stop, n_k) - max(start, 0))
+        return most
+
+    return visited
+
+
+def _told(limit: Expr | None, joined: str, names: Sequence[str]) -> Expr | None:
+    """A limit as far as these names tell it; joined: how limits that hold together are."""
+    if limit is None:
+        return None
+    if all(part.op in ARITHMETIC or part.op in ("size", "coord") and part.attr in names for part in walk(limit)):
+        return limit
+    if limit.op == joined:
+        told = [part for arg in limit.args if (part := _told(arg, joined, names)) is not None]
+        return apply(joined, *told) if len(told) == 2 else next(iter(told), None)
+    return None
