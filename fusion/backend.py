@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.exc import RestartAnalysis
 from torch.fx import GraphModule
 
 from fusion import logs
@@ -45,10 +45,16 @@ def fusion(
     """
     chosen = Options.parse(options, mode)
     fused, report = fuse(module, example_inputs, chosen)
-    publish(report)
     from fusion.inner_compiler import compile_rest
 
-    compiled = compile_rest(fused, example_inputs, chosen, mode)
+    try:
+        compiled = compile_rest(fused, example_inputs, chosen, mode)
+    except RestartAnalysis:
+        raise  # Dynamo traces the same code again, with a float as a number: that graph has the report
+    except Exception:
+        publish(report)
+        raise
+    publish(report)
     return compiled if chosen.approximate is None or not report.fused else _starting_anew(compiled)
 
 
@@ -69,7 +75,6 @@ def _request(options: Options) -> Request | None:
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
     graph, report = _fuse(module, example_inputs, options)
-    _count(report)
     if options.strict and (refused := [site for site in report.sites if not site.fused]):
         raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     return graph, report
@@ -228,9 +233,3 @@ def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...],
 def _sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
     values = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
     return dict(zip(part.spec.sizes, values, strict=True))
-
-
-def _count(report: Report) -> None:
-    counters["fusion"]["sites"] += len(report.sites)
-    counters["fusion"]["fused"] += report.fused
-    counters["fusion"]["unfused"] += len(report.sites) - report.fused

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion.ir import AttentionSpec
@@ -166,6 +167,9 @@ def collect_reports() -> Iterator[list[Report]]:
 
 
 def publish(report: Report) -> None:
-    """Hand a finished report to everybody who collects."""
+    """Hand a finished report to everybody who collects, and count its sites."""
+    counters["fusion"]["sites"] += len(report.sites)
+    counters["fusion"]["fused"] += report.fused
+    counters["fusion"]["unfused"] += len(report.sites) - report.fused
     for reports in _collectors:
         reports.append(report)

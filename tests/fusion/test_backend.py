@@ -269,3 +269,20 @@ def test_a_scale_read_from_data_is_left_alone_with_a_reason():
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         reports = run(attend, given)
     assert [site.reason for site in reports[0].sites] == ["a scalar that is computed at run time (item)"]
+
+
+def test_a_graph_that_dynamo_traces_again_has_one_report():
+    """Inductor makes a number of a module's float and asks Dynamo for the graph again."""
+
+    class Block(torch.nn.Module):
+        scale = 0.25
+
+        def forward(self, q, k, v):
+            return (torch.softmax(q @ k.mT * self.scale, -1) @ v) * self.scale
+
+    torch._dynamo.reset()
+    counters.clear()
+    with fusion.collect_reports() as reports, torch.no_grad():
+        torch.compile(Block(), backend="fusion", dynamic=True)(*[torch.randn(1, 2, 9, 16) for _ in range(3)])
+    assert [len(report.sites) for report in reports] == [1]
+    assert counters["fusion"]["sites"] == counters["fusion"]["fused"] == 1
