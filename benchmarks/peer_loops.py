@@ -63,8 +63,8 @@ PEERS = {
     (FLEX, 128): (flex_loop, (128, 64, 8, 3), "392-408"),
     (TUTORIAL, 64): (tutorial_loop, (128, 64, 8, 3), "396-403"),
 }
-"""(name, d) -> the loop, its tile (rows, keys, warps, stages), and the published Tflop/s of the whole kernel on an H100,
-bf16 or fp16, without a mask, N of 2k to 16k (tritonbench PR 2391, pytorch/benchmark PR 2443, FlashAttention-3's
+"""(name, d) -> the loop, its tile (rows, keys, warps, stages), and the published Tflop/s of the whole kernel on an
+H100, bf16 or fp16, without a mask, N of 2k to 16k (tritonbench PR 2391, pytorch/benchmark PR 2443, FlashAttention-3's
 chart)."""
 
 

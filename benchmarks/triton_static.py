@@ -1,6 +1,6 @@
 """How fast the generated GPU kernels are predicted to be, from their machine code alone, as a Markdown table.
 
-    python benchmarks/triton_static.py [--capability 90] [--rows full causal] [--widths 64 128] [--out benchmarks/results]
+    python benchmarks/triton_static.py [--capability 90] [--rows full causal] [--widths 64 128] [--out FOLDER]
 
 The specs are those that the passes find in the variants' plain functions; what is compiled is what a call compiles on a
 device of that capability (`fusion.codegen.triton.absent`). Of each inner loop: instructions by unit, matrix products by
