@@ -11,14 +11,12 @@ import enum
 import math
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, TRUE, Expr, I, J, contains, coord, coordinates, loads, rebuild, substitute
+from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, contains, coordinates, loads, rebuild, substitute
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.spec import MaskFacts, Normalizer
 
 HARD = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""
-
-I0, I1 = coord("i0"), coord("i1")
 
 
 def decided(expr: Expr, bounds: integers.Bounds) -> Expr:

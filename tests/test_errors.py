@@ -14,7 +14,6 @@ from fusion.api import export as exporting
 from fusion.codegen import mlir, triton
 from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.export import attention_module
-from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skipping import emit_selective
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
@@ -32,6 +31,7 @@ from fusion.errors import (
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import const
 from fusion.ir.ops import apply
+from fusion.lowering.numbers import SIZE_LIMIT
 from fusion.machine import Machine
 from fusion.planning.optimum import optimum
 from fusion.planning.problem import Problem

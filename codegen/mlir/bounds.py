@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion.codegen.mlir.programs import LARGEST
-from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir import ops
 from fusion.ir.expr import SCORE, Expr, const
+from fusion.lowering.numbers import LOG2E
 
 #: Weights lie within 2**-48 .. 2**48 of the centre's ...
 EXPONENTS = 48

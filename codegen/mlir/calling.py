@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_library
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.scope import SIZE_LIMIT
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.numbers import SIZE_LIMIT
 
 PARAMETER_SLOTS = 256
 CHUNKS_PER_THREAD = 4

@@ -24,14 +24,13 @@ from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, Near, near
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
-from fusion.codegen.mlir.programs import I0, I1, J0, J1
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Item, KeyRange, Tile, TileKernel, Tiling
 from fusion.codegen.mlir.transpose import transpose
-from fusion.ir.expr import Expr
+from fusion.ir.expr import I0, I1, J0, J1, Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
 

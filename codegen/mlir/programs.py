@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass
 
 from fusion.ir import ops
-from fusion.ir.expr import SCORE, Expr, Kind, const, contains, coord, rebuild
+from fusion.ir.expr import SCORE, Expr, Kind, const, contains, rebuild
 from fusion.ir.spec import AttentionSpec, Normalizer
 
-I0, I1, J0, J1 = (coord(name) for name in ("i0", "i1", "j0", "j1"))
 LARGEST = 3.4028234663852886e38
 
 

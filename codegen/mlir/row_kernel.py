@@ -23,9 +23,9 @@ from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import CHAPTER
 from fusion.codegen.mlir.transpose import sum_rows
-from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir.expr import SCORE, I, J, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.numbers import LOG2E
 
 
 def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelText:

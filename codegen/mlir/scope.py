@@ -10,7 +10,6 @@ FLOAT is f32. BOOL is i1. INT is i64 as a scalar; as a vector i32 where its magn
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +20,7 @@ from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates
 from fusion.ir.spec import Operand
-
-#: Run-time sizes must stay below this (the launcher checks), so that small multiples of coordinates fit in 32 bits.
-SIZE_LIMIT = 1 << 25
+from fusion.lowering.numbers import magnitude
 
 #: MLIR's type of an element in memory; of the bits of a float8
 MEMORY_TYPE = {
@@ -89,28 +86,6 @@ def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Va
         return None
 
     return leaf
-
-
-def magnitude(expr: Expr) -> float:
-    """A bound on the absolute value of an INT expression, given SIZE_LIMIT; infinite where nothing is known."""
-    if expr.op == "const":
-        return abs(expr.value)
-    if expr.op in ("coord", "size"):
-        return float(SIZE_LIMIT)
-    if expr.op in ("imin", "imax"):
-        return max(map(magnitude, expr.args))
-    if expr.op == "iwhere":
-        return max(map(magnitude, expr.args[1:]))
-    if expr.op in ("add", "mul"):
-        parts = [magnitude(arg) for arg in expr.args]
-        return sum(parts) if expr.op == "add" else math.prod(parts)
-    if expr.op == "mod":
-        return magnitude(expr.args[1])
-    if expr.op == "hash":
-        return 2.0**31 - 1
-    if expr.op in ("iabs", "floordiv"):
-        return magnitude(expr.args[0])
-    return 1.0 if expr.op == "bool_to_int" else math.inf
 
 
 @dataclass(slots=True, eq=False)

@@ -6,20 +6,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.programs import J0, J1, LARGEST, Programs, programs_of
+from fusion.codegen.mlir.programs import LARGEST, Programs, programs_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.softmax import Exponent
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.thread_function import ThreadFunction
-from fusion.codegen.mlir.vectormath import LIBM, LOG2E, VectorMath
+from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
-from fusion.ir.expr import ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
+from fusion.ir.expr import J0, J1, ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.numbers import LOG2E
 
 HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32
@@ -143,17 +144,13 @@ class KernelFunction(ThreadFunction):
     def _whole(self, tile: Scope) -> Value | None:
         """Whether the program for full tiles may stand for a whole tile, in a scope that knows its i0, i1, j0 and j1;
         None where there is no such program."""
-        b, mask = self.b, self.spec.mask
-        if self.programs.full is None or mask is None:
-            return None
-        conditions = [b.constant(1, "i1")]
-        if mask.full_lo is not None:
-            conditions.append(b.compare("sge", tile.value(J0), b.as_value(tile.integer(mask.full_lo), "i64")))
-        if mask.full_hi is not None:
-            conditions.append(b.compare("slt", tile.value(J1), b.as_value(tile.integer(mask.full_hi), "i64")))
-        if mask.tile_mixed is not None:
-            conditions.append(b.compare("eq", b.as_value(tile.integer(mask.tile_mixed), "i64"), 0))
-        return functools.reduce(lambda x, y: b.binary("arith.andi", x, y, "whole"), conditions)
+        mask = self.spec.mask
+        return None if self.programs.full is None or mask is None else self._all(tile, mask.whole())
+
+    def _all(self, scope: Scope, conditions: Sequence[Expr]) -> Value:
+        """Whether all of these hold."""
+        b = self.b
+        return functools.reduce(lambda x, e: b.binary("arith.andi", x, scope.value(e)), conditions, b.constant(1, "i1"))
 
     def _valid(self, remaining: Value) -> Value:
         b, lanes = self.b, self.lanes

@@ -24,9 +24,9 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.softmax import RowProgram
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Item, KeyRange, Tile, Tiling
-from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir.expr import SCORE, Expr
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.numbers import LOG2E
 
 
 def share_bits(share: float) -> int:

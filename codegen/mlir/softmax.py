@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
 from fusion.codegen.mlir.scope import Context, Scope, staged_leaf
-from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir.expr import SCORE, Expr, J
+from fusion.lowering.numbers import LOG2E
 
 RESCALE_ABOVE = 8.0  # in powers of two
 HUGE = 2.0**30  # of m * c: above it neighbouring floats are 64 or more apart, 2**-64 in weights

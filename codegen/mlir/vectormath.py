@@ -14,8 +14,8 @@ import numpy as np
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.x86 import Avx512
+from fusion.lowering.numbers import LOG2E
 
-LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 #: Rare functions that are left to libm
 LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.codegen.triton.expressions import Writer, magnitude
+from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.ir import integers
 from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.numbers import magnitude
 
 NOTHING = integers.integer(0)
 MOST_DIMENSIONS = 5

@@ -24,9 +24,7 @@ from fusion.codegen.triton.dtypes import FLOAT8, cast
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates, walk
 from fusion.ir.spec import AttentionSpec
-
-#: Coordinates and sizes are taken to be below this when deciding which integers fit 32 bits; the launcher checks.
-SIZE_LIMIT = 1 << 25
+from fusion.lowering.numbers import magnitude
 
 
 class Level(enum.IntEnum):
@@ -99,31 +97,6 @@ RESERVED = frozenset(
         "do_1_tiles"
     ).split()
 )
-
-
-def magnitude(expr: Expr) -> float:
-    """A bound on the absolute value of an INT expression for sizes below SIZE_LIMIT; infinite where nothing is
-    known."""
-    if expr.op == "const":
-        return abs(expr.value)
-    if expr.op in ("coord", "size"):
-        return float(SIZE_LIMIT)
-    if expr.op == "load":
-        return math.inf
-    if expr.op == "bool_to_int":
-        return 1.0
-    if expr.op == "hash":
-        return 2.0**31 - 1
-    parts = [magnitude(arg) for arg in expr.args if arg.kind is Kind.INT]
-    if expr.op == "add":
-        return sum(parts)
-    if expr.op == "mul":
-        return math.prod(parts)
-    if expr.op == "mod":
-        return parts[1]
-    if expr.op == "floordiv":
-        return parts[0]
-    return max(parts, default=math.inf)
 
 
 def number(value: float | int | bool | str | None) -> str:

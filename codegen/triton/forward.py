@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from fusion.codegen.triton import source
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.key_loop import LOG2E, KeyLoop, Order
+from fusion.codegen.triton.key_loop import KeyLoop, Order
 from fusion.codegen.triton.matrices import matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.programs import LARGEST, Programs, dead_rows_matter, programs_of
 from fusion.codegen.triton.stages import key_limits, listed
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.numbers import LOG2E
 from fusion.planning.head_dims import panelled
 
 SINGLE_FROM = 512

@@ -16,21 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.ir import integers
-from fusion.ir.derivative import UPSTREAM, adjoints
-from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads, node, substitute, walk
+from fusion.ir.derivative import SINK_UPSTREAM, adjoints
+from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, const, coord, coordinates, loads, substitute, walk
 from fusion.ir.spec import AttentionSpec
-
-UPSTREAM_WEIGHT = node("upstream", (), Kind.FLOAT, "weight")
-"""The gradient that arrives at the weight program's value."""
-
-UPSTREAM_ROW = node("upstream", (), Kind.FLOAT, "row")
-"""The gradient that arrives at a sink."""
+from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over, wanted_loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The gradient of one load of a captured tensor: `load`, and the gradient at it for every score; `full`, the same
-    where no mask is evaluated; `sink` is the number of the sink it belongs to, or None."""
+    """The gradient of one load of a captured tensor.
+
+    load: what is read
+    gradient: its gradient for every score
+    full: the same where no mask is evaluated
+    sink: the number of the sink that it belongs to, or None
+    """
 
     load: Expr
     gradient: Expr
@@ -38,10 +38,9 @@ class Captured:
     sink: int | None = None
 
     @property
-    def reach(self) -> str:
-        """Over what it must be summed: "none" (an element per score), "keys", "rows", or "all"."""
-        names = coordinates(self.load) & {"i", "j"}
-        return {("i", "j"): "none", ("i",): "keys", ("j",): "rows", (): "all"}[tuple(sorted(names))]
+    def axes(self) -> Axes:
+        """The axes over which it must be summed."""
+        return summed_over(self.load)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +60,19 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
     """The gradients of the operands that `needs` marks; `unsupported_gradient` must have no reason."""
     groups = _groups(spec, spec.k)
     assert groups is not None
-    targets = [load for load in loads(spec.score) if load.kind is Kind.FLOAT and needs[load.operand]]
-    found = adjoints(spec.score, UPSTREAM, [SCORE, *targets])
+    targets = wanted_loads(needs, spec.score)
+    found = of_score(spec.score, targets)
     program = None if spec.mask is None else spec.mask.full
     if program is not None and not {*targets} <= {*loads(program)}:
         program = None
-    simpler = found if program is None else adjoints(program, UPSTREAM, [SCORE, *targets])
+    simpler = found if program is None else of_score(program, targets)
     captured = [Captured(load=load, gradient=found[load], full=simpler[load]) for load in targets]
-    weighted = [load for load in loads(spec.weight) if load.kind is Kind.FLOAT and needs[load.operand]]
-    at_weight = adjoints(spec.weight, UPSTREAM_WEIGHT, [SCORE, *weighted])
-    captured += [Captured(load=load, gradient=at_weight[load], full=at_weight[load]) for load in weighted]
+    at_weight = of_weight(spec.weight, wanted_loads(needs, spec.weight))
+    captured += [Captured(load=load, gradient=gradient, full=gradient) for load, gradient in at_weight.items()]
     for number, sink in enumerate(spec.sinks):
-        for load in loads(sink):
-            if load.kind is Kind.FLOAT and needs[load.operand]:
-                at_sink = adjoints(sink, UPSTREAM_ROW, [load])
-                captured.append(Captured(load=load, gradient=at_sink[load], full=at_sink[load], sink=number))
+        for load in wanted_loads(needs, sink):
+            gradient = adjoints(sink, SINK_UPSTREAM, [load])[load]
+            captured.append(Captured(load=load, gradient=gradient, full=gradient, sink=number))
     kept = tuple(item for item in captured if item.gradient is not ZERO)
     full = None if program is None else simpler[SCORE]
     return Gradients(score=found[SCORE], program=program, full=full, captured=kept, groups=groups)

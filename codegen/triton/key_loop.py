@@ -25,8 +25,7 @@ from fusion.codegen.triton.programs import Programs
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import C, E, Expr, J, const, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
-
-LOG2E = 1.4426950408889634
+from fusion.lowering.numbers import LOG2E
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
 from fusion.codegen.triton.descriptors import boxes, descriptors
-from fusion.codegen.triton.expressions import SIZE_LIMIT, Writer
+from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.split import Combine, Part
@@ -26,6 +26,7 @@ from fusion.errors import UnsupportedSizeError
 from fusion.ir.expr import C, E, substitute
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.numbers import SIZE_LIMIT
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer
 from fusion.codegen.triton.forward import KernelText, axes_of, signature
-from fusion.ir.expr import Expr, coord
+from fusion.ir.expr import J0, J1, Expr, coord
+from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
 
 LANES = 128  # tiles that are looked up at once
@@ -111,19 +112,15 @@ class TileLists:
         return self.writer.bind(expr, "n")
 
     def _live(self) -> list[str]:
-        mask = self.mask
-        assert mask.tile_live is not None
-        conditions = [] if mask.key_lo is None else [f"(j1 >= {self._value(mask.key_lo)})"]
-        conditions += [] if mask.key_hi is None else [f"(j0 < {self._value(mask.key_hi)})"]
-        return [*conditions, f"({self._value(mask.tile_live)} != 0)"]
+        return [f"({self._value(condition)})" for condition in self.mask.visits()]
 
     def _whole(self) -> list[str]:
         """That the tile is not cut off along the list, and nothing in it needs the mask."""
         mask, (first, _, size) = self.mask, self.inner
-        assert mask.tile_mixed is not None
-        limits = [f"(j0 >= {self._value(e)})" for e in (mask.key_lo, mask.full_lo) if e is not None]
-        limits += [f"(j1 < {self._value(e)})" for e in (mask.key_hi, mask.full_hi) if e is not None]
-        return [f"({first} + {size} <= {self.extents[first]})", *limits, f"({self._value(mask.tile_mixed)} == 0)"]
+        inside = [] if mask.key_lo is None else [apply("ile", mask.key_lo, J0)]
+        inside += [] if mask.key_hi is None else [apply("ilt", J1, mask.key_hi)]
+        limits = [f"({self._value(condition)})" for condition in (*inside, *mask.whole())]
+        return [f"({first} + {size} <= {self.extents[first]})", *limits]
 
 
 class KeyLists(TileLists):

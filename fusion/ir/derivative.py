@@ -22,6 +22,9 @@ UPSTREAM = node("upstream", (), Kind.FLOAT)
 WEIGHT_UPSTREAM = node("upstream", (), Kind.FLOAT, "weight")
 """Likewise for the weight program."""
 
+SINK_UPSTREAM = node("upstream", (), Kind.FLOAT, "row")
+"""Likewise for a sink."""
+
 Pullback = Callable[[Expr, Expr, tuple[Expr, ...]], tuple[Expr | None, ...]]
 """(gradient g of the result, the result, the arguments) -> the gradient of each argument; None where there is none."""
 

@@ -128,6 +128,7 @@ ROW_SUM = node("row_sum", (), Kind.FLOAT)
 """The sum over all keys (and sinks) of exp(score program - ROW_MAX)."""
 
 I, J, C, E = coord("i"), coord("j"), coord("c"), coord("e")
+I0, I1, J0, J1 = coord("i0"), coord("i1"), coord("j0"), coord("j1")  # first and last row and key of a tile
 TRUE, FALSE = const(True), const(False)
 ZERO, ONE = const(0.0), const(1.0)
 

@@ -21,7 +21,8 @@ from functools import lru_cache
 
 import torch
 
-from fusion.ir.expr import ROW_SUM, Expr, Kind, const, coord, coordinates, node
+from fusion.ir.expr import J0, J1, ROW_SUM, Expr, Kind, const, coord, coordinates, node
+from fusion.ir.ops import apply
 from fusion.ir.serial import dumped, loaded
 
 
@@ -106,6 +107,18 @@ class MaskFacts:
     def skips(self) -> bool:
         """Whether tiles may be skipped because of what is known of the mask."""
         return not (self.key_lo is None and self.key_hi is None and self.tile_live is None)
+
+    def visits(self) -> list[Expr]:
+        """What must hold for a score of the tile of rows I0..I1 and keys J0..J1 to be live: BOOL each."""
+        found = [] if self.key_lo is None else [apply("ile", self.key_lo, J1)]
+        found += [] if self.key_hi is None else [apply("ilt", J0, self.key_hi)]
+        return found if self.tile_live is None else [*found, apply("ine", self.tile_live, const(0))]
+
+    def whole(self) -> list[Expr]:
+        """What must hold for `full` to stand for a tile whose keys are within key_lo and key_hi: BOOL each."""
+        found = [] if self.full_lo is None else [apply("ile", self.full_lo, J0)]
+        found += [] if self.full_hi is None else [apply("ilt", J1, self.full_hi)]
+        return found if self.tile_mixed is None else [*found, apply("ieq", self.tile_mixed, const(0))]
 
     def expressions(self) -> tuple[Expr, ...]:
         """All that are there."""

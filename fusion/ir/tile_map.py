@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, J, Kind, contains, coord, coordinates, load, loads, walk
+from fusion.ir.expr import I0, I1, J0, J1, Expr, J, Kind, contains, coordinates, load, loads, walk
 from fusion.ir.ops import PRIMITIVES
 from fusion.ir.serial import dumped, loaded
 from fusion.ir.sizes import size_value
@@ -26,8 +26,6 @@ from fusion.ir.sizes import size_value
 CELL_ROWS, CELL_KEYS = 32, 64
 HARD = -1e9
 """Values of an additive mask that are not above this are a hard mask."""
-
-I0, I1, J0, J1 = (coord(name) for name in ("i0", "i1", "j0", "j1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -232,7 +232,7 @@ class BackwardCall:
             values |= {("ptr", "sink", number): sink.data_ptr(), ("sink_elements", number): sink[0].numel()}
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
         for k, entry in enumerate(collected):
-            if entry.form in (Form.ROWS, Form.COLUMNS):
+            if entry.form in (Form.PER_QUERY, Form.PER_KEY):
                 self.sums[entry.load] = torch.empty(*self.batch, lanes)
                 values[("ptr", "sums", k)] = self.sums[entry.load].data_ptr()
         self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(role, self.needs) - len(collected))]

@@ -96,7 +96,7 @@ class Elements:
         collected = list(sums)
         for k, (entry, sink) in enumerate(zip(self.kernel.collected, self.kernel.sinks, strict=True)):
             term = gradients.vector(entry.full if self.full else entry.masked)
-            if entry.form in (Form.ROWS, Form.COLUMNS):
+            if entry.form in (Form.PER_QUERY, Form.PER_KEY):
                 collected[k] = self.b.add(collected[k], term, "sum")
             else:
                 sink.add(gradients, term)

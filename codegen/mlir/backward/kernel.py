@@ -178,15 +178,6 @@ class BackwardKernel(BackwardTile):
         """Whether a query of this tile may look at a key of it, or met no live key."""
         raise NotImplementedError
 
-    def _and_live(self, meets: Value, block: Block, rows: Rows) -> Value:
-        """meets, and the map of live tiles does not rule a tile out."""
-        b, mask = self.b, self.spec.mask
-        assert mask is not None
-        if mask.tile_live is None:
-            return meets
-        live = b.as_value(self._tile_scope(block, rows).integer(mask.tile_live), "i64")
-        return b.binary("arith.andi", meets, b.compare("ne", live, 0), "live")
-
     def _any_dead(self, queries: Rows) -> Value:
         """Whether a query of these met no live key in the forward: its maximum is not above the fill, or its sum is
         nothing."""
@@ -218,7 +209,7 @@ class BackwardKernel(BackwardTile):
                 self._write(block.scope, half, g, Rows(first=row, count=remaining))
         base = self.flat_query if self.role is Role.QUERIES else self.flat_key
         for k in range(self.sum_count):
-            if k >= len(self.collected) or self.collected[k].form in (Form.ROWS, Form.COLUMNS):
+            if k >= len(self.collected) or self.collected[k].form in (Form.PER_QUERY, Form.PER_KEY):
                 at = b.at(self.params[("ptr", "sums", k)], b.add(base, row), "f32")
                 b.masked_store(b.load(self._sum_at(k, g), self.vector, "sum"), at, valid)
 

@@ -23,17 +23,9 @@ class KeysKernel(BackwardKernel):
 
     def _may_meet(self, block: Block, rows: Rows) -> Value:
         b, mask = self.b, self.spec.mask
-        meets: Value = b.constant(1, "i1")
         if mask is None or not mask.skips:
-            return meets
-        ranged = self._with_queries(block.scope, rows)
-        if mask.key_lo is not None:
-            low = b.as_value(ranged.integer(mask.key_lo), "i64")
-            meets = b.compare("slt", low, b.add(block.first, block.count))
-        if mask.key_hi is not None:
-            high = b.as_value(ranged.integer(mask.key_hi), "i64")
-            meets = b.binary("arith.andi", meets, b.compare("sgt", high, block.first))
-        meets = self._and_live(meets, block, rows)
+            return b.constant(1, "i1")
+        meets = self._all(self._tile_scope(block, rows), mask.visits())
         return b.binary("arith.ori", meets, self._any_dead(rows), "meets") if normalized(self.spec) else meets
 
     def _prefetch(self, block: Block, rows: Rows) -> None:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from fusion.codegen.mlir.programs import Programs, programs_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir import integers
-from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over
 
 STATISTICS = ("unit", "shift", "factor", "delta")
 """Per query row: the weight is exp2(x * unit + shift) * factor; delta is the sum of dO * O."""
@@ -46,9 +46,9 @@ class Role(enum.Enum):
 class Form(enum.Enum):
     """How the gradient of a load is collected."""
 
-    ROWS = "rows"
-    """The load does not depend on the key: a sum over keys per query row, [b.., i]."""
-    COLUMNS = "columns"
+    PER_QUERY = "per query"
+    """The load does not depend on the key: a sum over keys, [b.., i]."""
+    PER_KEY = "per key"
     """It depends on the key but not on the query: a sum over queries, [b.., j]."""
     DENSE = "dense"
     """Every (i, j) has an element of its own: added in place, one vector along j at a time."""
@@ -103,7 +103,7 @@ class BackwardPlan:
 
     def of(self, role: Role, needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
         """The loads whose gradients a kernel collects."""
-        rows = (Form.ROWS,) if role is Role.QUERIES else (Form.COLUMNS, Form.DENSE, Form.SCATTERED)
+        rows = (Form.PER_QUERY,) if role is Role.QUERIES else (Form.PER_KEY, Form.DENSE, Form.SCATTERED)
         return tuple(entry for entry in self.loads if entry.form in rows and needs[entry.operand])
 
 
@@ -144,22 +144,21 @@ def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Ex
 
     x is scale * program. Of the score's gradient the factor is left to the end of the sums that it enters.
     """
-    found = adjoints(program, UPSTREAM, [SCORE, *wanted])
+    found = of_score(program, wanted)
     if scale != 1.0:
         found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}
-    through_weight = adjoints(spec.weight, WEIGHT_UPSTREAM, wanted)
-    for load, term in through_weight.items():
+    for load, term in of_weight(spec.weight, wanted).items():
         if term is not ZERO:
             found[load] = term if found[load] is ZERO else apply("fadd", found[load], term)
     return found
 
 
 def _form(load: Expr) -> Form:
-    names = coordinates(load)
-    if "j" not in names:
-        return Form.ROWS
-    if "i" not in names:
-        return Form.COLUMNS
+    axes = summed_over(load)
+    if axes in (Axes.KEYS, Axes.BOTH):
+        return Form.PER_QUERY
+    if axes is Axes.QUERIES:
+        return Form.PER_KEY
     return Form.DENSE if column_dimension(load) is not None else Form.SCATTERED
 
 

@@ -39,10 +39,10 @@ class QueriesKernel(BackwardKernel):
     def _may_meet(self, block: Block, rows: Rows) -> Value:
         """By the map of live tiles: the range of rows has seen to the keys' closed-form range."""
         b, mask = self.b, self.spec.mask
-        meets: Value = b.constant(1, "i1")
         if mask is None or mask.tile_live is None:
-            return meets
-        meets = self._and_live(meets, block, rows)
+            return b.constant(1, "i1")
+        live = b.as_value(self._tile_scope(block, rows).integer(mask.tile_live), "i64")
+        meets = b.compare("ne", live, 0, "meets")
         return b.binary("arith.ori", meets, self.dead, "meets") if normalized(self.spec) else meets
 
     def lane_statistics(self, first: Value) -> dict[str, Value] | None:

@@ -20,11 +20,11 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import MultiplyAdd, Products
-from fusion.codegen.mlir.programs import I0, I1, J0, J1
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
+from fusion.ir.expr import I0, I1, J0, J1
 from fusion.ir.spec import AttentionSpec, Operand
 
 

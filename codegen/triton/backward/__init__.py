@@ -13,6 +13,7 @@ from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.forward import KernelText
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.gradients import Axes
 
 __all__ = ["Keys", "Prepare", "Queries", "backward_kernels"]
 
@@ -23,14 +24,14 @@ def backward_kernels(
     """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their
     launch. described: their loops read tiles by tensor descriptors."""
     role = Role(spec, d, d_v, needs)
-    reaches = {"rows" if item.reach == "rows" else "queries" for item in role.gradients.captured}
+    by_key = {item.axes is Axes.QUERIES for item in role.gradients.captured}
     kernels = []
     if role.softmax:
         kernels.append(Prepare(spec, d, d_v, needs).text())
-    if needs[0] or "queries" in reaches:
+    if needs[0] or False in by_key:
         kernels += [KeyLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs, described).text())
-    if needs[1] or needs[2] or "rows" in reaches:
+    if needs[1] or needs[2] or True in by_key:
         kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed else []
         kernels.append(Keys(spec, d, d_v, needs, described).text())
     return kernels

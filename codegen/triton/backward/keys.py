@@ -13,6 +13,7 @@ from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
 from fusion.ir.expr import Expr
 from fusion.ir.spec import MaskFacts
+from fusion.lowering.gradients import Axes
 
 
 class Keys(Role):
@@ -44,11 +45,11 @@ class Keys(Role):
         mask = self.spec.mask
         indent = 4 if all(group is integers.integer(1) for group in self.gradients.groups) else 8
         after: list[str] = []
-        for n, item in self.captured("rows"):
+        for n, item in self.captured(Axes.QUERIES):
             after += self.add(item, f"sum_{n}[:, None]", "j_ok")
         member = source.block(
             *self._rows(),
-            *self.sums_to("KEYS", "rows"),
+            *self.sums_to("KEYS", Axes.QUERIES),
             *self.stages(visit, self._notes_dead or mask is not None and mask.full is not None, indent),
             *after,
         )
@@ -84,7 +85,7 @@ class Keys(Role):
             first = "block = number\nif MASKED:\n    block += tl.where(number < live_start, dead_stop - live_start, 0)"
         text = source.block(turns, source.indented(source.block(first, loop)))
         state = [*self.sums("dk", 1), *self.sums("dv", 2)]
-        state += [f"sum_{n}" for n, _ in self.captured("rows")]
+        state += [f"sum_{n}" for n, _ in self.captured(Axes.QUERIES)]
         return self.visit("differentiate_rows", f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
 
     @property
@@ -201,7 +202,7 @@ class Keys(Role):
 
     def summed(self, full: bool) -> list[str]:
         lines: list[str] = []
-        for n, _, gradient in self.gradients_of_tile(full, "rows"):
+        for n, _, gradient in self.gradients_of_tile(full, Axes.QUERIES):
             value = self.bound(gradient, lines)
             lines.append(f"sum_{n} += tl.sum({source.spread(value, '[KEYS, ROWS]')}, 1)")
         return lines

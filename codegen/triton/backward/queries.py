@@ -6,12 +6,12 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead, dead_limit
 from fusion.codegen.triton.expressions import Level
 from fusion.codegen.triton.forward import place_in_list
-from fusion.codegen.triton.gradients import UPSTREAM_WEIGHT
-from fusion.codegen.triton.key_loop import LOG2E
 from fusion.codegen.triton.stages import Visit, key_limits, listed
-from fusion.ir.derivative import UPSTREAM
+from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import ZERO, Expr, Kind, contains, node, substitute
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.gradients import Axes
+from fusion.lowering.numbers import LOG2E
 
 WEIGHT = node("upstream", (), Kind.FLOAT, "share")
 """A score's weight before the weight program, in the place of dx."""
@@ -40,7 +40,7 @@ class Queries(Role):
             *self.statistics("i"),
             *self._keys(),
             *self.zeros("dq", 0, "ROWS"),
-            *self.sums_to("ROWS", "keys", "all"),
+            *self.sums_to("ROWS", Axes.KEYS, Axes.BOTH),
             *(f"{name} = tl.full([ROWS], 0.0, tl.float32)" for name in self._corrections()),
             *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
             *finish,
@@ -72,7 +72,7 @@ class Queries(Role):
         tile = source.block(*self._first(), *source.without_dead(columns, inner), inner)
         loop = source.block(turns, source.indented(tile))
         state = self.sums("dq", 0)
-        state += [*(f"sum_{n}" for n, _ in self.captured("keys", "all")), *self._corrections()]
+        state += [*(f"sum_{n}" for n, _ in self.captured(Axes.KEYS, Axes.BOTH)), *self._corrections()]
         return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 
     def _first(self) -> list[str]:
@@ -106,7 +106,7 @@ class Queries(Role):
         those it would not average out. `missing` is the sum of dx, which exactly is 0, or the sinks' weight times
         delta; `share_n` is what `sum_n` would be for dx = y. It needs no mask: y is 0 where keys are dead, but in rows
         without a live one, which are not corrected."""
-        found = [f"share_{n}" for n, item in self.captured("keys", "all") if contains(item.gradient, UPSTREAM)]
+        found = [f"share_{n}" for n, item in self.captured(Axes.KEYS, Axes.BOTH) if contains(item.gradient, UPSTREAM)]
         return ["missing", *found] if found and self.softmax else []
 
     def summed(self, full: bool) -> list[str]:
@@ -114,14 +114,14 @@ class Queries(Role):
         corrections = self._corrections()
         if corrections:
             lines.append("missing += tl.sum(dx, 1)")
-        for n, _, gradient in self.gradients_of_tile(full, "keys", "all"):
+        for n, _, gradient in self.gradients_of_tile(full, Axes.KEYS, Axes.BOTH):
             value = self.bound(gradient, lines)
             lines.append(f"sum_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
             if f"share_{n}" in corrections:
                 item = self.gradients.captured[n]
-                value = self.bound(substitute(item.full, {UPSTREAM: WEIGHT, UPSTREAM_WEIGHT: ZERO}), lines)
+                value = self.bound(substitute(item.full, {UPSTREAM: WEIGHT, WEIGHT_UPSTREAM: ZERO}), lines)
                 lines.append(f"share_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
-        for _, item, gradient in self.gradients_of_tile(full, "none"):
+        for _, item, gradient in self.gradients_of_tile(full, Axes.NEITHER):
             value = self.bound(gradient, lines)
             lines += self.add(item, source.spread(value, "[ROWS, KEYS]"), "rows_ok & j_ok")
         return lines
@@ -134,11 +134,11 @@ class Queries(Role):
                 lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
             if self.spec.mask is not None:
                 lines.append(f"met = tl.reshape(row_max > {dead_limit(self.spec)}, [ROWS])")
-        for n, item in self.captured("keys", "all"):
+        for n, item in self.captured(Axes.KEYS, Axes.BOTH):
             if f"share_{n}" in corrections:
                 correction = f"missing * share_{n}"
                 lines.append(f"sum_{n} -= {f'tl.where(met, {correction}, 0.0)' if self.spec.mask else correction}")
-            if item.reach == "keys":
+            if item.axes is Axes.KEYS:
                 lines += self.add(item, f"sum_{n}[:, None]", "rows_ok")
             else:
                 lines += self.add(item, f"tl.sum(tl.sum(tl.where(rows_ok, sum_{n}[:, None], 0.0), 1), 0)", "")
@@ -161,7 +161,7 @@ class Queries(Role):
             added = self.writer.lines[Level.ROW]
             self.writer.lines[Level.ROW] = outside
             lines += added
-            if item.reach == "keys":
+            if item.axes is Axes.KEYS:
                 lines += self.add(item, source.spread(value, "[ROWS, 1]"), "rows_ok")
             else:
                 lines += self.add(item, f"tl.sum(tl.sum({source.spread(value, '[ROWS, 1]')}, 1), 0)", "")

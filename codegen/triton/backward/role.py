@@ -10,15 +10,16 @@ from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.forward import KernelText, place_of, signature
-from fusion.codegen.triton.gradients import UPSTREAM_ROW, UPSTREAM_WEIGHT, Captured, Gradients, gradients_of
-from fusion.codegen.triton.key_loop import LOG2E
+from fusion.codegen.triton.gradients import Captured, Gradients, gradients_of
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.programs import LARGEST
 from fusion.codegen.triton.stages import Visit, visit
-from fusion.ir.derivative import UPSTREAM
+from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, const, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.gradients import Axes
+from fusion.lowering.numbers import LOG2E
 
 
 class Role:
@@ -41,7 +42,7 @@ class Role:
         self.softmax = spec.normalizer is not Normalizer.NONE
         known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
         known |= {I: "i", J: "j", C: "c", E: "e", SCORE: "s"}
-        known |= {UPSTREAM: "dx", UPSTREAM_WEIGHT: "dw", UPSTREAM_ROW: "dsink"}
+        known |= {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink"}
         self.writer = Writer(spec=spec, known=known, outer=self.outer, inner=self.inner)
         w = self.writer
         # Columns of a tile whose rows are the inner coordinate, for reading matrices.
@@ -271,9 +272,9 @@ class Role:
         """Statements that add a tile's gradients of captured tensors."""
         raise NotImplementedError
 
-    def sums_to(self, length: str, *reaches: str) -> list[str]:
+    def sums_to(self, length: str, *axes: Axes) -> list[str]:
         """Statements that start sums along the inner coordinate."""
-        return [f"sum_{n} = tl.full([{length}], 0.0, tl.float32)" for n, _ in self.captured(*reaches)]
+        return [f"sum_{n} = tl.full([{length}], 0.0, tl.float32)" for n, _ in self.captured(*axes)]
 
     def bound(self, expr: Expr, lines: list[str]) -> str:
         """The value of an expression, after the statements that it needs."""
@@ -302,14 +303,14 @@ class Role:
         """Whether the tiles to visit are listed (see `tile_lists`)."""
         return self.spec.mask is not None and self.spec.mask.tile_live is not None
 
-    def captured(self, *reaches: str) -> list[tuple[int, Captured]]:
-        """The captured gradients of certain reaches, numbered."""
+    def captured(self, *axes: Axes) -> list[tuple[int, Captured]]:
+        """The captured gradients that are summed over certain axes, numbered."""
         items = enumerate(self.gradients.captured)
-        return [(n, item) for n, item in items if item.reach in reaches and item.sink is None]
+        return [(n, item) for n, item in items if item.axes in axes and item.sink is None]
 
-    def gradients_of_tile(self, full: bool, *reaches: str) -> list[tuple[int, Captured, Expr]]:
-        """Of the captured gradients of certain reaches those that are not zero in a tile, as expressions."""
-        items = [(n, item, item.full if full else item.gradient) for n, item in self.captured(*reaches)]
+    def gradients_of_tile(self, full: bool, *axes: Axes) -> list[tuple[int, Captured, Expr]]:
+        """The captured gradients that are summed over certain axes and are not zero in a tile, as expressions."""
+        items = [(n, item, item.full if full else item.gradient) for n, item in self.captured(*axes)]
         return [(n, item, gradient) for n, item, gradient in items if gradient is not ZERO]
 
     def gradient_name(self, load: Expr) -> str:

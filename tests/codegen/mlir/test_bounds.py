@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fusion.codegen.mlir.bounds import FILL, LARGEST_SCORE, TANH_NEAR, near, tanh_polynomial
-from fusion.codegen.mlir.vectormath import LOG2E
 from fusion.ir import Normalizer
 from fusion.ir.expr import SCORE, Expr, I, J, const
 from fusion.ir.ops import apply, evaluate, where
+from fusion.lowering.numbers import LOG2E
 from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
 
 BELOW = apply("ilt", I, J)

@@ -1,0 +1,7 @@
+"""What every emitter needs of a spec and is an expression: decided here once, printed by each in its own way.
+
+    numbers      constants of float32, and how large an integer can be
+    gradients    which gradients a backward computes, as expressions, and over what each is summed
+
+What a mask says of a tile is asked of the mask itself (`MaskFacts.visits`, `MaskFacts.whole`).
+"""
