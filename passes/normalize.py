@@ -22,6 +22,7 @@ from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.encoder import DECOMPOSITIONS
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
+from fusion.passes.outline import is_outlined, outline, record
 from fusion.passes.vmap import VmapAsBroadcast
 
 aten = torch.ops.aten
@@ -34,14 +35,13 @@ def normalize(
 
     bodies: what to call in the place of its checkpointed graphs, by the names of their attributes.
     """
-    _refuse_transforms(module)
-    _refuse_custom_gradients(module)
     dtensor.refuse_absent(module)
+    outlined = outline(module)
     fakes = _fake_inputs(module, example_inputs)
 
     def run(*args: Any) -> Any:
         with torch.fx.traceback.preserve_node_meta():
-            return _Retrace(module, bodies or {}).run(*args)
+            return _Retrace(outlined, bodies or {}).run(*args)
 
     # Activation checkpointing counts what autograd saves: not what it saves for this trace.
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):
@@ -65,25 +65,6 @@ def normalize(
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _refuse_custom_gradients(module: GraphModule) -> None:
-    """A `torch.autograd.Function` brings a backward of its own, which a retraced forward does not have."""
-    if not torch.is_grad_enabled():
-        return
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            if node.op == "call_function" and getattr(node.target, "__name__", "") == "autograd_function_apply":
-                raise nodes.Unsupported("the graph calls a torch.autograd.Function, whose own gradient must be kept")
-
-
-def _refuse_transforms(module: GraphModule) -> None:
-    """torch.func.grad and its kin inside the graph: their levels cannot be retraced, and a failure half-way through
-    would leave one open."""
-    for node in module.graph.nodes:
-        target = node.target if node.op == "call_function" else None
-        if getattr(target, "__name__", "") in ("_autograd_grad", "_grad_increment_nesting", "_jvp_increment_nesting"):
-            raise nodes.Unsupported("a function transform of torch.func is inside the compiled function")
 
 
 class _Retrace(torch.fx.Interpreter):
@@ -123,6 +104,11 @@ class _Retrace(torch.fx.Interpreter):
             if result is not NotImplemented:
                 return result
         return super().call_function(target, args, kwargs)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_outlined(target):
+            return record(self.fetch_attr(target), args)
+        return super().call_module(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (converted := dtensor.conversion(target, args)) is not None:

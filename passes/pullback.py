@@ -19,6 +19,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Node
@@ -43,6 +44,8 @@ _REDUCTIONS = {aten.sum: "sum", aten.amax: "max", aten.logsumexp: "logsumexp", a
 _HEAVY = {"exp": 1, "tanh": 1, "sigmoid": 1, "sqrt": 1, "rsqrt": 1, "pow": 3, "log": 2, "log1p": 2, "expm1": 2,
           "sin": 3, "cos": 3, "erf": 2, "atan": 3}  # fmt: skip
 _MAX_HEAVY = 2
+MAX_DEPTH, MAX_ELEMENTS = 64, 1024
+"""Operations that one walk goes through: one after the other, and in all. Analysis stays linear in the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,9 @@ class PullBack:
         self.loaded: list[Node] = []
         self.interior: dict[Node, None] = {}
         self.detached_maximum = False
+        self.limit: str | None = None
         self._memo: dict[tuple[Node, Index], Expr] = {}
+        self._depth = 0
 
     # --- walking ------------------------------------------------------------------------------------------------
 
@@ -84,12 +89,23 @@ class PullBack:
         """The element `here[index]`."""
         key = (here, index)
         if key not in self._memo:
+            self._depth += 1
             try:
-                self._memo[key] = self._value(here, index)
+                self._memo[key] = self._value(here, index) if self._may_go_on() else self.load(here, index)
             except Unsupported as problem:
                 problem.node = problem.node or here
                 raise
+            finally:
+                self._depth -= 1
         return self._memo[key]
+
+    def _may_go_on(self) -> bool:
+        """Whether the walk is within its budget: what lies beyond is loaded, which is always right."""
+        if self._depth > MAX_DEPTH:
+            self.limit = f"more than {MAX_DEPTH} operations one after the other"
+        elif len(self._memo) > MAX_ELEMENTS:
+            self.limit = f"more than {MAX_ELEMENTS} operations"
+        return self._depth <= MAX_DEPTH and len(self._memo) <= MAX_ELEMENTS
 
     def suspect(self, problem: Unsupported) -> Node | None:
         """The node at fault for a problem with what the walk has found: that of the expression in question, or else the
@@ -400,5 +416,12 @@ def _position(index: Index, atom: Expr) -> int:
     return next(k for k, entry in enumerate(index) if entry is atom)
 
 
+_made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
+
+
 def _depends_on_product(expr: Expr) -> bool:
-    return any(part.op == "dot" for part in walk(expr))
+    """Whether a "dot" leaf is below; known for the operands, so that nothing is walked twice."""
+    found = _made_from_product.get(expr)
+    if found is None:
+        found = _made_from_product[expr] = expr.op == "dot" or any(map(_depends_on_product, expr.args))
+    return found

@@ -2,18 +2,18 @@
 
 Models build masks by nested `vmap` over (batch, head, query, key) of a function of four integers. Every value inside
 is logically a scalar, so the batch dimensions can be ordinary broadcast dimensions: level l of K nested levels is
-dimension l - 1 of K. Other uses of vmap are refused, which leaves the graph to the inner compiler as it was.
+dimension l - 1 of K. Other uses of vmap stay as they are (`fusion.passes.outline`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fusion.passes import nodes
-from fusion.passes.nodes import Unsupported
 
 _ENTER, _LEAVE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 _ADD, _REMOVE = "_add_batch_dim", "_remove_batch_dim"
@@ -49,13 +49,9 @@ class VmapAsBroadcast:
         return self._remove(*args) if name == _REMOVE else None
 
     def _add(self, x: torch.Tensor, dim: int, level: int) -> torch.Tensor:
-        if x.dim() != 1 or dim != 0:
-            raise Unsupported("vmap over something else than a vector of positions")
         return x.view(-1, *[1] * (self.depth - level))
 
     def _remove(self, x: torch.Tensor, level: int, size: int, dim: int) -> torch.Tensor:
-        if dim != 0:
-            raise Unsupported("vmap with an out_dim other than 0")
         rank = self.depth - level + 1
         x = x.reshape([*[1] * (rank - x.dim()), *x.shape])
         at = x.dim() - rank
@@ -63,23 +59,38 @@ class VmapAsBroadcast:
 
 
 def _depths(module: GraphModule) -> list[int]:
-    """The nesting depth of each outermost vmap, after checking that everything inside it is a scalar."""
-    depths, level, removed = [], 0, False
+    """The nesting depth of each outermost vmap."""
+    depths, level = [], 0
     for node in module.graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        name = _name(node)
         if name == _ENTER:
             level += 1
-            if level == 1:
-                depths.append(1)
-                removed = False
+            depths = depths if level > 1 else [*depths, 1]
             depths[-1] = max(depths[-1], level)
         elif name == _LEAVE:
             level -= 1
+    return depths
+
+
+def is_broadcast(part: Sequence[Node]) -> bool:
+    """Whether a part of Dynamo's graph is nested `vmap`s over vectors of positions, of functions of scalars."""
+    removed = False
+    for node in part:
+        name = _name(node)
+        if name == _ADD:
+            if nodes.value(node.args[0]).dim() != 1 or node.args[1] != 0:  # type: ignore[arg-type]
+                return False
         elif name == _REMOVE:
             removed = True
-        elif level and not _is_scalar(node, removed):
-            raise Unsupported("vmap of a function of tensors")
-    return depths
+            if node.args[3] != 0:
+                return False
+        elif name not in (_ENTER, _LEAVE, _IGNORED) and not _is_scalar(node, removed):
+            return False
+    return _name(part[0]) in (_ENTER, _IGNORED)
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def _is_scalar(node: Node, removed: bool) -> bool:

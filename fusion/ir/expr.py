@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 
 class Kind(enum.Enum):
@@ -149,17 +149,27 @@ def walk(*roots: Expr) -> Iterator[Expr]:
         stack.extend((arg, False) for arg in reversed(here.args) if arg not in seen)
 
 
+_coordinates: WeakKeyDictionary[Expr, frozenset[str]] = WeakKeyDictionary()
+
+
 def coordinates(expr: Expr) -> frozenset[str]:
     """Names of the coordinates that a value depends on; a score depends on `i` and `j`."""
-    names: set[str] = set()
-    for part in walk(expr):
-        if part.op == "coord":
-            names.add(part.name)
-        elif part.op in ("score", "upstream"):  # "upstream": a gradient, see fusion.ir.derivative
-            names.update("ij")
-        elif part.op in ("row_max", "row_sum"):
-            names.add("i")
-    return frozenset(names)
+    stack = [] if expr in _coordinates else [expr]
+    while stack:
+        part = stack[-1]
+        if missing := [arg for arg in part.args if arg not in _coordinates]:
+            stack.extend(missing)
+        else:
+            _coordinates[stack.pop()] = _own_coordinates(part).union(*(_coordinates[arg] for arg in part.args))
+    return _coordinates[expr]
+
+
+def _own_coordinates(part: Expr) -> frozenset[str]:
+    if part.op == "coord":
+        return frozenset((part.name,))
+    if part.op in ("score", "upstream"):  # "upstream": a gradient, see fusion.ir.derivative
+        return frozenset("ij")
+    return frozenset("i" if part.op in ("row_max", "row_sum") else ())
 
 
 def loads(*roots: Expr) -> list[Expr]:
@@ -177,18 +187,19 @@ def rebuild(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
     from fusion.ir import ops
 
     made: dict[Expr, Expr] = {}
-
-    def visit(part: Expr) -> Expr:
+    stack = [expr]
+    while stack:
+        part = stack[-1]
         if part in made:
-            return made[part]
-        replacement = leaf(part)
-        if replacement is None:
-            args = tuple(visit(arg) for arg in part.args)
-            replacement = part if args == part.args else ops.remake(part, args)
-        made[part] = replacement
-        return replacement
-
-    return visit(expr)
+            stack.pop()
+        elif (replacement := leaf(part)) is not None:
+            made[part] = replacement
+        elif missing := [arg for arg in reversed(part.args) if arg not in made]:
+            stack.extend(missing)
+        else:
+            args = tuple(made[arg] for arg in part.args)
+            made[part] = part if args == part.args else ops.remake(part, args)
+    return made[expr]
 
 
 def substitute(expr: Expr, values: Mapping[Expr, Expr]) -> Expr:

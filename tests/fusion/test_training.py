@@ -386,7 +386,7 @@ def test_operators_obey_their_contracts(dims):
     torch.library.opcheck(torch.ops.fusion.attention_backward.default, arguments)
 
 
-def test_a_graph_with_a_gradient_of_its_own_is_left_alone():
+def test_a_gradient_of_its_own_is_kept():
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

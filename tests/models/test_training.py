@@ -17,8 +17,6 @@ ARCHITECTURES = """llama bloom t5 deberta-v2 whisper clip swinv2 bart wav2vec2 b
 gpt_neox gptj qwen2 mistral phi cohere olmo stablelm gemma deit dinov2 marian pegasus mbart hubert""".split()
 
 RANDOM = ("drop", "mask_time_prob", "mask_feature_prob")
-OWN_GRADIENTS = {"bloom"}
-"""Models that train with a torch.autograd.Function: their graphs are left alone."""
 
 
 def without_randomness(model: torch.nn.Module) -> torch.nn.Module:
@@ -71,7 +69,7 @@ def test_gradients_of_every_parameter(name: str):
     run, witness = compiled(model, options={"inner": "eager"})
     actual = losses_and_gradients(model, run, draws)
     fused = counters["fusion"]["fused"]
-    assert fused == (0 if name in OWN_GRADIENTS else max(len(witness.sites), 1)), (counters["fusion"], witness.sites)
+    assert fused == max(len(witness.sites), 1), (counters["fusion"], witness.sites)
     _assert_small_ones(actual, eager, reference)
     kept = [key for key, value in reference.items() if value.numel() >= FEW and value.abs().max() > ZERO]
     assert_as_exact_as_eager(*({key: found[key] for key in kept} for found in (actual, eager, reference)), name=name)

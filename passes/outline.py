@@ -1,0 +1,120 @@
+"""Parts of Dynamo's graph that cannot be traced again: each becomes one call of a graph of its own, and stays as it is.
+
+Such parts are function transforms of `torch.func` (`grad`, `jvp`, a `vmap` of tensors), whose levels live outside of
+the graph, and calls of `torch.autograd.Function`, which bring a backward of their own. The attentions around them are
+fused as ever.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._higher_order_ops.wrap import wrap
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.utils._pytree import tree_map
+
+from fusion.passes import nodes, vmap
+from fusion.passes.nodes import Unsupported
+
+_ENTER = ("_increment_nesting", "_saved_tensors_hooks_disable", "_enter_dual_level")
+_LEAVE = ("_decrement_nesting", "_saved_tensors_hooks_enable", "_exit_dual_level")
+_PREFIX = "outlined_"
+
+
+def outline(module: GraphModule) -> GraphModule:
+    """The same computation with one call in the place of each such part; the module itself where there is none."""
+    parts = [part for part in _parts(module.graph) if not vmap.is_broadcast(part)]
+    if not parts:
+        return module
+    last = {part[-1]: part for part in parts}
+    inside = {node for part in parts for node in part}
+    graph, made, bodies = Graph(), dict[Node, Node](), dict[str, GraphModule]()
+    for node in module.graph.nodes:
+        if node not in inside:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        elif node in last:
+            name = f"{_PREFIX}{len(bodies)}"
+            bodies[name], inputs, outputs = _body(module, last[node])
+            call = graph.call_module(name, tuple(made[given] for given in inputs))
+            made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
+    named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
+    return GraphModule(bodies | {name: operator.attrgetter(name)(module) for name in named}, graph)
+
+
+def _parts(graph: Graph) -> list[list[Node]]:
+    """The nodes of each outermost function transform, and of each call of a `torch.autograd.Function`, in order."""
+    parts: list[list[Node]] = []
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        entering = name.endswith(_ENTER)
+        if entering and depth == 0 or (name == "autograd_function_apply" and depth == 0 and torch.is_grad_enabled()):
+            parts.append([])
+        if depth or entering or (name == "autograd_function_apply" and torch.is_grad_enabled()):
+            parts[-1].append(node)
+        depth += entering - name.endswith(_LEAVE)
+    return parts
+
+
+def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
+    """A part as a graph of its own, the nodes that it reads and those of its own that are read behind it."""
+    inside, body, made = set(part), Graph(), dict[Node, Node]()
+    inputs = list(dict.fromkeys(given for node in part for given in node.all_input_nodes if given not in inside))
+    for given in inputs:
+        held = given.op == "get_attr"
+        made[given] = body.node_copy(given) if held else body.placeholder(given.name)
+    for node in part:
+        if _writes(node, inside):
+            raise Unsupported("a function transform of torch.func changes a tensor in place")
+        made[node] = body.node_copy(node, made.__getitem__)
+    outputs = [node for node in part if any(user not in inside for user in node.users)]
+    body.output(tuple(made[node] for node in outputs))
+    return GraphModule(module, body), [given for given in inputs if given.op != "get_attr"], outputs
+
+
+def _writes(node: Node, inside: set[Node]) -> bool:
+    """Whether a node changes a tensor that was made before its part."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    changing = name in ("setitem", "iadd", "imul") or (name.endswith("_") and not name.endswith("__"))
+    return changing and any(given not in inside and nodes.is_tensor(given) for given in node.all_input_nodes[:1])
+
+
+def is_outlined(target: Any) -> bool:
+    """Whether a module is one that `outline` made."""
+    return isinstance(target, str) and target.startswith(_PREFIX)
+
+
+class _Sealed(torch.nn.Module):
+    """An outlined part that no pass over graph modules finds: elimination of dead code would remove its levels."""
+
+    def __init__(self, body: GraphModule):
+        super().__init__()
+        self._body = (body,)
+
+    def forward(self, *args: Any) -> Any:
+        return self._body[0](*args)
+
+
+def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
+    """Record the call of an outlined part in the graph that is traced; what it returns is what Dynamo saw."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise Unsupported("an outlined part outside of a trace")
+    (made,) = next(node for node in body.graph.nodes if node.op == "output").args
+    with disable_proxy_modes_tracing():
+        results = tree_map(_alike, tuple(map(nodes.value, made)))
+    tracer = mode.tracer
+    sealed = _Sealed(body)
+    tracer.root.register_module(tracer.get_fresh_qualname("outlined"), sealed)
+    call = tracer.create_proxy("call_function", wrap, tree_map(tracer.unwrap_proxy, (sealed, *args)), {})
+    return track_tensor_tree(results, call, constant=None, tracer=tracer)
+
+
+def _alike(held: Any) -> Any:
+    """A tensor of the same form that belongs to the running trace; other values as they are."""
+    if not isinstance(held, torch.Tensor):
+        return held
+    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
