@@ -24,10 +24,12 @@ from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
+from fusion.passes.upstream import escaping_weights
 from fusion.planning.plan import plan
 from fusion.planning.tile_map_cost import map_pays
+from fusion.refusals import Refusal
 from fusion.report.dump import Dump
-from fusion.report.report import NO_ATTENTION, Planned, Report, SiteReport, publish
+from fusion.report.report import NO_ATTENTION, AttentionReport, Planned, Report, SiteReport, publish
 from fusion.runtime import executor as runtime
 from fusion.runtime import op  # noqa: F401  (registers torch.ops.fusion.attention)
 
@@ -105,17 +107,30 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
             raise BlockMaskError(
                 f"block_mask was asked for, but the graph could not be analysed: {problem}"
             ) from problem
-        unexpected = not isinstance(problem, nodes.Unsupported)
-        log.warning(
-            "left the graph to the inner compiler: %s: %s", type(problem).__name__, problem, exc_info=unexpected
-        )
-        return module, Report(notes=[f"left to the inner compiler: {type(problem).__name__}: {problem}"])
+        dump.failure(problem)
+        first, *_ = str(problem).strip().splitlines() or [""]
+        note = f"left to the inner compiler: {type(problem).__name__}: {first}"
+        log.warning("%s%s", note, "" if isinstance(problem, nodes.Unsupported) else f"; {dump.where}")
+        return module, Report(notes=[note])
+    report.notes = _unseen(graph, report)
     report.sites = inside.sites + report.sites
     report.notes += inside.notes
     log.info("fused %d of %d attentions in %.3f s", report.fused, len(report.sites), time.perf_counter() - started)
     dump.finish(report)
     report.graph_before, report.graph_after = module, graph
     return (graph if report.fused else module), report
+
+
+def _unseen(graph: GraphModule, report: Report) -> list[str]:
+    """Why a graph with attention weights has no site."""
+    if report.sites:
+        return []
+    places = dict.fromkeys(nodes.source_line(node) or node.name for node in escaping_weights(graph.graph))
+    return [
+        f"attention weights leave this graph before a product with V ({place}): they are returned, or a graph break "
+        "follows (TORCH_LOGS=graph_breaks names it)"
+        for place in places
+    ]
 
 
 def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str, GraphModule], Report]:
@@ -142,7 +157,7 @@ def _exact_emitter(options: Options) -> str:
     return options.emitter + runtime.TUNED * (options.autotune and options.emitter != "reference")
 
 
-def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], str | None]:
+def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]:
     return (lambda *_: None) if options.emitter == "reference" else runtime.prepare
 
 
@@ -155,8 +170,8 @@ def _pays(options: Options) -> Pays | None:
 
 def _check_block_mask(sites: Sequence[Site], options: Options) -> None:
     """The user's mask applies to every attention or to none."""
-    if options.block_mask is not None and (left := [site for site in sites if site.reason is not None]):
-        told = "\n".join(f"{nodes.source_line(s.anchor) or s.anchor.name}: {s.reason}" for s in left)
+    if options.block_mask is not None and (left := [site for site in sites if site.refusal is not None]):
+        told = "\n".join(f"{nodes.source_line(s.anchor) or s.anchor.name}: {s.refusal}" for s in left)
         raise BlockMaskError(f"block_mask was asked for, but these attentions are not fused:\n{told}")
 
 
@@ -170,30 +185,32 @@ def _report(
     report = Report()
     for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
         parts = specified.get(number, ())
-        blame = None if site.reason is None else site.blame
+        blame = None if site.refusal is None else site.blame
         report.sites.append(
             SiteReport(
                 fused=number in specified,
-                reason=site.reason,
+                refusal=site.refusal,
                 stopped_by=None if blame is None else str(blame.target),
                 stopped_at=None if blame is None else nodes.source_line(blame),
                 location=nodes.source_line(site.anchor),
                 module=nodes.module_path(site.anchor),
                 before=region.marked(before, blame),
                 after=region.after(before, parts) if parts else None,
-                specs=tuple(part.spec for part in parts),
-                sizes=tuple(_sizes(part, hints) for part in parts),
-                shapes=tuple(_shapes(part, hints) for part in parts),
-                planned=tuple(_planned(part, hints, options) for part in parts),
-                approximations=tuple(_approximation(part, hints, options) for part in parts),
-                sources=tuple(_source(part, options) for part in parts),
+                attentions=tuple(_attention(part, hints, options) for part in parts),
             )
         )
     return report
 
 
-def _source(part: Specified, options: Options) -> str:
-    return runtime.kernel_source(part.spec, part.device, options.emitter, part.differentiable) or ""
+def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:
+    return AttentionReport(
+        spec=part.spec,
+        sizes=_sizes(part, hints),
+        shapes=_shapes(part, hints),
+        planned=_planned(part, hints, options),
+        source=runtime.kernel_source(part.spec, part.device, options.emitter, part.differentiable) or "",
+        approximation=_approximation(part, hints, options),
+    )
 
 
 def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import tree_map
 
 from fusion.passes import dtensor, nodes
+from fusion.refusals import Ground
 
 
 def bodies(module: GraphModule) -> dict[str, tuple[GraphModule, list[Any]]]:
@@ -59,7 +60,7 @@ class Checkpoints:
         body = self.fused.get(id(body), body)
         mode = get_proxy_mode()
         if mode is None:
-            raise nodes.Unsupported("a checkpointed part outside of a trace")
+            raise nodes.Unsupported(Ground.DEFECT, "a checkpointed part outside of a trace")
         seeds = [p.meta["val"] for p in body.graph.nodes if p.op == "placeholder" and p.meta.get("is_seed")]
         given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
         with disable_proxy_modes_tracing():

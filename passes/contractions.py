@@ -1,4 +1,4 @@
-"""Products of two tensors that sum over one index: matmul, bmm, mm, baddbmm, einsum, in one form."""
+"""Products of two tensors that sum over one index: matmul, bmm, mm, baddbmm, addmm, einsum, in one form."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fusion.ir.expr import Expr
 from fusion.passes import nodes
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.views import Index, broadcast_index
+from fusion.refusals import Ground
 
 aten = torch.ops.aten
 
@@ -32,23 +33,49 @@ class Factors:
 _MATMUL = {aten.matmul, aten.bmm, aten.mm, aten.baddbmm}
 
 
+ADDING = {aten.baddbmm, aten.addmm}
+"""Products to which another tensor is added: beta * self + alpha * product."""
+
+
 def is_contraction(node: Node) -> bool:
-    """Whether this node is a product that `factors` may be able to take apart."""
-    return node.op == "call_function" and (packet(node) in _MATMUL or packet(node) is aten.einsum)
+    """Whether this node is a product that `factors` may be able to take apart. `addmm` with a parameter is a linear
+    layer."""
+    if node.op != "call_function":
+        return False
+    if packet(node) is aten.addmm:
+        return not is_parameter(arguments(node)["mat2"])
+    return packet(node) in _MATMUL or packet(node) is aten.einsum
+
+
+_MOVES = {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.contiguous, aten.clone,
+          aten.unsqueeze, aten.squeeze, aten.movedim, aten.flatten, aten.unflatten, aten.swapaxes, aten.to,
+          aten._to_copy, aten.t}  # fmt: skip
+
+
+def is_parameter(node: Node) -> bool:
+    """Whether a node is a parameter, up to views and casts."""
+    while node.op == "call_function" and packet(node) in _MOVES and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    if node.op == "get_attr":
+        return True
+    return node.op == "placeholder" and isinstance(
+        node.meta.get("example_value", node.meta.get("val")), torch.nn.Parameter
+    )
 
 
 def factors(node: Node, index: Index, contracted: Expr) -> Factors:
     """The factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express.
 
-    Of baddbmm these are the factors of its product: the caller adds the input, scaled by beta, and scales by alpha.
+    Of baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
+    alpha.
     """
     if packet(node) is aten.einsum:
         return _einsum(node, index, contracted)
     args = arguments(node)
-    left, right = (args["batch1"], args["batch2"]) if packet(node) is aten.baddbmm else _pair(args)
+    left, right = _pair(args)
     left_shape, right_shape = shape(left), shape(right)
     if len(left_shape) < 2 or len(right_shape) < 2:
-        raise Unsupported("a product with a vector")
+        raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector")
     batch = shape(node)[:-2]
     left_batch = broadcast_index(batch, left_shape[:-2], index[:-2])
     right_batch = broadcast_index(batch, right_shape[:-2], index[:-2])
@@ -62,6 +89,8 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
 
 
 def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
+    if "beta" in args:
+        return (args["batch1"], args["batch2"]) if "batch1" in args else (args["mat1"], args["mat2"])
     return args["self"], args.get("mat2", args.get("other"))
 
 
@@ -69,7 +98,7 @@ def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
     args = arguments(node)
     equation, tensors = args["equation"].replace(" ", ""), args["tensors"]
     if len(tensors) != 2:
-        raise Unsupported(f"an einsum of {len(tensors)} operands")
+        raise Unsupported(Ground.PRODUCT_FORM, f"an einsum of {len(tensors)} operands")
     inputs, _, output = equation.partition("->")
     inputs = [_expand_ellipsis(term, len(shape(t))) for term, t in zip(inputs.split(","), tensors, strict=True)]
     if "->" not in equation:
@@ -85,7 +114,9 @@ def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
         or not all(summed <= set(term) for term in inputs)
         or any(len(set(term)) != len(term) for term in inputs)
     ):
-        raise Unsupported(f"the einsum {equation!r}, which does not sum over exactly one index of both operands")
+        raise Unsupported(
+            Ground.PRODUCT_FORM, f"the einsum {equation!r}, which does not sum over exactly one index of both operands"
+        )
     where |= dict.fromkeys(summed, contracted)
     indices = []
     for term, tensor in zip(inputs, tensors, strict=True):

@@ -12,6 +12,7 @@ import math
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake
 from fusion.passes.nodes import Unsupported
+from fusion.refusals import Ground
 
 Facts = frozenset[Expr]
 _LOW, _VANISHES = -1e3, -200.0
@@ -31,7 +32,11 @@ def selected(core: Expr, condition: Expr) -> Expr:
     if not may_be_infinite(columns[0], facts(apply("not", condition))):
         return core
     if may_be_infinite(columns[0], facts(condition)):
-        raise Unsupported("the weights are masked after the softmax in another way than the scores before it", core)
+        raise Unsupported(
+            Ground.MASKED_AFTER,
+            "the weights are masked after the softmax in another way than the scores before it",
+            core,
+        )
     return node(core.op, core.args, Kind.FLOAT, "safe_softmax")
 
 

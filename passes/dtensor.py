@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from fusion.passes import nodes
 from fusion.passes.nodes import Unsupported
+from fusion.refusals import Ground
 
 
 def is_dtensor(value: Any) -> bool:
@@ -64,7 +65,7 @@ def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Record a conversion as one call; the collectives in it are not."""
     mode = get_proxy_mode()
     if mode is None:
-        raise Unsupported("a conversion of a DTensor outside of a trace")
+        raise Unsupported(Ground.DEFECT, "a conversion of a DTensor outside of a trace")
     with disable_proxy_modes_tracing():
         result = function(*tree_map(real, args), **tree_map(real, kwargs))
     tracer = mode.tracer
@@ -77,7 +78,7 @@ def refuse_absent(module: GraphModule) -> None:
     for node in module.graph.nodes:
         held = nodes.value(node) if node.op == "placeholder" else None
         if is_dtensor(held) and real(held.device_mesh).get_coordinate() is None:
-            raise Unsupported(f"{node.name} is a DTensor of other processes than this one")
+            raise Unsupported(Ground.OTHER_PROCESSES, f"{node.name} is a DTensor of other processes than this one")
 
 
 def mark(graph: torch.fx.Graph) -> None:

@@ -15,18 +15,22 @@ from torch.utils._sympy import functions as torch_sympy
 from fusion.ir import integers
 from fusion.ir.expr import Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float, evaluate
+from fusion.refusals import Ground, Refusal
 
 
 class Unsupported(Exception):
-    """A construct that the analysis cannot express; the message says which, in the user's terms.
+    """A construct that the analysis cannot express.
 
-    expr: the expression that it was met in. node: the graph node at fault, filled in where it becomes known.
+    refusal: its ground and the message, in the user's terms.
+    expr: the expression that it was met in.
+    node: the graph node at fault, filled in where it becomes known.
     """
 
-    def __init__(self, message: str, expr: Expr | None = None) -> None:
+    def __init__(self, kind: Ground, message: str, expr: Expr | None = None, node: Node | None = None) -> None:
         super().__init__(message)
+        self.refusal = Refusal(kind, message)
         self.expr = expr
-        self.node: Node | None = None
+        self.node = node
 
 
 class Specialized(Exception):
@@ -91,7 +95,7 @@ def size_expr(extent: Any) -> Expr:
     if isinstance(extent, torch.SymInt):
         return _from_sympy(extent.node.expr)
     if isinstance(extent, bool) or not isinstance(extent, int):
-        raise Unsupported(f"a size that is not an integer: {extent!r}")
+        raise Unsupported(Ground.SIZE, f"a size that is not an integer: {extent!r}")
     return integers.integer(extent)
 
 
@@ -115,7 +119,7 @@ def _from_sympy(expr: sympy.Expr) -> Expr:
         return _fold_left("imax", args)
     if isinstance(expr, (sympy.Min, torch_sympy.Min)):
         return _fold_left("imin", args)
-    raise Unsupported(f"a size written as {expr}")
+    raise Unsupported(Ground.SIZE, f"a size written as {expr}")
 
 
 def _float_from_sympy(expr: sympy.Expr) -> Expr:
@@ -137,7 +141,7 @@ def _float_from_sympy(expr: sympy.Expr) -> Expr:
         return apply("div", apply("log", args[0]), const(math.log(2)))
     if name in ("sqrt", "exp", "log", "sin", "cos", "tanh", "atan"):
         return apply(name, args[0])
-    raise Unsupported(f"a scalar that is computed at run time ({expr})")
+    raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({expr})")
 
 
 def _power(base: Expr, exponent: Expr) -> Expr:

@@ -24,6 +24,7 @@ from fusion.passes.encoder import DECOMPOSITIONS
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
 from fusion.passes.outline import is_outlined, outline, record
 from fusion.passes.vmap import VmapAsBroadcast
+from fusion.refusals import Ground
 
 aten = torch.ops.aten
 
@@ -134,7 +135,8 @@ def _refuse_fake_constants(traced: GraphModule) -> None:
     for node in traced.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor):
             raise nodes.Unsupported(
-                f"the trace lost sight of a tensor used by {next(iter(node.users), node).format_node()}"
+                Ground.LOST_TENSOR,
+                f"the trace lost sight of a tensor used by {next(iter(node.users), node).format_node()}",
             )
 
 

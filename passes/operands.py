@@ -23,6 +23,7 @@ from fusion.passes import nodes, pointwise
 from fusion.passes.contractions import strip_scale
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.views import Index, broadcast_index
+from fusion.refusals import Ground
 
 if TYPE_CHECKING:
     from fusion.passes.pullback import PullBack
@@ -97,7 +98,9 @@ def locate(
         walk.interior[here] = None
         here, index = moved
     if found is None:
-        raise Unsupported("an operand of the product is indexed in a way that is not linear in its row and column")
+        raise Unsupported(
+            Ground.LAYOUT, "an operand of the product is indexed in a way that is not linear in its row and column"
+        )
     return found, const(found_scale)
 
 

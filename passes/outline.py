@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from fusion.passes import nodes, vmap
 from fusion.passes.nodes import Unsupported
+from fusion.refusals import Ground
 
 _ENTER = ("_increment_nesting", "_saved_tensors_hooks_disable", "_enter_dual_level")
 _LEAVE = ("_decrement_nesting", "_saved_tensors_hooks_enable", "_exit_dual_level")
@@ -68,7 +69,7 @@ def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node
         made[given] = body.node_copy(given) if held else body.placeholder(given.name)
     for node in part:
         if _writes(node, inside):
-            raise Unsupported("a function transform of torch.func changes a tensor in place")
+            raise Unsupported(Ground.TRANSFORM, "a function transform of torch.func changes a tensor in place")
         made[node] = body.node_copy(node, made.__getitem__)
     outputs = [node for node in part if any(user not in inside for user in node.users)]
     body.output(tuple(made[node] for node in outputs))
@@ -102,7 +103,7 @@ def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
     """Record the call of an outlined part in the graph that is traced; what it returns is what Dynamo saw."""
     mode = get_proxy_mode()
     if mode is None:
-        raise Unsupported("an outlined part outside of a trace")
+        raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")
     (made,) = next(node for node in body.graph.nodes if node.op == "output").args
     with disable_proxy_modes_tracing():
         results = tree_map(_alike, tuple(map(nodes.value, made)))

@@ -29,12 +29,13 @@ from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, 
 from fusion.ir.ops import apply, where
 from fusion.passes import assembling, nodes, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
-from fusion.passes.contractions import Factors, factors, is_contraction
+from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
 from fusion.passes.folding import folded
 from fusion.passes.inplace import MAYBE_ALIAS
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.views import Index, broadcast_index, source
+from fusion.refusals import Ground
 
 aten = torch.ops.aten
 MAX_SINKS = 4
@@ -44,7 +45,7 @@ _REDUCTIONS = {aten.sum: "sum", aten.amax: "max", aten.logsumexp: "logsumexp", a
 _HEAVY = {"exp": 1, "tanh": 1, "sigmoid": 1, "sqrt": 1, "rsqrt": 1, "pow": 3, "log": 2, "log1p": 2, "expm1": 2,
           "sin": 3, "cos": 3, "erf": 2, "atan": 3}  # fmt: skip
 _MAX_HEAVY = 2
-MAX_DEPTH, MAX_ELEMENTS = 64, 1024
+MAX_DEPTH, MAX_ELEMENTS = 64, 512
 """Operations that one walk goes through: one after the other, and in all. Analysis stays linear in the graph."""
 
 
@@ -107,6 +108,14 @@ class PullBack:
             self.limit = f"more than {MAX_ELEMENTS} operations"
         return self._depth <= MAX_DEPTH and len(self._memo) <= MAX_ELEMENTS
 
+    def explained(self, problem: Unsupported) -> Unsupported:
+        """A problem with what the walk has found, with the node at fault and the limit that the walk ran into."""
+        node = self.suspect(problem)
+        if self.limit is None or problem.refusal.kind is not Ground.NOT_POINTWISE:
+            return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
+        message = f"{problem.refusal.message}, as far as was looked: there are {self.limit}"
+        return Unsupported(Ground.LIMIT, message, problem.expr, node)
+
     def suspect(self, problem: Unsupported) -> Node | None:
         """The node at fault for a problem with what the walk has found: that of the expression in question, or else the
         last tensor that had to be taken as it is although a product of two tensors went into it."""
@@ -148,7 +157,7 @@ class PullBack:
         """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""
         kind = pointwise.kind_of(nodes.dtype(here))
         if kind is None:
-            raise Unsupported(f"values of dtype {nodes.dtype(here)}")
+            raise Unsupported(Ground.DTYPE, f"values of dtype {nodes.dtype(here)}")
         if here not in self.loaded:
             self.loaded.append(here)
         return load(self.loaded.index(here), index, kind)
@@ -164,7 +173,7 @@ class PullBack:
             return nodes.size_expr(held)
         if (found := nodes.scalar(value)) is not None:
             return found
-        raise Unsupported(f"a scalar that is computed at run time ({value.name})")
+        raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({value.name})")
 
     # --- operations ---------------------------------------------------------------------------------------------
 
@@ -235,7 +244,9 @@ class PullBack:
         other, so that all but a few instructions are done once per row.
         """
         if "seed" not in here.meta or not isinstance(p, (int, float)):
-            raise Unsupported("dropout of a kind, or with a probability, that is not known at compile time")
+            raise Unsupported(
+                Ground.DROPOUT, "dropout of a kind, or with a probability, that is not known at compile time"
+            )
         if p >= 1:
             return const(0.0)
         seed = self.load(here.meta["seed"], (integers.integer(0),))
@@ -279,7 +290,7 @@ class PullBack:
             return None
         nodes.specialize(nodes.value(parts.left).shape[_position(parts.left_index, C)])
         scale, added = apply("fmul", query_scale, key_scale), False
-        if packet(here) is aten.baddbmm:
+        if packet(here) in ADDING:
             args = arguments(here)
             scale, added = apply("fmul", scale, const(float(args["alpha"]))), args["beta"] != 0
         result = self.product(
@@ -340,10 +351,10 @@ class PullBack:
     def _columns(self, origin: Node, index: Index, dim: int, extent: Expr, offset: int) -> tuple[Expr, ...] | None:
         """The value at key J, then those of the columns before and after the keys' (constant few)."""
         further = integers.sub(extent, self.keys)
-        if not further.is_const or not 0 <= int(further.attr) <= MAX_SINKS:  # type: ignore[arg-type]
-            return None
-        count = int(further.attr)  # type: ignore[arg-type]
-        if not 0 <= offset <= count:
+        count = int(further.attr) if further.is_const else -1  # type: ignore[arg-type]
+        if count > MAX_SINKS:
+            self.limit = f"{count} columns of the softmax beside the keys, more than {MAX_SINKS}"
+        if not 0 <= offset <= count <= MAX_SINKS:
             return None
 
         def at(position: int | Expr) -> Expr:

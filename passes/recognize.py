@@ -15,6 +15,7 @@ from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
 from fusion.passes.dead_rows import as_exponents, may_be_infinite, may_be_lowest, quotient_kind, selected
 from fusion.passes.nodes import Unsupported
+from fusion.refusals import Ground
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,9 @@ def attentions(weight: Expr) -> list[Core]:
     """The attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
     weight = _fold_softmax(weight)
     if not _has(weight, "dot"):
-        raise Unsupported("the weights do not come from a product of queries and keys by pointwise operations")
+        raise Unsupported(
+            Ground.NOT_POINTWISE, "the weights do not come from a product of queries and keys by pointwise operations"
+        )
     if not _has(weight, "softmax", "scaled_softmax"):
         return [_pointwise_core(weight)]
     return [_core(coefficient, core) for coefficient, core in _terms(weight)]
@@ -193,7 +196,9 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
     if expr.op in ("fadd", "fsub"):
         for arg in expr.args:
             if not is_number(arg, 0.0) and not _has(arg, "softmax", "scaled_softmax"):
-                raise Unsupported(f"something independent of the softmax is added to the weights: {arg}", expr)
+                raise Unsupported(
+                    Ground.WEIGHTS_ADDED, f"something independent of the softmax is added to the weights: {arg}", expr
+                )
         left, right = (_terms(arg) for arg in expr.args)
         return left + (right if expr.op == "fadd" else [(apply("neg", c), core) for c, core in right])
     if expr.op == "neg":
@@ -208,11 +213,17 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         condition, then, otherwise = expr.args
         for arg in (then, otherwise):
             if not is_number(arg, 0.0) and not _has(arg, "softmax", "scaled_softmax"):
-                raise Unsupported(f"something independent of the softmax takes the place of weights: {arg}", expr)
+                raise Unsupported(
+                    Ground.WEIGHTS_REPLACED,
+                    f"something independent of the softmax takes the place of weights: {arg}",
+                    expr,
+                )
         inverse = apply("not", condition)
         kept = [(where(condition, c, ZERO), selected(core, condition)) for c, core in _terms(then)]
         return kept + [(where(condition, ZERO, c), selected(core, inverse)) for c, core in _terms(otherwise)]
-    raise Unsupported(f"the softmax is followed by an operation that is not linear in it ({expr.op})", expr)
+    raise Unsupported(
+        Ground.NOT_LINEAR, f"the softmax is followed by an operation that is not linear in it ({expr.op})", expr
+    )
 
 
 def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
@@ -230,7 +241,7 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
             own[part] = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
     factor = _replace(factor, own)
     if core.attr != "softmax" or _has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
-        raise Unsupported("the result is scaled by another reduction over the keys", factor)
+        raise Unsupported(Ground.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)
     return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)
 
 
@@ -239,13 +250,17 @@ def _core(coefficient: Expr, core: Expr) -> Core:
     columns = columns if scale is not None else _without_shift(columns)
     score, *sinks = columns
     if not _has(score, "dot"):
-        raise Unsupported("the softmax is not of a pointwise function of a product of queries and keys")
+        raise Unsupported(
+            Ground.NOT_POINTWISE, "the softmax is not of a pointwise function of a product of queries and keys"
+        )
     if _has(score, "softmax", "scaled_softmax", "reduce"):
         inner = next(part for part in walk(score) if part.op in ("softmax", "scaled_softmax", "reduce"))
-        raise Unsupported("the scores of the softmax contain another reduction over the keys", inner)
+        raise Unsupported(
+            Ground.FURTHER_REDUCTION, "the scores of the softmax contain another reduction over the keys", inner
+        )
     if not all(_free_of_keys(sink) for sink in sinks):
         column = next(sink for sink in sinks if not _free_of_keys(sink))
-        raise Unsupported("a further column of the softmax depends on the scores", column)
+        raise Unsupported(Ground.COLUMN_OF_SCORES, "a further column of the softmax depends on the scores", column)
     return Core(score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale)
 
 
@@ -312,8 +327,12 @@ def _pointwise_core(weight: Expr) -> Core:
     """Weights that are a pointwise function of the score, with no normaliser."""
     if _has(weight, "reduce"):
         inner = next(part for part in walk(weight) if part.op == "reduce")
-        raise Unsupported("the weights are normalised in a way that is not a softmax over the keys", inner)
+        raise Unsupported(
+            Ground.OTHER_NORMALISER, "the weights are normalised in a way that is not a softmax over the keys", inner
+        )
     if not any(part.op not in ("fmul", "div", "fadd", "fsub", "neg", "where") and _has(part, "dot")
                for part in walk(weight) if part.op != "dot"):  # fmt: skip
-        raise Unsupported("there is no normaliser, and nothing but linear operations, between the two products")
+        raise Unsupported(
+            Ground.NO_NORMALISER, "there is no normaliser, and nothing but linear operations, between the two products"
+        )
     return Core(score=weight, normalizer=Normalizer.NONE, weight=const(1.0))

@@ -95,7 +95,7 @@ def _inside(site: Site) -> set[Node]:
     while here is not site.anchor:
         inside.add(here)
         here = here.all_input_nodes[0]
-    if site.reason is not None:  # the walk ended early: show what a person would call the attention
+    if site.refusal is not None:  # the walk ended early: show what a person would call the attention
         inside |= _upstream(site.anchor)
         if site.blame is not None and site.blame.op == "call_function":
             inside.add(site.blame)

@@ -19,9 +19,10 @@ from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds
 from fusion.passes.specify import Specified, specify
 from fusion.passes.tile_maps import Mapped, mapped, with_map
+from fusion.refusals import Ground, Refusal
 
 aten = torch.ops.aten
-Supports = Callable[[AttentionSpec, torch.device, Sequence[int], bool], str | None]
+Supports = Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]
 Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]], str], bool]
 
 
@@ -42,13 +43,13 @@ def rewrite(
     specified: dict[int, list[Specified]] = {}
     symbols = _Symbols(module.graph)
     for number, site in enumerate(sites):
-        if site.reason is not None:
+        if site.refusal is not None:
             continue
         try:
             _refuse_reordered_reads(site)
             specified[number] = [_specify(site, a, symbols, block_mask) for a in site.attentions]
         except Unsupported as problem:
-            site.reason, site.blame = str(problem), problem.node
+            site.refusal, site.blame = problem.refusal, problem.node
     hints = nodes.size_hints(module.graph)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
@@ -57,7 +58,7 @@ def rewrite(
         sizes = ([nodes.evaluate_size(n, hints) for n in part.sizes] for part in parts)
         reasons = (supports(p.spec, device, values, p.differentiable) for p, values in zip(parts, sizes, strict=True))
         if (reason := next(filter(None, reasons), None)) is not None:
-            sites[number].reason = reason
+            sites[number].refusal = reason
             del specified[number]
     _refuse_escaping(module.graph, sites, specified)
     results: dict[Node, Node] = {}
@@ -84,7 +85,8 @@ def _refuse_distributed_dropout(found: Specified) -> None:
     random = any(part.op == "hash" for part in walk(*found.spec.expressions()))
     if random and (held := next((o for o in found.operands if o.meta.get("dtensor")), None)) is not None:
         raise Unsupported(
-            f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers"
+            Ground.DISTRIBUTED_DROPOUT,
+            f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers",
         )
 
 
@@ -130,7 +132,8 @@ def _refuse_reordered_reads(site: Site) -> None:
                 if node < mutation < site.root:
                     where = nodes.source_line(mutation) or mutation.name
                     problem = Unsupported(
-                        f"a tensor that the attention reads is changed in place before it ends ({where})"
+                        Ground.CHANGED_IN_PLACE,
+                        f"a tensor that the attention reads is changed in place before it ends ({where})",
                     )
                     problem.node = mutation
                     raise problem
@@ -156,9 +159,8 @@ def _refuse_escaping(graph: Graph, sites: Sequence[Site], specified: dict[int, l
             site = sites[number]
             site.blame = user if user is not None and user.op != "output" else node
             where = nodes.source_line(user) if user is not None else None
-            site.reason = f"the attention weights are needed elsewhere ({_describe_use(node, user)}" + (
-                f", at {where})" if where else ")"
-            )
+            use = _describe_use(node, user) + (f", at {where}" if where else "")
+            site.refusal = Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})")
             del specified[number]
 
 
@@ -283,9 +285,9 @@ class _Symbols:
         """Raise `Unsupported` unless `value` can make this expression."""
         for part in walk(expr):
             if part.op == "size" and part.attr not in self.carriers:
-                raise Unsupported(f"the size {part.attr} is not carried by any input of the graph")
+                raise Unsupported(Ground.SIZE, f"the size {part.attr} is not carried by any input of the graph")
             if part.op not in ("size", "const") and part.op not in _OPERATORS:
-                raise Unsupported(f"a size written as {expr}")
+                raise Unsupported(Ground.SIZE, f"a size written as {expr}")
 
     def value(self, expr: Expr) -> int | Node:
         """An int, or a node inserted at the graph's insertion point."""

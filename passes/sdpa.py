@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,26 @@ from fusion.passes.operands import Access, locate, scale_of_values
 from fusion.passes.pullback import Product, PullBack
 from fusion.passes.recognize import Core
 from fusion.passes.views import Index, broadcast_index
+from fusion.refusals import Ground
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a product with V was pulled back to.
+
+    cores: the attentions whose weights sum to those of the product.
+    value, scale: where V is read, and what its rows are multiplied by.
+    pullback: the walk.
+    keys: how many keys there are.
+    """
+
+    cores: list[Core]
+    value: Access
+    scale: Expr
+    pullback: PullBack
+    keys: Expr
 
 
 def is_sdpa(here: Node) -> bool:
@@ -27,10 +46,8 @@ def is_sdpa(here: Node) -> bool:
     return here.op == "call_function" and packet(here) is aten.scaled_dot_product_attention
 
 
-def pull_back_sdpa(
-    anchor: Node, index: Index, bounds: dict[Expr, Expr]
-) -> tuple[list[Core], tuple[Access, Expr], PullBack, Expr]:
-    """The attention of an SDPA call at `index` of its result: (core, V and its scale, the walk, number of keys)."""
+def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Found:
+    """The attention of an SDPA call at `index` of its result."""
     args = arguments(anchor)
     query, key, value = args["query"], args["key"], args["value"]
     nodes.specialize(nodes.value(query).shape[-1])
@@ -47,7 +64,7 @@ def pull_back_sdpa(
 
     (q, q_scale), (k, k_scale) = access(query, I, C, d), access(key, J, C, d)
     trained = bool(anchor.meta.get("requires_grad"))
-    v = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
+    v, v_scale = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
     scale = apply("fmul", apply("fmul", q_scale, k_scale), _scale(args["scale"], d))
     score = pullback.product(
         Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False)
@@ -60,14 +77,14 @@ def pull_back_sdpa(
     if args["dropout_p"] != 0:
         weight = pullback.kept(anchor, args["dropout_p"], (*index[:-1], J), (*shape(anchor)[:-1], keys))
     core = Core(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=weight)
-    return [core], v, pullback, keys
+    return Found(cores=[core], value=v, scale=v_scale, pullback=pullback, keys=keys)
 
 
 def _scale(scale: Any, d: Expr) -> Expr:
     if scale is not None and (found := nodes.scalar(scale)) is not None:
         return pointwise.operand(found, Kind.FLOAT)
     if scale is not None or not d.is_const:
-        raise Unsupported("a scale or head dimension that is computed at run time")
+        raise Unsupported(Ground.RUN_TIME_SCALAR, "a scale or head dimension that is computed at run time")
     return const(1 / math.sqrt(d.integer) if d.integer else 1.0)
 
 

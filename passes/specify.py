@@ -21,6 +21,7 @@ from fusion.passes.nodes import Unsupported
 from fusion.passes.operands import Access, scales_rows
 from fusion.passes.pullback import Product
 from fusion.passes.recognize import Core
+from fusion.refusals import Ground
 
 aten = torch.ops.aten
 
@@ -45,7 +46,10 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
         attention.pullback.products,
     )
     if core.row_scale is not None and attention.pullback.detached_maximum:
-        raise Unsupported("a normaliser that depends on the row's maximum, through which no gradient is to flow")
+        raise Unsupported(
+            Ground.DETACHED_MAXIMUM,
+            "a normaliser that depends on the row's maximum, through which no gradient is to flow",
+        )
     main = products[_main_product(core.score, products)]
     accesses = (main.query, main.key, attention.value)
     _require_float(accesses)
@@ -143,7 +147,7 @@ def _with_scaled_values(attention: Attention, trained: bool) -> Core:
 def _require_float(accesses: Sequence[Access]) -> None:
     for access in accesses:
         if access.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise Unsupported(f"attention over {str(access.dtype).removeprefix('torch.')} tensors")
+            raise Unsupported(Ground.DTYPE, f"attention over {str(access.dtype).removeprefix('torch.')} tensors")
 
 
 class _Resolver:
@@ -162,9 +166,11 @@ class _Resolver:
             if product == self.main:
                 return apply("fmul", SCORE, self(product.scale))
             if product.node is self.main.node:
-                raise Unsupported("two different elements of one product enter the same score")
+                raise Unsupported(Ground.TWO_ELEMENTS, "two different elements of one product enter the same score")
             if not product.held:
-                raise Unsupported("two products to which something is added by the same operation (baddbmm)")
+                raise Unsupported(
+                    Ground.ADDED_TO_PRODUCT, "two products to which something is added by the same operation (baddbmm)"
+                )
             return load(self._number(product.node), product.index, Kind.FLOAT)
         if part.op == "load":
             index = tuple(self(arg) for arg in part.args)
@@ -221,7 +227,7 @@ def _rename_mask(mask: MaskFacts, rename: _Sizes) -> MaskFacts:
 
 def _static(extent: Expr, what: str) -> Expr:
     if not extent.is_const:
-        raise Unsupported(f"a {what} that is known only at run time")
+        raise Unsupported(Ground.RUN_TIME_SCALAR, f"a {what} that is known only at run time")
     return extent
 
 
@@ -274,6 +280,6 @@ def _hint(stride: int | torch.SymInt) -> int:
     if isinstance(stride, torch.SymInt):
         hint = stride.node.hint
         if hint is None:
-            raise Unsupported("a result whose strides depend on data")
+            raise Unsupported(Ground.SIZE, "a result whose strides depend on data")
         return int(hint)
     return stride

@@ -18,6 +18,7 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr
 from fusion.passes import nodes
 from fusion.passes.nodes import Unsupported, arguments, normalize_dim, packet, shape
+from fusion.refusals import Ground
 
 aten = torch.ops.aten
 Index = tuple[Expr, ...]
@@ -57,7 +58,7 @@ def _rule(*packets: Any) -> Callable[[Rule], Rule]:
 def _concrete(value: Any) -> int:
     if isinstance(value, int):
         return value
-    raise Unsupported("a dimension or step that is not a constant")
+    raise Unsupported(Ground.LAYOUT, "a dimension or step that is not a constant")
 
 
 @_rule(aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy, aten.lift_fresh)
@@ -88,7 +89,9 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
     or split see a division.
     """
     if integers.integer(0) in old:
-        raise Unsupported(f"a reshape from {list(map(str, old))} to {list(map(str, new))}, which hold nothing")
+        raise Unsupported(
+            Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, which hold nothing"
+        )
     result: list[Expr] = []
     a, b = 0, 0
     while a < len(new) or b < len(old):
@@ -110,7 +113,7 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
             if left is right and (a > a0 or a0 == len(new)) and (b > b0 or b0 == len(old)):
                 break
         if left is not right:
-            raise Unsupported(f"a reshape from {list(map(str, old))} to {list(map(str, new))}")
+            raise Unsupported(Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}")
         flat = integers.integer(0)
         for k in range(a0, a):
             flat = integers.add(integers.mul(flat, new[k]), index[k])
@@ -216,7 +219,7 @@ def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Boun
         if start.is_const and start.integer < 0:
             start = integers.integer(0)
     elif not start.is_const and not integers.is_nonnegative(start):
-        raise Unsupported("a slice whose start may be negative")
+        raise Unsupported(Ground.LAYOUT, "a slice whose start may be negative")
     moved = integers.add(start, integers.mul(step, index[dim]))
     return origin, (*index[:dim], moved, *index[dim + 1 :])
 
@@ -229,7 +232,7 @@ def _select(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bou
     if at.is_const and at.integer < 0:
         at = integers.add(at, shape(origin)[dim])
     elif not at.is_const and not integers.is_nonnegative(at):
-        raise Unsupported("an index that may be negative")
+        raise Unsupported(Ground.LAYOUT, "an index that may be negative")
     return origin, (*index[:dim], at, *index[dim:])
 
 
@@ -271,7 +274,7 @@ def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bound
     for shift, d in zip(shifts, dims, strict=True):
         d = normalize_dim(d, len(index))
         if not extents[d].is_const:
-            raise Unsupported("a roll over a dimension of unknown size")
+            raise Unsupported(Ground.LAYOUT, "a roll over a dimension of unknown size")
         extent = extents[d].integer
         moved[d] = integers.mod(integers.add(moved[d], (-shift) % max(extent, 1)), extents[d], bounds)
     return args["self"], tuple(moved)

@@ -9,27 +9,32 @@ from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
+from fusion.refusals import Ground, Refusal
 
 #: bfloat16 planes that hold an element exactly
 PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, **dict.fromkeys(FORMATS, 1)}
 
 
-def supports(spec: AttentionSpec, machine: Machine) -> str | None:
+def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
     """Why this spec has no CPU kernel, or None."""
     if (reason := unavailable()) is not None:
-        return reason
+        return Refusal(Ground.NOT_INSTALLED, reason)
     if machine.kind != "cpu":
-        return f"{machine.name} is not a CPU"
+        return Refusal(Ground.OTHER_MACHINE, f"{machine.name} is not a CPU")
     for operand in spec.operands:
         if operand.dtype not in MEMORY_TYPE:
-            return f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(MEMORY_TYPE)}"
+            return Refusal(
+                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(MEMORY_TYPE)}"
+            )
     for number in (0, 1, 2):
         operand = spec.operands[number]
         if operand.dtype not in PLANES:
-            return f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PLANES)}"
+            return Refusal(
+                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PLANES)}"
+            )
     written = [dtype for dtype in PLANES if dtype not in FORMATS]
     if spec.out_dtype not in written:
-        return f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}"
+        return Refusal(Ground.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
     return None
 
 

@@ -25,6 +25,7 @@ from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+from fusion.refusals import Ground, Refusal
 
 __all__ = ["Differentiable", "Kernel", "compile", "reads", "supports", "unavailable"]
 
@@ -41,22 +42,28 @@ def unavailable() -> str | None:
     return None
 
 
-def supports(spec: AttentionSpec) -> str | None:
+def supports(spec: AttentionSpec) -> Refusal | None:
     """Why this spec has no GPU kernel, or None."""
     if (reason := unavailable()) is not None:
-        return reason
+        return Refusal(Ground.NOT_INSTALLED, reason)
     for operand in spec.operands:
         if operand.dtype not in _LOADED:
-            return f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(sorted(_LOADED))}"
+            return Refusal(
+                Ground.DTYPE,
+                f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(sorted(_LOADED))}",
+            )
     for operand in spec.operands[:3]:
         if operand.dtype not in DTYPES | FLOAT8:
-            return f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(DTYPES | FLOAT8)}"
+            return Refusal(
+                Ground.DTYPE,
+                f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(DTYPES | FLOAT8)}",
+            )
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype)):
         if dtype not in DTYPES:
-            return f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}"
+            return Refusal(Ground.DTYPE, f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}")
     for index in (*spec.q, *spec.k, *spec.v):
         if any(contains(part, C) or contains(part, E) for part in loads(index)):
-            return f"a column of Q, K or V is itself read from a tensor: {index}"
+            return Refusal(Ground.INDIRECT_COLUMN, f"a column of Q, K or V is itself read from a tensor: {index}")
     return None
 
 

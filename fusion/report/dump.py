@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,37 @@ class Dump:
         if not self.folder:
             return
         try:
-            self._write(report)
+            self._write(artifacts(report))
         except OSError as problem:
             log.warning(
                 "FUSION_DUMP=%s: nothing was written (%s); name a folder that can be written", self.folder, problem
             )
 
-    def _write(self, report: Report) -> None:
+    def failure(self, problem: Exception) -> None:
+        """Write what was noted until a failure, and its traceback; it goes to the log at level DEBUG as well."""
+        text = "".join(traceback.format_exception(problem))
+        log.debug("%s", text)
+        if self.folder:
+            try:
+                self._write([("failure.txt", text)])
+            except OSError as trouble:
+                log.warning("FUSION_DUMP=%s: nothing was written (%s)", self.folder, trouble)
+
+    @property
+    def where(self) -> str:
+        """Where the details of a failure are."""
+        if self.folder:
+            return f"details in {self.folder}"
+        return "this is a defect of ours; FUSION_DUMP=folder writes the graph and the traceback to report with it"
+
+    def _write(self, further: Sequence[tuple[str, str]]) -> None:
         folder = _new_folder(Path(self.folder))
         files: list[tuple[str, str]] = []
         for number, (name, text, attributes) in enumerate(self._graphs):
             files.append((f"{name}.py", text))
             if attributes:
                 torch.save(attributes, folder / f"{number:02}_{name}.pt")
-        files += artifacts(report)
+        files += further
         for number, (name, text) in enumerate(files):
             (folder / f"{number:02}_{name}").write_text(text, encoding="utf-8")
         log.info("wrote %d files to %s", len(files), folder)
@@ -75,10 +93,10 @@ def artifacts(report: Report) -> list[tuple[str, str]]:
     plans: dict[str, None] = {}
     kernels: dict[str, None] = {}
     for site in report.sites:
-        for spec, plan, source in zip(site.specs, site.plans, site.sources, strict=True):
-            plans.setdefault(f"{spec}\n\n{plan.explain()}\n")
-            if source:
-                kernels.setdefault(source)
+        for found in site.attentions:
+            plans.setdefault(f"{found.spec}\n\n{found.planned().plan.explain()}\n")
+            if found.source:
+                kernels.setdefault(found.source)
     files = [(f"plan_{number}.txt", text) for number, text in enumerate(plans)]
     files += [
         (f"kernel_{number}.{'mlir' if 'func.func' in text else 'py'}", text) for number, text in enumerate(kernels)

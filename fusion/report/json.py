@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from fusion.planning.plan import Plan
-from fusion.report.report import Report, SiteReport
+from fusion.report.report import AttentionReport, Report, SiteReport
 
 
 def to_dict(report: Report) -> dict[str, Any]:
@@ -44,25 +44,26 @@ def _site(site: SiteReport) -> dict[str, Any]:
     return {
         "fused": site.fused,
         "reason": site.reason,
+        "kind": None if site.refusal is None else site.refusal.kind.name.lower(),
         "stopped_by": site.stopped_by,
         "stopped_at": site.stopped_at,
         "advice": site.advice,
         "location": site.location,
         "module": site.module,
-        "attentions": [
-            {
-                "program": spec.formula(),
-                "mask": None if spec.mask is None else spec.describe(spec.mask.live),
-                "sizes": dict(sizes),
-                "spec": json.loads(spec.to_json()),
-                "plan": _plan(plan),
-                "runs": runs or None,
-                "kernel_lines": len(source.splitlines()),
-            }
-            for spec, sizes, plan, runs, source in zip(
-                site.specs, site.sizes, site.plans, site.runs, site.sources, strict=True
-            )
-        ],
+        "attentions": [_attention(found) for found in site.attentions],
+    }
+
+
+def _attention(found: AttentionReport) -> dict[str, Any]:
+    spec, planned = found.spec, found.planned()
+    return {
+        "program": spec.formula(),
+        "mask": None if spec.mask is None else spec.describe(spec.mask.live),
+        "sizes": dict(found.sizes),
+        "spec": json.loads(spec.to_json()),
+        "plan": _plan(planned.plan),
+        "runs": planned.runs or None,
+        "kernel_lines": len(found.source.splitlines()),
     }
 
 

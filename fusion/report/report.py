@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from fusion.ir import AttentionSpec
 from fusion.passes.region import Region
 from fusion.planning.plan import Plan
+from fusion.refusals import Refusal
 
 if TYPE_CHECKING:
     from fusion.api.compare import Comparison
@@ -29,40 +30,58 @@ class Planned:
     runs: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionReport:
+    """One attention of a site.
+
+    spec: what was recognised.
+    sizes: values of the spec's sizes in the example.
+    shapes: of its operands in the example.
+    planned: says how it runs, as far as is known when it is asked: tiles are measured at a kernel's first call.
+    source: the generated kernel; "" where the reference interpreter runs.
+    approximation: what the option `approximate` does with it; None without that option.
+    """
+
+    spec: AttentionSpec
+    sizes: Mapping[str, int]
+    shapes: tuple[tuple[int, ...], ...]
+    planned: Callable[[], Planned]
+    source: str
+    approximation: str | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class SiteReport:
-    """One attention of the model.
+    """One product with V of the model.
 
-    fused: whether it runs as a fused kernel; reason: why not. location: the user's source line of the product with V.
+    fused: whether it runs as fused kernels.
+    refusal: why not.
+    location: the user's source line of the product.
+    module: path of the nn.Module.
     stopped_by, stopped_at: the operation that stood in the way and the user's line of it, where one can be named.
-    module: path of the nn.Module. specs: what was recognised (several where the weights are a sum of attentions).
-    sizes, shapes: values of each spec's sizes, and shapes of its operands, in the example. planned: what tells how each
-    spec runs; `plans` and `runs` ask it. sources: generated kernel of each spec.
     before, after: the graph around it, for drawing.
-    approximations: what the option `approximate` does with each spec; None without it.
+    attentions: what was recognised; several where the weights are a sum of attentions.
     """
 
     fused: bool
-    reason: str | None
+    refusal: Refusal | None
     location: str | None
     module: str | None
     stopped_by: str | None = None
     stopped_at: str | None = None
     before: Region | None = None
     after: Region | None = None
-    specs: tuple[AttentionSpec, ...] = ()
-    sizes: tuple[Mapping[str, int], ...] = ()
-    shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    planned: tuple[Callable[[], Planned], ...] = ()
-    sources: tuple[str, ...] = ()
-    approximations: tuple[str | None, ...] = ()
+    attentions: tuple[AttentionReport, ...] = ()
+
+    @property
+    def reason(self) -> str | None:
+        """Why the site is not fused, in words; None for a fused one."""
+        return None if self.refusal is None else self.refusal.message
 
     @property
     def advice(self) -> str | None:
         """What would make an unfused site fusable; None for a fused one."""
-        from fusion.report.advice import advice
-
-        return None if self.reason is None else advice(self.reason)
+        return None if self.refusal is None else self.refusal.advice
 
     def mlir(self, which: int = 0) -> str:
         """An MLIR module of one of the site's attentions, at the sizes of the example: its public function `attention`
@@ -70,44 +89,59 @@ class SiteReport:
         from fusion.codegen.mlir.export import attention_module
         from fusion.errors import MlirExportError
 
-        if which >= len(self.specs):
-            raise MlirExportError(
-                f"attention {which} of a site with {len(self.specs)} was asked for"
-                + (f": {self.reason}" * (not self.fused))
-            )
-        return attention_module(self.specs[which], self.shapes[which], list(self.sizes[which].values()))
+        if which >= len(self.attentions):
+            count = len(self.attentions)
+            why = "" if self.fused else f": {self.reason}"
+            raise MlirExportError(f"attention {which} of a site with {count} was asked for{why}")
+        found = self.attentions[which]
+        return attention_module(found.spec, found.shapes, list(found.sizes.values()))
 
     @property
-    def spec(self) -> AttentionSpec | None:
-        """The spec of a site with one."""
-        return self.specs[0] if self.specs else None
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(found.spec for found in self.attentions)
+
+    @property
+    def sizes(self) -> tuple[Mapping[str, int], ...]:
+        return tuple(found.sizes for found in self.attentions)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(found.source for found in self.attentions)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The schedule of each spec, as far as it is known by now: tiles are measured at a kernel's first call."""
-        return tuple(planned().plan for planned in self.planned)
+        """The schedule of each attention, as far as it is known by now."""
+        return tuple(found.planned().plan for found in self.attentions)
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """In what each spec runs, likewise; "" where the plan's tile says all."""
-        return tuple(planned().runs for planned in self.planned)
+        """In what each attention runs, likewise; "" where the plan's tile says all."""
+        return tuple(found.planned().runs for found in self.attentions)
+
+    @property
+    def spec(self) -> AttentionSpec | None:
+        """The spec of the first attention; with it `plan` and `source`."""
+        return self.attentions[0].spec if self.attentions else None
 
     @property
     def plan(self) -> Plan | None:
-        return self.planned[0]().plan if self.planned else None
+        return self.attentions[0].planned().plan if self.attentions else None
 
     @property
     def source(self) -> str | None:
         """The generated kernel; None where the reference interpreter runs."""
-        return self.sources[0] or None if self.sources else None
+        return self.attentions[0].source or None if self.attentions else None
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
     """The report of one compiled graph, or of all `graphs` of a model.
 
-    notes: what concerns a whole graph. graph_before, graph_after: Dynamo's graph and the one handed to the inner
-    compiler, where an attention was found. function: what was explained. comparison: what `compare` measured last.
+    sites: every attention, fused or not.
+    notes: what concerns a whole graph.
+    graph_before, graph_after: Dynamo's graph and the one handed to the inner compiler, where an attention was found.
+    function: what was explained.
+    comparison: what `compare` measured last.
     """
 
     graphs: int = 1

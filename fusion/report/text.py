@@ -30,31 +30,30 @@ def to_text(report: Report) -> str:
             lines.append(f"    stopped  by {site.stopped_by}" + (f" at {site.stopped_at}" if site.stopped_at else ""))
         if site.advice:
             lines += textwrap.wrap(site.advice, 110, initial_indent="    to fuse  ", subsequent_indent=" " * 13)
-        lines += _specs(site, number, shown)
+        lines += _attentions(site, number, shown)
     return "\n".join(lines)
 
 
-def _specs(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]:
-    if not site.specs:
+def _attentions(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]:
+    if not site.attentions:
         return []
     same = shown.setdefault(site.specs, number)
     if same != number:
         return [f"    kernel   the same as [{same}]"]
     lines = []
-    plans, runs = site.plans, site.runs
-    for position, spec in enumerate(site.specs):
+    for position, found in enumerate(site.attentions):
+        spec, planned = found.spec, found.planned()
         lines.append(f"    program  {spec.formula()}")
         if spec.stored:
             lines.append(f"    reads    {', '.join(f'{o.name} in {o.dtype}' for o in spec.stored)}")
         if spec.mask is not None:
-            lines.append(f"    mask     {mask_text(spec, plans[position] if position < len(plans) else None)}")
-        if position < len(plans):
-            lines += _indented("plan", plans[position].explain().partition("\nothers")[0])
-            lines += _indented("runs", runs[position])
-        if position < len(site.approximations) and (approximation := site.approximations[position]):
-            lines += _indented("approx", approximation)
-        if position < len(site.sources) and (source := site.sources[position]):
-            lines.append(f"    kernel   {len(source.splitlines())} lines: report.sites[{number}].sources[{position}]")
+            lines.append(f"    mask     {mask_text(spec, planned.plan)}")
+        lines += _indented("plan", planned.plan.explain().partition("\nothers")[0])
+        lines += _indented("runs", planned.runs)
+        lines += _indented("approx", found.approximation or "")
+        if found.source:
+            count = len(found.source.splitlines())
+            lines.append(f"    kernel   {count} lines: report.sites[{number}].sources[{position}]")
     return lines
 
 

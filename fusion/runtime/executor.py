@@ -16,6 +16,7 @@ from fusion.errors import LargeTableError, UnknownMachineError
 from fusion.ir import AttentionSpec, Normalizer, Operand
 from fusion.ir.sizes import size_value
 from fusion.machine import machine
+from fusion.refusals import Ground, Refusal
 
 if TYPE_CHECKING:
     from fusion.codegen.triton.autotune import Tuner
@@ -181,7 +182,7 @@ def _forward_kernel(spec: AttentionSpec, device: str, emitter: str = "auto", tra
     return found.kernel if isinstance(found, Guarded) else None
 
 
-def kernel_source(spec: AttentionSpec, device: str, emitter: str, trained: bool = False) -> str | None:
+def kernel_source(spec: AttentionSpec, device: str, emitter: str, trained: bool = False) -> Refusal | None:
     """The source of the kernel that runs a spec, or None where the reference interpreter does."""
     return getattr(_forward_kernel(spec, device, emitter, trained), "source", None)
 
@@ -198,7 +199,7 @@ def kernel_choice(spec: AttentionSpec, device: str, emitter: str, trained: bool,
     return None if choice_of is None else choice_of(sizes)
 
 
-def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int], trained: bool = False) -> str | None:
+def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int], trained: bool = False) -> Refusal | None:
     """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
     reason = unsupported(spec, device)
     if reason is not None:
@@ -209,8 +210,8 @@ def prepare(spec: AttentionSpec, device: torch.device, sizes: Sequence[int], tra
             kernel.prepare(sizes)
     except Exception as problem:
         log.warning("no kernel for %s", spec, exc_info=True)
-        return f"its kernel could not be built ({type(problem).__name__}: {problem})"
-    return None if kernel is not None else "its kernel could not be built"
+        return Refusal(Ground.DEFECT, f"its kernel could not be built ({type(problem).__name__}: {problem})")
+    return None if kernel is not None else Refusal(Ground.DEFECT, "its kernel could not be built")
 
 
 def differentiable(spec: str, device: str, emitter: str = "auto") -> Differentiable:
@@ -222,7 +223,7 @@ def differentiable(spec: str, device: str, emitter: str = "auto") -> Differentia
     return found
 
 
-def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
+def unsupported(spec: AttentionSpec, device: torch.device) -> Refusal | None:
     """Why there is no kernel for this spec on this device, or None if there is one."""
     if device.type == "cpu":
         from fusion.codegen import mlir
@@ -232,7 +233,7 @@ def unsupported(spec: AttentionSpec, device: torch.device) -> str | None:
         from fusion.codegen import triton
 
         return triton.supports(spec)
-    return f"there is no emitter for device {device.type!r}"
+    return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device.type!r}")
 
 
 def reads(dtype: torch.dtype, device: torch.device, emitter: str = "auto") -> bool:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fusion
-from fusion.report.advice import advice
+from fusion.refusals import Ground
+from tests.numerics import assert_as_exact_as_eager
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,25 +73,25 @@ def written_to(q, k, v):
 
 
 CASES = {
-    tanh_of_weights: ("not linear in it", "aten.tanh"),
-    other_axis: ("do not come from a product", "aten.softmax"),
-    running_sum: ("do not come from a product", "aten.cumsum"),
-    talking_heads: ("do not come from a product", "aten.einsum"),
-    also_averaged: ("needed elsewhere .by aten.mean", "aten.mean"),
-    returned: ("they are returned", "aten.softmax"),
-    constant_added: ("added to the weights", "aten.add"),
-    constant_put_in: ("takes the place of weights", "aten.masked_fill"),
-    softmax_twice: ("another reduction", "aten.softmax"),
-    written_to: ("changed in place", "aten.add_"),
+    tanh_of_weights: (Ground.NOT_LINEAR, "not linear in it", "aten.tanh"),
+    other_axis: (Ground.NOT_POINTWISE, "do not come from a product", "aten.softmax"),
+    running_sum: (Ground.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
+    talking_heads: (Ground.NOT_POINTWISE, "do not come from a product", "aten.einsum"),
+    also_averaged: (Ground.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
+    returned: (Ground.WEIGHTS_NEEDED, "they are returned", "aten.softmax"),
+    constant_added: (Ground.WEIGHTS_ADDED, "added to the weights", "aten.add"),
+    constant_put_in: (Ground.WEIGHTS_REPLACED, "takes the place of weights", "aten.masked_fill"),
+    softmax_twice: (Ground.FURTHER_REDUCTION, "another reduction", "aten.softmax"),
+    written_to: (Ground.CHANGED_IN_PLACE, "changed in place", "aten.add_"),
 }
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)
 def test_the_operation_and_its_line_are_named(function):
-    reason, operation = CASES[function]
+    kind, reason, operation = CASES[function]
     report = fusion.explain(function, *(torch.randn(2, 3, 17, 16) for _ in range(3)))
     (site,) = report.sites
-    assert not site.fused
+    assert not site.fused and site.refusal.kind is kind
     assert re.search(reason, site.reason), site.reason
     assert site.stopped_by.startswith(operation)
     lines = Path(__file__).read_text().splitlines()
@@ -100,35 +101,105 @@ def test_the_operation_and_its_line_are_named(function):
     assert f"stopped  by {site.stopped_by} at {site.stopped_at}" in str(report)
 
 
+def linear_over_heads(q, k, v):
+    s = torch.nn.functional.linear((q @ k.mT).permute(0, 2, 3, 1), torch.eye(3) + 0.1)  # here
+    return torch.softmax(s.permute(0, 3, 1, 2), -1) @ v
+
+
+def linear_over_heads_of_weights(q, k, v):
+    w = torch.softmax(q @ k.mT, -1)
+    w = torch.nn.functional.linear(w.permute(0, 2, 3, 1), torch.eye(3) + 0.1)  # here
+    return w.permute(0, 3, 1, 2) @ v
+
+
+def with_a_vector(q, k, v):
+    w = torch.softmax(q[0, 0] @ k[0, 0].mT, -1)
+    return w @ v[0, 0, :, 0]  # here
+
+
+def many_sinks(q, k, v):
+    s = torch.cat([q @ k.mT, q.new_zeros(2, 3, 17, 5)], -1)
+    return torch.softmax(s, -1)[..., :17] @ v
+
+
+def far_away(q, k, v):
+    s = q @ k.mT
+    for step in range(80):
+        s = s * (1 + step / 1000)
+    return torch.softmax(s, -1) @ v
+
+
+UNSEEN = {
+    linear_over_heads: (Ground.HEADS_MIXED, "a linear layer mixes the heads"),
+    linear_over_heads_of_weights: (Ground.HEADS_MIXED, "a linear layer mixes the heads"),
+    with_a_vector: (Ground.PRODUCT_FORM, "aten.mv|a product with a vector"),
+    many_sinks: (Ground.LIMIT, "5 columns of the softmax beside the keys, more than 4"),
+    far_away: (Ground.LIMIT, "more than 64 operations one after the other"),
+}
+
+
+@pytest.mark.parametrize("function", UNSEEN, ids=lambda f: f.__name__)
+def test_what_has_a_softmax_between_two_products_is_listed(function):
+    kind, reason = UNSEEN[function]
+    (site,) = fusion.explain(function, *(torch.randn(2, 3, 17, 16) for _ in range(3))).sites
+    assert not site.fused and site.refusal.kind is kind
+    assert re.search(reason, site.reason), site.reason
+
+
+def test_weights_that_end_at_a_graph_break_are_noted():
+    def function(q, k, v):
+        w = torch.softmax(q @ k.mT, -1)
+        torch._dynamo.graph_break()
+        return w @ v
+
+    report = fusion.explain(function, *(torch.randn(2, 3, 17, 16) for _ in range(3)))
+    assert not report.sites and report.graphs == 2
+    assert any("attention weights leave this graph" in note and "softmax" in note for note in report.notes)
+
+
+def test_an_attention_of_addmm_alone_is_fused():
+    def function(q, k, v):
+        scores = torch.addmm(torch.ones(17), q, k.mT, beta=0.5, alpha=0.25)
+        return torch.addmm(torch.zeros(16), torch.softmax(scores, -1), v, beta=0)
+
+    inputs = [torch.randn(17, 16) for _ in range(3)]
+    report = fusion.explain(function, *inputs)
+    assert [site.fused for site in report.sites] == [True], str(report)
+    torch._dynamo.reset()
+    actual = torch.compile(function, backend="fusion", options={"inner": "eager"})(*inputs)
+    torch.set_default_dtype(torch.float64)  # for the tensors that the function makes
+    try:
+        reference = function(*(x.double() for x in inputs))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_as_exact_as_eager([actual], [function(*inputs)], [reference], torch.float32)
+
+
 def test_a_fused_site_has_no_advice():
     (site,) = fusion.explain(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, *[torch.randn(1, 1, 5, 4)] * 3).sites
     assert site.fused and site.advice is None and site.stopped_by is None
 
 
-def reasons() -> set[str]:
-    """The text of every refusal in the package, with X for what is filled in."""
-    found = set()
-    for file in (ROOT / "passes").rglob("*.py"):
-        for call in ast.walk(ast.parse(file.read_text())):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) == "Unsupported":
-                found.add(_text(call.args[0]))
-    for file in (ROOT / "codegen" / "mlir" / "strategy.py", ROOT / "codegen" / "triton" / "__init__.py"):
-        for function in ast.walk(ast.parse(file.read_text())):
-            if isinstance(function, ast.FunctionDef) and function.name in ("supports", "unavailable"):
-                returns = [r.value for r in ast.walk(function) if isinstance(r, ast.Return)]
-                found |= {_text(r) for r in returns if isinstance(r, (ast.Constant, ast.JoinedStr))}
-    return found - {"", "None", "X"}
+def grounds_of(file: Path) -> list[ast.expr]:
+    """The ground of every refusal that a file makes."""
+    made = []
+    for call in ast.walk(ast.parse(file.read_text())):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) in NAMES:
+            made.append(call.args[0] if call.args else call)
+    return made
 
 
-def _text(node) -> str:
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(v) if isinstance(v, ast.Constant) else "X" for v in node.values)
-    return ""
+NAMES = ("Unsupported", "Refusal")
+PASSED_ON = {("nodes.py", "kind"), ("pullback.py", "problem.refusal.kind")}
 
 
-def test_there_is_advice_for_every_reason():
-    found = reasons()
-    assert len(found) > 35
-    assert not sorted(text for text in found if advice(text) is None)
+def test_every_refusal_has_a_ground_and_every_ground_advice():
+    used = set()
+    for top in ("passes", "codegen", "fusion/runtime"):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            for ground in grounds_of(file):
+                text = ast.unparse(ground)
+                assert text.startswith("Ground.") or (file.name, text) in PASSED_ON, f"{file}: {text}"
+                used.add(text.removeprefix("Ground."))
+    assert {ground.name for ground in Ground} <= used
+    assert len({ground.value for ground in Ground}) == len(Ground)

@@ -117,11 +117,11 @@ def _title(site: SiteReport, number: int) -> str:
 
 def _details(site: SiteReport, number: int, budget: int) -> tuple[str, int]:
     parts = [_source(site.location), _reason(site)]
-    for position, spec in enumerate(site.specs):
-        plan = site.plans[position]
-        parts.append(f'<h3>Program</h3><div class="wide" tabindex="0">{spec_to_mathml(spec)}</div>')
-        parts.append(_mask(spec, site.sizes[position], plan))
-        parts.append(_plan(plan, site.runs[position]))
+    for found in site.attentions:
+        planned = found.planned()
+        parts.append(f'<h3>Program</h3><div class="wide" tabindex="0">{spec_to_mathml(found.spec)}</div>')
+        parts.append(_mask(found.spec, found.sizes, planned.plan))
+        parts.append(_plan(planned.plan, planned.runs))
     parts.append(_graphs(site, number))
     used = 0
     for position, source in enumerate(site.sources):

@@ -288,7 +288,7 @@ def test_other_programs_are_refused_with_a_reason(change, reason):
     with fusion.collect_reports() as reports:
         out = torch.compile(attention, backend="fusion", options=options)(x)
     torch.testing.assert_close(out, attention(x))
-    assert reason in reports[0].sites[0].approximations[0]
+    assert reason in reports[0].sites[0].attentions[0].approximation
     assert reason in str(reports[0])
     (certificate,) = fusion.last_certificates()
     assert certificate.ran == "exact" and reason in certificate.reason

@@ -1,0 +1,93 @@
+"""Refusals: why an attention stays as it is, as data, with what to do about it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Ground(enum.Enum):
+    """The closed list of grounds on which an attention is refused; the value of each is its advice."""
+
+    WEIGHTS_NEEDED = (
+        "Let nothing but the product with V use the weights: do not return them (output_attentions=False, "
+        "need_weights=False, or compile the function without that output)."
+    )
+    NOT_POINTWISE = (
+        "The operation named here mixes scores of different keys or heads, works along another axis, or is not known. "
+        "If it is meant, this is another computation than attention and stays as it is; if it is pointwise, it can be "
+        "added (docs/extending.md)."
+    )
+    HEADS_MIXED = (
+        "Weights or scores of different heads are mixed between the two products. If that is meant, this is another "
+        "computation than attention and stays as it is."
+    )
+    NOT_LINEAR = (
+        "Apply it before the softmax, or to the result of the product with V; products, masks and dropout may stay."
+    )
+    WEIGHTS_ADDED = "Multiply what is added with V separately and add the results: (w + a) @ v = w @ v + a @ v."
+    WEIGHTS_REPLACED = "Set weights to zero only, or set scores before the softmax."
+    MASKED_AFTER = (
+        "Mask the scores with the same predicate before the softmax, or by a large finite number instead of -inf."
+    )
+    ADDED_TO_PRODUCT = "Add after the product: torch.bmm, then `+`."
+    FURTHER_REDUCTION = (
+        "Scores that are themselves normalised over the keys need two passes; take that reduction out of the scores."
+    )
+    COLUMN_OF_SCORES = "Columns concatenated to the scores may depend on the query, not on other scores."
+    OTHER_NORMALISER = (
+        "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum."
+    )
+    NO_NORMALISER = (
+        "Nothing: without anything between the two products, (q @ k.T) @ v is better computed as q @ (k.T @ v)."
+    )
+    CHANGED_IN_PLACE = "Move the in-place change behind the attention, or make it out of place (add instead of add_)."
+    LAYOUT = (
+        "Make the tensor first (contiguous, or a clone) and multiply that, or reshape heads and rows apart from each "
+        "other."
+    )
+    PRODUCT_FORM = (
+        "Write the product with matrices, by torch.matmul or torch.bmm: with a vector, keep a dimension of size 1; add "
+        "a bias after the product; split an einsum into products of two operands that each sum over one index."
+    )
+    DROPOUT = "Use torch.nn.functional.dropout with a probability that is a Python number."
+    RUN_TIME_SCALAR = (
+        "Make it a Python number, or a tensor: `x * tensor` can be read by the kernel, `x * tensor.item()` cannot."
+    )
+    DETACHED_MAXIMUM = "Subtract the maximum without detaching it; softmax's gradient does not depend on it."
+    DTYPE = "Convert to float32, bfloat16 or float16 before the attention."
+    TWO_ELEMENTS = "Compute the product once per element that enters the score."
+    SIZE = "Compile with dynamic=False, or mark the dimension static (torch._dynamo.mark_static)."
+    LIMIT = (
+        "Analysis stops there so that its time stays proportional to the graph. Compute masks and positions that take "
+        "more operations once, outside, and pass them in as a tensor."
+    )
+    NO_EMITTER = "Run on a CPU or a CUDA or ROCm device."
+    NOT_INSTALLED = "Run `fusion doctor`: it says what to install."
+    OTHER_MACHINE = "Plan for the processor that the model runs on."
+    INDIRECT_COLUMN = "Gather the columns first, and multiply the result."
+    TRANSFORM = "Compile the function inside the transform, not around it; write the change out of place."
+    DISTRIBUTED_DROPOUT = "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."
+    OTHER_PROCESSES = "Compile on the processes of its mesh only."
+    LOST_TENSOR = "Pass the tensor in as an argument, or register it as a buffer."
+    DEFECT = "This is a defect of ours; please report it with the message and the model's code."
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an attention stays as it is.
+
+    kind: the ground, which has the advice.
+    message: what was met, in the user's terms.
+    """
+
+    kind: Ground
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def advice(self) -> str:
+        """What would make the attention fusable."""
+        return self.kind.value

@@ -1,0 +1,110 @@
+"""What is met on the way up from every node of a graph, before any product or linear layer: one pass over the graph.
+
+It tells which products may be those of attention weights with V, before anything is pulled back.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.ir.expr import coord, coordinates
+from fusion.passes import nodes
+from fusion.passes.contractions import is_contraction
+from fusion.passes.nodes import packet, shape
+from fusion.passes.sdpa import is_sdpa
+from fusion.passes.views import source
+
+aten = torch.ops.aten
+_SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
+_GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gelu, aten.elu, aten.square, aten.sin,
+          aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
+_STATISTICS = {aten.sum, aten.amax, aten.max, aten.logsumexp, aten.special_logsumexp}
+_MAX_STEPS = 16
+LINEAR = (aten.linear, aten.addmm)
+FURTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot,
+                     aten.linalg_vecdot)  # fmt: skip
+"""Products that the analysis does not take apart. What they make of attention weights is listed all the same."""
+
+
+class Met(enum.Flag):
+    """Kinds of operations above a node."""
+
+    PRODUCT = enum.auto()
+    SOFTMAX = enum.auto()
+    EXP = enum.auto()
+    SUM = enum.auto()
+    STATISTIC = enum.auto()
+    GATE = enum.auto()
+    MIXED_HEADS = enum.auto()
+
+
+_NOTHING = Met(0)
+NORMALISED = Met.SOFTMAX | Met.EXP | Met.GATE
+
+
+class Upstream:
+    """What is met on the way up from every node of a graph, that node included."""
+
+    def __init__(self, graph: Graph):
+        self._met: dict[Node, Met] = {}
+        for node in graph.nodes:
+            self._met[node] = self._of(node) if node.op == "call_function" else _NOTHING
+
+    def __getitem__(self, node: Node) -> Met:
+        return self._met.get(node, _NOTHING)
+
+    def inputs(self, node: Node) -> Met:
+        """What any of the inputs of a node meets."""
+        return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
+
+    def _of(self, node: Node) -> Met:
+        kind = packet(node)
+        if is_contraction(node):
+            return Met.PRODUCT
+        if kind in LINEAR:
+            return self.inputs(node) | Met.MIXED_HEADS if mixes_heads(node) else _NOTHING
+        if is_sdpa(node) or kind is aten.layer_norm:
+            return _NOTHING
+        met = self.inputs(node)
+        if kind in _SOFTMAX | {aten.exp} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
+            met |= Met.SOFTMAX if kind in _SOFTMAX else Met.EXP
+        if kind in _STATISTICS:
+            met |= Met.STATISTIC | (Met.SUM if kind is aten.sum else _NOTHING)
+        return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met
+
+
+def mixes_heads(linear: Node) -> bool:
+    """Whether a linear layer sums over a batch dimension of a product, such as the heads of scores or weights."""
+    here = linear.all_input_nodes[0]
+    if not nodes.is_tensor(here) or nodes.value(here).dim() < 3:
+        return False
+    index = tuple(coord(f"r{k}") for k in range(nodes.value(here).dim()))
+    summed, bounds = str(index[-1].attr), dict(zip(index, shape(here), strict=True))
+    for _ in range(_MAX_STEPS):
+        if is_contraction(here):
+            batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))
+            return summed in batch - rest
+        if (moved := source(here, index, bounds)) is None:
+            alike = (p for p in here.all_input_nodes if nodes.is_tensor(p) and shape(p) == shape(here))
+            if here.op != "call_function" or (origin := next(alike, None)) is None:
+                return False
+            moved = origin, index
+        here, index = moved
+    return False
+
+
+def looks_like_attention(met: Met) -> bool:
+    """Whether weights are, to a person: normalised, and made from a product."""
+    return Met.PRODUCT in met and (Met.SOFTMAX in met or Met.EXP | Met.SUM in met)
+
+
+def escaping_weights(graph: Graph) -> list[Node]:
+    """The attention weights that a graph returns, or hands to the next graph."""
+    met = Upstream(graph)
+    outputs = (node for node in graph.nodes if node.op == "output")
+    return [out for node in outputs for out in node.all_input_nodes if looks_like_attention(met[out])]
