@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from fusion.options import Options
-from fusion.passes import dtensor, nodes
+from fusion.passes import dtensor, marks, nodes
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
 
 
 def _has_dtensors(module: GraphModule) -> bool:
-    return any(node.meta.get("dtensor") or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
+    return any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
 
 
 def _process() -> str:

@@ -30,6 +30,7 @@ class Ground(enum.Enum):
     MASKED_AFTER = (
         "Mask the scores with the same predicate before the softmax, or by a large finite number instead of -inf."
     )
+    SOFTMAX_BY_HAND = "Call torch.softmax, or subtract the row's maximum before the exponential."
     ADDED_TO_PRODUCT = "Add after the product: torch.bmm, then `+`."
     FURTHER_REDUCTION = (
         "Scores that are themselves normalised over the keys need two passes; take that reduction out of the scores."

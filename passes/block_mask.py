@@ -20,7 +20,7 @@ from fusion.errors import BlockMaskError
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, coord, coordinates, load, loads, rebuild
 from fusion.ir.ops import evaluate
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 from fusion.passes.pullback import PullBack
 from fusion.passes.views import Index
 
@@ -95,7 +95,7 @@ def _from_blocks(
 def _buffer(tensor: Tensor, module: GraphModule, device: torch.device) -> Node:
     """A node that holds this tensor on a device; one per tensor."""
     for node in module.graph.nodes:
-        if node.op == "get_attr" and node.meta.get("block_mask") is tensor and nodes.value(node).device == device:
+        if node.op == "get_attr" and marks.block_mask(node) is tensor and nodes.value(node).device == device:
             return node
     held = tensor.detach()
     if held.device != device:
@@ -106,7 +106,8 @@ def _buffer(tensor: Tensor, module: GraphModule, device: torch.device) -> Node:
     first = next(iter(module.graph.nodes))
     with module.graph.inserting_before(first):
         made = module.graph.get_attr(name)
-    made.meta["val"], made.meta["block_mask"] = held, tensor
+    made.meta["val"] = held
+    marks.block_mask.set(made, tensor)
     return made
 
 

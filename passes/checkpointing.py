@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_map
 
-from fusion.passes import dtensor, nodes
+from fusion.passes import dtensor, marks, nodes
 from fusion.refusals import Ground
 
 
@@ -35,7 +35,7 @@ def lift_seeds(body: GraphModule) -> None:
     whatever the inner compiler does about random numbers."""
     last = [node for node in body.graph.nodes if node.op == "placeholder"][-1:]
     for node in list(body.graph.nodes):
-        if node.meta.get("is_seed"):
+        if marks.is_seed(node):
             with body.graph.inserting_after(*last):
                 last = [body.graph.placeholder(f"seed_{node.name}")]
             last[0].meta |= node.meta
@@ -61,7 +61,7 @@ class Checkpoints:
         mode = get_proxy_mode()
         if mode is None:
             raise nodes.Unsupported(Ground.DEFECT, "a checkpointed part outside of a trace")
-        seeds = [p.meta["val"] for p in body.graph.nodes if p.op == "placeholder" and p.meta.get("is_seed")]
+        seeds = [p.meta["val"] for p in body.graph.nodes if p.op == "placeholder" and marks.is_seed(p)]
         given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
         with disable_proxy_modes_tracing():
             result = Interpreter(body).run(*given)

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.views import Index, broadcast_index
 from fusion.refusals import Ground
@@ -147,7 +147,7 @@ def strip_scale(node: Node) -> tuple[Node, float]:
             tensor, factor = factor, tensor
         factor = nodes.number(factor)
         plain = isinstance(tensor, Node) and nodes.is_tensor(tensor) and isinstance(factor, (int, float))
-        if not plain or node.meta.get("stop_gradient") or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
+        if not plain or marks.stop_gradient(node) or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
             break
         if not 0 < abs(factor) < math.inf:
             break

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_map
 
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
@@ -82,10 +82,11 @@ def refuse_absent(module: GraphModule) -> None:
 
 
 def mark(graph: torch.fx.Graph) -> None:
-    """meta["val"] of DTensors becomes the global tensor that they are parts of, and meta["dtensor"] tells of it."""
+    """meta["val"] of DTensors becomes the global tensor that they are parts of, and `marks.dtensor` tells of it."""
     for node in graph.nodes:
         held = nodes.value(node)
         if is_dtensor(held):
             with held.to_local().fake_mode:
                 plain = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
-            node.meta |= {"val": plain, "dtensor": True}
+            node.meta["val"] = plain
+            marks.dtensor.set(node, True)

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion.ir.expr import ONE, E, Expr, J, const, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
-from fusion.passes import nodes
+from fusion.passes import atoms, marks, nodes
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
@@ -84,7 +84,7 @@ def find_sites(
             site = _examine(node, met)
             if site is not None:
                 sites.append(site)
-                site.root.meta["attention_root"] = site.refusal is None
+                atoms.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
 
@@ -211,17 +211,17 @@ class _Factor:
 def _at_root(anchor: Node, root: Node, met: Upstream) -> Site | None:
     """The site that ends at this root; None where rows or columns of the product are split or merged there."""
     extents = shape(root)
-    marks = tuple(coord(f"r{k}") for k in range(len(extents)))
-    walked = _walk_down(root, anchor, marks, dict(zip(marks, extents, strict=True)))
+    atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
+    walked = _walk_down(root, anchor, atoms, dict(zip(atoms, extents, strict=True)))
     if walked is None:
         return None
     index, after = walked
     row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met)
-    if row not in marks or column not in marks or row is column or (is_sdpa(anchor) and after):
+    if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and after):
         return None
-    names = _names(marks, row, column)
-    renamed = {mark: coord(name) for mark, name in names.items()}
-    bounds = {renamed[mark]: extent for mark, extent in zip(marks, extents, strict=True)}
+    names = _names(atoms, row, column)
+    renamed = {atom: coord(name) for atom, name in names.items()}
+    bounds = {renamed[atom]: extent for atom, extent in zip(atoms, extents, strict=True)}
     index = _substituted(index, renamed)
     after = [replace(factor, index=_substituted(factor.index, renamed)) for factor in after]
     found = pull_back_sdpa(anchor, index, bounds) if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, met)
@@ -232,7 +232,7 @@ def _at_root(anchor: Node, root: Node, met: Upstream) -> Site | None:
                   d_v=bounds[E])
         for core in found.cores
     ]  # fmt: skip
-    dims = tuple(names[mark] for mark in marks)
+    dims = tuple(names[atom] for atom in atoms)
     return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=attentions)
 
 
@@ -259,9 +259,9 @@ def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr])
     return index, found
 
 
-def _names(marks: Index, row: Expr, column: Expr) -> dict[Expr, str]:
-    batch = iter(range(len(marks)))
-    return {mark: "i" if mark is row else "e" if mark is column else f"b{next(batch)}" for mark in marks}
+def _names(atoms: Index, row: Expr, column: Expr) -> dict[Expr, str]:
+    batch = iter(range(len(atoms)))
+    return {atom: "i" if atom is row else "e" if atom is column else f"b{next(batch)}" for atom in atoms}
 
 
 def _roles(anchor: Node, index: Index, met: Upstream) -> tuple[Expr | None, Expr | None]:
@@ -306,7 +306,7 @@ def _pull_back(
         cores = attentions(weight)
     except Unsupported as problem:
         raise pullback.explained(problem) from problem
-    accept = scale_of_values(other, cores[0].normalizer, bool(anchor.meta.get("requires_grad")))
+    accept = scale_of_values(other, cores[0].normalizer, bool(atoms.requires_grad(anchor)))
     value, scale = locate(pullback, other, other_at, J, E, bounds[E], accept)
     return Found(cores=cores, value=value, scale=scale, pullback=pullback, keys=parts.extent)
 

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, const
-from fusion.passes import nodes, pointwise
+from fusion.passes import marks, nodes, pointwise
 from fusion.passes.views import Index
 
 LARGEST = 1 << 24
@@ -30,9 +30,9 @@ def folded(here: Node, index: Index) -> Expr | None:
         return None
     if here.op != "call_function" or (value := _evaluated(here)) is None or not value.numel():
         return None
-    if "affine" not in here.meta:
-        here.meta["affine"] = _affine(value)
-    if (found := here.meta["affine"]) is None:
+    if not marks.affine.on(here):
+        marks.affine.set(here, _affine(value))
+    if (found := marks.affine(here)) is None:
         return None
     offset, steps = found
     if not any(steps):
@@ -46,24 +46,29 @@ def folded(here: Node, index: Index) -> Expr | None:
 def forget(graph: Graph) -> None:
     """Let go of the tensors that were evaluated: what they were needed for is known."""
     for node in graph.nodes:
-        node.meta.pop("folded", None)
+        marks.folded.drop(node)
 
 
 def _evaluated(here: Node) -> Tensor | None:
-    """The tensor, if it can be known; evaluated once per node."""
-    if "folded" not in here.meta:
-        here.meta["folded"] = _evaluate(here)
-    found = here.meta["folded"]
+    """The tensor, if it can be known; evaluated once per node, operands first."""
+    stack = [here]
+    while stack:
+        node = stack[-1]
+        known = [marks.folded(parent) for parent in node.all_input_nodes if marks.folded.on(parent)]
+        if marks.folded.on(node):
+            stack.pop()
+        elif not _may_fold(node) or any(value is _UNKNOWN for value in known):
+            marks.folded.set(node, _UNKNOWN)
+        elif len(known) < len(node.all_input_nodes):
+            stack += [parent for parent in node.all_input_nodes if not marks.folded.on(parent)]
+        else:
+            marks.folded.set(node, _evaluate(node))
+    found = marks.folded(here)
     return None if found is _UNKNOWN else found
 
 
 def _evaluate(here: Node) -> object:
-    if not _may_fold(here):
-        return _UNKNOWN
-    for parent in here.all_input_nodes:
-        if _evaluated(parent) is None:
-            return _UNKNOWN
-    args, kwargs = map_arg((here.args, here.kwargs), lambda parent: parent.meta["folded"])
+    args, kwargs = map_arg((here.args, here.kwargs), marks.folded)
     try:
         with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.no_grad():
             result = here.target(*args, **kwargs)  # type: ignore[operator]
@@ -79,7 +84,7 @@ def _may_fold(here: Node) -> bool:
     held = nodes.value(here)
     if any(isinstance(extent, torch.SymInt) for extent in held.shape) or held.numel() > LARGEST:
         return False
-    changing = here.meta.get("mutations") or here.target._schema.is_mutable
+    changing = marks.mutations(here) or here.target._schema.is_mutable
     random = torch.Tag.nondeterministic_seeded in here.target.tags
     return held.device.type == "cpu" and not changing and not random and not held.is_complex()
 

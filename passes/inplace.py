@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 
 aten = torch.ops.aten
 
@@ -154,7 +154,7 @@ def mark_mutations(graph: torch.fx.Graph) -> None:
         for target in torch.utils._pytree.tree_leaves(written):
             if isinstance(target, Node):
                 for member in _family(target) | {node}:
-                    member.meta.setdefault("mutations", []).append(node)
+                    marks.mutations.set(member, (*marks.mutations(member), node))
 
 
 def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, int]) -> bool:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import autocast, dtensor, nodes
+from fusion.passes import autocast, dtensor, marks, nodes
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.encoder import DECOMPOSITIONS
@@ -178,7 +178,7 @@ def drop_settled_assertions(graph: torch.fx.Graph) -> None:
 
 
 def seed_dropout(graph: torch.fx.Graph) -> None:
-    """Draw a seed in front of every active dropout: meta["seed"] on it is the node of a random int64 of shape [1].
+    """Draw a seed in front of every active dropout: `marks.seed` is the node of a random int64 of shape [1].
 
     A fused attention takes its mask from the seed, and the graph then has the seed in the dropout's place: a random
     number that functionalisation, partitioning and recomputation treat as any other. Seeds that stay unused are removed
@@ -191,8 +191,9 @@ def seed_dropout(graph: torch.fx.Graph) -> None:
         with graph.inserting_before(node):
             limits = {"dtype": torch.int64, "device": held.device}
             seed = graph.call_function(aten.randint.low, (0, 2**31 - 1, [1]), limits)
-        seed.meta |= {"val": held.new_empty([1], dtype=torch.int64), "is_seed": True, "requires_grad": False}
-        node.meta["seed"] = seed
+        seed.meta["val"] = held.new_empty([1], dtype=torch.int64)
+        marks.is_seed.set(seed, True)
+        marks.seed.set(node, seed)
 
 
 def is_active_dropout(node: Node) -> bool:
@@ -210,35 +211,35 @@ def is_active_dropout(node: Node) -> bool:
 def drop_seeds(graph: torch.fx.Graph) -> None:
     """Remove seeds that nothing uses, so that what was not fused draws the same random numbers as in eager mode."""
     for node in list(graph.nodes):
-        if node.meta.get("is_seed") and not node.users:
+        if marks.is_seed(node) and not node.users:
             graph.erase_node(node)
 
 
 def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
-    """meta["requires_grad"] on every node: the trace itself records values detached from autograd."""
+    """`marks.requires_grad` on every node: the trace itself records values detached from autograd."""
     enabled = torch.is_grad_enabled()
     given = (nodes.value(node) for node in origin.graph.nodes if node.op == "placeholder")
     for node in traced.graph.nodes:
         if node.op == "placeholder":
-            node.meta["requires_grad"] = bool(getattr(next(given), "requires_grad", False))
+            marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))
         elif node.target is torch._C._set_grad_enabled:
             enabled = bool(node.args[0])
         elif node.op == "call_function":
-            inputs = any(parent.meta.get("requires_grad") for parent in node.all_input_nodes)
+            inputs = any(marks.requires_grad(parent) for parent in node.all_input_nodes)
             detached = nodes.packet(node) in (aten.detach, aten.detach_)
             held = nodes.value(node)
             integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
-            node.meta["requires_grad"] = enabled and inputs and not detached and not integral
+            marks.requires_grad.set(node, enabled and inputs and not detached and not integral)
     _mark_stops(traced)
 
 
 def _mark_stops(traced: GraphModule) -> None:
-    """meta["stop_gradient"] where a gradient ends on its way up (detach, no_grad): the analysis must stop there too."""
+    """`marks.stop_gradient` where a gradient ends on its way up (detach, no_grad): the analysis must stop there too."""
     feeds: dict[Node, bool] = {}
     for node in reversed(traced.graph.nodes):
-        feeds[node] = any(user.meta.get("requires_grad") or feeds[user] for user in node.users)
-        if node.op != "call_function" or node.meta.get("requires_grad") or not feeds[node]:
+        feeds[node] = any(marks.requires_grad(user) or feeds[user] for user in node.users)
+        if node.op != "call_function" or marks.requires_grad(node) or not feeds[node]:
             continue
         held = nodes.value(node)
         if isinstance(held, torch.Tensor) and held.is_floating_point():
-            node.meta["stop_gradient"] = any(parent.meta.get("requires_grad") for parent in node.all_input_nodes)
+            marks.stop_gradient.set(node, any(marks.requires_grad(parent) for parent in node.all_input_nodes))

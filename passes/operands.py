@@ -19,7 +19,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ONE, C, Expr, Kind, const, coordinates, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
-from fusion.passes import nodes, pointwise
+from fusion.passes import marks, nodes, pointwise
 from fusion.passes.contractions import strip_scale
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.views import Index, broadcast_index
@@ -34,7 +34,7 @@ _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
 _STORED = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes all of whose values every dtype of products holds exactly."""
 
-_OPAQUE = ("mutations", "attention_root", "stop_gradient")
+_OPAQUE = (marks.mutations, marks.attention_root, marks.stop_gradient)
 _MOST_STEPS = 32
 
 
@@ -54,13 +54,13 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def mark_stored(graph: Graph, reads: Callable[[torch.dtype, torch.device], bool]) -> None:
-    """meta["stored"] on tensors that attentions may read in their narrow dtype. reads: whether kernels on a device can.
+    """`marks.stored` on tensors that attentions may read in their narrow dtype. reads: whether kernels on a device can.
 
     Not on those whose gradient is asked for: it would be that of the widened copy, rounded.
     """
     for node in graph.nodes:
-        if nodes.is_tensor(node) and nodes.dtype(node) in _STORED and not node.meta.get("requires_grad"):
-            node.meta["stored"] = reads(nodes.dtype(node), nodes.value(node).device)
+        if nodes.is_tensor(node) and nodes.dtype(node) in _STORED and not marks.requires_grad(node):
+            marks.stored.set(node, reads(nodes.dtype(node), nodes.value(node).device))
 
 
 def locate(
@@ -87,7 +87,7 @@ def locate(
     while True:
         if _linear_in(index, row, column):
             found, found_scale = Access(node=here, index=index, dtype=dtype), scale
-        opaque = here.meta.get("mutations") or here.meta.get("attention_root")
+        opaque = marks.mutations(here) or marks.attention_root(here)
         stripped, factor = (here, 1.0) if opaque else strip_scale(here)
         if stripped is not here and column is C and not _changes(passed := _between(here, stripped), walk.anchor):
             walk.interior |= dict.fromkeys(passed)
@@ -117,7 +117,7 @@ def _changes(passed: Iterable[Node], anchor: Node | None) -> bool:
     """Whether what one of these nodes reads changes in place after it and before the product with V: the values that it
     made must then be read themselves."""
     read = ((node, parent) for node in passed for parent in node.all_input_nodes)
-    later = (by for node, parent in read for by in parent.meta.get("mutations", ()) if node < by)
+    later = (by for node, parent in read for by in marks.mutations(parent) if node < by)
     return any(anchor is None or by < anchor for by in later)
 
 
@@ -184,9 +184,9 @@ def _path(walk_: PullBack, here: Node, index: Index, bounds: integers.Bounds, co
             return None
         path = stack.pop()
         here, index = path.node, path.index
-        if here.meta.get("stored"):
+        if marks.stored(here):
             return path
-        if here.op != "call_function" or any(map(here.meta.get, _OPAQUE)):
+        if here.op != "call_function" or any(mark(here) for mark in _OPAQUE):
             continue
         if (moved := walk_.step(here, index, bounds)) is not None:
             stack.append(_Path(node=moved[0], index=moved[1], passed=[*path.passed, here], factors=path.factors))

@@ -27,7 +27,7 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
 from fusion.ir.ops import apply, where
-from fusion.passes import assembling, nodes, pointwise
+from fusion.passes import assembling, marks, nodes, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
 from fusion.passes.folding import folded
@@ -130,9 +130,9 @@ class PullBack:
         if (moved := self.step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        if here.meta.get("mutations") or here.meta.get("attention_root"):
+        if marks.mutations(here) or marks.attention_root(here):
             result = None
-        elif here.meta.get("stop_gradient"):
+        elif marks.stop_gradient(here):
             result = self._maximum_without_gradient(here, index)
         else:
             result = self._computed(here, index)
@@ -147,9 +147,9 @@ class PullBack:
     def step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
         """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
         result of another attention: that is what the graph will hold, not the product before it."""
-        if here.meta.get("attention_root"):
+        if marks.attention_root(here):
             return None
-        if here.meta.get("mutations") and packet(here) in MAYBE_ALIAS:
+        if marks.mutations(here) and packet(here) in MAYBE_ALIAS:
             return None
         return source(here, index, bounds)
 
@@ -223,7 +223,7 @@ class PullBack:
 
     def _cast(self, here: Node, index: Index) -> Expr | None:
         origin = arguments(here)["self"]
-        if is_float8(nodes.dtype(origin)) and not origin.meta.get("stored"):
+        if is_float8(nodes.dtype(origin)) and not marks.stored(origin):
             return None  # kernels do not read it: the widened copy is loaded
         return pointwise.cast(self.value(origin, index), nodes.dtype(here))
 
@@ -243,13 +243,13 @@ class PullBack:
         The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after the
         other, so that all but a few instructions are done once per row.
         """
-        if "seed" not in here.meta or not isinstance(p, (int, float)):
+        if not marks.seed.on(here) or not isinstance(p, (int, float)):
             raise Unsupported(
                 Ground.DROPOUT, "dropout of a kind, or with a probability, that is not known at compile time"
             )
         if p >= 1:
             return const(0.0)
-        seed = self.load(here.meta["seed"], (integers.integer(0),))
+        seed = self.load(marks.seed(here), (integers.integer(0),))
         row: Expr = integers.integer(0)
         for entry, extent in zip(index[:-1], extents[:-1], strict=True):
             row = integers.add(integers.mul(row, extent), entry)

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, walk
 from fusion.ir.tile_map import MapSpec
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
 from fusion.passes.find import Attention, Site
 from fusion.passes.nodes import Unsupported
@@ -83,7 +83,7 @@ def _specify(site: Site, attention: Attention, symbols: _Symbols, block_mask: Bl
 def _refuse_distributed_dropout(found: Specified) -> None:
     """Processes that compute the same weights would drop different ones, each by a seed of its own."""
     random = any(part.op == "hash" for part in walk(*found.spec.expressions()))
-    if random and (held := next((o for o in found.operands if o.meta.get("dtensor")), None)) is not None:
+    if random and (held := next((o for o in found.operands if marks.dtensor(o)), None)) is not None:
         raise Unsupported(
             Ground.DISTRIBUTED_DROPOUT,
             f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers",
@@ -128,7 +128,7 @@ def _refuse_reordered_reads(site: Site) -> None:
     """The op reads everything where the region ended: nothing that it reads may change in place before that."""
     for node in site.interior() | {site.anchor}:
         for parent in node.all_input_nodes:
-            for mutation in parent.meta.get("mutations", ()):
+            for mutation in marks.mutations(parent):
                 if node < mutation < site.root:
                     where = nodes.source_line(mutation) or mutation.name
                     problem = Unsupported(
@@ -141,7 +141,7 @@ def _refuse_reordered_reads(site: Site) -> None:
 
 def _impure(node: Node) -> bool:
     """Keep what has an effect, by torch's own rule, but for dropout whose mask a fused attention makes itself."""
-    return "seed" not in node.meta and not node.meta.get("is_seed") and node.is_impure()
+    return not marks.seed.on(node) and not marks.is_seed(node) and node.is_impure()
 
 
 # --- weights that escape ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fusion.ir import integers
 from fusion.ir.expr import C, E, Expr, I, J, Kind, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
-from fusion.passes import nodes, pointwise
+from fusion.passes import marks, nodes, pointwise
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, locate, scale_of_values
 from fusion.passes.pullback import Product, PullBack
@@ -63,7 +63,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Foun
         return locate(pullback, tensor, (*batch, row, column), row, column, extent, *accept)
 
     (q, q_scale), (k, k_scale) = access(query, I, C, d), access(key, J, C, d)
-    trained = bool(anchor.meta.get("requires_grad"))
+    trained = bool(marks.requires_grad(anchor))
     v, v_scale = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
     scale = apply("fmul", apply("fmul", q_scale, k_scale), _scale(args["scale"], d))
     score = pullback.product(

@@ -13,7 +13,7 @@ from fusion.ir import AttentionSpec, Operand, Output, integers
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import MASK_EXPRESSIONS, MaskFacts, Normalizer
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.find import Attention, Site
 from fusion.passes.masks import decided, understand
@@ -42,7 +42,7 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
     """The spec of one attention of a site, under the user's own mask if there is one; raises `Unsupported` where it
     cannot be stated."""
     core, products = (
-        _with_scaled_values(attention, bool(site.root.meta.get("requires_grad"))),
+        _with_scaled_values(attention, bool(marks.requires_grad(site.root))),
         attention.pullback.products,
     )
     if core.row_scale is not None and attention.pullback.detached_maximum:
@@ -64,7 +64,7 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
     mask = understand(score, core.normalizer)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if str(dim.attr).startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
-    differentiable = bool(site.root.meta.get("requires_grad")) and any(o.meta.get("requires_grad") for o in operands)
+    differentiable = bool(marks.requires_grad(site.root)) and any(marks.requires_grad(o) for o in operands)
     out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
     spec = AttentionSpec(
         batch=tuple(size(f"B{k}") for k in range(len(batch))),
@@ -251,7 +251,7 @@ def _describe(operands: list[Node], differentiable: bool) -> tuple[Operand, ...]
             role = "mask" if dtype == "bool" else "bias" if nodes.dtype(operand).is_floating_point else "index"
             counts[role] = counts.get(role, 0) + 1
             name = role if counts[role] == 1 else f"{role}{counts[role]}"
-        order = _order(operand) if differentiable and operand.meta.get("requires_grad") else ()
+        order = _order(operand) if differentiable and marks.requires_grad(operand) else ()
         described.append(Operand(dtype=dtype, rank=len(nodes.shape(operand)), name=name, order=order))
     return tuple(described)
 

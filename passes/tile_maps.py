@@ -19,7 +19,7 @@ from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, lo
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.spec import MaskFacts, Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 from fusion.passes.masks import HARD as ORDINARY
 from fusion.passes.masks import full_range, holding
 from fusion.passes.specify import Specified
@@ -62,10 +62,10 @@ def mapped(found: Specified) -> Mapped | None:
     spec = found.spec
     read = [part.operand for part in loads(data.live, data.full)]
     numbers = sorted(set(read))
-    if not numbers and any(node.meta.get("dtensor") for node in found.operands):
+    if not numbers and any(marks.dtensor(node) for node in found.operands):
         return None  # parts of it would have to be made from nothing
     operands = tuple(found.operands[number] for number in numbers) or (_on_device(found),)
-    if any(node.meta.get("mutations") or nodes.value(node).device.type != found.device for node in operands):
+    if any(marks.mutations(node) or nodes.value(node).device.type != found.device for node in operands):
         return None
     names = sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
     renamed = {coord(name): coord(f"b{k}") for k, name in enumerate(names)}
@@ -160,9 +160,7 @@ def _alternatives(predicate: Expr) -> bool:
 def _on_device(found: Specified) -> Node:
     """A tensor that says where a map is made, the same for all attentions of a graph."""
     inputs = (node for node in found.operands[0].graph.nodes if node.op == "placeholder")
-    held = (
-        (node, nodes.value(node)) for node in inputs if not (node.meta.get("mutations") or node.meta.get("dtensor"))
-    )
+    held = ((node, nodes.value(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
     alike = (node for node, value in held if isinstance(value, Tensor) and value.device.type == found.device)
     return next(alike, found.operands[0])
 
@@ -185,6 +183,6 @@ def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
 def _may_be_hard(found: Specified, bias: Expr) -> bool:
     """A tensor that is the same for all features and learns nothing: what a mask is."""
     node = found.operands[bias.operand]
-    if found.differentiable and node.meta.get("requires_grad"):
+    if found.differentiable and marks.requires_grad(node):
         return False
     return bias.kind is Kind.FLOAT and depends_on_key(bias) and is_dense(bias)

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr
-from fusion.passes import nodes
+from fusion.passes import marks, nodes
 from fusion.passes.nodes import Unsupported, arguments, normalize_dim, packet, shape
 from fusion.refusals import Ground
 
@@ -29,7 +29,7 @@ _RULES: dict[Any, Rule] = {}
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
     """The input node and index of the element `node[index]`, or None if the node computes, ends a gradient, or cannot
     be resolved."""
-    if node.op != "call_function" or not nodes.is_tensor(node) or node.meta.get("stop_gradient"):
+    if node.op != "call_function" or not nodes.is_tensor(node) or marks.stop_gradient(node):
         return None
     if node.target is operator.getitem:
         return _from_getitem(node, index)

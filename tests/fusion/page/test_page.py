@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2Model
 
 import fusion
 from fusion.ir import AttentionSpec
+from fusion.refusals import Ground, Refusal
 from fusion.report.page import mask_map, to_html
 from fusion.report.page.highlight import highlight, mlir, python
 from fusion.report.page.maths import spec_to_mathml
@@ -140,7 +141,8 @@ def test_kernels_beyond_the_budget_are_cut_and_say_so(report, monkeypatch):
 
 
 def test_text_of_the_user_is_escaped(report, monkeypatch):
-    monkeypatch.setattr(report.sites[1], "reason", "<script>alert(1)</script> & co")
+    refusal = Refusal(Ground.DEFECT, "<script>alert(1)</script> & co")
+    monkeypatch.setattr(report.sites[1], "refusal", refusal)
     checked = Checker(to_html(report))
     assert not checked.all("script") and "<script>alert(1)</script> & co" in checked.words
 

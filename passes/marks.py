@@ -1,0 +1,69 @@
+"""Annotations of graph nodes: everything that the passes write into `node.meta`, with one accessor each.
+
+`marks.mutations(node)` reads an annotation, `marks.mutations.set(node, value)` writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+from torch.fx import Node
+
+T = TypeVar("T")
+
+
+class Mark(Generic[T]):
+    """One annotation: its key in `node.meta`, and what holds where it was not written."""
+
+    def __init__(self, key: str, default: T):
+        self.key, self.default = key, default
+
+    def __call__(self, node: Node) -> T:
+        return node.meta.get(self.key, self.default)
+
+    def set(self, node: Node, value: T) -> None:
+        """Write the annotation."""
+        node.meta[self.key] = value
+
+    def on(self, node: Node) -> bool:
+        """Whether the annotation was written."""
+        return self.key in node.meta
+
+    def drop(self, node: Node) -> None:
+        """Remove the annotation."""
+        node.meta.pop(self.key, None)
+
+
+requires_grad = Mark[bool]("requires_grad", False)
+"""Whether autograd follows the node: the trace itself records values detached from it."""
+
+stop_gradient = Mark[bool]("stop_gradient", False)
+"""Whether a gradient ends here on its way up (detach, no_grad): the analysis must stop there too."""
+
+mutations = Mark[tuple[Node, ...]]("mutations", ())
+"""The nodes that change this node's memory in place."""
+
+attention_root = Mark[bool]("attention_root", False)
+"""Whether a fused attention will take this node's place."""
+
+stored = Mark[bool]("stored", False)
+"""Whether attentions may read the tensor in its narrow dtype."""
+
+seed = Mark[Node | None]("seed", None)
+"""Of a dropout: the node of its random seed."""
+
+is_seed = Mark[bool]("is_seed", False)
+"""Whether the node is such a seed."""
+
+dtensor = Mark[bool]("dtensor", False)
+"""Whether the node stands for a DTensor; its value is the global tensor."""
+
+folded = Mark[Any]("folded", None)
+"""The value of a tensor that is the same at every call (`fusion.passes.folding`)."""
+
+affine = Mark[Any]("affine", None)
+"""That value as an affine function of the index, where it is one."""
+
+block_mask = Mark[Tensor | None]("block_mask", None)
+"""Of a constant that was put into the graph: the tensor of the user's mask that it holds."""
