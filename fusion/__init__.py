@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
+    "collect_certificates": "fusion.approximate.certificates",
     "collect_reports": "fusion.report.report",
     "compare": "fusion.api.compare",
     "explain": "fusion.api.explain",
@@ -30,6 +31,7 @@ __all__ = [
     "Options",
     "Problem",
     "Report",
+    "collect_certificates",
     "collect_reports",
     "compare",
     "explain",

@@ -57,10 +57,10 @@ def fusion(
         publish(report)
         raise
     publish(report)
-    return compiled if chosen.approximate is None or not report.fused else _starting_anew(compiled)
+    return compiled if chosen.approximate is None or not report.fused else _clear_certificates_before_call(compiled)
 
 
-def _starting_anew(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled graph, whose calls begin a new record of certificates."""
 
     def run(*arguments: Any) -> Any:

@@ -61,7 +61,9 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
     if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
         return columns
     if any(part.op in ("load", "reduce") for column in columns for part in walk(column) if may_be_lowest(part)):
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand whose rows without a live key depend on a mask that is a tensor")
+        raise Unsupported(
+            Ground.SOFTMAX_BY_HAND, "a softmax by hand whose rows without a live key depend on a mask that is a tensor"
+        )
     return tuple(_with_vanishing_fills(column, shift) for column in columns)
 
 
@@ -74,7 +76,9 @@ def _with_vanishing_fills(column: Expr, shift: Expr) -> Expr:
     there = rebuild(shift, lambda part: column if part is ROW_MAX else None)
     distance = apply("fsub", column, there)
     if distance.is_const and float(distance.attr) >= _VANISHES or (there is not shift and not there.is_const):  # type: ignore[arg-type]
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand, less something that depends on a mask's finite fill", column)
+        raise Unsupported(
+            Ground.SOFTMAX_BY_HAND, "a softmax by hand, less something that depends on a mask's finite fill", column
+        )
     return const(-math.inf)
 
 

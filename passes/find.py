@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion.ir.expr import ONE, E, Expr, J, const, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
-from fusion.passes import atoms, marks, nodes
+from fusion.passes import marks, nodes
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
@@ -84,7 +84,7 @@ def find_sites(
             site = _examine(node, met)
             if site is not None:
                 sites.append(site)
-                atoms.attention_root.set(site.root, site.refusal is None)
+                marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
 
@@ -306,7 +306,7 @@ def _pull_back(
         cores = attentions(weight)
     except Unsupported as problem:
         raise pullback.explained(problem) from problem
-    accept = scale_of_values(other, cores[0].normalizer, bool(atoms.requires_grad(anchor)))
+    accept = scale_of_values(other, cores[0].normalizer, bool(marks.requires_grad(anchor)))
     value, scale = locate(pullback, other, other_at, J, E, bounds[E], accept)
     return Found(cores=cores, value=value, scale=scale, pullback=pullback, keys=parts.extent)
 

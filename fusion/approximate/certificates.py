@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,16 +16,23 @@ LIMIT = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Of the heads of one attention call that were treated alike.
+    """The certificate of one group of heads in one attention call.
 
-    method: "polynomial" or "certified_sparse", as asked for; ran: the same, or "exact". heads: the batch coordinates of
-    the heads, e.g. ((0, 3), (0, 5)). reason: why exact ran. epsilon: the error asked for. weight_error: a bound on the
-    sum over keys of |error of a weight| / sum of the weights, in every row; 0 where exact ran. output_error: the bound
-    2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows. bound: B, such that every
-    |score| <= B after the keys are centred; None where it was not computed to the end. moment: what the mean square
-    score of a row is at most (of the keys that are approximated, relative to their mean weight). degree, features: of
-    the polynomial. live: share of the tiles that were computed (certified_sparse). planes: bfloat16 planes of
-    float32 products, where these are fewer than the exact kernel takes. n_q, n_k: queries and keys.
+    method: "polynomial" or "certified_sparse", as asked for.
+    ran: the same, or "exact".
+    heads: the batch coordinates of the heads, e.g. ((0, 3), (0, 5)).
+    epsilon: the error asked for.
+    n_q, n_k: queries and keys.
+    reason: why exact ran.
+    weight_error: a bound on the sum over keys of |error of a weight| / sum of the weights, in every row; 0 where exact
+        ran.
+    output_error: the bound 2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows from it.
+    bound: B, such that every |score| <= B after the keys are centred; None where it was not computed to the end.
+    moment: what the mean square score of a row is at most (of the keys that are approximated, relative to their mean
+        weight).
+    degree, features: of the polynomial.
+    live: the share of the tiles that were computed (certified_sparse).
+    planes: bfloat16 planes of float32 products, where these are fewer than the exact kernel takes.
     """
 
     method: str
@@ -57,20 +66,52 @@ class Certificate:
         )
 
 
-_lock = threading.Lock()
-_last: deque[Certificate | Callable[[], Certificate]] = deque(maxlen=LIMIT)
+Pending = Certificate | Callable[[], Certificate]
+
+
+class _Records(threading.local):
+    """What the calls of one thread certified.
+
+    last: of its last call.
+    collectors: one list for each `collect_certificates` around that call.
+    """
+
+    def __init__(self) -> None:
+        self.last: deque[Pending] = deque(maxlen=LIMIT)
+        self.collectors: list[list[Pending]] = []
+
+
+_records = _Records()
 
 
 def begin() -> None:
-    """Forget the certificates of the call before: a compiled graph with approximate attention starts."""
-    with _lock:
-        _last.clear()
+    """A compiled graph with approximate attention starts on this thread: `last_certificates` is of this call."""
+    _records.last = deque(maxlen=LIMIT)
 
 
-def record(certificate: Certificate | Callable[[], Certificate]) -> None:
+def record(certificate: Pending) -> None:
     """Keep a certificate, or what makes it when somebody asks: in front of a short call, making it takes time."""
-    with _lock:
-        _last.append(certificate)
+    kept = certificate if isinstance(certificate, Certificate) else functools.cache(certificate)
+    _records.last.append(kept)
+    for collector in _records.collectors:
+        collector.append(kept)
+
+
+def _made(kept: Iterable[Pending]) -> list[Certificate]:
+    return [item if isinstance(item, Certificate) else item() for item in kept]
+
+
+@contextlib.contextmanager
+def collect_certificates() -> Iterator[list[Certificate]]:
+    """The certificates of every call that this thread makes inside the `with`, in order; filled when it ends."""
+    found: list[Certificate] = []
+    kept: list[Pending] = []
+    _records.collectors.append(kept)
+    try:
+        yield found
+    finally:
+        _records.collectors = [other for other in _records.collectors if other is not kept]
+        found += _made(kept)
 
 
 def note_exact(method: str, epsilon: float, operands: Sequence[Tensor], reason: str) -> None:
@@ -85,13 +126,10 @@ def note_exact(method: str, epsilon: float, operands: Sequence[Tensor], reason: 
 
 
 def last_certificates() -> tuple[Certificate, ...]:
-    """The certificates of the last call of a model compiled with the option `approximate` (of its last graph, where it
-    has several), in the order in which the attentions ran."""
-    with _lock:
-        found = tuple(x if isinstance(x, Certificate) else x() for x in _last)
-        _last.clear()
-        _last.extend(found)
-        return found
+    """The certificates of this thread's last call of a model compiled with the option `approximate` (of its last graph,
+    where it has several), in the order in which the attentions ran. `collect_certificates` tells several calls, and
+    all graphs of a model, apart."""
+    return tuple(_made(_records.last))
 
 
 def output_error(weight_error: float, largest_value: float) -> float:

@@ -1,5 +1,8 @@
 """Measured errors never exceed what is certified, whatever the data; what is not certified is exact."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -391,6 +394,36 @@ def test_certificates_are_those_of_the_last_call():
     for _ in range(2):
         compiled(x)
         assert sum(len(c.heads) for c in fusion.last_certificates()) == 4
+
+
+def test_certificates_of_models_and_threads_are_told_apart():
+    torch._dynamo.reset()
+
+    def compiled(epsilon):
+        options = {"inner": "eager", "approximate": "polynomial", "epsilon": epsilon}
+        return torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="fusion", options=options)
+
+    x, models = torch.randn(1, 2, 2048, 8) * 0.3, {epsilon: compiled(epsilon) for epsilon in (0.01, 0.02)}
+    for model in models.values():
+        model(x)
+    met = threading.Barrier(2)
+
+    def run(epsilon: float) -> list[set[float]]:
+        with fusion.collect_certificates() as found:
+            models[epsilon](x)
+            met.wait()
+            models[epsilon](x)
+        last = fusion.last_certificates()
+        assert sum(len(c.heads) for c in found) == 4 and sum(len(c.heads) for c in last) == 2
+        return [{c.epsilon for c in certificates} for certificates in (found, last)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, models)) == [[{epsilon}] * 2 for epsilon in models]
+    with fusion.collect_certificates() as found:
+        for model in models.values():
+            model(x)
+    assert {c.epsilon for c in found} == set(models)
+    assert {c.epsilon for c in fusion.last_certificates()} == {0.02}
 
 
 def test_a_failure_leaves_the_exact_kernel(monkeypatch):
