@@ -34,32 +34,19 @@ def rewrite(
     pays: Pays | None = None,
     block_mask: BlockMask | None = None,
 ) -> dict[int, list[Specified]]:
-    """Replace every site that can be; the others get a reason. Returns the specs by position in `sites`.
+    """Replace every site that can be; the others get a refusal. Returns the specs by position in `sites`.
 
-    supports: (spec, device, sizes, whether it is differentiated) -> why no kernel can be made for it, or None. emitter:
-    handed to the op. pays: whether a map of the tiles of a mask is worth its cost on a device; None makes no maps.
-    block_mask: the user's mask for every attention. Mutates the graph of `module`, which is the compiler's own copy.
+    module: the compiler's own copy, whose graph is changed.
+    supports: (spec, device, sizes, whether it is differentiated) -> why no kernel can be made for it, or None.
+    emitter: handed to the op.
+    pays: whether a map of the tiles of a mask is worth its cost on a device; None makes no maps.
+    block_mask: the user's mask for every attention.
     """
-    specified: dict[int, list[Specified]] = {}
     symbols = _Symbols(module.graph)
-    for number, site in enumerate(sites):
-        if site.refusal is not None:
-            continue
-        try:
-            _refuse_reordered_reads(site)
-            specified[number] = [_specify(site, a, symbols, block_mask) for a in site.attentions]
-        except Unsupported as problem:
-            site.refusal, site.blame = problem.refusal, problem.node
-    hints = nodes.size_hints(module.graph)
+    specified = _specify_all(sites, symbols, block_mask)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
-    for number, parts in list(specified.items()):
-        device = nodes.value(sites[number].root).device
-        sizes = ([nodes.evaluate_size(n, hints) for n in part.sizes] for part in parts)
-        reasons = (supports(p.spec, device, values, p.differentiable) for p, values in zip(parts, sizes, strict=True))
-        if (reason := next(filter(None, reasons), None)) is not None:
-            sites[number].refusal = reason
-            del specified[number]
+    _refuse_unsupported(module.graph, sites, specified, supports)
     _refuse_escaping(module.graph, sites, specified)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
@@ -70,6 +57,33 @@ def rewrite(
     module.graph.lint()
     module.recompile()
     return specified
+
+
+def _specify_all(sites: Sequence[Site], symbols: _Symbols, block_mask: BlockMask | None) -> dict[int, list[Specified]]:
+    specified: dict[int, list[Specified]] = {}
+    for number, site in enumerate(sites):
+        if site.refusal is not None:
+            continue
+        try:
+            _refuse_reordered_reads(site)
+            specified[number] = [_specify(site, a, symbols, block_mask) for a in site.attentions]
+        except Unsupported as problem:
+            site.refusal, site.blame = problem.refusal, problem.node
+    return specified
+
+
+def _refuse_unsupported(
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], supports: Supports
+) -> None:
+    """Drop sites that no kernel can be made for."""
+    hints = nodes.size_hints(graph)
+    for number, parts in list(specified.items()):
+        device = nodes.value(sites[number].root).device
+        sizes = ([nodes.evaluate_size(n, hints) for n in part.sizes] for part in parts)
+        refusals = (supports(p.spec, device, values, p.differentiable) for p, values in zip(parts, sizes, strict=True))
+        if (refusal := next(filter(None, refusals), None)) is not None:
+            sites[number].refusal = refusal
+            del specified[number]
 
 
 def _specify(site: Site, attention: Attention, symbols: _Symbols, block_mask: BlockMask | None) -> Specified:
@@ -144,9 +158,6 @@ def _impure(node: Node) -> bool:
     return not marks.seed.on(node) and not marks.is_seed(node) and node.is_impure()
 
 
-# --- weights that escape ----------------------------------------------------------------------------------------
-
-
 def _refuse_escaping(graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]]) -> None:
     """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes."""
     while True:
@@ -205,9 +216,6 @@ def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
         if any(parent in reached for parent in node.all_input_nodes):
             reached.add(node)
     return reached
-
-
-# --- replacing --------------------------------------------------------------------------------------------------
 
 
 def _replace(

@@ -115,16 +115,10 @@ def compare(
     entries = tuple(
         Measured(name=name, failure=failures[name])
         if name in failures
-        else Measured(
-            name=name,
-            seconds=times[name],
-            first=first[name],
-            peak=peaks[name],
-            error=errors[name],
-            allowed=None if name == "eager" else allowed,
-        )
+        else Measured(name=name, seconds=times[name], first=first[name], peak=peaks[name], error=errors[name],
+                      allowed=None if name == "eager" else allowed)
         for name in COMPETITORS
-    )
+    )  # fmt: skip
     device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
     return Comparison(entries=entries, turns=turns, threads=torch.get_num_threads(), device=device, note=note)
 
