@@ -15,7 +15,7 @@ from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.reference.polynomial import Monomials, monomials
 from fusion.codegen.triton import interpret, module
 from fusion.codegen.triton.features import features_module
-from fusion.codegen.triton.launch import processors
+from fusion.codegen.triton.launch import machine_of
 from fusion.planning.head_dims import padded
 
 MOST_FEATURES = 64
@@ -119,7 +119,7 @@ class FeatureKernels:
 
     def _piece(self, heads: int, n: int, device: torch.device) -> int:
         """Keys of a piece: all of them, or fewer where that would leave processors idle."""
-        wanted = 1 if device.type == "cpu" else 2 * processors(device) // max(1, heads * self.table.blocks)
+        wanted = 1 if device.type == "cpu" else 2 * machine_of(device).cores // max(1, heads * self.table.blocks)
         return max(PIECE, -(-n // max(1, wanted)))
 
     def weights(self, powers: Tensor, device: torch.device) -> Tensor:
