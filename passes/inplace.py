@@ -115,6 +115,13 @@ def _is_view(node: Node) -> bool:
     return returns_alias or nodes.packet(node) in MAYBE_ALIAS
 
 
+def may_copy(node: Node) -> bool:
+    """Whether a node may have memory of its own: a clone, or a reshape of what is not laid out for it."""
+    target = node.target
+    views = isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+    return not views or nodes.packet(node) in MAYBE_ALIAS
+
+
 def _family(node: Node) -> set[Node]:
     """Every node that may share memory with this one."""
     root = node

@@ -31,7 +31,7 @@ from fusion.passes import assembling, marks, nodes, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
 from fusion.passes.folding import folded
-from fusion.passes.inplace import MAYBE_ALIAS
+from fusion.passes.inplace import may_copy
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.views import Index, broadcast_index, source
@@ -149,7 +149,7 @@ class PullBack:
         result of another attention: that is what the graph will hold, not the product before it."""
         if marks.attention_root(here):
             return None
-        if marks.mutations(here) and packet(here) in MAYBE_ALIAS:
+        if marks.mutations(here) and may_copy(here):
             return None
         return source(here, index, bounds)
 

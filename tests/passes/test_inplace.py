@@ -117,7 +117,32 @@ def shifted_load(q, k, v):
     return s.softmax(-1) @ v
 
 
-LEFT_OR_FUSED = [one_head, view_read_later, slice_of_an_input, every_other_key, shifted_scores, shifted_load]
+def copied_values_through_a_view(q, k, v):
+    v = v.clone()
+    v.mT.add_(0.3)
+    return scores(q, k).softmax(-1) @ v
+
+
+def copied_keys_through_a_slice(q, k, v):
+    k = k.mT.contiguous().mT
+    k[..., ::2].mul_(-2)
+    return scores(q, k).softmax(-1) @ v
+
+
+def copied_scores_through_a_view(q, k, v):
+    s = scores(q, k).clone()
+    s.mT[..., ::2].add_(0.7)
+    return s.softmax(-1) @ v
+
+
+def repeated_values_through_a_view(q, k, v):
+    v = v[:, :1].repeat(1, 2, 1, 1)
+    v.mT.add_(0.3)
+    return scores(q, k).softmax(-1) @ v
+
+
+LEFT_OR_FUSED = [copied_values_through_a_view, copied_keys_through_a_slice, copied_scores_through_a_view,
+                 repeated_values_through_a_view, one_head, view_read_later, slice_of_an_input, every_other_key, shifted_scores, shifted_load]  # fmt: skip
 
 
 def run(function, dtype=torch.float32, train=False, n=12):
