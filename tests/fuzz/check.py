@@ -1,0 +1,177 @@
+"""One program, compiled and in eager mode: outputs, changed inputs and gradients by the house rule."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tests.fuzz.routes import Outcome, compiled, watching
+from tests.fuzz.writer import Program
+from tests.numerics import assert_as_exact_as_eager, compare, leaves
+
+Tensors = dict[str, torch.Tensor]
+DRAWS = 8
+"""How many draws of the inputs count together, where one draw is over the rule: the error of a few elements is luck."""
+GROSS = 16
+"""A result that is this many times over the rule, in several draws together, is wrong and not just inexact."""
+
+
+class Verdict(enum.Enum):
+    RIGHT = "right"
+    INVALID = "invalid"
+    """Eager mode does not run it."""
+    LUCK = "luck"
+    """Over the rule in one draw, and not in several together."""
+    OVER = "over the rule"
+    WRONG = "wrong"
+    FAILED = "failed"
+    """An exception reached the user."""
+
+
+@dataclass
+class Result:
+    """What became of a program. sites: attentions that the compiler saw. share: error / bound of the worst tensor."""
+
+    verdict: Verdict
+    message: str = ""
+    share: float = 0.0
+    sites: int = 0
+    fused: int = 0
+    refusals: list[str] = field(default_factory=list)
+    defects: list[str] = field(default_factory=list)
+
+
+class Wide(TorchDispatchMode):
+    """Computes in float64 what a program computes in narrower floats, whatever dtypes its text names."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        narrow = (torch.float32, torch.bfloat16, torch.float16)
+        args, kwargs = tree_map(lambda x: torch.float64 if x in narrow else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+class Sample:
+    """One draw of a program's inputs, and what eager mode and float64 make of it."""
+
+    def __init__(self, program: Program, seed: int, function: Callable[..., Any] | None = None):
+        self.program, self.trained = program, program.trained
+        self.function = function or loaded(program.text)["f"]
+        torch.manual_seed(seed)
+        self.given = loaded(program.text)["inputs"]()
+        self.eager = self.run(self.function, self.given)
+        # Fills that swallow every score in float32 do so in float64 as well.
+        exact = loaded(re.sub(r"\b1e9\b", "1e30", program.text))
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float64)
+            with Wide():
+                wide = [x.double() if x.is_floating_point() else x for x in self.given]
+                self.exact = self.run(exact["f"], wide)
+        finally:
+            torch.set_default_dtype(before)
+
+    def run(self, function: Callable[..., Any], given: list[torch.Tensor]) -> Tensors:
+        """Outputs, inputs after the call, and gradients, by name."""
+        copies = [x.detach().clone() for x in given]
+        wanted = [x.requires_grad_() for x in copies if self.trained and x.is_floating_point()]
+        with torch.set_grad_enabled(self.trained):
+            out = function(*copies)
+        found = dict(leaves(out))
+        if self.trained:
+            total = torch.zeros([])
+            for value in found.values():
+                draw = torch.randn(value.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+                total = total + (value * draw.to(value.dtype)).sum()
+            gradients = [None] * len(wanted)
+            if total.requires_grad:
+                gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+            zeros = map(torch.zeros_like, wanted)
+            found |= {
+                f"gradient {n}": z if g is None else g for n, (g, z) in enumerate(zip(gradients, zeros, strict=True))
+            }
+        else:
+            found |= {f"input {n}": x for n, x in enumerate(copies)}
+        return {name: value.detach() for name, value in found.items()}
+
+    def inputs(self) -> list[torch.Tensor]:
+        return [x.detach().clone().requires_grad_(self.trained and x.is_floating_point()) for x in self.given]
+
+
+def loaded(text: str) -> dict[str, Any]:
+    """The names that a program's text defines."""
+    names: dict[str, Any] = {"torch": torch, "math": math, "F": torch.nn.functional}
+    exec(compile(text, "<program>", "exec"), names)
+    return names
+
+
+def check(program: Program, seed: int = 0) -> Result:
+    """Compile a program, run it and compare."""
+    try:
+        sample = Sample(program, seed)
+    except Exception as problem:
+        return Result(Verdict.INVALID, f"{type(problem).__name__}: {problem}")
+    try:
+        with torch.set_grad_enabled(program.trained):
+            outcome = compiled(sample.function, sample.inputs(), program.route, program.emitter)
+        with watching(outcome):
+            result = _compared(program, sample, outcome, seed)
+    except Exception as problem:
+        return Result(Verdict.FAILED, f"{type(problem).__name__}: {problem}")
+    result.sites = sum(len(report.sites) for report in outcome.reports)
+    result.fused, result.refusals, result.defects = outcome.fused, outcome.refusals, outcome.defects
+    return result
+
+
+def _compared(program: Program, sample: Sample, outcome: Outcome, seed: int) -> Result:
+    first = verdict([sample], [sample.run(outcome.call, sample.given)], program.dtype)
+    if first.verdict is not Verdict.OVER:
+        return first
+    samples = [Sample(program, seed + 1 + n, sample.function) for n in range(DRAWS - 1)]
+    together = [sample, *samples]
+    second = verdict(together, [one.run(outcome.call, one.given) for one in together], program.dtype)
+    if second.verdict is Verdict.RIGHT:
+        return Result(Verdict.LUCK, first.message, first.share)
+    return second
+
+
+def verdict(samples: list[Sample], actual: list[Tensors], dtype: torch.dtype) -> Result:
+    """The rule on all samples together, and again on the elements where eager itself is near float64."""
+    ours, eager, exact = (
+        {name: torch.stack([one[name] for one in way]) for name in way[0]}
+        for way in (actual, [s.eager for s in samples], [s.exact for s in samples])
+    )
+    if dtype is torch.float64:  # nothing here is more exact than that; a wrong formula shows all the same
+        dtype = torch.float32
+    try:
+        assert_as_exact_as_eager(ours, eager, exact, dtype)
+        sharp = {name: _without_unstable(eager[name], value) for name, value in exact.items()}
+        assert_as_exact_as_eager(ours, eager, sharp, dtype, name="stable")
+    except AssertionError as problem:
+        message = str(problem)
+        inexact = "error" in message and "exceeds" in message
+        share = _share(ours, eager, sharp if "stable" in message else exact, dtype) if inexact else math.inf
+        return Result(Verdict.WRONG if share > GROSS else Verdict.OVER, message, share)
+    return Result(Verdict.RIGHT)
+
+
+def _share(ours: Tensors, eager: Tensors, exact: Tensors, dtype: torch.dtype) -> float:
+    floats = [name for name, value in eager.items() if value.is_floating_point()]
+    return max(compare(name, ours[name], eager[name], exact[name], dtype).share for name in floats)
+
+
+def _without_unstable(eager: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The reference, with NaN where eager is far from it, which would loosen the bound of all other elements."""
+    if not eager.is_floating_point():
+        return exact
+    finite = eager.isfinite() & exact.isfinite()
+    size = exact[finite].abs().max() if finite.any() else 0.0
+    far = (eager.double() - exact).abs() > 1000 * torch.finfo(eager.dtype).eps * size
+    return exact.masked_fill(far, torch.nan)

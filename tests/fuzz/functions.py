@@ -1,0 +1,259 @@
+"""Random PyTorch functions as source text: attentions in many layouts and spellings, and near misses.
+
+`program(seed)` gives the same text for a seed wherever it runs. What is drawn at random is written to be what people
+write; nothing of it knows how the compiler reads it.
+"""
+
+from __future__ import annotations
+
+import random
+
+from tests.fuzz.masks import apply_bias, apply_mask, predicate
+from tests.fuzz.normalizers import normalize
+from tests.fuzz.writer import Program, Writer
+
+LEADS = (("B", "H"), ("B", "H"), ("B", "H"), ("B",), (), ("B * H",), ("B", "2", "H"))
+SCORES = ("torch.tanh(s / 5) * 5", "20 * torch.tanh(s / 20)", "F.silu(s)", "s.clamp(-2, 3)", "s.abs()", "F.softplus(s)",
+          "F.gelu(s)", "F.leaky_relu(s, 0.1)", "torch.where(s > 0, s, 0.2 * s)", "s.square() * 0.1", "torch.sin(s)",
+          "torch.log1p(s.abs())", "torch.relu(s)", "-s", "s + s.sigmoid()", "torch.where(s > 0, s, 1.0).sqrt()",
+          "torch.exp(s.clamp(max=2))", "(torch.relu(s) + 1e-6).sqrt()", "torch.lerp(s, s.tanh(), 0.6)", "F.elu(s)",
+          "s.float()", "s.sign() * s.abs().sqrt()", "torch.atan(s)", "s / (1 + s.abs())", "s.pow(3) * 0.05",
+          "F.hardtanh(s)", "torch.maximum(s, -s * 0.5)", "s.reciprocal().clamp(-3, 3)")  # fmt: skip
+SPECIALS = ("math.inf", "-math.inf", "math.nan", "1e30", "-3e4", "0.0", "-0.0", "1e-40")
+
+WRITES = (".mul_(0.7)", ".add_(1)", "[..., :1] = 0", ".fill_(0.5)", "[..., ::2].mul_(-2)", ".mT.add_(0.3)")
+
+
+def program(seed: int | str) -> Program:
+    """The program of a seed."""
+    rng = random.Random(f"function {seed}")
+    keys = rng.choice([1, 2, 3, 5, 7, 9, 13, 17, 24, 33, 40])
+    sizes = {
+        "B": rng.randint(1, 3), "H": rng.randint(1, 4), "N": keys if rng.random() < 0.6 else rng.randint(1, 40),
+        "M": keys, "D": rng.choice([4, 5, 8, 12, 16, 17, 24, 40]), "E": rng.choice([4, 6, 8, 16, 19, 33]),
+    }  # fmt: skip
+    dtype = rng.choices(["float32", "bfloat16", "float16", "float64"], [66, 18, 12, 4])[0]
+    w = Writer(rng, sizes, dtype, trained=rng.random() < 0.35 and dtype != "float64", lead=rng.choice(LEADS))
+    w.intended = dtype != "float64"
+    q, k, v = operands(w)
+    out = by_sdpa(w, q, k, v) if w.chance(0.12) else by_hand(w, q, k, v)
+    finish(w, out)
+    route, emitter = _route(w)
+    return Program(
+        text=w.text(), trained=w.trained, route=route, emitter=emitter, intended=w.intended,
+        kinds=tuple(sorted({*w.kinds, dtype, route, emitter, "training" if w.trained else "inference"})),
+    )  # fmt: skip
+
+
+def _route(w: Writer) -> tuple[str, str]:
+    drawn = w.rng.random()
+    if drawn < 0.08:
+        return "dynamo", "reference"
+    if drawn < 0.11:
+        return "dynamic", "reference"
+    if drawn < 0.11 + (0.02 if w.trained else 0.15):
+        return "trace", "auto"
+    return "trace", "reference"
+
+
+def operands(w: Writer) -> tuple[str, str, str]:
+    """Q [lead.., N, D], K [lead.., M, D] and V [lead.., M, E], from inputs in some layout."""
+    if w.chance(0.05):
+        return _packed(w)
+    group = w.lead == ("B", "H") and w.chance(0.15)
+    found = [_operand(w, *about) for about in (("q", "N", "D"), ("k", "M", "D"), ("v", "M", "E"))]
+    if group:
+        w.note("grouped heads")
+        w.sizes["G"] = w.rng.randint(2, 3)
+        spell = w.pick(
+            "{0}.repeat_interleave(G, 1)", "{0}[:, :, None].expand(-1, -1, G, -1, -1).flatten(1, 2)",
+            "{0}.repeat(1, G, 1, 1)", "{0}.unsqueeze(2).expand(B, H, G, M, {1}).reshape(B, H * G, M, {1})",
+        )  # fmt: skip
+        for name, width in zip(found[1:], "DE", strict=True):
+            w.say(f"{name} = {spell.format(name, width)}")
+        w.arguments[found[0]] = w.arguments[found[0]].replace("H", "H * G")
+        w.lines = [line.replace("B, N, H, D", "B, N, H * G, D") if line[:3] == "q =" else line for line in w.lines]
+        w.lead = ("B", "H * G")
+    if w.chance(0.04):
+        w.note("expanded key")
+        w.arguments[found[1]] = w.arguments[found[1]].replace("randn(B, H,", "randn(B, 1,")
+    return found[0], found[1], found[2]
+
+
+def _packed(w: Writer) -> tuple[str, str, str]:
+    w.note("packed qkv")
+    w.sizes |= {"N": w.sizes["M"], "E": w.sizes["D"]}
+    w.lead = ("B", "H")
+    x = w.floats("x", "B, N, 3, H, D")
+    q, k, v = (w.fresh(name) for name in "qkv")
+    if w.chance(0.5):
+        w.say(f"{q}, {k}, {v} = {x}.permute(2, 0, 3, 1, 4).unbind(0)")
+    else:
+        w.say(f"{q}, {k}, {v} = ({x}[:, :, n].transpose(1, 2) for n in range(3))")
+    return q, k, v
+
+
+def _operand(w: Writer, name: str, rows: str, width: str) -> str:
+    lead = "".join(f"{size}, " for size in w.lead)
+    kind = w.pick("plain", "plain", "plain", "last", "gaps", "heads inside", "merged", "shifted")
+    if kind in ("heads inside", "merged") and w.lead == ("B", "H"):
+        if kind == "merged":
+            own = w.floats(name, f"B, {rows}, H * {width}")
+            w.say(f"{own} = {own}.view(B, {rows}, H, {width}).transpose(1, 2)")
+        else:
+            own = w.floats(name, f"B, {rows}, H, {width}")
+            w.say(f"{own} = {own}" + w.pick(".transpose(1, 2)", ".permute(0, 2, 1, 3)", ".movedim(1, 2)"))
+    elif kind == "last":
+        own = w.floats(name, f"{lead}{width}, {rows}")
+        w.say(f"{own} = {own}" + w.pick(".mT", ".transpose(-1, -2)", ".transpose(-2, -1).contiguous()"))
+    elif kind == "gaps":
+        own = w.floats(name, f"{lead}2 * {rows}, {width} + 3")
+        w.say(f"{own} = {own}[..., ::2, 1:{width} + 1]")
+    elif kind == "shifted":
+        own = w.floats(name, f"{lead}{rows} + 1, {width}")
+        w.say(f"{own} = {own}[..., {w.pick('1:', ':-1')}, :]")
+    else:
+        own = w.floats(name, f"{lead}{rows}, {width}")
+    w.note(f"layout {kind}")
+    return own
+
+
+def by_sdpa(w: Writer, q: str, k: str, v: str) -> str:
+    """A call of scaled_dot_product_attention."""
+    w.note("sdpa")
+    call = [q, k, v]
+    kind = w.pick("none", "causal", "mask", "bias", "product")
+    if kind == "causal":
+        call.append("is_causal=True")
+    elif kind == "mask":
+        call.append(f"attn_mask={predicate(w)}")
+    elif kind == "bias":
+        lead = "".join(f"{size}, " for size in w.lead)
+        call.append(f"attn_mask={w.floats('bias', w.pick('N, M', f'{lead}N, M'))}")
+    elif kind == "product":
+        r = w.floats("r", "M, D")
+        call.append(f"attn_mask=({q} * 0.5) @ {r}.mT" + w.pick("", " * 0.5"))
+    if w.chance(0.4):
+        call.append(f"scale={w.pick('0.3', '1.0', 'D ** -0.5')}")
+    return w.let("o", f"F.scaled_dot_product_attention({', '.join(call)})")
+
+
+def by_hand(w: Writer, q: str, k: str, v: str) -> str:
+    """Products, a score program with masks, a normaliser, and the product with V."""
+    scores(w, q, k)
+    steps = w.rng.choices([0, 1, 2, 3], [3, 5, 3, 1])[0]
+    kept: list[str] = []
+    for _ in range(steps):
+        kind = w.rng.choices(["bias", "mask", "function"], [3, 5, 2])[0]
+        if kind == "bias":
+            apply_bias(w)
+        elif kind == "mask":
+            kept.append(predicate(w))
+            apply_mask(w, kept[-1])
+        else:
+            w.note("score function")
+            w.say(f"s = {w.pick(*SCORES)}")
+    if w.chance(0.1):
+        near_miss(w, q, k)
+    return normalize(w, v, kept)
+
+
+def near_miss(w: Writer, q: str, k: str) -> None:
+    """A change after which it is no attention, or another one."""
+    w.note("near miss")
+    w.intended = False
+    w.say(w.pick(
+        "s = s.roll(1, -1)", "s = s.flip(-1)", "s = s.cumsum(-1)", "s = s + s.mean()", "s = s.sort(-1).values",
+        "s = s - s.mean(-1, keepdim=True)", "s = s + s.amax(-2, keepdim=True)", f"s = s + {q}.sum()",
+        "s = s + s.sum(-1, keepdim=True)",
+        "s = s[..., torch.arange(M - 1, -1, -1)]", "s = torch.cat([s[..., 1:], s[..., :1]], -1)", f"s = s * {k}.amax()",
+        "s = s * s.softmax(-1)", "s = s.softmax(-1)", "s = s.round(decimals=1)", "s = s.mean(0, keepdim=True) + s",
+        "s = s.transpose(-1, -2).reshape(s.shape)", "s = s + s.detach()", "s = s - s.amax()",
+    ))  # fmt: skip
+
+
+def scores(w: Writer, q: str, k: str) -> None:
+    """The variable `s` [lead.., N, M]: one or several products and their scales."""
+    before = w.pick("", "", "q", "k", "both")
+    if before in ("q", "both"):
+        w.say(f"{q} = {q}" + w.pick(" * 0.35", " / math.sqrt(D)", f" * {q}.shape[-1] ** -0.5", " * torch.tensor(0.4)"))
+    if before in ("k", "both"):
+        w.say(f"{k} = {k}" + w.pick(" * 0.6", " / D ** 0.25"))
+    w.say(f"s = {_product(w, q, k)}")
+    if before == "" and w.chance(0.7):
+        w.say("s = s" + w.pick(" * 0.3", " / math.sqrt(D)", " * D ** -0.5", ".div(3.0)", " / 8", ".mul(0.2)",
+                               f" * (1.0 / {k}.shape[-2])", f" * math.log({k}.shape[-2] + 1)"))  # fmt: skip
+        if w.chance(0.1):
+            w.say("s /= 2.0")
+    if w.chance(0.14):
+        w.note("second product")
+        _second(w, q, k)
+
+
+def _product(w: Writer, q: str, k: str) -> str:
+    letters = {1: "b", 2: "bh", 3: "bgh"}.get(len(w.lead), "")
+    ways = [f"{q} @ {k}.mT", f"torch.matmul({q}, {k}.transpose(-1, -2))", f"({k} @ {q}.mT).mT",
+            f"torch.einsum('...id,...jd->...ij', {q}, {k})",
+            f"torch.einsum('{letters}id,{letters}jd->{letters}ij', {q}, {k})"]  # fmt: skip
+    if len(w.lead) == 1:
+        ways += [f"torch.bmm({q}, {k}.transpose(1, 2))", f"{q}.bmm({k}.mT)"] * 2
+        bias = f"torch.arange(M).to({q}.dtype).expand({w.lead[0]}, N, M) / 9"
+        ways.append(f"torch.baddbmm({bias}, {q}, {k}.mT, beta={w.pick('1', '0.5', '0')}, alpha={w.pick('1', '0.3')})")
+    if w.lead == ("B", "H") and w.chance(0.3):
+        flat = f"torch.bmm({q}.reshape(B * H, N, D), {k}.reshape(B * H, M, D).mT)"
+        return w.pick(f"{flat}.view(B, H, N, M)", f"{flat}.unflatten(0, (B, H))")
+    return w.pick(*ways)
+
+
+def _second(w: Writer, q: str, k: str) -> None:
+    r = w.floats("r", "M", "D")
+    lead = w.pick(f"torch.einsum('...id,jd->...ij', {q}, {r})", f"{q} @ {r}.mT", f"({q} * 0.25) @ {r}.mT",
+                  f"({q}[..., :3] * 2) @ {k}[..., 1:4].mT", f"{q} @ ({r} * 0.5).mT")  # fmt: skip
+    w.say(w.pick(f"s = s + {lead}", f"s = s - 0.5 * {lead}", f"s = s * torch.sigmoid({lead})", f"s = {lead} + s"))
+
+
+def finish(w: Writer, out: str) -> None:
+    """What follows the product with V, writes in place anywhere, special values, and the return."""
+    if w.chance(0.35):
+        wide = w.floats("projection", "E", "3") if w.sizes["E"] != w.sizes["D"] else f"{out}.mT"
+        ways = [f"{out} * 0.5", f"{out}.contiguous()", f"{out} + 1", f"{out}.float()", f"{out}.flatten(-2)",
+                f"{out} @ {wide}"]  # fmt: skip
+        if len(w.lead) == 2:
+            ways += [f"{out}.transpose(1, 2).flatten(2)", f"{out}.transpose(1, 2).contiguous()",
+                     f"{out}.permute(0, 2, 1, 3).reshape(B, N, -1)"] * 2  # fmt: skip
+        w.say(f"{out} = {w.pick(*ways)}")
+    if w.chance(0.15):
+        write_in_place(w)
+    for name in list(w.arguments):
+        if w.chance(0.02) and "randn" in w.arguments[name]:
+            w.note("special values")
+            w.late.append(f"{name}.view(-1)[{w.rng.randint(0, 99)} % {name}.numel()] = {w.pick(*SPECIALS)}")
+    if w.trained:
+        w.lines[:0] = [f"{name} = {name}.clone()" for name in _written(w)]
+    elif w.chance(0.5):
+        w.lines[:0] = [f"{name} = {name}.clone()" for name in _written(w) if w.chance(0.5)]
+    further = [name for name in ("s", "p") if any(line.startswith(f"{name} =") for line in w.lines)]
+    if further and w.chance(0.04):
+        w.note("weights returned")
+        w.intended = False
+        w.say(f"return {out}, {w.pick(*further)}")
+    else:
+        w.say(f"return {out}")
+
+
+def _written(w: Writer) -> list[str]:
+    """Parameters that are written in place."""
+    body = "\n".join(w.lines)
+    return [name for name in w.arguments if any(name + write in body for write in WRITES)]
+
+
+def write_in_place(w: Writer) -> None:
+    """One or two writes at any point, to any variable that exists there, through itself or a view of it."""
+    w.note("written in place")
+    w.intended = False
+    for _ in range(w.rng.randint(1, 2)):
+        point = w.rng.randint(0, len(w.lines))
+        made = [line.split(" = ")[0] for line in w.lines[:point] if " = " in line.split("(")[0]]
+        names = [n for n in [*made, *(n for n, e in w.arguments.items() if "randn" in e)] if n.isidentifier()]
+        name = w.pick(*names)
+        w.lines.insert(point, name + w.pick(*WRITES))

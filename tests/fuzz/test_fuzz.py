@@ -1,0 +1,53 @@
+"""Fuzzing in small: some seeds through the whole of it, and a failure made short."""
+
+from dataclasses import replace
+
+from tests.fuzz.check import Verdict, check
+from tests.fuzz.functions import program
+from tests.fuzz.reduce import reduced
+
+WRONG = """B, H, N, M, D, E = 1, 2, 6, 6, 4, 4
+dtype = torch.float32
+
+def inputs():
+    q = torch.randn(B, H, N, D)
+    k = torch.randn(B, H, M, D)
+    v = torch.randn(B, H, M, E)
+    bias = torch.randn(N, M)
+    return (q, k, v, bias)
+
+def f(q, k, v, bias):
+    k = k * 0.5
+    s = q @ k.mT
+    s = s + bias
+    p = s.softmax(-1)
+    return p @ v
+"""
+
+
+def test_random_functions_are_as_exact_as_eager():
+    results = {seed: check(program(seed)) for seed in range(60)}
+    bad = {s: r.message for s, r in results.items() if r.verdict in (Verdict.WRONG, Verdict.FAILED) or r.defects}
+    assert not bad
+    assert sum(result.verdict is Verdict.INVALID for result in results.values()) < 12
+    assert sum(result.fused for result in results.values()) > 30
+
+
+def test_a_program_is_the_same_wherever_it_is_drawn():
+    assert [program(seed).text for seed in range(20)] == [program(seed).text for seed in range(20)]
+    assert len({program(seed).text for seed in range(20)}) == 20
+
+
+def test_a_failure_is_made_short():
+    """As if every attention with a bias were wrong: what is left has the bias, and no scale of K."""
+
+    def judge(candidate):
+        result = check(candidate)
+        wrong = result.verdict is Verdict.RIGHT and "bias" in candidate.text.split("def f")[1].split(":", 1)[1]
+        return replace(result, verdict=Verdict.WRONG) if wrong else result
+
+    start = replace(program(0), text=WRONG, route="trace", emitter="reference", trained=False)
+    wanted = judge(start)
+    assert wanted.verdict is Verdict.WRONG
+    found, _ = reduced(start, wanted, seconds=60, judge=judge)
+    assert "* 0.5" not in found.text and len(found.text) < 0.7 * len(WRONG)
