@@ -141,8 +141,18 @@ def repeated_values_through_a_view(q, k, v):
     return scores(q, k).softmax(-1) @ v
 
 
-LEFT_OR_FUSED = [copied_values_through_a_view, copied_keys_through_a_slice, copied_scores_through_a_view,
-                 repeated_values_through_a_view, one_head, view_read_later, slice_of_an_input, every_other_key, shifted_scores, shifted_load]  # fmt: skip
+LEFT_OR_FUSED = [
+    copied_values_through_a_view,
+    copied_keys_through_a_slice,
+    copied_scores_through_a_view,
+    repeated_values_through_a_view,
+    one_head,
+    view_read_later,
+    slice_of_an_input,
+    every_other_key,
+    shifted_scores,
+    shifted_load,
+]
 
 
 def run(function, dtype=torch.float32, train=False, n=12):
