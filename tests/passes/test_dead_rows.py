@@ -109,7 +109,26 @@ def exponentials_less_a_clamped_maximum(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
-FUSED = [shifted_and_halved, shifted_and_scaled_without_a_low_fill, shifted_by_the_unmasked,
+def written_mask_then_zero(q, k, v):
+    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+    mask[:3, :2] = -math.inf
+    mask[:3, 2:] = -math.inf
+    return (q @ k.mT + mask).softmax(-1).masked_fill(~keep(q, k), 0.0) @ v
+
+
+def exponentials_under_a_written_mask(q, k, v):
+    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+    mask[:3] = torch.finfo(q.dtype).min
+    e = (q @ k.mT + mask).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+INFINITE, LOWEST = torch.zeros(2, 21, 21)
+INFINITE[:3] = -math.inf
+LOWEST[:3] = torch.finfo(torch.float32).min
+"""Masks of which the compiler sees no values."""
+
+FUSED = [written_mask_then_zero, exponentials_under_a_written_mask, shifted_and_halved, shifted_and_scaled_without_a_low_fill, shifted_by_the_unmasked,
          exponentials_of_the_lowest, exponentials_of_the_lowest_and_epsilon,
          exponentials_less_the_maximum_of_the_lowest, exponentials_less_a_clamped_maximum,
          filled_with_zero, selected_of_two_masks, lowest_then_zero, multiplied, sum_and_epsilon, sum_at_least_epsilon,
@@ -123,10 +142,7 @@ def other_rows_zero(q, k, v):
 
 
 def mask_added_then_zero(q, k, v):
-    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
-    mask[:3, :2] = -math.inf
-    mask[:3, 2:] = -math.inf
-    return (q @ k.mT + mask).softmax(-1).masked_fill(~keep(q, k), 0.0) @ v
+    return (q @ k.mT + INFINITE.to(q.dtype)).softmax(-1).masked_fill(~keep(q, k), 0.0) @ v
 
 
 def shifted_and_scaled(q, k, v):
@@ -156,9 +172,7 @@ def exponentials_less_nearly_the_maximum(q, k, v):
 
 
 def exponentials_under_an_added_tensor(q, k, v):
-    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
-    mask[:3] = torch.finfo(q.dtype).min
-    e = (q @ k.mT + mask).exp()
+    e = (q @ k.mT + LOWEST.to(q.dtype)).exp()
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
