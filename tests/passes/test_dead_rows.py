@@ -128,11 +128,26 @@ INFINITE[:3] = -math.inf
 LOWEST[:3] = torch.finfo(torch.float32).min
 """Masks of which the compiler sees no values."""
 
-FUSED = [written_mask_then_zero, exponentials_under_a_written_mask, shifted_and_halved, shifted_and_scaled_without_a_low_fill, shifted_by_the_unmasked,
-         exponentials_of_the_lowest, exponentials_of_the_lowest_and_epsilon,
-         exponentials_less_the_maximum_of_the_lowest, exponentials_less_a_clamped_maximum,
-         filled_with_zero, selected_of_two_masks, lowest_then_zero, multiplied, sum_and_epsilon, sum_at_least_epsilon,
-         sum_twice, one_more_than_maximum, one_more_than_positive_maximum]  # fmt: skip
+FUSED = [
+    written_mask_then_zero,
+    exponentials_under_a_written_mask,
+    shifted_and_halved,
+    shifted_and_scaled_without_a_low_fill,
+    shifted_by_the_unmasked,
+    exponentials_of_the_lowest,
+    exponentials_of_the_lowest_and_epsilon,
+    exponentials_less_the_maximum_of_the_lowest,
+    exponentials_less_a_clamped_maximum,
+    filled_with_zero,
+    selected_of_two_masks,
+    lowest_then_zero,
+    multiplied,
+    sum_and_epsilon,
+    sum_at_least_epsilon,
+    sum_twice,
+    one_more_than_maximum,
+    one_more_than_positive_maximum,
+]
 
 
 def other_rows_zero(q, k, v):
