@@ -25,14 +25,14 @@ from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.plan import unsupported as without_backward
-from fusion.codegen.mlir.backward.queries import QueriesKernel, SettlingKernel
+from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, QueriesKernel
 from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.boxes import _Boxes
 from fusion.codegen.mlir.features import FeatureShape, emit_readout, emit_state
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.moments import _Moments
+from fusion.codegen.mlir.key_block_bounds import KeyBlockBounds
+from fusion.codegen.mlir.moments import Moments
 from fusion.codegen.mlir.row_kernel import emit_rows
-from fusion.codegen.mlir.skipping import emit_selective
+from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training import backward_tiling
@@ -107,7 +107,7 @@ def mlir_texts(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]
         of = f"planes {tiling.planes}"
         yield f"forward, {of}", emit(spec, tiling, target, d, d_v).source
         if name in SELECTIVE:
-            yield f"selective, {of}", emit_selective(spec, tiling, target, d, d_v).source
+            yield f"selective, {of}", emit_sparse(spec, tiling, target, d, d_v).source
         if without_backward(spec) is not None:
             continue
         yield f"statistics, {of}", emit(spec, tiling, target, d, d_v, with_statistics=True).source
@@ -122,7 +122,7 @@ def backward_texts(of: str, spec: AttentionSpec, problem: Problem) -> Iterator[T
     yield f"dq, {of}", QueriesKernel(problem, needs).text().source
     yield f"dk dv, {of}", KeysKernel(problem, needs).text().source
     if spec.normalizer is not Normalizer.NONE:
-        yield f"settling, {of}", SettlingKernel(problem, (False,) * len(needs)).text().source
+        yield f"settling, {of}", DeltaErrorKernel(problem, (False,) * len(needs)).text().source
     if problem.tiling.planes:
         yield f"fused, {of}", FusedKernel(problem, needs).text().source
 
@@ -153,8 +153,8 @@ def approximate_texts() -> Iterator[Text]:
         yield f"triton features {name}", features_module(d, d_v, degree)
     for d in (16, 40, 64, 100):
         for scalar in ("f32", "bf16", "f16"):
-            yield f"mlir avx512 moments {d} {scalar}", _Moments(d, scalar).text()
-            yield f"mlir avx512 key blocks {d} {scalar}", _Boxes(d, scalar, 64).text()
+            yield f"mlir avx512 moments {d} {scalar}", Moments(d, scalar).text()
+            yield f"mlir avx512 key blocks {d} {scalar}", KeyBlockBounds(d, scalar, 64).text()
 
 
 def texts(only: str = "") -> Iterator[Text]:

@@ -14,7 +14,7 @@ from fusion.api import export as exporting
 from fusion.codegen import mlir, triton
 from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.export import attention_module
-from fusion.codegen.mlir.skipping import emit_selective
+from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.codegen.triton import launch as triton_launch
@@ -118,7 +118,7 @@ def test_of_specs(spec):
 def test_of_emitters(spec):
     rising, machine = replace(spec, score=apply("fadd", spec.score, const(1.0))), target_of(Machine.detect())
     with pytest.raises(ValueError, match="a selective kernel takes plain scaled scores"):
-        emit_selective(rising, tilings_for(rising, machine)[0], machine, 4, 4)
+        emit_sparse(rising, tilings_for(rising, machine)[0], machine, 4, 4)
     double = replace(spec, operands=tuple(replace(operand, dtype="float64") for operand in spec.operands))
     with pytest.raises(ValueError, match="no CPU kernel for .*: operand q has dtype float64"):
         mlir.compile(double)

@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import Beside, Groups, round_up
+from fusion.codegen.mlir.products import Groups, InterleavedWork, round_up
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.transpose import sum_rows, transpose
-from fusion.codegen.mlir.x86 import TileUnit
+from fusion.codegen.mlir.x86 import BF16, F32, WORDS, TileUnit
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
-BF16 = "vector<32xbf16>"
-F32 = "vector<16xf32>"
-PAIRS = "vector<16xi32>"
 
 #: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
 #: instead.
@@ -87,12 +84,12 @@ class Amx:
             return
         b = self.b
         bits = self._magnitude(x)
-        seen = b.load(self.worst, PAIRS, "worst")
+        seen = b.load(self.worst, WORDS, "worst")
         b.store(b.most(seen, bits), self.worst)
 
     def _magnitude(self, x: Value) -> Value:
         """|x| as bits: they are ordered as the numbers are, NaN above all."""
-        return self.b.binary("arith.andi", self.b.bitcast(x, PAIRS), 0x7FFFFFFF, "magnitude")
+        return self.b.binary("arith.andi", self.b.bitcast(x, WORDS), 0x7FFFFFFF, "magnitude")
 
     def _row_planes(self, rows: Rows, row: Value | int, column: Value) -> list[Value]:
         """32 elements of a row as one vector of bf16 per plane."""
@@ -110,7 +107,7 @@ class Amx:
             lines = [self._row_planes(rows, r, b.mul(chunk, 32)) for r in range(16)]
             base = b.at(target, b.mul(chunk, TILE_ELEMENTS * self.planes), "bf16")
             for plane in range(self.planes):
-                for k, pair in enumerate(transpose(b, [b.bitcast(line[plane], PAIRS) for line in lines])):
+                for k, pair in enumerate(transpose(b, [b.bitcast(line[plane], WORDS) for line in lines])):
                     b.store(pair, b.at(base, plane * TILE_ELEMENTS + 32 * k, "bf16"))
 
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
@@ -157,9 +154,9 @@ class Amx:
     def value_magnitudes(self, packed: Value) -> Value:
         """The largest magnitudes in a packed step of values of one plane, over all lanes, as bits of float32."""
         b = self.b
-        with b.carry(0, self.e_blocks, 1, [b.constant(0, PAIRS)], hint="block") as (loop, block, (worst,)):
+        with b.carry(0, self.e_blocks, 1, [b.constant(0, WORDS)], hint="block") as (loop, block, (worst,)):
             for row in range(16):
-                bits = b.load(b.at(packed, b.add(b.mul(block, TILE_ELEMENTS), 32 * row), "bf16"), PAIRS, "pair")
+                bits = b.load(b.at(packed, b.add(b.mul(block, TILE_ELEMENTS), 32 * row), "bf16"), WORDS, "pair")
                 high = b.binary("arith.andi", bits, 0x7FFF0000)
                 low = b.binary("arith.shli", b.binary("arith.andi", bits, 0x7FFF), 16)
                 worst = b.most(worst, b.most(high, low), "worst")
@@ -169,7 +166,7 @@ class Amx:
     def _add_squares(self, address: Value, total: Value) -> Value:
         """`total` plus the squares of the two bf16 in each lane."""
         b = self.b
-        bits = b.load(address, PAIRS, "pair")
+        bits = b.load(address, WORDS, "pair")
         for half in (b.binary("arith.shli", bits, 16), b.binary("arith.andi", bits, -0x10000)):
             x = b.bitcast(half, F32)
             total = b.fma(x, x, total, "squares")
@@ -186,7 +183,7 @@ class Amx:
         queries: Sequence[Value],
         target: Sequence[Value],
         step: Value | None = None,
-        beside: Beside | None = None,
+        beside: InterleavedWork | None = None,
     ) -> None:
         """S^T of 32 keys and two groups; step: the number of the key step, for `beside`."""
         b, size = self.b, TILE_ELEMENTS * self.planes
@@ -208,20 +205,20 @@ class Amx:
             last = plane == self.planes - 1
             if last and self.exact_pairs:
                 halves = [b.convert("arith.truncf", x, "bf16") for x in (first, second)]
-                pair = b.bitcast(b.shuffle(*halves, [i + 16 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair")
+                pair = b.bitcast(b.shuffle(*halves, [i + 16 * s for i in range(16) for s in (0, 1)]), WORDS, "pair")
             elif last:
                 # Half of the last place added, the rest cut off. A NaN may come out as a number here; the row's sum is
                 # NaN then, and so is the result.
-                low, high = (b.add(b.bitcast(x, PAIRS), 0x8000, "rounded") for x in (first, second))
+                low, high = (b.add(b.bitcast(x, WORDS), 0x8000, "rounded") for x in (first, second))
                 low = b.binary("arith.shrui", low, 16)
                 pair = b.binary("arith.ori", low, b.binary("arith.andi", high, -0x10000), "pair")
             else:
                 # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of
                 # the last place added first halves what remains, and with it the products that are left out.
-                near = [b.add(b.bitcast(x, PAIRS), 0x8000, "near") for x in (first, second)]
+                near = [b.add(b.bitcast(x, WORDS), 0x8000, "near") for x in (first, second)]
                 words = [b.bitcast(x, BF16) for x in near]
                 pair = b.bitcast(
-                    b.shuffle(*words, [2 * i + 1 + 32 * s for i in range(16) for s in (0, 1)]), PAIRS, "pair"
+                    b.shuffle(*words, [2 * i + 1 + 32 * s for i in range(16) for s in (0, 1)]), WORDS, "pair"
                 )
                 kept = [b.bitcast(b.binary("arith.andi", x, -0x10000), F32) for x in near]
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
@@ -234,7 +231,7 @@ class Amx:
         weights: Sequence[Value],
         output: Sequence[Value],
         first: Value | int = 0,
-        beside: Beside | None = None,
+        beside: InterleavedWork | None = None,
     ) -> None:
         """O^T += V^T P^T over key steps first..steps-1, for two groups."""
         parts = self.value_parts

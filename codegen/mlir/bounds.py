@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,7 +42,7 @@ TANH_ERROR = 2.0**-11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class MagnitudeBound:
     """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for constants below `FILL` that some
     keys may have in place of x (fills). finite: one of them is finite, so that a row of nothing else has weights."""
 
@@ -54,10 +54,10 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Near:
+class BoundedScores:
     """When the scores of a spec are near `centre` (in units of the programs' scale): for raw scores of magnitude
     `bound` at most. exponents: what the programs become there, as exponents of 2 relative to the centre. finite: see
-    `Reach`."""
+    `MagnitudeBound`."""
 
     centre: float
     bound: float
@@ -65,11 +65,11 @@ class Near:
     finite: bool
 
 
-def near(programs: Sequence[Expr], scale: float) -> Near | None:
+def near(programs: Sequence[Expr], scale: float) -> BoundedScores | None:
     """None where a program's range does not follow from that of the raw score."""
     factor, limit, found = scale * LOG2E, LARGEST_SCORE, []
     for program in programs:
-        arguments: list[Reach] = []
+        arguments: list[MagnitudeBound] = []
         reach = _reach(program, scale, arguments)
         if reach is None:
             return None
@@ -82,7 +82,7 @@ def near(programs: Sequence[Expr], scale: float) -> Near | None:
     exponents = {program: _times(program, factor) for program in programs}
     if centre:
         exponents = {key: ops.apply("fadd", x, const(-centre * factor)) for key, x in exponents.items()}
-    return Near(centre=centre, bound=limit, exponents=exponents, finite=any(reach.finite for reach in found))
+    return BoundedScores(centre=centre, bound=limit, exponents=exponents, finite=any(reach.finite for reach in found))
 
 
 @functools.cache
@@ -141,20 +141,20 @@ def _peel(expr: Expr, factor: float) -> tuple[Expr, float]:
             return expr, factor
 
 
-def _largest(reach: Reach, radius: float) -> float:
+def _largest(reach: MagnitudeBound, radius: float) -> float:
     """The largest B with slope * B + offset <= radius; at most 0 where there is none."""
     if reach.slope == 0.0:
         return math.inf if reach.offset <= radius else 0.0
     return (radius - reach.offset) / reach.slope
 
 
-def _reach(expr: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
+def _reach(expr: Expr, scale: float, arguments: list[MagnitudeBound]) -> MagnitudeBound | None:
     """Of a FLOAT expression; notes what `tanh` is applied to."""
     if expr is SCORE:
-        return Reach(centre=0.0, slope=1.0, offset=0.0)
+        return MagnitudeBound(centre=0.0, slope=1.0, offset=0.0)
     if expr.op == "const":
         value = expr.value
-        return Reach(centre=value, slope=0.0, offset=0.0) if math.isfinite(value) else None
+        return MagnitudeBound(centre=value, slope=0.0, offset=0.0) if math.isfinite(value) else None
     if expr.op == "where":
         return _either(*expr.args[1:], scale, arguments)
     parts = [_reach(arg, scale, arguments) for arg in expr.args] if expr.op in _RULES else [None]
@@ -166,18 +166,18 @@ def _reach(expr: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
     return _RULES[expr.op](*known)
 
 
-def _either(x: Expr, y: Expr, scale: float, arguments: list[Reach]) -> Reach | None:
+def _either(x: Expr, y: Expr, scale: float, arguments: list[MagnitudeBound]) -> MagnitudeBound | None:
     for part, other in ((x, y), (y, x)):
         if part.op == "const" and part.value * scale <= FILL:
             reach = _reach(other, scale, arguments)
             if reach is None:
                 return None
             finite = reach.finite or math.isfinite(part.value)
-            return Reach(centre=reach.centre, slope=reach.slope, offset=reach.offset, fills=True, finite=finite)
+            return replace(reach, fills=True, finite=finite)
     first, second = (_reach(part, scale, arguments) for part in (x, y))
     if first is None or second is None:
         return None
-    return Reach(
+    return MagnitudeBound(
         centre=first.centre,
         slope=max(first.slope, second.slope),
         offset=max(first.offset, second.offset + abs(second.centre - first.centre)),
@@ -186,32 +186,32 @@ def _either(x: Expr, y: Expr, scale: float, arguments: list[Reach]) -> Reach | N
     )
 
 
-def _negated(x: Reach) -> Reach:
-    return Reach(centre=-x.centre, slope=x.slope, offset=x.offset)
+def _negated(x: MagnitudeBound) -> MagnitudeBound:
+    return MagnitudeBound(centre=-x.centre, slope=x.slope, offset=x.offset)
 
 
-def _sum(x: Reach, y: Reach) -> Reach:
-    return Reach(centre=x.centre + y.centre, slope=x.slope + y.slope, offset=x.offset + y.offset)
+def _sum(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound:
+    return MagnitudeBound(centre=x.centre + y.centre, slope=x.slope + y.slope, offset=x.offset + y.offset)
 
 
-def _product(x: Reach, y: Reach) -> Reach | None:
+def _product(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
     if x.slope or x.offset:
         x, y = y, x
     if x.slope or x.offset:
         return None
     factor = x.centre
-    return Reach(centre=factor * y.centre, slope=abs(factor) * y.slope, offset=abs(factor) * y.offset)
+    return MagnitudeBound(centre=factor * y.centre, slope=abs(factor) * y.slope, offset=abs(factor) * y.offset)
 
 
-def _quotient(x: Reach, y: Reach) -> Reach | None:
+def _quotient(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
     if y.slope or y.offset or y.centre == 0.0:
         return None
-    return _product(x, Reach(centre=1.0 / y.centre, slope=0.0, offset=0.0))
+    return _product(x, MagnitudeBound(centre=1.0 / y.centre, slope=0.0, offset=0.0))
 
 
-def _tanh(x: Reach) -> Reach:
+def _tanh(x: MagnitudeBound) -> MagnitudeBound:
     """|tanh x| <= |x|."""
-    return Reach(centre=0.0, slope=x.slope, offset=x.offset + abs(x.centre))
+    return MagnitudeBound(centre=0.0, slope=x.slope, offset=x.offset + abs(x.centre))
 
 
 _RULES = {

@@ -228,8 +228,6 @@ class _Writer:
         self.lines.append(f"  func.call @{self.name}_launch({pointer}, {threads}) : (!llvm.ptr, i32) -> ()")
 
 
-# --- running ----------------------------------------------------------------------------------------------------
-
 _LOWERING = (
     "func.func(tm-tensor-bufferize)",
     # torch-mlir's own operations (scans, sorts) know nothing of the analysis that would save copies

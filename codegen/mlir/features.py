@@ -34,14 +34,13 @@ from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.x86 import WORDS, Avx512, TileUnit
+from fusion.codegen.mlir.x86 import F32, WORDS, Avx512, TileUnit
 
 BLOCK = 128
 """Keys or queries whose parents are in the cache at a time."""
 QUERY_BLOCK = 64
 CHUNK = 32
 CHUNKS_TOGETHER = 4
-F32 = "vector<16xf32>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

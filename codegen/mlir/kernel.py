@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable
 
 from fusion.codegen.mlir.amx import Amx
-from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, Near, near
+from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, BoundedScores, near
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
@@ -39,12 +39,12 @@ def emit(
     spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
 ) -> KernelText:
     """The kernel of a spec whose Q and K have d columns and V d_v. with_statistics: that of training, which also writes
-    the statistics of each row (`forward_statistics`)."""
+    the statistics of each row (`training_statistics`)."""
     return AttentionKernel(spec, tiling, target, d, d_v, with_statistics).text()
 
 
 class AttentionKernel(TileKernel):
-    """Writes the function; see the module. A selective kernel is made from it (`skipping`)."""
+    """Writes the function; see the module. A selective kernel is made from it (`sparse_kernel`)."""
 
     looks_ahead = True  # takes the range of the scores from the norms of their operands, where that helps
 
@@ -68,7 +68,7 @@ class AttentionKernel(TileKernel):
             self.packed_values = b.at(self.packed_keys, b.mul(steps, p.key_bytes()), "i8", "packed_values")
             self.notes = b.at(self.packed_values, b.mul(steps, p.value_bytes()), "i8", "notes")
 
-    def _near(self) -> Near | None:
+    def _near(self) -> BoundedScores | None:
         """When this kernel's scores are near a centre; None where it would gain nothing (products outweigh the softmax
         with several planes) or rows need their true maximum."""
         spec = self.spec
@@ -222,7 +222,7 @@ class AttentionKernel(TileKernel):
         with b.when(self._is_near(near, item, keys)):
             self._clear(item, near.centre)
             self._visit_overlapped(item, keys, functools.partial(self._alternate, near=near))
-            dead = self._note_dead(item)
+            dead = self._mark_dead_rows(item)
             if not near.finite:  # nothing else would come out
                 dead = b.constant(0, "i1")
             b.store(b.convert("arith.extui", dead, "i64"), self.undone)
@@ -249,7 +249,7 @@ class AttentionKernel(TileKernel):
         assert isinstance(self.products, Amx)
         return self.products
 
-    def _is_near(self, near: Near, item: Item, range_: KeyRange) -> Value:
+    def _is_near(self, near: BoundedScores, item: Item, range_: KeyRange) -> Value:
         """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
         b, step = self.b, self.products.key_step
         nothing = b.constant(0, vector_of("i32", self.lanes))
@@ -275,7 +275,7 @@ class AttentionKernel(TileKernel):
         usual = b.binary("arith.andi", small, b.binary("arith.ori", large, b.compare("oeq", values, 0.0)), "usual")
         return b.binary("arith.andi", close, usual, "near")
 
-    def _note_dead(self, item: Item) -> Value:
+    def _mark_dead_rows(self, item: Item) -> Value:
         """Rows whose sum is zero met no live key: their maximum becomes -inf. Returns whether there is one."""
         b, lanes = self.b, self.lanes
         with b.carry(0, item.groups, 1, [b.constant(0, "i1")], hint="g") as (loop, g, (any_,)):
@@ -345,7 +345,7 @@ class AttentionKernel(TileKernel):
         rows = self._lane_scope(item, item.scope, g)
         if self.several is not None:
             with b.when(self.several):
-                self._settle(g, 1, 0)
+                self._merge_partial_sums(g, 1, 0)
         factor = None
         if self.spec.normalizer is not Normalizer.NONE:
             m, total = (b.load(at, self.vector, name) for at, name in ((memory.maximum, "m"), (memory.total, "l")))

@@ -24,7 +24,7 @@ from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.skipping import emit_selective
+from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import register_tile
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import Tiling
@@ -80,7 +80,7 @@ class Variant:
         self.text: KernelText = (
             emit_rows(spec, target, d, d_v)
             if tiling is None
-            else (emit_selective if selective else emit)(spec, tiling, target, d, d_v)
+            else (emit_sparse if selective else emit)(spec, tiling, target, d, d_v)
         )
         self.function = Function(compile_text(self.text.source, "attention"), len(self.text.slots))
         self.spec, self.tiling = spec, tiling
@@ -118,7 +118,7 @@ class Variant:
         call: Call,
         selection: tuple[int, ...] = (),
     ) -> None:
-        """Write the attention to `out`. selection: what a selective kernel is given (see `skipping`)."""
+        """Write the attention to `out`. selection: what a selective kernel is given (see `sparse_kernel`)."""
         workspace = memory.reserve(call.threads * call.per_thread)
         memory.counter.value = 0
         slots = self.slots(

@@ -25,11 +25,20 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.looking import BLOCK, F32, LANES, Rows, RowsCall, RowsCode, RowsKernel, bits, scalar_of
 from fusion.codegen.mlir.products import round_up
+from fusion.codegen.mlir.row_statistics import (
+    BLOCK,
+    Rows,
+    RowStatisticsCall,
+    RowStatisticsCode,
+    RowStatisticsKernel,
+    bits,
+    scalar_of,
+)
+from fusion.codegen.mlir.x86 import F32, LANES
 
 
-class _Moments(RowsKernel):
+class Moments(RowStatisticsKernel):
     name = "moments"
 
     def __init__(self, d: int, scalar: str):
@@ -141,7 +150,7 @@ class _Moments(RowsKernel):
             count = b.least(b.sub(n, block), BLOCK)
             with b.carry(0, count, 1, [zero] * self.vectors, hint="r") as (rows, r, sums):
                 row = self._row(b.at(k, b.mul(b.add(block, r), stride), self.scalar))
-                self._note_square(r, row)
+                self._write_square(r, row)
                 rows.yields(*(b.add(x, y) for x, y in zip(sums, row, strict=True)))
             self._clear(self.partial, LANES, count)
             self._raise(0)
@@ -155,7 +164,7 @@ class _Moments(RowsKernel):
         with b.loop(0, n, BLOCK, hint="block") as block:
             count = b.least(b.sub(n, block), BLOCK)
             with b.loop(0, count, hint="r") as r:
-                self._note_square(r, self._row(b.at(q, b.mul(b.add(block, r), stride), self.scalar)))
+                self._write_square(r, self._row(b.at(q, b.mul(b.add(block, r), stride), self.scalar)))
             self._clear(self.partial, LANES, count)
             self._raise(2)
 
@@ -205,16 +214,16 @@ class _Moments(RowsKernel):
                 loop.yields(*found)
             for k in range(together):
                 products = loop.results[k * self.vectors : (k + 1) * self.vectors]
-                self._note(b.add(r, k), b.at(rows, k * self.width, "f32"), products)
+                self._write_products(b.add(r, k), b.at(rows, k * self.width, "f32"), products)
 
     def _slants(self) -> None:
         """Into `partial`, 16 numbers for each row of the staged block that add up to q . s."""
         b = self.b
         sums = [b.load(b.at(self.sums, LANES * v, "f32"), F32, align=64) for v in range(self.vectors)]
         with b.loop(0, BLOCK, hint="r") as r:
-            self._note(r, b.at(self.stage, b.mul(r, self.width), "f32"), sums)
+            self._write_products(r, b.at(self.stage, b.mul(r, self.width), "f32"), sums)
 
-    def _note(self, r: Value, row: Value, others: Sequence[Value]) -> None:
+    def _write_products(self, r: Value, row: Value, others: Sequence[Value]) -> None:
         """Into `partial` of a row, its products with other vectors."""
         b = self.b
         total = b.mul(b.load(row, F32, align=64), others[0])
@@ -229,12 +238,12 @@ class _Moments(RowsKernel):
 
 
 @functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype) -> RowsCode:
+def code(d: int, dtype: torch.dtype) -> RowStatisticsCode:
     """The kernel for rows of d elements of one type, compiled once. Raises KernelCompilationError."""
-    return RowsCode(_Moments(d, scalar_of(dtype)))
+    return RowStatisticsCode(Moments(d, scalar_of(dtype)))
 
 
-class LargestCall(RowsCall):
+class LargestCall(RowStatisticsCall):
     """The figures of some rows of each head: `found`, without squares if not `second`."""
 
     def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, second: bool):
@@ -245,7 +254,7 @@ class LargestCall(RowsCall):
         )  # fmt: skip
 
 
-class MomentsCall(RowsCall):
+class MomentsCall(RowStatisticsCall):
     """All rows, and what `whole` returns. segment: keys that become visible together, a multiple of BLOCK, where
     attention is causal; else 0. second: whether squares and slants are asked for (zeros otherwise). limit: as above."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion.codegen.mlir.amx import LARGE_BITS, PAIRS
+from fusion.codegen.mlir.amx import LARGE_BITS
 from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.rows import RowReader
+from fusion.codegen.mlir.x86 import WORDS
 
 SLOTS = 64
 STATE_BYTES = 8 * SLOTS
@@ -56,12 +57,12 @@ class PackedRows:
 
 def clear_largest(b: Builder, worst: Value) -> None:
     """Of the magnitudes that `Amx` collects while it packs."""
-    b.store(b.constant(0, PAIRS), worst)
+    b.store(b.constant(0, WORDS), worst)
 
 
 def raise_flag(b: Builder, worst: Value, flag: Value) -> None:
     """Tell the launcher where one of them was too large for planes."""
-    seen = b.load(worst, PAIRS, "worst")
-    largest = b.op(f"vector.reduction <maxsi>, {seen} : {PAIRS} into i32", "i32", "largest")
+    seen = b.load(worst, WORDS, "worst")
+    largest = b.op(f"vector.reduction <maxsi>, {seen} : {WORDS} into i32", "i32", "largest")
     with b.when(b.compare("sge", largest, LARGE_BITS)):
         b.store(b.constant(1, "i64"), flag)

@@ -34,7 +34,7 @@ def round_up(value: int, step: int) -> int:
 
 #: Vector work to be written between the instructions of a product, in small pieces: called with (key step, part, number
 #: of parts), where the parts of a step share its work.
-Beside = Callable[[Value, "Value | int", int], Sequence[Callable[[], None]]]
+InterleavedWork = Callable[[Value, "Value | int", int], Sequence[Callable[[], None]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Products(Protocol):
         queries: Sequence[Value],
         target: Sequence[Value],
         step: Value | None = None,
-        beside: Beside | None = None,
+        beside: InterleavedWork | None = None,
     ) -> None: ...
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None: ...
     def accumulate(
@@ -84,7 +84,7 @@ class Products(Protocol):
         weights: Sequence[Value],
         output: Sequence[Value],
         first: Value | int = 0,
-        beside: Beside | None = None,
+        beside: InterleavedWork | None = None,
     ) -> None: ...
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
 
@@ -149,7 +149,7 @@ class MultiplyAdd:
         queries: Sequence[Value],
         target: Sequence[Value],
         step: Value | None = None,
-        beside: Beside | None = None,
+        beside: InterleavedWork | None = None,
     ) -> None:
         """S^T of one key step and `group_step` groups; target: where the step's first row of each group goes."""
         b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
@@ -181,7 +181,7 @@ class MultiplyAdd:
         weights: Sequence[Value],
         output: Sequence[Value],
         first: Value | int = 0,
-        beside: Beside | None = None,
+        beside: InterleavedWork | None = None,
     ) -> None:
         """O^T += V^T P^T over key steps first..steps-1, for `group_step` groups."""
         b = self.b

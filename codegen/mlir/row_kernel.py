@@ -21,7 +21,7 @@ from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import CHAPTER
+from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.ir.expr import SCORE, I, J, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -42,7 +42,7 @@ class _RowKernel(KernelFunction):
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
-        self.stretch = CHAPTER
+        self.stretch = KEY_SPAN
         while self.stretch > 4 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > STRETCH_BYTES:
             self.stretch //= 2
         # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
@@ -51,7 +51,7 @@ class _RowKernel(KernelFunction):
         self.maxima = self.area(4 * MOST_ROWS * self.lanes, "maxima")
         self.totals = self.area(4 * MOST_ROWS * self.lanes, "totals")
         self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
-        self.chapter = self.area(4 * self.e_padded, "chapter")
+        self.span_output = self.area(4 * self.e_padded, "chapter")
         self.scores = self.area(4 * (self.stretch + self.lanes), "scores")
         self.factors = self.area(4 * (self.stretch + self.lanes), "factors")
         self.staging = self.area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
@@ -157,14 +157,14 @@ class _RowKernel(KernelFunction):
         maximum, total = self._own(self.maxima, r, lanes), self._own(self.totals, r, lanes)
         output = self._own(self.outputs, r, self.e_padded)
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
-        m_new, own = self._chapter(scope, readers, self._own(self.queries, r, self.d_padded), (low, high), m)
+        m_new, own = self._process_span(scope, readers, self._own(self.queries, r, self.d_padded), (low, high), m)
         factor = None
         if self.spec.normalizer is not Normalizer.NONE:
             factor = self._factor(m, m_new)
             before = b.mul(before, factor)
         with b.loop(0, self.e_padded, lanes, hint="e") as e:
             at = b.at(output, e, "f32")
-            old, new = (b.load(x, self.vector, "o") for x in (at, b.at(self.chapter, e, "f32")))
+            old, new = (b.load(x, self.vector, "o") for x in (at, b.at(self.span_output, e, "f32")))
             b.store(b.add(old if factor is None else b.mul(old, factor), new), at)
         b.store(m_new, maximum)
         b.store(b.add(before, own), total)
@@ -182,12 +182,12 @@ class _RowKernel(KernelFunction):
                 b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
         self._write_row(output, self._row_address(batch, i))
 
-    def _chapter(
+    def _process_span(
         self, scope: Scope, readers: list[RowReader], query: Value, ends: tuple[Value, Value], m: Value
     ) -> tuple[Value, Value]:
         """Keys [ends[0], ends[1]), which come after others whose maximum was m: the maximum of all, the sum of these
-        per lane, and their weighted sum of V in `chapter`. In three passes, so that keys do not wait for each other:
-        scores, weights, product with V."""
+        per lane, and their weighted sum of V in `span_output`. In three passes, so that keys do not wait for each
+        other: scores, weights, product with V."""
         b, lanes = self.b, self.lanes
         (low, high), zero = ends, b.constant(0.0, self.vector)
         plain = self.spec.normalizer is Normalizer.NONE
@@ -252,7 +252,7 @@ class _RowKernel(KernelFunction):
         return b.select(same, 1.0, factor, "factor")  # before the first live key there is nothing to scale
 
     def _weigh_values(self, values: RowReader, low: Value, high: Value) -> None:
-        """chapter = weights x V over keys [low, high), a few vectors of columns at a time, which stay in registers."""
+        """span_output = weights x V over keys [low, high), a few vectors of columns at a time, in registers."""
         b, lanes = self.b, self.lanes
         whole = self.e_padded // (CHAINS * lanes)
         if whole:
@@ -277,4 +277,4 @@ class _RowKernel(KernelFunction):
             loop.yields(*sums)
         for n in range(count):
             own = [loop.results[place * count + n] for place in range(sets)]
-            b.store(functools.reduce(b.add, own), b.at(b.at(self.chapter, e, "f32"), n * lanes, "f32"))
+            b.store(functools.reduce(b.add, own), b.at(b.at(self.span_output, e, "f32"), n * lanes, "f32"))

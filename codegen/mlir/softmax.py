@@ -39,7 +39,7 @@ Store = Callable[[Value, Value, Value], None]
 class Group:
     """Memory of one group of queries: scores [key][L], factors of the weight program [key][L] or None, packed weights,
     output [e][L] with the running sum as a row after it, and the vector of the running maximum (in units of the
-    programs' scale). rows: how many rows from `output` on are in units of that maximum (`tile.CHAPTER`)."""
+    programs' scale). rows: how many rows from `output` on are in units of that maximum (`tile.KEY_SPAN`)."""
 
     scores: Value
     factors: Value | None

@@ -19,7 +19,7 @@ nothing, and products and vector work alternate:
     the scores of the next tile and the product with V of the last, then maxima and weights of the next
 
 Sums over many keys lose digits: each addition rounds to the last place of what has been added up so far. So output and
-sum begin anew every `CHAPTER` keys and are added to those of the chapters before (where the result is float32; others
+sum begin anew every `KEY_SPAN` keys and are added to those of the spans before (where the result is float32; others
 have no such digits).
 """
 
@@ -30,22 +30,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.amx import Amx
-from fusion.codegen.mlir.bounds import Near
+from fusion.codegen.mlir.bounds import BoundedScores
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.forward_statistics import RowStatistics
-from fusion.codegen.mlir.products import Beside, Groups, MultiplyAdd, Products
+from fusion.codegen.mlir.products import Groups, InterleavedWork, MultiplyAdd, Products
+from fusion.codegen.mlir.relative_bias import DistanceTable, distance_parts, without_parts
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import PAIR, UNROLL, Group, GroupSoftmax, KeyBlock, RowProgram, Store
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.toeplitz import DistanceTable, distance_parts, without_parts
+from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 
-MEMBERS = (0, 1)  # of the set of groups that overlapping products take
-CHAPTER = 512
+GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
+KEY_SPAN = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class TileKernel(KernelFunction):
             self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, self.worst, exact_pairs)
         else:
             self.products = MultiplyAdd(self.b, self.lanes, d, d_v, target.tile_rows, target.tile_groups)
-        self.statistics = RowStatistics(self, tiling.groups) if with_statistics else None
+        self.statistics = TrainingStatistics(self, tiling.groups) if with_statistics else None
         self._tile_areas()
 
     def _tile_areas(self) -> None:
@@ -149,9 +149,9 @@ class TileKernel(KernelFunction):
         self.scores = self.area(together * keys * row, "scores")
         self.factors = self.area(together * keys * row, "factors") if self.weight is not None else None
         self.weights = self.area(together * p.weight_bytes(keys), "weights")
-        # Per group: the output and, as one more row, the sum; then the same of the chapters before.
-        self.chapters = 2 if self.spec.out_dtype == "float32" else 1
-        self.output_bytes = self.chapters * (p.e_padded + 1) * row
+        # Per group: the output and, as one more row, the sum; then the same of the spans before.
+        self.spans = 2 if self.spec.out_dtype == "float32" else 1
+        self.output_bytes = self.spans * (p.e_padded + 1) * row
         self.output = self.area(groups * self.output_bytes, "output")
         self.maxima = self.area(groups * row, "maxima")
         self.highest = self.area(together * row, "highest")
@@ -179,23 +179,23 @@ class TileKernel(KernelFunction):
     def _top(self) -> Scope:
         top, b, own = super()._top(), self.b, self.products.e_padded + 1
         with b.at_entry():
-            self.several = b.compare("sgt", self.n_k, CHAPTER, "several") if self.chapters > 1 else None
+            self.several = b.compare("sgt", self.n_k, KEY_SPAN, "several") if self.spans > 1 else None
             one = b.constant(own, "i64")
             self.sum_rows = one if self.several is None else b.select(self.several, 2 * own, one, "sum_rows")
         return top
 
-    def _end_chapter(self, tile: Tile) -> None:
-        """Where a tile is the last of its chapter, add its groups' output and sum to those before."""
+    def _end_key_span(self, tile: Tile) -> None:
+        """Where a tile is the last of its span, add its groups' output and sum to those before."""
         if self.several is None:
             return
         b = self.b
-        chapters = [b.div(b.add(tile.block.first, n), CHAPTER, "chapter") for n in (0, self.tiling.keys)]
-        with b.when(b.binary("arith.andi", self.several, b.compare("ne", *chapters), "ends")):
+        spans = [b.div(b.add(tile.block.first, n), KEY_SPAN, "chapter") for n in (0, self.tiling.keys)]
+        with b.when(b.binary("arith.andi", self.several, b.compare("ne", *spans), "ends")):
             with b.loop(0, tile.here, hint="member") as member:
-                self._settle(b.add(tile.g, member), 0, 1)
+                self._merge_partial_sums(b.add(tile.g, member), 0, 1)
 
-    def _settle(self, g: Value, source: int, target: int) -> None:
-        """Add a group's running rows (0) to those of the chapters before (1), or the other way round, and clear
+    def _merge_partial_sums(self, g: Value, source: int, target: int) -> None:
+        """Add a group's running rows (0) to those of the spans before (1), or the other way round, and clear
         them."""
         b, own = self.b, (self.products.e_padded + 1) * self.lanes
         base = self._group_memory(g).output
@@ -227,10 +227,10 @@ class TileKernel(KernelFunction):
             with b.loop(0, tile.here, hint="member") as member:
                 self._stage(tile, member, program)
                 self._maxima(tile, member, program, 0, tile.block.count)
-        self._take_over(tile)
+        self._update_maxima(tile)
         self._weights(tile, 0, tile.block.padded)
 
-    def _alternate(self, old: Tile, new: Tile, near: Near | None = None) -> None:
+    def _alternate(self, old: Tile, new: Tile, near: BoundedScores | None = None) -> None:
         """All products and all vector work of a turn each in one piece: the product with V of a tile after the scores
         of the next, so that neither waits for what has just been stored. near: every row's maximum is known beforehand,
         and programs and exponentials are one pass."""
@@ -266,14 +266,14 @@ class TileKernel(KernelFunction):
         both = b.least(old.steps, new.steps, "both")
         beside = self._weights_beside(old)
         with b.loop(0, both, hint="step") as step:
-            self._left_over(step, p.score_parts, functools.partial(self._weights, old))
+            self._emit_remaining_work(step, p.score_parts, functools.partial(self._weights, old))
             self._scores(new, step, 0, beside)
         with b.loop(both, new.steps, hint="step") as step:
             self._scores(new, step)
         self._weights(old, b.mul(both, step_keys), old.block.padded)
         self._no_maxima(new)
         values, packed, output = self._second_product(old)
-        pair = [[side.member(b, member) for member in MEMBERS] for side in (packed, output)]
+        pair = [[side.member(b, member) for member in GROUP_PAIR] for side in (packed, output)]
         both = b.least(old.steps, b.div(new.block.count, step_keys), "both")
         for program in self._variants(new):
             with b.loop(0, new.here, hint="member") as member:
@@ -281,28 +281,28 @@ class TileKernel(KernelFunction):
             with b.when(b.compare("sgt", both, 0)):
                 p.accumulate(values, both, *pair, beside=self._maxima_beside(new, program))
             with b.loop(0, both, hint="step") as step:
-                self._left_over(step, p.value_parts, functools.partial(self._all_maxima, new, program))
+                self._emit_remaining_work(step, p.value_parts, functools.partial(self._all_maxima, new, program))
             self._all_maxima(new, program, b.mul(both, step_keys), new.block.count)
         with b.when(b.compare("slt", both, old.steps)):
             p.accumulate(values, old.steps, *pair, first=both)
-        self._end_chapter(old)
+        self._end_key_span(old)
         with b.when(b.compare("sgt", new.steps, 0)):
-            self._take_over(new)
+            self._update_maxima(new)
 
     def _width(self, parts: int) -> int:
         """How many keys of each of a step's `parts` parts are worked on beside a product."""
         return self.products.key_step // parts // PAIR * PAIR
 
-    def _left_over(self, step: Value, parts: int, work: Callable[[Value, Value], None]) -> None:
+    def _emit_remaining_work(self, step: Value, parts: int, work: Callable[[Value, Value], None]) -> None:
         """`work(low, high)` on the keys of a step that its parts leave over."""
         b, keys, done = self.b, self.products.key_step, parts * self._width(parts)
         if done < keys:
             start = b.mul(step, keys)
             work(b.add(start, done), b.add(start, keys))
 
-    def _weights_beside(self, tile: Tile) -> Beside:
+    def _weights_beside(self, tile: Tile) -> InterleavedWork:
         b = self.b
-        softmaxes = [self._softmax(tile, member) for member in MEMBERS]
+        softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
         stores = [self._store_of(softmax) for softmax in softmaxes]
         coefficients = [softmax.coefficients() for softmax in softmaxes]
         zero = b.constant(0.0, self.vector)
@@ -310,7 +310,7 @@ class TileKernel(KernelFunction):
 
         def pieces(step: Value, part: Value | int, parts: int) -> list[Callable[[], None]]:
             start = b.add(b.mul(step, self.products.key_step), b.mul(part, self._width(parts)))
-            sums = {member: [zero] * PAIR for member in MEMBERS}
+            sums = {member: [zero] * PAIR for member in GROUP_PAIR}
 
             def piece(member: int, key: int) -> None:
                 at = b.add(start, key)
@@ -322,15 +322,15 @@ class TileKernel(KernelFunction):
                     softmaxes[member].add_total(sums[member])
 
             keys = range(0, self._width(parts), PAIR)
-            return [functools.partial(piece, member, key) for key in keys for member in MEMBERS]
+            return [functools.partial(piece, member, key) for key in keys for member in GROUP_PAIR]
 
         return pieces
 
-    def _maxima_beside(self, tile: Tile, program: Expr) -> Beside:
+    def _maxima_beside(self, tile: Tile, program: Expr) -> InterleavedWork:
         b = self.b
-        softmaxes = [self._softmax(tile, member) for member in MEMBERS]
-        programs = [self._row_program(tile, member, program) for member in MEMBERS]
-        places = [self._part(self.highest, member, 4 * self.lanes, "h_at") for member in MEMBERS]
+        softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
+        programs = [self._row_program(tile, member, program) for member in GROUP_PAIR]
+        places = [self._part(self.highest, member, 4 * self.lanes, "h_at") for member in GROUP_PAIR]
 
         def pieces(step: Value, part: Value | int, parts: int) -> list[Callable[[], None]]:
             start = b.add(b.mul(step, self.products.key_step), b.mul(part, self._width(parts)))
@@ -346,7 +346,7 @@ class TileKernel(KernelFunction):
                     b.store(highest[member], places[member])
 
             keys = range(0, self._width(parts), PAIR)
-            return [functools.partial(piece, member, key) for key in keys for member in MEMBERS]
+            return [functools.partial(piece, member, key) for key in keys for member in GROUP_PAIR]
 
         return pieces
 
@@ -355,7 +355,7 @@ class TileKernel(KernelFunction):
         with b.loop(0, tile.here, hint="member") as member:
             b.store(b.constant(float("-inf"), self.vector), self._part(self.highest, member, 4 * self.lanes, "h_at"))
 
-    def _scores(self, tile: Tile, step: Value, first: Value | int = 0, beside: Beside | None = None) -> None:
+    def _scores(self, tile: Tile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
         at = b.at(self.packed_keys, b.mul(b.add(b.div(tile.block.first, p.key_step), step), p.key_bytes()), "i8")
@@ -378,7 +378,7 @@ class TileKernel(KernelFunction):
     def _accumulate(self, tile: Tile) -> None:
         values, weights, output = self._second_product(tile)
         self.products.accumulate_sets(values, tile.steps, weights, output, self._sets(tile))
-        self._end_chapter(tile)
+        self._end_key_span(tile)
 
     def _second_product(self, tile: Tile) -> tuple[Value, Groups, Groups]:
         """Where the values of the tile's keys, its weights and its output lie."""
@@ -460,7 +460,7 @@ class TileKernel(KernelFunction):
         with b.when(b.compare("slt", b.as_value(low, "i64"), high)), b.loop(0, tile.here, hint="member") as member:
             self._maxima(tile, member, program, low, high)
 
-    def _take_over(self, tile: Tile) -> None:
+    def _update_maxima(self, tile: Tile) -> None:
         """After the maxima of all rows: what they mean for the running maximum, sum and output."""
         b = self.b
         with b.loop(0, tile.here, hint="member") as member:

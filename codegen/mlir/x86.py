@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from fusion.codegen.mlir.builder import TILE, Builder, Value, shape_of
 
 FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
-WORDS = "vector<16xi32>"
+LANES = 16
+"""float32 elements in the widest vectors."""
+F32, WORDS, BF16 = f"vector<{LANES}xf32>", f"vector<{LANES}xi32>", f"vector<{2 * LANES}xbf16>"
 
 #: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of
 #: tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two).
@@ -35,7 +37,7 @@ class Avx512:
         self.b = b
 
     def takes(self, x: Value) -> bool:
-        return shape_of(x.type)[0] == 16
+        return shape_of(x.type)[0] == LANES
 
     def exp2(self, x: Value, polynomial: Callable[[Value], Value], flushes: bool) -> Value:
         """2**x; polynomial: 2**f for f in [0, 1]. Results below 2**-126 are 0, by the processor where it `flushes`."""
@@ -54,7 +56,7 @@ class Avx512:
 
     def narrow(self, low: Value, high: Value) -> Value:
         """32 bf16 from two vectors, rounded to nearest even."""
-        return self.b.intrinsic("x86.avx512bf16.cvtne2ps2bf16.512", high, low, type_="vector<32xbf16>", hint="line")
+        return self.b.intrinsic("x86.avx512bf16.cvtne2ps2bf16.512", high, low, type_=BF16, hint="line")
 
 
 class TileUnit:

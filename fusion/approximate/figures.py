@@ -107,11 +107,11 @@ class Look:
         where there is no kernel for that, or no whole block."""
 
         def make(d, q, k):
-            from fusion.codegen.mlir.boxes import BoxesCall
+            from fusion.codegen.mlir.key_block_bounds import KeyBlockBoundsCall
 
             if k.count < sample[3]:
                 return None
-            return BoxesCall(d, operands[0].dtype, q, k, sample, gap / self.scale, self.causal)
+            return KeyBlockBoundsCall(d, operands[0].dtype, q, k, sample, gap / self.scale, self.causal)
 
         if (call := self._call(("boxes", sample, gap), operands, sizes, make)) is None:
             return []
@@ -130,7 +130,7 @@ class Look:
                 self._calls.clear()
             places, found = self.gather.places(operands, sizes), None
             if places is not None and q.dtype == k.dtype:
-                from fusion.codegen.mlir.looking import MAX_WIDTH, Rows
+                from fusion.codegen.mlir.row_statistics import MAX_WIDTH, Rows
 
                 rows = (Rows(offsets=x.offsets, stride=x.stride, count=x.count) for x in (places.q, places.k))
                 found = make(places.d, *rows) if places.d <= MAX_WIDTH else None

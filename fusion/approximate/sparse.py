@@ -12,7 +12,7 @@ ball about a tile's rows gives such bounds for all of them at once, in a 30th of
 where that leaves too much. Attempted for heads where a sample of rows and of tiles says that it pays.
 
 *By looking.* The kernel computes the scores of what remains, and omits exponentials and the product with V of tiles in
-which no key can have more than epsilon / (2 N_k) of its row's sum (`codegen/mlir/skipping.py`). Costs next to nothing.
+which no key can have more than epsilon / (2 N_k) of its row's sum (`codegen/mlir/sparse_kernel.py`). Nearly free.
 
 The certificate is what was left out, summed up for each row; the largest sum counts.
 
@@ -124,13 +124,13 @@ class SparseAttention:
         self, spec: AttentionSpec, plain: Plain, exact: Executor, build: Callable[[AttentionSpec], Executor],
         machine: Machine, epsilon: float, *, always: bool = False,
     ):  # fmt: skip
-        from fusion.codegen.mlir.selective import SelectiveKernel
+        from fusion.codegen.mlir.sparse_call import SparseKernel
 
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
         self.machine, self._known = machine, {}
         self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
         self.look = Look(self.gather, plain.scale, plain.causal, native=True)
-        self.kernel = SelectiveKernel(canonical(self.some.spec, plain), machine)
+        self.kernel = SparseKernel(canonical(self.some.spec, plain), machine)
         self.rounding = (
             TwoPlanes(spec, self.some.spec, plain.scale, machine) if TwoPlanes.admits(spec, machine) else None
         )

@@ -3,7 +3,7 @@
 `plan` says which gradients a spec needs and in what form. A kernel is named by what its vector lanes are:
 
     queries.QueriesKernel     dQ, and gradients of loads that are free of the key
-    queries.SettlingKernel    the sums of dx that should be 0, see `call.BackwardCall._settle`
+    queries.DeltaErrorKernel    the sums of dx that should be 0, see `call.BackwardCall._correct_concentrated`
     keys.KeysKernel           dK, dV and gradients of all other loads
     fused.FusedKernel         the latter with dQ in it, where the products run on AMX tiles
 

@@ -16,14 +16,14 @@ from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
     STATISTICS,
     Form,
+    LaneAxis,
     LoadGradient,
-    Role,
     access,
     column_dimension,
     direct,
     normalized,
 )
-from fusion.codegen.mlir.backward.queries import QueriesKernel, SettlingKernel
+from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, QueriesKernel
 from fusion.codegen.mlir.calling import CompiledKernel, operand_slots
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.reference import gradients as pulled
@@ -85,11 +85,11 @@ class BackwardCall:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
-        if not self._settle(choice):
+        if not self._correct_concentrated(choice):
             return None
         kinds = (FusedKernel,) if self._is_fused(choice) else (QueriesKernel, KeysKernel)
         for kind in kinds:
-            collected = self.plan.of(kind.role, self.needs)
+            collected = self.plan.of(kind.axis, self.needs)
             if not collected and not any(self.needs[n] for n in kind.gradients):
                 continue
             if not self._run(kind, choice, collected):
@@ -98,7 +98,7 @@ class BackwardCall:
                 self._correct(collected)
         return self._assemble_all()
 
-    def _settle(self, choice: int) -> bool:
+    def _correct_concentrated(self, choice: int) -> bool:
         """Make the deltas of rows with a large weight as exact as eager's; False where the kernel met values that its
         products cannot take.
 
@@ -111,13 +111,13 @@ class BackwardCall:
         if not self.concentrated.any():
             return True
         none = (False,) * len(self.operands)
-        kernel = self.kernel.backward_kernel(SettlingKernel, none, self.d, self.d_v, choice)
+        kernel = self.kernel.backward_kernel(DeltaErrorKernel, none, self.d, self.d_v, choice)
         rows = kernel.text.rows
         marked = torch.zeros(math.prod(self.batch), -(-self.n_q // rows) * rows, dtype=torch.bool)
         marked[:, : self.n_q] = self.concentrated.view(-1, self.n_q)
         wanted = marked.view(-1, rows).any(-1).long()
         drift = torch.zeros(*self.batch, self.n_q)
-        values = self._slots(Role.QUERIES, (), self.n_q)
+        values = self._slots(LaneAxis.QUERIES, (), self.n_q)
         values |= {("ptr", "sums", 0): drift.data_ptr(), ("ptr", "wanted"): wanted.data_ptr()}
         if not self._launch(kernel, values, self.n_q, self.n_k):
             return False
@@ -136,7 +136,7 @@ class BackwardCall:
         """Whether one kernel gives all gradients: every batch element is one thread's, and products are on tiles."""
         if not self.kernel.tilings[choice].planes or not self.needs[0] or not (self.needs[1] or self.needs[2]):
             return False
-        return not self.plan.of(Role.QUERIES, self.needs) and not self._split(-(-self.n_k // 64))[0]
+        return not self.plan.of(LaneAxis.QUERIES, self.needs) and not self._split(-(-self.n_k // 64))[0]
 
     def _split(self, blocks: int) -> tuple[bool, int]:
         """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number
@@ -155,8 +155,6 @@ class BackwardCall:
         delta += drift
         for entry, share in zip(collected, shares, strict=True):
             self.sums[entry.load] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
-
-    # --- memory -------------------------------------------------------------------------------------------------
 
     def _result(self, number: int) -> tuple[Tensor, Tensor]:
         """(tensor, view with dimensions b.., row, column): the operand's gradient itself, or one element per index."""
@@ -204,13 +202,11 @@ class BackwardCall:
         shape = self.operands[entry.operand].shape
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
-    # --- the call -----------------------------------------------------------------------------------------------
-
     def _run(self, kind: type[BackwardKernel], choice: int, collected: Sequence[LoadGradient]) -> bool:
         """False where the kernel met values that its products cannot take."""
         kernel = self.kernel.backward_kernel(kind, self.needs, self.d, self.d_v, choice)
-        lanes, rows = (self.n_q, self.n_k) if kind.role is Role.QUERIES else (self.n_k, self.n_q)
-        return self._launch(kernel, self._slots(kind.role, collected, lanes), lanes, rows)
+        lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
+        return self._launch(kernel, self._slots(kind.axis, collected, lanes), lanes, rows)
 
     def _launch(self, kernel: CompiledKernel, values: dict[tuple, int], lanes: int, rows: int) -> bool:
         inner = math.prod(self.batch[axis] for axis in self.plan.inner)
@@ -219,7 +215,7 @@ class BackwardCall:
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
         return kernel.run(values, threads, rows)
 
-    def _slots(self, role: Role, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
+    def _slots(self, axis: LaneAxis, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
         """Parameters of a kernel with so many lane rows; makes the memory of its sums."""
         values = operand_slots(self.spec, (*self.operands, self.grad), self.sizes)
         if normalized(self.spec):
@@ -235,11 +231,9 @@ class BackwardCall:
             if entry.form in (Form.PER_QUERY, Form.PER_KEY):
                 self.sums[entry.load] = torch.empty(*self.batch, lanes)
                 values[("ptr", "sums", k)] = self.sums[entry.load].data_ptr()
-        self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(role, self.needs) - len(collected))]
+        self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(axis, self.needs) - len(collected))]
         values |= {("ptr", "sums", len(collected) + k): extra.data_ptr() for k, extra in enumerate(self.extra)}
         return values
-
-    # --- from what the kernels wrote to gradients of operands ---------------------------------------------------
 
     def _assemble(self, number: int) -> Tensor:
         parts: list[Tensor] = []

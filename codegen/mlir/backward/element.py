@@ -66,7 +66,7 @@ class Elements:
         score = b.load(b.at(self.scores, at, "f32"), kernel.vector, "s", align=align)
         slope = b.load(b.at(self.slopes, at, "f32"), kernel.vector, "dp", align=align)
         position = b.add(self.first, r, "row")
-        row = Scope(context=kernel.context, parent=self.scope, known={SCORE: score, kernel.role.row: position})
+        row = Scope(context=kernel.context, parent=self.scope, known={SCORE: score, kernel.axis.row: position})
         row.leaf = staged_leaf(self.staged, r)
         x = row.vector(self.program)
         factor = None if kernel.weight is None else row.vector(kernel.weight)
@@ -79,7 +79,7 @@ class Elements:
         through = None if factor is None else b.mul(slope, weight, "dw")
         gradients = self._scope(row, upstream, through)
         collected = self._collect(gradients, sums)
-        if kernel.settles:
+        if kernel.sums_delta_errors:
             # With sinks the weights do not add up to one: what delta lacks is then not the sum of dx.
             missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
             collected[0] = b.add(collected[0], missing, "missing")

@@ -12,17 +12,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from fusion.codegen.mlir.amx import F32, PAIRS, TILE_ELEMENTS, Amx
+from fusion.codegen.mlir.amx import TILE_ELEMENTS, Amx
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.products import Products
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.tile import CHAPTER
+from fusion.codegen.mlir.tile import KEY_SPAN
+from fusion.codegen.mlir.x86 import F32, WORDS
 
 HALF = "vector<16xbf16>"
-QUERY_CHAPTER = 4 * CHAPTER  # keys after which the sums of a whole head's dQ begin anew: they pass through the caches
+QUERY_GRADIENT_SPAN = 4 * KEY_SPAN
+"""Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""
 
 
 class QueryGradient:
@@ -68,7 +70,7 @@ class QueryGradient:
             if plane == self.planes - 1:
                 part = b.convert("arith.truncf", x, "bf16")
             else:  # as in Amx.store_weights, whose operations on the same values are these
-                near = b.add(b.bitcast(x, PAIRS), 0x8000, "near")
+                near = b.add(b.bitcast(x, WORDS), 0x8000, "near")
                 upper = b.binary("arith.shrui", near, 16)
                 part = b.bitcast(b.convert("arith.trunci", upper, "i16"), HALF, "part")
                 x = b.sub(x, b.bitcast(b.binary("arith.andi", near, -0x10000), F32), "rest")
@@ -128,8 +130,8 @@ class FusedKernel(KeysKernel):
         return packed
 
     def _step_sizes(self, products: Sequence[Products]) -> list[int]:
-        """After the packed rows: dQ of this chapter of keys, and of those before."""
-        return [*super()._step_sizes(products), *[self.queries.step_bytes()] * self.chapters]
+        """After the packed rows: dQ of this span of keys, and of those before."""
+        return [*super()._step_sizes(products), *[self.queries.step_bytes()] * self.spans]
 
     @contextlib.contextmanager
     def _element(self, scope: Scope, blocks: Value):
@@ -138,20 +140,20 @@ class FusedKernel(KeysKernel):
         for area in self.query_sums:
             self._clear(area, self.sum_bytes)
         yield
-        if self.chapters > 1:
+        if self.spans > 1:
             here, before = self.query_sums
             reached = b.mul(blocks, self.rows_per_block, "reached")
-            with b.when(b.compare("sge", reached, QUERY_CHAPTER)):
-                self._settle(before, here, self.sum_bytes)
+            with b.when(b.compare("sge", reached, QUERY_GRADIENT_SPAN)):
+                self._add_partial_sums(before, here, self.sum_bytes)
         self._write_queries(scope)
 
     @contextlib.contextmanager
     def _one_block(self, block: Value):
         yield
-        if self.chapters > 1:
+        if self.spans > 1:
             first = self.b.mul(block, self.rows_per_block)
-            with self.b.when(self._ends_chapter(first, self.rows_per_block, QUERY_CHAPTER)):
-                self._settle(*self.query_sums, self.sum_bytes)
+            with self.b.when(self._ends_key_span(first, self.rows_per_block, QUERY_GRADIENT_SPAN)):
+                self._add_partial_sums(*self.query_sums, self.sum_bytes)
 
     def _pack_lanes(self, block: Block) -> None:
         super()._pack_lanes(block)

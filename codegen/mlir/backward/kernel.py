@@ -17,15 +17,15 @@ import contextlib
 import math
 
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import Form, Role, access
-from fusion.codegen.mlir.backward.tile import BackwardTile, Block, Half, Rows
+from fusion.codegen.mlir.backward.plan import Form, LaneAxis, access
+from fusion.codegen.mlir.backward.tile import BackwardTile, Block, GradientProducts, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import clear_largest, raise_flag
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.tile import CHAPTER
+from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import E, Expr, I, coord
 
@@ -36,12 +36,10 @@ OUTPUT_GRADIENT = -1
 class BackwardKernel(BackwardTile):
     """Writes the function; see the module."""
 
-    # --- the function -------------------------------------------------------------------------------------------
-
     def text(self) -> KernelText:
         b = self.b
         top = self._top()
-        self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.role is Role.QUERIES else (self.n_k, self.n_q)
+        self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         if self.worst is not None:
             clear_largest(b, self.worst)
         self.packed.clear()
@@ -98,7 +96,7 @@ class BackwardKernel(BackwardTile):
         programs = self.programs
         scope.prepare(programs.masked, programs.full, self.weight, bound=self.batch_names)
         self.readers = [self._reader(scope, number) for number in self.sides]
-        load_of = DenseLoad if self.role is Role.QUERIES else LaneLoad
+        load_of = DenseLoad if self.axis is LaneAxis.QUERIES else LaneLoad
         self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
         self.packed.note(self.readers[2:])
         self.sinks = [
@@ -113,8 +111,6 @@ class BackwardKernel(BackwardTile):
         else:
             index, row, column = access(spec, number)
         return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))
-
-    # --- packing ------------------------------------------------------------------------------------------------
 
     def _pack_lanes(self, block: Block) -> None:
         b = self.b
@@ -132,17 +128,15 @@ class BackwardKernel(BackwardTile):
             if half.operand in self.results:
                 p.pack_values(reader, *rest, self.part(half.values, n, p.value_bytes()), self.staging)
 
-    # --- one block of lanes ---------------------------------------------------------------------------------------
-
     def _block(self, scope: Scope, number: Value) -> None:
         b, keys = self.b, self.tiling.keys
         block = self._block_of(scope, number)
         self._pack_lanes(block)
         zero = b.constant(0.0, self.vector)
-        several = b.compare("sgt", self.n_rows, CHAPTER, "several")
+        several = b.compare("sgt", self.n_rows, KEY_SPAN, "several")
         for half in self.halves:
-            all_chapters = b.constant(self.chapters * half.size, "i64")
-            self._clear(half.sums, b.select(several, all_chapters, b.constant(half.size, "i64")))
+            all_spans = b.constant(self.spans * half.size, "i64")
+            self._clear(half.sums, b.select(several, all_spans, b.constant(half.size, "i64")))
         with b.loop(0, self.sum_count * self.tiling.groups, hint="n") as n:
             b.store(zero, b.at(self.sums, b.mul(n, self.lanes), "f32"))
         low, high = self._row_range(block)
@@ -151,14 +145,14 @@ class BackwardKernel(BackwardTile):
             rows = Rows(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
             with b.when(self._may_meet(block, rows)):
                 self._tile(block, rows)
-            if self.chapters > 1:
-                with b.when(b.binary("arith.andi", several, self._ends_chapter(first, keys, CHAPTER))):
+            if self.spans > 1:
+                with b.when(b.binary("arith.andi", several, self._ends_key_span(first, keys, KEY_SPAN))):
                     for half in self.halves:
-                        self._settle(half.sums, b.at(half.sums, half.size, "i8"), half.size)
-        if self.chapters > 1:
+                        self._add_partial_sums(half.sums, b.at(half.sums, half.size, "i8"), half.size)
+        if self.spans > 1:
             with b.when(several):
                 for half in self.halves:
-                    self._settle(b.at(half.sums, half.size, "i8"), half.sums, half.size)
+                    self._add_partial_sums(b.at(half.sums, half.size, "i8"), half.sums, half.size)
         with b.loop(0, block.groups, hint="g") as g:
             self._finish(block, g)
 
@@ -197,8 +191,6 @@ class BackwardKernel(BackwardTile):
             loop.yields(b.binary("arith.ori", dead, any_found))
         return loop.results[0]
 
-    # --- the end of a block -------------------------------------------------------------------------------------
-
     def _finish(self, block: Block, g: Value) -> None:
         b, lanes = self.b, self.lanes
         offset = b.mul(g, lanes)
@@ -207,13 +199,13 @@ class BackwardKernel(BackwardTile):
         for half in self.halves:
             if half.operand in self.results:
                 self._write(block.scope, half, g, Rows(first=row, count=remaining))
-        base = self.flat_query if self.role is Role.QUERIES else self.flat_key
+        base = self.flat_query if self.axis is LaneAxis.QUERIES else self.flat_key
         for k in range(self.sum_count):
             if k >= len(self.collected) or self.collected[k].form in (Form.PER_QUERY, Form.PER_KEY):
                 at = b.at(self.params[("ptr", "sums", k)], b.add(base, row), "f32")
                 b.masked_store(b.load(self._sum_at(k, g), self.vector, "sum"), at, valid)
 
-    def _write(self, scope: Scope, half: Half, g: Value, rows: Rows) -> None:
+    def _write(self, scope: Scope, half: GradientProducts, g: Value, rows: Rows) -> None:
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""
         b, lanes, padded, scale = self.b, self.lanes, half.products.e_padded, half.scale
         source = self.part(half.sums, g, 4 * padded * lanes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusion.codegen.mlir.backward.kernel import OUTPUT_GRADIENT, BackwardKernel
 from fusion.codegen.mlir.backward.loads import LaneLoad
-from fusion.codegen.mlir.backward.plan import Role, normalized
+from fusion.codegen.mlir.backward.plan import LaneAxis, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Lanes, Scope
@@ -13,7 +13,7 @@ from fusion.codegen.mlir.scope import Lanes, Scope
 class KeysKernel(BackwardKernel):
     """dK, dV and gradients of loads."""
 
-    role = Role.KEYS
+    axis = LaneAxis.KEYS
     gradients = (1, 2)
     sides = (1, 2, 0, OUTPUT_GRADIENT)
 
@@ -35,10 +35,10 @@ class KeysKernel(BackwardKernel):
         b, lanes = self.b, self.lanes
         with b.loop(0, block.groups, hint="g") as g, b.loop(0, rows.count, hint="r") as r:
             start, valid = b.add(block.first, b.mul(g, lanes)), self._valid(b.constant(lanes, "i64"))
-            held, position = Lanes(coord=self.role.lane, first=start, count=lanes, valid=valid), b.add(rows.first, r)
+            held, position = Lanes(coord=self.axis.lane, first=start, count=lanes, valid=valid), b.add(rows.first, r)
             for load in self.loads:
                 assert isinstance(load, LaneLoad)
                 load.prefetch(held, position)
-            line = Scope(context=self.context, parent=block.scope, lanes=held, known={self.role.row: position})
+            line = Scope(context=self.context, parent=block.scope, lanes=held, known={self.axis.row: position})
             for sink in self.sinks:
                 sink.prefetch(line)

@@ -28,7 +28,7 @@ STATISTICS = ("unit", "shift", "factor", "delta")
 """Per query row: the weight is exp2(x * unit + shift) * factor; delta is the sum of dO * O."""
 
 
-class Role(enum.Enum):
+class LaneAxis(enum.Enum):
     """Which rows the vector lanes of a kernel are."""
 
     QUERIES = "queries"
@@ -36,11 +36,11 @@ class Role(enum.Enum):
 
     @property
     def lane(self) -> Expr:
-        return I if self is Role.QUERIES else J
+        return I if self is LaneAxis.QUERIES else J
 
     @property
     def row(self) -> Expr:
-        return J if self is Role.QUERIES else I
+        return J if self is LaneAxis.QUERIES else I
 
 
 class Form(enum.Enum):
@@ -95,15 +95,15 @@ class BackwardPlan:
         alone = sum(other.operand == entry.operand for other in self.loads) == 1
         return entry.form is Form.DENSE and not self.inner and alone
 
-    def sums(self, role: Role, needs: Sequence[bool]) -> int:
+    def sums(self, axis: LaneAxis, needs: Sequence[bool]) -> int:
         """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share
         in each."""
-        count = len(self.of(role, needs))
-        return 2 * count + 1 if role is Role.QUERIES and self.corrects(needs) else count
+        count = len(self.of(axis, needs))
+        return 2 * count + 1 if axis is LaneAxis.QUERIES and self.corrects(needs) else count
 
-    def of(self, role: Role, needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
+    def of(self, axis: LaneAxis, needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
         """The loads whose gradients a kernel collects."""
-        rows = (Form.PER_QUERY,) if role is Role.QUERIES else (Form.PER_KEY, Form.DENSE, Form.SCATTERED)
+        rows = (Form.PER_QUERY,) if axis is LaneAxis.QUERIES else (Form.PER_KEY, Form.DENSE, Form.SCATTERED)
         return tuple(entry for entry in self.loads if entry.form in rows and needs[entry.operand])
 
 

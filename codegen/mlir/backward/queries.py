@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from fusion.codegen.mlir.backward.kernel import OUTPUT_GRADIENT, BackwardKernel
-from fusion.codegen.mlir.backward.plan import STATISTICS, Role, normalized
+from fusion.codegen.mlir.backward.plan import STATISTICS, LaneAxis, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
 from fusion.codegen.mlir.builder import Value
 
@@ -14,7 +14,7 @@ from fusion.codegen.mlir.builder import Value
 class QueriesKernel(BackwardKernel):
     """dQ, and gradients of loads that are free of the key."""
 
-    role = Role.QUERIES
+    axis = LaneAxis.QUERIES
     gradients = (0,)
     sides = (0, OUTPUT_GRADIENT, 1, 2)
 
@@ -51,11 +51,11 @@ class QueriesKernel(BackwardKernel):
         return {name: self.b.load(self.statistic(name, first), self.vector, name) for name in STATISTICS}
 
 
-class SettlingKernel(QueriesKernel):
-    """Sums of dx over the keys, in the blocks that are wanted; see `call.BackwardCall._settle`."""
+class DeltaErrorKernel(QueriesKernel):
+    """Sums of dx over the keys, in the blocks that are wanted; see `call.BackwardCall._correct_concentrated`."""
 
     gradients = ()
-    settles = True
+    sums_delta_errors = True
 
     def _count_sums(self, needs: Sequence[bool]) -> int:
         return 1

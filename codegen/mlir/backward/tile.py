@@ -15,7 +15,7 @@ from typing import ClassVar
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.backward.element import Elements
 from fusion.codegen.mlir.backward.loads import GradientSink
-from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, Role, normalized, result_memory
+from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, normalized, result_memory
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
@@ -41,12 +41,12 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Half:
+class GradientProducts:
     """The two products over one width: of A and C over d, or of B and D over d_v.
 
     operand: whose gradient the second one sums up, width: its columns, scale: what the sums lack. lanes: A or B,
     packed; keys, values: C or D, packed for the first and the second product. tile: the first product, S or dP;
-    weights: the right side of the second, dS or P; sums: the second's, `size` bytes for each chapter.
+    weights: the right side of the second, dS or P; sums: the second's, `size` bytes for each span.
     """
 
     operand: int
@@ -91,10 +91,10 @@ class BackwardTile(KernelFunction):
     """What `BackwardKernel` makes for each batch element: readers of dense operands, where gradients of loads go, and
     the number of its first query among those of all elements."""
 
-    role: ClassVar[Role]
+    axis: ClassVar[LaneAxis]
     gradients: ClassVar[tuple[int, ...]]
     """Which of Q, K and V (0, 1, 2) have their gradients written, where these are needed."""
-    settles: ClassVar[bool] = False
+    sums_delta_errors: ClassVar[bool] = False
     """Whether all that is wanted are the sums of dx."""
     sides: ClassVar[tuple[int, int, int, int]]
     """Operand numbers of A, B, C and D."""
@@ -105,8 +105,8 @@ class BackwardTile(KernelFunction):
         super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0)
         self.plan, self.tiling = problem.plan, tiling
         self.results = {n: result_memory(spec, n) for n in self.gradients if needs[n]}
-        self.collected = self.plan.of(self.role, needs)
-        self.corrects = self.role is Role.QUERIES and self.plan.corrects(needs)
+        self.collected = self.plan.of(self.axis, needs)
+        self.corrects = self.axis is LaneAxis.QUERIES and self.plan.corrects(needs)
         self.sum_count = self._count_sums(needs)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name="grad")
         self.context.operands = (*spec.operands, grad)
@@ -116,7 +116,7 @@ class BackwardTile(KernelFunction):
 
     def _count_sums(self, needs: Sequence[bool]) -> int:
         """How many sums per lane are kept besides the products."""
-        return self.plan.sums(self.role, needs)
+        return self.plan.sums(self.axis, needs)
 
     @property
     def wants_slopes(self) -> bool:
@@ -127,8 +127,6 @@ class BackwardTile(KernelFunction):
     def rows_per_block(self) -> int:
         return self.tiling.groups * self.lanes
 
-    # --- memory -------------------------------------------------------------------------------------------------
-
     def _areas(self) -> None:
         products = self._products(self.d), self._products(self.d_v)
         groups, rows, row = self.tiling.groups, self.tiling.keys, 4 * self.lanes
@@ -136,10 +134,10 @@ class BackwardTile(KernelFunction):
         tiles = [self.area(groups * rows * row, name) for name in ("scores", "slopes")]
         names = ("score_weights", "value_weights")
         weights = [self.area(groups * p.weight_bytes(rows), name) for p, name in zip(products, names, strict=True)]
-        # Sums begin anew every CHAPTER rows, as in the forward kernel; those of the chapters before lie behind them.
-        self.chapters = 2 if self.spec.out_dtype == "float32" else 1
+        # Sums begin anew every KEY_SPAN rows, as in the forward kernel; those of the spans before lie behind them.
+        self.spans = 2 if self.spec.out_dtype == "float32" else 1
         sizes = [groups * p.e_padded * row for p in products]
-        sums = [self.area(self.chapters * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
+        sums = [self.area(self.spans * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
         self.staging = self.area(8 * max(p.staging_elements() for p in products), "staging")
         self.finished = self.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
         self.staged = [self.area(rows * row, "staged") for _ in self.dense]
@@ -148,7 +146,7 @@ class BackwardTile(KernelFunction):
         packed = self._packed_areas(products)
         scales, widths = (self.programs.scale, 1.0), (self.d, self.d_v)
         self.halves = tuple(
-            Half(
+            GradientProducts(
                 operand=self.sides[n], width=widths[n], scale=scales[n], products=products[n], lanes=lanes[n],
                 keys=packed[2 * n], values=packed[2 * n + 1], tile=tiles[n], weights=weights[n], sums=sums[n],
                 size=sizes[n],
@@ -160,7 +158,7 @@ class BackwardTile(KernelFunction):
     def _products(self, width: int) -> Products:
         t = self.tiling
         if t.planes:
-            mirrored = self.role is Role.KEYS
+            mirrored = self.axis is LaneAxis.KEYS
             return Amx(self.b, width, width, t.planes, t.keys, self.worst, exact_pairs=True, mirrored=mirrored)
         return MultiplyAdd(self.b, self.lanes, width, width, self.target.tile_rows, self.target.tile_groups)
 
@@ -184,12 +182,12 @@ class BackwardTile(KernelFunction):
     def part(self, base: Value, g: Value | int, size: int) -> Value:
         return self.b.at(base, self.b.mul(g, size), "i8")
 
-    def _ends_chapter(self, first: Value, count: int, chapter: int) -> Value:
+    def _ends_key_span(self, first: Value, count: int, span: int) -> Value:
         b = self.b
-        before, after = (b.div(b.add(first, n), chapter, "chapter") for n in (0, count))
+        before, after = (b.div(b.add(first, n), span, "chapter") for n in (0, count))
         return b.compare("ne", before, after, "ends")
 
-    def _settle(self, source: Value, target: Value, size: Value | int) -> None:
+    def _add_partial_sums(self, source: Value, target: Value, size: Value | int) -> None:
         """Add `size` bytes of sums to others, and clear them."""
         b, vector = self.b, vector_of("f32", 16)
         with b.loop(0, size, 64, hint="at") as at:
@@ -202,8 +200,6 @@ class BackwardTile(KernelFunction):
         zero = self.b.constant(0.0, vector_of("f32", 16))
         with self.b.loop(0, size, 64, hint="at") as at:
             self.b.store(zero, self.b.at(area, at, "i8"))
-
-    # --- one tile -----------------------------------------------------------------------------------------------
 
     def _tile(self, block: Block, rows: Rows) -> None:
         b, step = self.b, self.score_half.products.key_step
@@ -222,7 +218,7 @@ class BackwardTile(KernelFunction):
                     self._group(block, rows, g, steps, full=False)
         self._second_products(block, start, steps)
 
-    def _first_product(self, half: Half, block: Block, rows: Rows, start: Value, steps: Value) -> None:
+    def _first_product(self, half: GradientProducts, block: Block, rows: Rows, start: Value, steps: Value) -> None:
         """S or dP of a tile."""
         b, p, lanes = self.b, half.products, self.lanes
         with b.loop(0, steps, hint="step") as step:
@@ -260,13 +256,13 @@ class BackwardTile(KernelFunction):
         assert program is not None
         offset = b.mul(g, lanes)
         held = Lanes(
-            coord=self.role.lane, first=b.add(block.first, offset), count=lanes,
+            coord=self.axis.lane, first=b.add(block.first, offset), count=lanes,
             valid=self._valid(b.sub(block.count, offset)),
         )  # fmt: skip
         scope = Scope(context=self.context, parent=block.scope, lanes=held)
         collected = [entry.full if full else entry.masked for entry in self.collected]
         exprs = (program, self.weight, self.plan.score[1 if full else 0], *collected)
-        scope.prepare(*exprs, bound=self.batch_names | {self.role.lane.name})
+        scope.prepare(*exprs, bound=self.batch_names | {self.axis.lane.name})
         wanted = dense_loads(*exprs)
         staged = []
         for load, area in zip(self.loads, self.staged, strict=True):
@@ -312,7 +308,7 @@ class BackwardTile(KernelFunction):
     def _tile_scope(self, block: Block, rows: Rows) -> Scope:
         """A scope that knows the first and last query and key of a tile."""
         b, lanes = self.b, Rows(first=block.first, count=block.count)
-        queries, keys = (lanes, rows) if self.role is Role.QUERIES else (rows, lanes)
+        queries, keys = (lanes, rows) if self.axis is LaneAxis.QUERIES else (rows, lanes)
         i0, j0 = queries.first, keys.first
         known = {I0: i0, I1: b.sub(b.add(i0, queries.count), 1), J0: j0, J1: b.sub(b.add(j0, keys.count), 1)}
         return Scope(context=self.context, parent=block.scope, known=known)

@@ -23,10 +23,9 @@ from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import sum_rows
+from fusion.codegen.mlir.x86 import F32, LANES
 
 BLOCK = 64
-LANES = 16
-F32 = f"vector<{LANES}xf32>"
 SUMS = 16
 """Vectors of sums that stay in registers."""
 MAX_WIDTH = 256
@@ -35,7 +34,7 @@ FIRST = ("workspace", "counter", "q", "k", "found", "means", "squares", "slants"
 """The parameters that change from call to call: addresses."""
 
 
-class RowsKernel(ThreadFunction):
+class RowStatisticsKernel(ThreadFunction):
     """The text of such a kernel for rows of d elements of one scalar type. Subclasses write what happens to a head."""
 
     def __init__(self, d: int, scalar: str):
@@ -81,7 +80,7 @@ class RowsKernel(ThreadFunction):
             found.append(b.convert("arith.extf", x, "f32"))
         return found
 
-    def _note_square(self, r: Value, row: Sequence[Value]) -> None:
+    def _write_square(self, r: Value, row: Sequence[Value]) -> None:
         b = self.b
         square = b.mul(row[0], row[0])
         for x in row[1:]:
@@ -103,7 +102,7 @@ class RowsKernel(ThreadFunction):
             row = [b.sub(x, y) for x, y in zip(row, away, strict=True)] if away else row
             for column, x in enumerate(row):
                 b.store(x, b.at(self.stage, b.add(b.mul(r, self.width), column * LANES), "f32"), align=64)
-            self._note_square(r, row)
+            self._write_square(r, row)
         self._clear(self.partial, LANES, count)
         self._clear(self.stage, self.width, count)
 
@@ -142,11 +141,11 @@ class _Output(threading.local):
 _output = _Output()
 
 
-class RowsCall:
+class RowStatisticsCall:
     """A compiled kernel for rows of one kind, bound to where they lie. figures: floats that it writes for a head;
     values: the parameters that are not in FIRST."""
 
-    def __init__(self, code: RowsCode, q: Rows, k: Rows, figures: int, **values: int):
+    def __init__(self, code: RowStatisticsCode, q: Rows, k: Rows, figures: int, **values: int):
         self.code, self.figures, self.places, self.heads = code, figures, (q, k), len(q.offsets)
         self.per_thread = apart(code.bytes)
         known = {
@@ -171,10 +170,10 @@ class RowsCall:
         return self.result.unpack_from(output.buffer)
 
 
-class RowsCode:
+class RowStatisticsCode:
     """A compiled kernel."""
 
-    def __init__(self, writer: RowsKernel):
+    def __init__(self, writer: RowStatisticsKernel):
         self.bytes = writer.workspace_bytes
         self.source, self.slots = writer.text(), [slot[-1] for slot in writer.slots()]
         self.function = Function(compile_text(self.source, writer.name), len(self.slots))

@@ -34,12 +34,12 @@ def share_bits(share: float) -> int:
     return struct.unpack("<i", struct.pack("<f", share))[0]
 
 
-def emit_selective(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
+def emit_sparse(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
     """The kernel of a spec of plain scaled scores, unmasked or with one mask."""
-    return _Selective(spec, tiling, target, d, d_v).text()
+    return SparseKernelText(spec, tiling, target, d, d_v).text()
 
 
-class _Selective(AttentionKernel):
+class SparseKernelText(AttentionKernel):
     looks_ahead = False  # what is left out depends on the maxima
 
     def _tile_areas(self) -> None:
@@ -83,11 +83,11 @@ class _Selective(AttentionKernel):
             b.store(b.add(b.load(self.computed, "f32"), b.constant(1.0, "f32")), self.computed)
             for program in self._variants(tile):
                 self._maxima_of(tile, program)
-            self._take_over(tile)
+            self._update_maxima(tile)
             self._weights(tile, 0, tile.block.padded)
             self._accumulate(tile)
         with b.otherwise():
-            self._note(tile)
+            self._record_left_out(tile)
 
     def _maxima_of(self, tile: Tile, program: Expr) -> None:
         if program is SCORE:  # `_matters` has left them where they belong
@@ -132,7 +132,7 @@ class _Selective(AttentionKernel):
         b = self.b
         return self._valid(b.sub(tile.item.count, b.mul(b.add(tile.g, member), self.lanes)))
 
-    def _note(self, tile: Tile) -> None:
+    def _record_left_out(self, tile: Tile) -> None:
         """Add what a tile that is left out could have had to the shares of its rows."""
         b = self.b
         keys = b.op(f"arith.uitofp {tile.block.count} : i64 to f32", "f32", "keys")

@@ -16,13 +16,21 @@ import functools
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.looking import F32, LANES, Rows, RowsCall, RowsCode, RowsKernel, bits, scalar_of
+from fusion.codegen.mlir.row_statistics import (
+    Rows,
+    RowStatisticsCall,
+    RowStatisticsCode,
+    RowStatisticsKernel,
+    bits,
+    scalar_of,
+)
 from fusion.codegen.mlir.transpose import sum_rows
+from fusion.codegen.mlir.x86 import F32, LANES
 
 WORDS = f"vector<{LANES}xi64>"
 
 
-class _Boxes(RowsKernel):
+class KeyBlockBounds(RowStatisticsKernel):
     name = "boxes"
 
     def __init__(self, d: int, scalar: str, size: int):
@@ -93,12 +101,12 @@ class _Boxes(RowsKernel):
 
 
 @functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype, size: int) -> RowsCode:
+def code(d: int, dtype: torch.dtype, size: int) -> RowStatisticsCode:
     """The kernel for rows of d elements of one type and blocks of `size` keys, compiled once."""
-    return RowsCode(_Boxes(d, scalar_of(dtype), size))
+    return RowStatisticsCode(KeyBlockBounds(d, scalar_of(dtype), size))
 
 
-class BoxesCall(RowsCall):
+class KeyBlockBoundsCall(RowStatisticsCall):
     """About `rows` queries, `keys` keys and `blocks` blocks of `size` keys, of the queries and keys given, which
     are at least `size`. gap: in scores before any scale."""
 

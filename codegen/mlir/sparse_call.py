@@ -8,14 +8,14 @@ import torch
 
 from fusion.codegen.mlir.calling import memory
 from fusion.codegen.mlir.launch import Variant
-from fusion.codegen.mlir.skipping import share_bits
+from fusion.codegen.mlir.sparse_kernel import share_bits
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
 
-class SelectiveKernel:
+class SparseKernel:
     """For a spec with one batch coordinate, output [b0, i, e] and plain scores. Tiles: `rows` queries, `keys` keys."""
 
     def __init__(self, spec: AttentionSpec, machine: Machine):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONCENTRATED = 1 / 8
 
 
-class RowStatistics:
+class TrainingStatistics:
     """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`). A factor is written negative where a
     weight of the row is above CONCENTRATED. groups: groups of lanes in a work item."""
 
