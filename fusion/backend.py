@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion import logs
@@ -27,11 +28,12 @@ from fusion.passes.specify import Specified
 from fusion.passes.upstream import escaping_weights
 from fusion.planning.plan import plan
 from fusion.planning.tile_map_cost import map_pays
-from fusion.refusals import Refusal
+from fusion.refusals import Ground, Refusal
 from fusion.report.dump import Dump
 from fusion.report.report import NO_ATTENTION, AttentionReport, Planned, Report, SiteReport, publish
 from fusion.runtime import executor as runtime
 from fusion.runtime import op  # noqa: F401  (registers torch.ops.fusion.attention)
+from fusion.validation import Verdict, validate
 
 log = logging.getLogger(__name__)
 logs.configure()
@@ -96,7 +98,16 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         dump.stage("normalized", graph)
         sites = find_sites(graph.graph, functools.partial(runtime.reads, emitter=options.emitter))
         drawn = [region.before(site) for site in sites]
-        specified = rewrite(graph, sites, _supports(options), _emitter(options), _pays(options), options.block_mask)
+        verdicts: dict[int, Verdict] = {}
+        specified = rewrite(
+            graph,
+            sites,
+            _supports(options),
+            _emitter(options),
+            _pays(options),
+            options.block_mask,
+            functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
+        )
         _check_block_mask(sites, options)
         dump.stage("rewritten", graph)
         report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
@@ -145,6 +156,22 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
             checkpointing.lift_seeds(graph)
             fused[name] = graph
     return fused, whole
+
+
+def _validated(
+    verdicts: dict[int, Verdict], site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
+) -> Refusal | None:
+    """Why a site must not be replaced by these specs, if so; `verdicts`, by the site's id, is added to."""
+    verdict = verdicts[id(site)] = validate(site, parts, hints)
+    if verdict.wrong is None:
+        return None
+    counters["fusion"]["invalid"] += 1
+    log.error(
+        "a defect of fusion: the attention at %s was not fused, because it would compute something else: %s",
+        nodes.source_line(site.anchor) or site.anchor.name,
+        verdict.wrong,
+    )
+    return Refusal(Ground.DEFECT, f"the fused program would differ from eager (a defect of fusion): {verdict.wrong}")
 
 
 def _emitter(options: Options) -> str:

@@ -12,6 +12,7 @@ from fusion.errors import OptionError
 Inner = Literal["inductor", "aot_eager", "eager"]
 Emitter = Literal["auto", "mlir", "reference"]
 TileMaps = Literal["auto", "always", "never"]
+Verify = Literal[False, True]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
 
 
@@ -31,6 +32,8 @@ class Options:
     autotune: measure a few tiles of each GPU kernel at its first call, and take the fastest from then on;
         `mode="max-autotune"` asks for it, too.
     strict: raise `StrictError` instead of leaving an attention unfused.
+    verify: compare every attention with the graph's own operations on a sample of made-up values before it is put in
+        place; one that differs is left as it was, with an error on the log (docs/validation.md).
     approximate: allow this approximation of attention in inference, where it is certified from the data and predicted
         to be faster; exact otherwise. See docs/approximate.md.
     epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.
@@ -42,6 +45,7 @@ class Options:
     block_mask: Any = None
     autotune: bool = False
     strict: bool = False
+    verify: Verify = False
     approximate: Approximate = None
     epsilon: float = 1e-2
 

@@ -28,7 +28,7 @@ def folded(here: Node, index: Index) -> Expr | None:
     """The element `here[index]` as an expression of the index, or None where it is not known or not affine."""
     if not nodes.is_tensor(here) or (kind := pointwise.kind_of(nodes.dtype(here))) is None:
         return None
-    if here.op != "call_function" or (value := _evaluated(here)) is None or not value.numel():
+    if here.op != "call_function" or (value := known(here)) is None or not value.numel():
         return None
     if not marks.affine.on(here):
         marks.affine.set(here, _affine(value))
@@ -49,22 +49,22 @@ def forget(graph: Graph) -> None:
         marks.folded.drop(node)
 
 
-def _evaluated(here: Node) -> Tensor | None:
+def known(here: Node) -> Tensor | None:
     """The tensor, if it can be known; evaluated once per node, operands first."""
     stack = [here]
     while stack:
         node = stack[-1]
-        known = [marks.folded(parent) for parent in node.all_input_nodes if marks.folded.on(parent)]
+        found = [marks.folded(parent) for parent in node.all_input_nodes if marks.folded.on(parent)]
         if marks.folded.on(node):
             stack.pop()
-        elif not _may_fold(node) or any(value is _UNKNOWN for value in known):
+        elif not _may_fold(node) or any(value is _UNKNOWN for value in found):
             marks.folded.set(node, _UNKNOWN)
-        elif len(known) < len(node.all_input_nodes):
+        elif len(found) < len(node.all_input_nodes):
             stack += [parent for parent in node.all_input_nodes if not marks.folded.on(parent)]
         else:
             marks.folded.set(node, _evaluate(node))
-    found = marks.folded(here)
-    return None if found is _UNKNOWN else found
+    value = marks.folded(here)
+    return None if value is _UNKNOWN else value
 
 
 def _evaluate(here: Node) -> object:

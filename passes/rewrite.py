@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fusion.refusals import Ground, Refusal
 
 aten = torch.ops.aten
 Supports = Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]
+Validate = Callable[[Site, Sequence[Specified], Mapping[str, int]], Refusal | None]
 Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]], str], bool]
 
 
@@ -33,6 +34,7 @@ def rewrite(
     emitter: str = "auto",
     pays: Pays | None = None,
     block_mask: BlockMask | None = None,
+    validate: Validate | None = None,
 ) -> dict[int, list[Specified]]:
     """Replace every site that can be; the others get a refusal. Returns the specs by position in `sites`.
 
@@ -41,9 +43,12 @@ def rewrite(
     emitter: handed to the op.
     pays: whether a map of the tiles of a mask is worth its cost on a device; None makes no maps.
     block_mask: the user's mask for every attention.
+    validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     """
     symbols = _Symbols(module.graph)
     specified = _specify_all(sites, symbols, block_mask)
+    if validate is not None:
+        _refuse_different(module.graph, sites, specified, validate)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
     _refuse_unsupported(module.graph, sites, specified, supports)
@@ -70,6 +75,17 @@ def _specify_all(sites: Sequence[Site], symbols: _Symbols, block_mask: BlockMask
         except Unsupported as problem:
             site.refusal, site.blame = problem.refusal, problem.node
     return specified
+
+
+def _refuse_different(
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], validate: Validate
+) -> None:
+    """Drop sites whose specs do not compute what the graph does."""
+    hints = nodes.size_hints(graph)
+    for number, parts in list(specified.items()):
+        if (refusal := validate(sites[number], parts, hints)) is not None:
+            sites[number].refusal = refusal
+            del specified[number]
 
 
 def _refuse_unsupported(

@@ -132,7 +132,7 @@ class Execution:
         weight = self.value(self.spec.weight, positions).to(self.dtype)
         if self.spec.normalizer is Normalizer.NONE:
             return (x * weight) @ v
-        return self.softmax(x, positions, weight, v)
+        return self.softmax(x, positions, weight) @ v
 
     def program(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor):
         """The score program of these rows, [b.., count, n_k], and the positions that it was evaluated at."""
@@ -146,21 +146,22 @@ class Execution:
         sinks = [self.value(sink, positions).to(self.dtype).expand(*x.shape[:-1], 1) for sink in self.spec.sinks]
         return torch.cat([x, *sinks], -1)
 
-    def softmax(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor], weight: torch.Tensor, v: torch.Tensor):
+    def softmax(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+        """What V is multiplied by, [b.., rows, n_k], from the score program."""
         columns = self.columns(x, positions)
         if columns.shape[-1] == 0:  # no keys: an empty sum
-            return x @ v
+            return x
         safe = self.spec.normalizer is Normalizer.SAFE_SOFTMAX
         if self.spec.row_scale is None:
             p = torch.ops.aten._safe_softmax(columns, -1) if safe else torch.softmax(columns, -1)
-            return (p[..., : self.n_k] * weight) @ v
+            return p[..., : self.n_k] * weight
         row_max = columns.amax(-1, keepdim=True)
         dead = row_max == -torch.inf
         p = torch.exp(columns - (torch.where(dead, 0.0, row_max) if safe else row_max))
         row_sum = p.sum(-1, keepdim=True)
         scale = self.value(self.spec.row_scale, positions | {ROW_MAX: row_max, ROW_SUM: row_sum})
         p = p[..., : self.n_k] * scale
-        return ((torch.where(dead, 0.0, p) if safe else p) * weight) @ v
+        return (torch.where(dead, 0.0, p) if safe else p) * weight
 
     def store(self, out: torch.Tensor) -> torch.Tensor:
         """From [b.., i, e] to the dimensions and memory order that the spec asks for."""

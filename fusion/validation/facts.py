@@ -1,0 +1,100 @@
+"""What is known of a mask, checked against its predicate on blocks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fusion.ir.expr import SCORE, Expr, I, J, Kind, coord
+from fusion.ir.ops import evaluate
+from fusion.ir.spec import AttentionSpec
+
+_ROWS = 7
+_BLOCKS = 24
+_ALL_KEYS = 256
+
+
+def contradiction(spec: AttentionSpec, sizes: Mapping[str, int]) -> str | None:
+    """What the mask's facts say that its predicate denies, in words; None where all hold."""
+    return None if spec.mask is None else _Facts(spec, sizes).contradiction()
+
+
+class _Facts:
+    """Blocks of at most _ROWS rows, [blocks, rows, keys]. Loads are made up."""
+
+    def __init__(self, spec: AttentionSpec, sizes: Mapping[str, int]):
+        assert spec.mask is not None
+        self.spec, self.mask, self.sizes = spec, spec.mask, sizes
+        generator = torch.Generator().manual_seed(5)
+        n_q, n_k = self._int(spec.n_q), self._int(spec.n_k)
+        lengths = torch.randint(1, _ROWS + 1, (_BLOCKS,), generator=generator).clamp(max=n_q)
+        first = (torch.rand(_BLOCKS, generator=generator) * (n_q - lengths + 1)).long()
+        self.first, self.last = first.view(-1, 1, 1), (first + lengths - 1).view(-1, 1, 1)
+        rows = torch.minimum(self.first + torch.arange(_ROWS).view(1, -1, 1), self.last)
+        self.known: dict[Expr, Tensor] = {I: rows, coord("i0"): self.first, coord("i1"): self.last}
+        for k, extent in enumerate(spec.batch):
+            size = max(self._int(extent), 1)
+            self.known[coord(f"b{k}")] = torch.randint(size, (_BLOCKS, 1, 1), generator=generator)
+        self.known[J] = self._keys(n_k, rows, generator)
+        self.generator, self.made = generator, {}
+        self.known[SCORE] = torch.randn(_BLOCKS, _ROWS, self.known[J].shape[-1], generator=generator)
+
+    def _keys(self, n_k: int, rows: Tensor, generator: torch.Generator) -> Tensor:
+        if n_k <= _ALL_KEYS:
+            return torch.arange(n_k).view(1, 1, -1).expand(_BLOCKS, 1, n_k)
+        anywhere = torch.randint(n_k, (_BLOCKS, 1, 64), generator=generator)
+        ends = [self._value(e) for e in (self.mask.key_lo, self.mask.key_hi, self.mask.full_lo, self.mask.full_hi) if e]
+        around = [(e + torch.arange(-2, 3)).expand(_BLOCKS, 1, 5) for e in ends]
+        return torch.cat([anywhere, rows.mT, *around], -1).clamp(0, n_k - 1)
+
+    def _int(self, expr: Expr) -> int:
+        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[str(leaf.attr)])))
+
+    def _value(self, expr: Expr) -> Tensor:
+        def leaf(part: Expr):
+            if part.op == "size":
+                return torch.tensor(self.sizes[str(part.attr)])
+            return self._load(part) if part.op == "load" else self.known[part]
+
+        return evaluate(expr, leaf)
+
+    def _load(self, part: Expr):
+        """Made-up elements: of the same index the same."""
+
+        def load(*index: Tensor) -> Tensor:
+            number = torch.zeros((), dtype=torch.int64)
+            for entry in index:
+                number = number * 7919 + entry
+            drawn = torch.remainder(number * 40503 + int(part.attr) * 977, 1009)  # type: ignore[arg-type]
+            if part.kind is Kind.BOOL:
+                return drawn % 2 == 0
+            return drawn % 5 if part.kind is Kind.INT else drawn.float() / 505 - 1
+
+        return load if part.args else load()
+
+    def contradiction(self) -> str | None:
+        mask, keys = self.mask, self.known[J]
+        shape = self.known[SCORE].shape
+        live = self._value(mask.live).expand(shape)
+        score = self._value(self.spec.score).expand(shape)
+        if bool((~live & ~(score <= mask.fill)).any()):
+            return f"a key that is not live has a score above {mask.fill}"
+        visited = self._between(mask.key_lo, mask.key_hi, keys)
+        if bool((live & ~visited).any()):
+            return "a live key is outside of the range of keys that a block of rows visits"
+        if mask.full is None:
+            return None
+        full = self._value(mask.full).expand(shape)
+        inside = self._between(mask.full_lo, mask.full_hi, keys).expand(shape)
+        same = (full == score) | (full.isnan() & score.isnan())
+        if bool((inside & ~same).any()):
+            return "the program of whole tiles differs from the score program where it may stand for it"
+        return None
+
+    def _between(self, low: Expr | None, high: Expr | None, keys: Tensor) -> Tensor:
+        inside = torch.ones(keys.shape, dtype=torch.bool)
+        if low is not None:
+            inside = inside & (keys >= self._value(low))
+        return inside if high is None else inside & (keys < self._value(high))

@@ -1,0 +1,95 @@
+"""Where in its input an element of a view comes from, found out by running the operation itself.
+
+Views are run on a tensor without data: torch's own strides and offset then say which element is which. Operations that
+copy elements along single dimensions (repeat, flip, roll) are run on the numbers of one dimension at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+ALONG_DIMENSIONS = {aten.repeat, aten.tile, aten.repeat_interleave, aten.flip, aten.roll}
+RESHAPES = {
+    aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as,
+    aten.permute, aten.transpose, aten.swapaxes, aten.swapdims, aten.t, aten.numpy_T, aten.mT, aten.adjoint,
+    aten.movedim, aten.moveaxis, aten.unsqueeze, aten.squeeze, aten.expand, aten.expand_as, aten.broadcast_to,
+    aten.slice, aten.narrow, aten.select, aten.unfold, aten.diagonal,
+}  # fmt: skip
+PIECES = {aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten.unbind, aten.unsafe_split,
+          aten.unsafe_chunk}  # fmt: skip
+
+Index = tuple[Tensor, ...]
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """Of a packed tensor."""
+    return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+
+
+def number_of(index: Index, shape: Sequence[int]) -> Tensor:
+    """The number of an element in a packed tensor."""
+    parts = (entry * stride for entry, stride in zip(index, strides_of(shape), strict=True))
+    return functools_sum(parts)
+
+
+def functools_sum(parts: Any) -> Tensor:
+    total = None
+    for part in parts:
+        total = part if total is None else total + part
+    return torch.zeros(1, dtype=torch.int64) if total is None else total
+
+
+def unraveled(number: Tensor, shape: Sequence[int]) -> Index:
+    """The index of a packed tensor's element."""
+    return tuple(
+        torch.zeros_like(number) if extent == 1 else torch.div(number, stride, rounding_mode="floor") % extent
+        for extent, stride in zip(shape, strides_of(shape), strict=True)
+    )
+
+
+def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None) -> Callable[[Index], Index] | None:
+    """The map from indices of a view to those of its input; None where the operation copies instead.
+
+    run: the operation on a tensor of `shape`. item: which of its results, where there are several.
+    """
+    base = torch.empty(tuple(shape), device="meta")
+    result = run(base)
+    result = result if item is None else operator.getitem(result, item)
+    if result.untyped_storage()._cdata != base.untyped_storage()._cdata or result.dtype is not base.dtype:
+        return None
+    offset, strides = result.storage_offset(), result.stride()
+
+    def moved(index: Index) -> Index:
+        parts = (entry * stride for entry, stride in zip(index, strides, strict=True) if stride)
+        return unraveled(functools_sum(parts) + offset, shape)
+
+    return moved
+
+
+def along_dimensions(run: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Callable[[Index], Index]:
+    """Likewise for an operation that moves elements along each dimension by itself."""
+    tables = []
+    for dim, extent in enumerate(shape):
+        numbers = torch.arange(extent).view([-1 if k == dim else 1 for k in range(len(shape))])
+        tables.append(_line(run(numbers), dim - len(shape)))
+
+    def moved(index: Index) -> Index:
+        own = index[len(index) - len(shape) :]
+        return tuple(table[entry] for table, entry in zip(tables, own, strict=True))
+
+    return moved
+
+
+def _line(result: Tensor, dim: int) -> Tensor:
+    """The elements of a result along one dimension, from the end, where all others are at 0."""
+    for k in range(-result.dim(), 0):
+        if k != dim:
+            result = result.narrow(k, 0, 1)
+    return result.flatten()

@@ -1,0 +1,111 @@
+"""The spec's side of a comparison: its programs by `fusion.ir.ops.evaluate`, its gradient by `fusion.ir.derivative`.
+
+The steps between them (softmax, sinks, what scales rows) are those of the reference interpreter, which every emitter is
+tested against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.reference.forward import Execution
+from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
+from fusion.ir.expr import SCORE, Expr, J, Kind, coord, loads
+from fusion.ir.ops import evaluate
+from fusion.ir.spec import Normalizer
+from fusion.passes.specify import Specified
+from fusion.validation.replay import Replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Where a site is compared: the coordinate of every dimension of its result, [worlds, 1] ("e": [worlds, columns]),
+    and values of the spec's sizes."""
+
+    places: dict[str, Tensor]
+    sizes: dict[str, int]
+
+
+class Program(Execution):
+    """One part of a site on a sample. Axes of scores: [worlds, 1, keys]; of V: [worlds, columns, keys].
+
+    `out` is [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`.
+    """
+
+    def __init__(self, part: Specified, sample: Sample, replay: Replay):
+        self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sample.sizes
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.axes: dict[Expr, Tensor] = {}
+        self.n_k = replay.region.keys.shape[1]
+        self.known = {coord(name): at.unsqueeze(-1) for name, at in sample.places.items()}
+        self.known[J] = replay.region.keys.unsqueeze(1)
+        self._run()
+
+    def value(self, expr: Expr, extra: dict[Expr, Tensor]) -> Tensor:
+        known = self.known | extra
+
+        def leaf(part: Expr):
+            if part.op == "size":
+                return torch.tensor(self.sizes[str(part.attr)])
+            return self._load(part) if part.op == "load" else known[part]
+
+        return evaluate(expr, leaf, self.dtype)
+
+    def _load(self, part: Expr):
+        dtype = {Kind.FLOAT: self.dtype, Kind.INT: torch.int64, Kind.BOOL: torch.bool}[part.kind]
+
+        def load(*index: Tensor) -> Tensor:
+            return self.replay.value(self.part.operands[int(part.attr)], index, 3).to(dtype)  # type: ignore[arg-type]
+
+        return load if part.args else load()
+
+    def _element(self, operand: int, index: tuple[Expr, ...], **columns: Tensor) -> Tensor:
+        """Elements of Q, K or V, with the columns on a fourth axis where they are those of a product."""
+        rank = 4 if "c" in columns else 3
+        known = {e: t.unsqueeze(-1) for e, t in self.known.items()} if rank == 4 else self.known
+        known = known | {coord(name): at for name, at in columns.items()}
+
+        def leaf(part: Expr) -> Tensor:
+            return torch.tensor(self.sizes[str(part.attr)]) if part.op == "size" else known[part]
+
+        at = tuple(evaluate(entry, leaf) for entry in index)
+        return self.replay.value(self.part.operands[operand], at, rank).to(self.dtype)
+
+    def _run(self) -> None:
+        spec = self.spec
+        summed = self.replay.region.positions(self.size(spec.d)).view(1, 1, 1, -1)
+        query, key = (self._element(k, index, c=summed) for k, index in enumerate((spec.q, spec.k)))
+        self.score = (query * key).sum(-1)
+        values = self._element(2, spec.v)
+        self.positions = {SCORE: self.score.detach()}
+        shape = (*torch.broadcast_shapes(self.score.shape[:2], (len(self.replay.region.keys), 1)), self.n_k)
+        x, weight = (
+            self.value(e, self.positions).to(self.dtype).expand(shape).detach().clone().requires_grad_()
+            for e in (spec.score, spec.weight)
+        )
+        self.x, self.weight = x, weight
+        plain = spec.normalizer is Normalizer.NONE
+        weights = x * weight if plain else self.softmax(x, self.positions, weight)
+        self.out = (weights * values).sum(-1)
+
+    def size(self, expr: Expr) -> int:
+        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[str(leaf.attr)])))
+
+    def surrogate(self, grad: Tensor) -> Tensor:
+        """A scalar whose gradient at the leaves is that of `out` for the gradient `grad`."""
+        spec = self.spec
+        found = torch.autograd.grad(self.out, [self.x, self.weight], grad, retain_graph=True, allow_unused=True)
+        total = (self.out * grad).sum()
+        for program, seed, upstream in zip((spec.score, spec.weight), (UPSTREAM, WEIGHT_UPSTREAM), found, strict=True):
+            if upstream is None:
+                continue
+            targets = [SCORE, *(part for part in loads(program) if part.kind is Kind.FLOAT)]
+            for target, expr in adjoints(program, seed, targets).items():
+                held = self.score if target is SCORE else self.value(target, {})
+                if held.requires_grad:
+                    given = self.value(expr, self.positions | {seed: upstream})
+                    total = total + (held * given.detach().to(self.dtype)).sum()
+        return total

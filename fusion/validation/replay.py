@@ -1,0 +1,223 @@
+"""The graph's own operations on a sample of elements: what eager computes, without the tensors.
+
+`Replay.value(node, index)` is the value of a node at sampled indices. Pointwise operations, softmaxes and reductions
+run as they stand in the graph (`node.target`, in its own dtype), on the elements of their arguments at those indices.
+It ends at the tensors that the attention reads, whose elements are made up (`worlds`). Nothing here reads an expression
+of the analysis.
+
+An index is a tuple of integer tensors [worlds, ...] of equal rank, one per dimension. A contraction or reduction
+appends an axis over the positions that it runs over: all of them where they are few, else a sample, which the spec's
+program (`program`) takes as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusion.passes import marks, nodes, pointwise
+from fusion.passes.folding import known
+from fusion.validation import layouts
+from fusion.validation.layouts import Index
+from fusion.validation.worlds import Worlds
+
+aten = torch.ops.aten
+MOST_ELEMENTS = 1 << 22
+
+
+class NotReplayable(Exception):
+    """A call that cannot be run on a sample of its elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What is replayed for one site.
+
+    root, anchor: the last node of the region, and the product with V.
+    keys: [worlds, keys], the sampled keys.
+    n_k: of how many.
+    leaves: tensors whose elements are made up.
+    interior: nodes that the analysis looked into.
+    factors: Q, K and V.
+    hints: example values of symbols.
+    maps: of indices, per view.
+    numbers: of the tensors that were read.
+    unknown: operations within the region that cannot be replayed, and why. Their results are made up as well: what
+        agrees for any values agrees for the true ones, but a difference then says nothing.
+    """
+
+    root: Node
+    anchor: Node
+    keys: Tensor
+    n_k: int
+    leaves: frozenset[Node]
+    interior: frozenset[Node]
+    factors: frozenset[Node]
+    hints: Mapping[str, int]
+    worlds: Worlds
+    maps: dict[Node, Any] = field(default_factory=dict)
+    numbers: dict[Node, int] = field(default_factory=dict)
+    unknown: dict[Node, str] = field(default_factory=dict)
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        return tuple(nodes.evaluate_size(extent, self.hints) for extent in nodes.shape(node))
+
+    def is_leaf(self, node: Node) -> bool:
+        """Whether a tensor is read as it is: an operand, or a value that is not what its operation made."""
+        made_elsewhere = marks.mutations(node) or marks.is_seed(node) or node.op == "placeholder"
+        another = marks.attention_root(node) and node is not self.root
+        return bool(node in self.leaves or made_elsewhere or another)
+
+    def positions(self, extent: int) -> Tensor:
+        """Which of the positions of a contraction are summed over: all or a sample, the same for all."""
+        if extent <= 6:
+            return torch.arange(extent)
+        return torch.tensor([0, 1, extent // 3, (2 * extent) // 3 + 1, extent - 1]).unique()
+
+
+@dataclass(slots=True, kw_only=True)
+class Read:
+    """Elements that were read of a leaf: their numbers, and their values, which autograd records."""
+
+    leaf: Node
+    numbers: Tensor
+    values: Tensor
+
+
+class Replay:
+    """One run. least: floats of narrower dtypes are computed in this one."""
+
+    def __init__(self, region: Region, least: torch.dtype = torch.float16):
+        self.region, self.least = region, least
+        self.reads: list[Read] = []
+        self._memo: dict[tuple, tuple[Tensor, Index]] = {}
+        self.zero = torch.zeros((), dtype=torch.int64)
+
+    def value(self, node: Node, index: Index, rank: int) -> Tensor:
+        """The elements of `node` at `index`, as a tensor of `rank` axes."""
+        key = (node, rank, *map(id, index))
+        if key not in self._memo:
+            self._memo[key] = self._value(node, index, rank), index
+        return self._memo[key][0]
+
+    def _value(self, node: Node, index: Index, rank: int) -> Tensor:
+        region = self.region
+        if region.is_leaf(node):
+            return self._leaf(node, index, rank)
+        if (rule := rule_of(node)) is not None:
+            try:
+                found = rule(self, node, index, rank)
+                return found.detach() if marks.stop_gradient(node) else found
+            except NotReplayable:
+                pass
+        if nodes.is_tensor(node) and (held := known(node)) is not None:
+            return self.cast(held[index] if index else held.view([1] * rank))
+        if node.op == "call_function" and (rule is not None or node in region.interior):
+            region.unknown.setdefault(node, f"{node.target} is not replayed")
+        return self._leaf(node, index, rank)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In what floats of a dtype are computed here."""
+        narrower = dtype.is_floating_point and dtype.itemsize <= self.least.itemsize and self.least is not torch.float16
+        return self.least if narrower else dtype
+
+    def cast(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype(value.dtype))
+
+    def _leaf(self, node: Node, index: Index, rank: int) -> Tensor:
+        region = self.region
+        number = region.numbers.setdefault(node, len(region.numbers))
+        flat = layouts.number_of(index, region.shape(node))
+        flat = flat.view([1] * (rank - flat.dim()) + list(flat.shape)) if flat.dim() < rank else flat
+        dtype = nodes.dtype(node)
+        values = region.worlds.values(number, flat, dtype, node in region.factors).to(self.dtype(dtype))
+        if dtype.is_floating_point:
+            if marks.requires_grad(node) and node not in region.unknown:
+                values.requires_grad_()
+            self.reads.append(Read(leaf=node, numbers=flat.expand(values.shape), values=values))
+        return values
+
+    # Arguments of a call
+
+    def argument(self, value: Any, index: Index, extents: tuple[int, ...], rank: int) -> Any:
+        """An argument of a pointwise call at `index` of its result, of shape `extents`."""
+        if nodes.is_tensor(value):
+            return self.value(value, self.broadcast(index, extents, self.region.shape(value)), rank)
+        return self.plain(value)
+
+    def plain(self, value: Any) -> Any:
+        """An argument that is no tensor: sizes as the example has them, every device this one."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.plain(item) for item in value)
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, torch.dtype):
+            return self.dtype(value)
+        held = nodes.value(value) if isinstance(value, Node) else value
+        if isinstance(held, torch.SymInt):
+            return nodes.evaluate_size(nodes.size_expr(held), self.region.hints)
+        if isinstance(held, (torch.SymFloat, torch.SymBool)):
+            return held.node.hint
+        if isinstance(value, Node) and not isinstance(held, (int, float, bool)):
+            raise NotReplayable
+        return held
+
+    def broadcast(self, index: Index, new: tuple[int, ...], old: tuple[int, ...]) -> Index:
+        """The index into a tensor of shape `old` that is broadcast to `new`."""
+        own = index[len(new) - len(old) :]
+        wide = new[len(new) - len(old) :]
+        return tuple(self.zero if o == 1 != n else e for e, o, n in zip(own, old, wide, strict=True))
+
+    def further(self, index: Index) -> Index:
+        """The same index with one more axis at the end."""
+        return tuple(entry.unsqueeze(-1) if entry.dim() else entry for entry in index)
+
+
+Rule = Callable[[Replay, Node, Index, int], Tensor]
+RULES: dict[Any, Rule] = {}
+"""Overload packet -> how a call of it is replayed."""
+
+
+def rule(*packets: Any) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(packets, function))
+        return function
+
+    return register
+
+
+def rule_of(node: Node) -> Rule | None:
+    """How a node is replayed; None where it cannot be."""
+    import fusion.validation.operations  # noqa: F401  (fills the table)
+
+    if node.op == "get_attr":
+        return RULES["literal"] if _literal(node) is not None else None
+    if node.op != "call_function" or not nodes.is_tensor(node):
+        return None
+    packet = nodes.packet(node)
+    if (found := RULES.get(packet, RULES.get(node.target))) is not None:
+        return found
+    if packet is not None and (packet in pointwise.BUILDERS or torch.Tag.pointwise in node.target.tags):  # type: ignore
+        return RULES["pointwise"]
+    return None
+
+
+def _literal(node: Node) -> Tensor | None:
+    if not str(node.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
+        return None
+    tensor: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        tensor = getattr(tensor, part)
+    return tensor if isinstance(tensor, Tensor) and not hasattr(tensor, "fake_mode") else None
+
+
+@rule("literal")
+def _held(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    tensor = _literal(node)
+    assert tensor is not None
+    return replay.cast(tensor.detach().cpu()[index] if index else tensor.detach().cpu().view([1] * rank))

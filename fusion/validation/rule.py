@@ -1,0 +1,97 @@
+"""When a sample of values counts as what eager computes.
+
+Per world (one row of the output), elements are compared with a float64 run of the same operations:
+
+    |ours - float64| <= 2 * (eager + condition * eps * size)
+
+eager is eager's largest error in this world, or its median over worlds where that is larger; size likewise the largest
+magnitude (a gradient may cancel to nothing). eps is float32's, in which the spec is evaluated; `condition` allows for
+what exponentials make of the last bits of scores, and for what cancels in gradients.
+
+Where eager is further than APART * the largest size from its float64 run, that run is another function: -1e9 + s is s
+up to a shift in float64, and -1e9 in float32. Ours must then be near one of the two: within a quarter of the distance
+between them.
+
+NaN and infinities must stand where eager has them. Where eager and its float64 run disagree about that, eager
+overflowed or rounded to an infinity. It still is the law in worlds of ordinary values and masks, but for half
+precision, where either will do; in worlds with special values such elements are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion.validation.worlds import SPECIAL
+
+APART = 0.02
+_KINDS = ("ordinary values", "masks and fills", "special values")
+_NAMES = ("finite", "NaN", "inf", "-inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """One quantity by three ways: what eager computes, the same in float64, and the spec. Flat, of one length.
+
+    worlds: of each element. kinds: of each world. strict: whether eager's overflows count. condition: see
+    above.
+    """
+
+    name: str
+    eager: Tensor
+    exact: Tensor
+    ours: Tensor
+    worlds: Tensor
+    kinds: Tensor
+    strict: bool = True
+    condition: float = 16
+
+
+def difference(values: Values) -> str | None:
+    """The first disagreement, in words; None where there is none."""
+    eager, exact, ours = (t.detach().double() for t in (values.eager, values.exact, values.ours))
+    kinds = values.kinds[values.worlds]
+    theirs, true, own = (_special(t) for t in (eager, exact, ours))
+    free = (theirs != true) & (kinds == SPECIAL)
+    allowed = (own == theirs) | free | ((own == true) & (not values.strict))
+    if bool((wrong := ~allowed).any()):
+        return _told(values, int(wrong.nonzero()[0]), int(wrong.sum()), "")
+    finite = (theirs == 0) & (true == 0) & (own == 0)
+    count = len(values.kinds)
+    error, eager_error, apart = (
+        _largest((a - b).abs(), finite, values.worlds, count) for a, b in ((ours, exact), (eager, exact), (ours, eager))
+    )
+    size = _at_least_median(_largest(exact.abs(), finite, values.worlds, count))
+    bound = 2 * (_at_least_median(eager_error) + values.condition * torch.finfo(torch.float32).eps * size)
+    elsewhere = eager_error > APART * size.max()
+    error = torch.where(elsewhere, torch.minimum(error, apart), error)
+    bound = torch.where(elsewhere, eager_error / 4, bound)
+    if not bool((over := error > bound).any()):
+        return None
+    world = int((error / bound.clamp(min=1e-300)).argmax())
+    far = torch.where(elsewhere[values.worlds], torch.minimum((ours - exact).abs(), (ours - eager).abs()),
+                      (ours - exact).abs())  # fmt: skip
+    worst = int(torch.where(finite & (values.worlds == world), far, -1.0).argmax())
+    return _told(values, worst, int(over.sum()), f", allowed {bound[world]:.1e}")
+
+
+def _special(value: Tensor) -> Tensor:
+    """0 for finite elements, then NaN and the infinities."""
+    return value.isnan() * 1 + value.isposinf() * 2 + value.isneginf() * 3
+
+
+def _largest(value: Tensor, where: Tensor, worlds: Tensor, count: int) -> Tensor:
+    kept = torch.where(where, value, 0.0)
+    return torch.zeros(count, dtype=torch.float64).scatter_reduce(0, worlds, kept, "amax")
+
+
+def _at_least_median(value: Tensor) -> Tensor:
+    return value.clamp(min=float(value.median()) if value.numel() else 0.0)
+
+
+def _told(values: Values, at: int, count: int, allowed: str) -> str:
+    kind = _KINDS[int(values.kinds[values.worlds[at]])]
+    eager, exact, ours = (float(t[at].detach()) for t in (values.eager, values.exact, values.ours))
+    return f"{values.name} is {ours:.6g} where eager has {eager:.6g} (float64 {exact:.6g}{allowed}; {kind})"

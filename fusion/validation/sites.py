@@ -1,0 +1,246 @@
+"""The comparison of one site, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from fusion.codegen.reference.backward import recording
+from fusion.ir.expr import walk
+from fusion.ir.spec import AttentionSpec
+from fusion.passes import nodes
+from fusion.passes.find import Site
+from fusion.passes.specify import Specified
+from fusion.validation import facts, points
+from fusion.validation.program import Program, Sample
+from fusion.validation.replay import Read, Region, Replay
+from fusion.validation.rule import Values, difference
+from fusion.validation.structure import fingerprint
+from fusion.validation.worlds import SPECIAL, Worlds
+
+log = logging.getLogger(__name__)
+_ROW = 1 << 40
+"""Elements of a tensor are numbered below this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """wrong: how the spec differs from the graph, or None. skipped: why nothing was compared, or None. checked: what
+    was. seconds: that it took."""
+
+    wrong: str | None = None
+    skipped: str | None = None
+    checked: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.wrong is not None:
+            return f"wrong: {self.wrong}"
+        return self.checked if self.skipped is None else f"not validated: {self.skipped}"
+
+
+_verdicts: dict[object, Verdict] = {}
+
+
+def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
+    """Compare a site with the specs that are to stand in its place. hints: example values of symbolic sizes.
+
+    Sites of equal structure are compared once per process.
+    """
+    key = fingerprint(site, parts, hints)
+    if key not in _verdicts:
+        started = time.perf_counter()
+        with _undisturbed():
+            found = _validate(site, parts, hints)
+        seconds = time.perf_counter() - started
+        _verdicts[key] = Verdict(wrong=found.wrong, skipped=found.skipped, checked=found.checked, seconds=seconds)
+    return _verdicts[key]
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Plain torch on real tensors, whatever compilation is under way."""
+    with (
+        unset_fake_temporarily(),
+        disable_proxy_modes_tracing(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        recording(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
+    try:
+        sizes = [_sizes(part, hints) for part in parts]
+        shape = tuple(nodes.evaluate_size(extent, hints) for extent in nodes.shape(site.root))
+        if problem := _extents(site, parts, sizes, shape):
+            return Verdict(wrong=problem)
+        n_k = _size(parts[0].spec.n_k, sizes[0])
+        if 0 in (*shape, n_k):
+            return Verdict(skipped="the example has no elements")
+        compared = _Comparison(site, parts, sizes, shape, n_k, hints)
+        found = compared.verdict()
+        doubt = next(iter(compared.region.unknown.values()), None)
+        return found if found.wrong is None or doubt is None else Verdict(skipped=doubt)
+    except (nodes.Unsupported, KeyError) as problem:
+        return Verdict(skipped=str(problem) or type(problem).__name__)
+    except Exception as problem:  # validation must not be what keeps a model from being compiled
+        log.warning("could not validate an attention: %s: %s", type(problem).__name__, problem)
+        return Verdict(skipped=f"{type(problem).__name__}: {problem}")
+
+
+def _sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
+    values = (nodes.evaluate_size(extent, hints) for extent in part.sizes)
+    return dict(zip(part.spec.sizes, values, strict=True))
+
+
+def _size(expr, sizes: Mapping[str, int]) -> int:
+    return nodes.evaluate_size(expr, sizes)
+
+
+def _extents(site: Site, parts: Sequence[Specified], sizes: Sequence[Mapping[str, int]], shape) -> str | None:
+    """Whether the spec's sizes are those of the result."""
+    for part, values in zip(parts, sizes, strict=True):
+        spec = part.spec
+        own = {f"b{k}": extent for k, extent in enumerate(spec.batch)} | {"i": spec.n_q, "e": spec.d_v}
+        stated = tuple(_size(own[name], values) for name in spec.output.dims)
+        if spec.output.dims != parts[0].spec.output.dims:
+            return "the parts of a sum name the dimensions of the result differently"
+        if stated != shape:
+            return f"the result has the shape {list(stated)} where eager has {list(shape)}"
+        if (
+            math.prod(shape)
+            and len(parts) == 1
+            and spec.out_dtype != str(nodes.dtype(site.root)).removeprefix("torch.")
+        ):
+            return f"the result is {spec.out_dtype} where eager has {nodes.dtype(site.root)}"
+    return None
+
+
+class _Comparison:
+    def __init__(self, site: Site, parts: Sequence[Specified], sizes, shape: tuple[int, ...], n_k: int, hints):
+        self.site, self.parts, self.sizes = site, parts, sizes
+        spec: AttentionSpec = parts[0].spec
+        self.dims = spec.output.dims
+        self.places = points.places(self.dims, shape)
+        n_q = shape[self.dims.index("i")]
+        worlds = Worlds(
+            count=points.WORLDS, longest=max(n_q, n_k), finite=len(parts) > 1 or any(_selects(p.spec) for p in parts)
+        )
+        self.kinds = worlds.kinds
+        operands = {operand for part in parts for operand in part.operands}
+        interior = site.interior()
+        self.region = Region(
+            root=site.root,
+            anchor=site.anchor,
+            keys=points.keys(spec, sizes[0], self.places, n_q, n_k),
+            n_k=n_k,
+            leaves=frozenset(operands - interior),
+            interior=frozenset(interior | set(_below(site))),
+            factors=frozenset(operand for part in parts for operand in part.operands[:3]),
+            hints=hints,
+            worlds=worlds,
+        )
+
+    def verdict(self) -> Verdict:
+        for part, sizes in zip(self.parts, self.sizes, strict=True):
+            if (problem := facts.contradiction(part.spec, sizes)) is not None:
+                return Verdict(wrong=problem)
+        index = tuple(self.places[name] for name in self.dims)
+        replays = Replay(self.region), Replay(self.region, torch.float64), Replay(self.region, torch.float32)
+        eager, exact = (replay.value(self.site.root, index, 2) for replay in replays[:2])
+        programs = [
+            Program(part, Sample(places=self.places, sizes=sizes), replays[2])
+            for part, sizes in zip(self.parts, self.sizes, strict=True)
+        ]
+        ours = sum((p.out for p in programs[1:]), programs[0].out)
+        halves = (torch.float16, torch.bfloat16)
+        strict = all(nodes.dtype(n) not in halves for n in (self.site.root, *self.region.leaves))
+        if problem := self._results(eager, exact, ours, strict):
+            return Verdict(wrong=problem)
+        checked = f"values in {points.WORLDS} rows"
+        if any(part.differentiable for part in self.parts):
+            if problem := self._gradients(replays, eager, exact, programs, strict):
+                return Verdict(wrong=problem)
+            checked += " and their gradients"
+        return Verdict(checked=checked + (", key ranges of the mask" if self.parts[0].spec.mask is not None else ""))
+
+    def _results(self, eager: Tensor, exact: Tensor, ours: Tensor, strict: bool) -> str | None:
+        shape = torch.broadcast_shapes(eager.shape, ours.shape)
+        worlds = torch.arange(shape[0]).view(-1, 1).expand(shape)
+        flat = [t.expand(shape).flatten() for t in (eager, exact, ours, worlds)]
+        return difference(
+            Values(name="the result", eager=flat[0], exact=flat[1], ours=flat[2], worlds=flat[3], kinds=self.kinds,
+                   strict=strict)
+        )  # fmt: skip
+
+    def _gradients(
+        self, replays, eager: Tensor, exact: Tensor, programs: Sequence[Program], strict: bool
+    ) -> str | None:
+        generator = torch.Generator().manual_seed(3)
+        grad = torch.randn(eager.shape, generator=generator).to(eager.dtype)
+        scalars = [(t * grad.to(t.dtype)).sum() for t in (eager, exact)]
+        scalars.append(torch.stack([p.surrogate(grad.float()) for p in programs]).sum())
+        found = [_by_element(replay, scalar) for replay, scalar in zip(replays, scalars, strict=True)]
+        for leaf in {node: None for one in found for node in one}:
+            held = [one.get(leaf, _NOTHING) for one in found]
+            keys, where = torch.cat([keys for keys, _ in held]).unique(return_inverse=True)
+            sums = []
+            for (_, values), at in zip(held, where.split([len(k) for k, _ in held]), strict=True):
+                sums.append(torch.zeros(len(keys), dtype=torch.float64).index_add(0, at, values))
+            kept = self.kinds[keys // _ROW] != SPECIAL
+            problem = difference(
+                Values(name=f"the gradient of {leaf.name}", eager=sums[0][kept], exact=sums[1][kept],
+                       ours=sums[2][kept], worlds=(keys // _ROW)[kept], kinds=self.kinds, strict=strict,
+                       condition=64)
+            )  # fmt: skip
+            if problem is not None:
+                return problem
+        return None
+
+
+def _selects(spec: AttentionSpec) -> bool:
+    """Whether a score may be left out of account."""
+    return any(part.op == "where" for part in walk(spec.score))
+
+
+_NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+
+
+def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tensor]]:
+    """The gradient of a scalar per leaf, as (world and number of the element, value)."""
+    reads = [read for read in replay.reads if read.values.requires_grad]
+    if not scalar.requires_grad or not reads:
+        return {}
+    found = torch.autograd.grad(scalar, [read.values for read in reads], allow_unused=True)
+    parts: dict[Node, list[tuple[Tensor, Tensor]]] = {}
+    for read, grad in zip(reads, found, strict=True):
+        if grad is not None:
+            parts.setdefault(read.leaf, []).append((_keys(read), grad.double().flatten()))
+    return {leaf: (torch.cat([k for k, _ in own]), torch.cat([g for _, g in own])) for leaf, own in parts.items()}
+
+
+def _keys(read: Read) -> Tensor:
+    rows = torch.arange(read.numbers.shape[0]).view(-1, *[1] * (read.numbers.dim() - 1))
+    return (read.numbers + rows * _ROW).flatten()
+
+
+def _below(site: Site) -> Iterator[Node]:
+    """The product with V and what follows it, to the root."""
+    here = site.root
+    while here is not site.anchor:
+        yield here
+        here = here.all_input_nodes[0]
+    yield here

@@ -1,0 +1,52 @@
+"""What makes two sites the same to validation: the same operations on the same shapes, and the same specs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fusion.passes import marks, nodes
+from fusion.passes.find import Site
+from fusion.passes.specify import Specified
+from fusion.validation.replay import rule_of
+
+_MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_seed)
+
+
+def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> object:
+    """Equal for sites that validation cannot tell apart."""
+    operands = [operand for part in parts for operand in part.operands]
+    ends = set(operands) - site.interior()
+    numbers: dict[Node, int] = {}
+    lines: list[object] = []
+    stack = [site.root]
+    while stack:
+        here = stack.pop()
+        if here in numbers:
+            continue
+        numbers[here] = len(numbers)
+        replayed = here not in ends and here.op == "call_function"
+        if replayed and (rule_of(here) is not None or not nodes.is_tensor(here)):
+            stack.extend(here.all_input_nodes)
+    for here in numbers:
+        call = map_arg((here.args, here.kwargs), lambda n: ("node", numbers.get(n, n.name)))
+        lines.append((str(here.target) if here.op == "call_function" else here.op, str(call), _described(here, hints)))
+    specs = tuple(
+        (p.spec.to_json(), tuple(nodes.evaluate_size(n, hints) for n in p.sizes), p.differentiable) for p in parts
+    )
+    return specs, tuple(numbers.get(o, -1) for o in operands), numbers[site.anchor], site.dims, tuple(lines)
+
+
+def _described(here: Node, hints: Mapping[str, int]) -> Any:
+    held = nodes.value(here)
+    marked = tuple(bool(mark(here)) for mark in _MARKS)
+    if isinstance(held, torch.Tensor):
+        try:
+            return tuple(nodes.evaluate_size(n, hints) for n in nodes.shape(here)), held.dtype, marked
+        except (nodes.Unsupported, KeyError):
+            return str(held.shape), held.dtype, marked
+    return str(held), marked

@@ -1,0 +1,101 @@
+"""Made-up values of the tensors that an attention reads: every sampled row of the output lives in a world of its own.
+
+A tensor's element is a function of (tensor, number of the element, world), so that tensors of any size cost nothing and
+reading another element gives another value. A world draws each tensor from one *regime*: ordinary values, masks in
+which all, some or no keys live, fills of every depth, or values among which special ones are strewn.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ORDINARY, MASKED, SPECIAL = range(3)
+"""Kinds of worlds."""
+
+_CYCLE = (ORDINARY, MASKED, SPECIAL, MASKED, ORDINARY, MASKED, SPECIAL, ORDINARY)
+_TABLE = 1024
+_FILLS = (0.0, 0.0, 0.0, -math.inf, -1e4, -1e9)
+_SPECIALS = (0.0, -0.0, 1e-42, -1e-42, 1e-30, 1e-8, 0.5, -0.5, 1.0, -1.0, 30.0, -30.0, 100.0, -100.0,
+             math.inf, -math.inf, math.nan)  # fmt: skip
+_NORMAL, _WIDE, _SPRINKLED, _FINITE, _FILLED, _ZERO, _LOWEST, _INFINITE = range(8)
+_OF_BIASES = (_NORMAL, _FILLED, _ZERO, _LOWEST, _INFINITE, _FILLED, _LOWEST)
+_LIVE_SHARES = (0.5, 0.0, 1.0, 0.9, 0.0, 0.5)
+
+
+@functools.cache
+def _table(dtype: torch.dtype) -> Tensor:
+    """[regime, entry]: values that the dtype holds, in float64."""
+    generator = torch.Generator().manual_seed(20)
+    normal = torch.randn(_TABLE, generator=generator, dtype=torch.float64)
+    pick = torch.randint(len(_SPECIALS), (_TABLE,), generator=generator)
+    special = torch.tensor(_SPECIALS, dtype=torch.float64)[pick]
+    sparse = torch.rand(_TABLE, generator=generator) < 0.06
+    lowest = torch.finfo(dtype).min
+    fills = torch.tensor((*_FILLS, lowest), dtype=torch.float64)
+    filled = fills[torch.randint(len(fills), (_TABLE,), generator=generator)]
+    constants = [torch.full((_TABLE,), value, dtype=torch.float64) for value in (0.0, lowest, -math.inf)]
+    sprinkled = torch.where(sparse, special, normal)
+    finite = torch.where(sprinkled.isfinite(), sprinkled, normal).clamp(-2, 2)
+    rows = [normal, 2 * normal, sprinkled, finite, filled, *constants]
+    return torch.stack(rows).to(dtype).double()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worlds:
+    """count: how many there are, one per sampled row. longest: of the sequences, for integers that are positions.
+    finite: whether Q, K and V are, and of ordinary size. Additive masks take that for granted (kernels do not compute
+    s + -inf), and so do sums of attentions (of which each has its own product with V)."""
+
+    count: int
+    longest: int
+    finite: bool
+
+    @property
+    def kinds(self) -> Tensor:
+        """[count]: the kind of each."""
+        return torch.tensor(_CYCLE).repeat(-(-self.count // len(_CYCLE)))[: self.count]
+
+    def values(self, leaf: int, flat: Tensor, dtype: torch.dtype, factor: bool) -> Tensor:
+        """The elements `flat` ([count or 1, ...]) of tensor number `leaf`; floats in float64.
+
+        factor: whether it is a factor of a product (Q, K, V) and no bias or mask.
+        """
+        drawn = _mixed(_mixed(flat + leaf * 0x51ED270B) + self._rows(flat.dim()) * 0x2545F491) & 0x7FFFFFFF
+        if dtype is torch.bool:
+            share = self._choice(leaf, torch.tensor(_LIVE_SHARES), flat.dim())
+            return drawn < share * 0x80000000
+        if not dtype.is_floating_point:
+            return self._integers(leaf, drawn, dtype)
+        regime = self._choice(leaf, torch.tensor(_OF_BIASES), flat.dim())
+        kinds = self.kinds.view(-1, *[1] * (flat.dim() - 1))
+        usual = self._choice(leaf, torch.tensor((_NORMAL, _NORMAL, _WIDE)), flat.dim())
+        regime = torch.where((kinds == MASKED) & (not factor), regime, usual)
+        regime = torch.where(kinds == SPECIAL, _FINITE if factor and self.finite else _SPRINKLED, regime)
+        return _table(dtype)[regime, drawn % _TABLE]
+
+    def _integers(self, leaf: int, drawn: Tensor, dtype: torch.dtype) -> Tensor:
+        """Positions, or a few numbers that often agree; every value of narrow dtypes."""
+        info = torch.iinfo(dtype)
+        limit = min(self.longest, info.max)
+        widths = (3, limit, limit, 2) if info.bits > 16 else (3, limit, info.max, info.max)
+        return (drawn % self._choice(leaf, torch.tensor(widths), drawn.dim())).to(dtype)
+
+    def _rows(self, rank: int) -> Tensor:
+        return torch.arange(self.count).view(-1, *[1] * (rank - 1))
+
+    def _choice(self, leaf: int, options: Tensor, rank: int) -> Tensor:
+        """Which option holds for a tensor in each world."""
+        drawn = _mixed(torch.arange(self.count) * 0x9E3779B1 + leaf * 0x85EBCA6B) & 0x7FFFFFFF
+        return options[drawn % len(options)].view(-1, *[1] * (rank - 1))
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """A hash of integers."""
+    number = number * -0x61C8864680B583EB
+    number = (number ^ (number >> 29)) * -0x40A7B892E31B1A47
+    return number ^ (number >> 32)

@@ -1,0 +1,48 @@
+"""Validation catches faults of the compiler, and nothing else: each fault put in, and each program without it."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import fusion
+from fusion.validation import sites
+from tests.fusion.validation import faults
+
+CASES = faults.FOUND | faults.INJECTED
+
+
+def _compiled(program, further, trained):
+    """The reports' sites of one call."""
+    heads = 2 if program.__name__.startswith("grouped") else 4
+    with fusion.collect_reports() as reports, torch.set_grad_enabled(trained):
+        options = {"inner": "eager", "emitter": "reference", "verify": True}
+        torch.compile(program, backend="fusion", options=options)(*faults.inputs(trained, heads), *further)
+    return [site for report in reports for site in report.sites]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch):
+    monkeypatch.setattr(sites, "_verdicts", {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_caught(monkeypatch, caplog, name):
+    program, further, trained, put_in = CASES[name]
+    put_in(monkeypatch)
+    before = counters["fusion"]["invalid"]
+    (site,) = _compiled(program, further, trained)
+    assert not site.fused
+    assert "a defect of fusion" in site.reason
+    assert counters["fusion"]["invalid"] == before + 1
+    assert [record.levelname for record in caplog.records if record.name == "fusion.backend"] == ["ERROR"]
+
+
+PROGRAMS = {(program, trained): further for program, further, trained, _ in faults.INJECTED.values()}
+
+
+@pytest.mark.parametrize(("program", "trained"), PROGRAMS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_without_a_fault_the_program_is_fused(program, trained):
+    (site,) = _compiled(program, PROGRAMS[program, trained], trained)
+    assert site.reason is None
+    (verdict,) = sites._verdicts.values()
+    assert verdict.skipped is None and verdict.wrong is None
