@@ -16,7 +16,7 @@ Besides the operations of `fusion.ir.ops` such expressions contain, until `fusio
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -364,7 +364,16 @@ class PullBack:
         after = [at(integers.add(self.keys, offset + column)) for column in range(count - offset)]
         return (at(integers.add(J, offset)), *before, *after)
 
-    def _reduction(self, name: str, here: Node, index: Index) -> Expr | None:
+    def _norm(self, here: Node, index: Index) -> Expr | None:
+        """The norm of order 1: a sum of magnitudes."""
+        args = arguments(here)
+        if args["ord"] != 1 or args.get("dtype") is not None:
+            return None
+        return self._reduction("sum", here, index, lambda column: apply("abs", column))
+
+    def _reduction(
+        self, name: str, here: Node, index: Index, of_each: Callable[[Expr], Expr] = lambda column: column
+    ) -> Expr | None:
         """A sum, maximum or logsumexp over one dimension, taken to be over the keys (else nothing will match it)."""
         args = arguments(here)
         origin, dims = args["self"], args.get("dim")
@@ -381,7 +390,7 @@ class PullBack:
         for offset in sorted({0, int(further.attr)}):  # type: ignore[arg-type]
             columns = self._columns(origin, inner, dim, shape(origin)[dim], offset)
             if columns is not None and any(_depends_on_product(c) for c in columns[:1]):
-                return node("reduce", columns, Kind.FLOAT, name)
+                return node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
         return None
 
     def _too_heavy(self, result: Expr) -> bool:
@@ -404,7 +413,7 @@ class PullBack:
 _METHODS = {
     aten.to: "_cast", aten._to_copy: "_cast", aten.type_as: "_cast",
     aten.dropout: "_dropout", aten.native_dropout: "_native_dropout", aten.feature_dropout: "_dropout",
-    None: "_item",
+    aten.linalg_vector_norm: "_norm", None: "_item",
 }  # fmt: skip
 
 

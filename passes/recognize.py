@@ -144,8 +144,8 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
         return _selected_exponent(condition, *(apply("exp", arm) for arm in arms)) or (value.args[0], ZERO)
     if value.op == "exp":
         exponent = value.args[0]
-        if exponent.op == "fsub" and _free_of_keys(exponent.args[1]):
-            return exponent.args[0], exponent.args[1]
+        if (shifted := _shifted(exponent)) is not None:
+            return shifted
         for x, added in (exponent.args, exponent.args[::-1]) if exponent.op == "fadd" else ():
             if _has(added, "reduce") and _free_of_keys(added):
                 return x, apply("neg", added)
@@ -162,6 +162,27 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
     else:
         return None
     return _selected_exponent(condition, then, otherwise)
+
+
+def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
+    """(x, r) with exponent = x - r, or c * x - c * r of c * (x - r), as exp2 has it; None where nothing is subtracted.
+
+    A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is.
+    """
+    if exponent.op == "fsub" and _free_of_keys(exponent.args[1]):
+        return exponent.args[0], exponent.args[1]
+    if exponent.op != "fmul":
+        return None
+    inner, factor = sorted(exponent.args, key=lambda arg: arg.is_const)
+    if not factor.is_const or not 0 < factor.value < math.inf or (found := _shifted(inner)) is None:
+        return None
+    x, shift = found
+    if factor.value > 1 and may_be_lowest(x):
+        return None
+    if shift.op == "reduce" and shift.attr == "max":  # rounding is monotone: the largest stays the largest
+        columns = tuple(apply("fmul", column, factor) for column in shift.args)
+        return apply("fmul", x, factor), node("reduce", columns, Kind.FLOAT, "max")
+    return apply("fmul", x, factor), apply("fmul", shift, factor)
 
 
 def _selected_exponent(condition: Expr, then: Expr, otherwise: Expr) -> tuple[Expr, Expr | None] | None:

@@ -323,6 +323,7 @@ _INTEGER: dict[str, Callable[..., Expr]] = {
     "mod": integers.mod,
 }
 _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
+    "abs": lambda x: x if x.op == "exp" else None,
     "where": _where,
     "iwhere": _where,
     "and": _and,

@@ -97,6 +97,22 @@ def softmax_by_log_softmax(q, k, v):
     return F.log_softmax(q @ k.mT, -1).exp() @ v
 
 
+def powers_of_two(q, k, v):
+    s = q @ k.mT * math.log2(math.e)
+    e = torch.exp2(s - s.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def powers_of_two_in_natural_units(q, k, v):
+    s = (q @ k.mT).masked_fill(~_causal(q.shape[2], k.shape[2]), -math.inf)
+    e = torch.exp2((s - s.amax(-1, keepdim=True)) * math.log2(math.e))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def normalised_by_a_norm(q, k, v):
+    return F.normalize((q @ k.mT * 0.2).exp(), p=1, dim=-1) @ v
+
+
 def divided_after_the_product(q, k, v):
     s = q @ k.mT
     e = torch.exp(s - s.amax(-1, keepdim=True))
