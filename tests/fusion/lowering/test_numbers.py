@@ -1,0 +1,62 @@
+"""Bounds on integers, and over what the gradient of a load is summed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, I, J, Kind, const, coord, load, size
+from fusion.ir.ops import apply, evaluate
+from fusion.lowering.gradients import Axes, summed_over, wanted_loads
+from fusion.lowering.numbers import SIZE_LIMIT, magnitude
+
+HEAD = coord("b1")
+DISTANCE = integers.sub(I, J)
+BOUNDED = {
+    "difference": DISTANCE,
+    "product": integers.mul(I, 3),
+    "distance": apply("imin", apply("iabs", DISTANCE), const(7)),
+    "chunk": integers.floordiv(I, 16),
+    "every third": integers.mod(integers.add(I, J), 3),
+    "bucket": apply("iwhere", apply("ilt", I, J), integers.add(DISTANCE, 8), DISTANCE),
+    "flag": apply("bool_to_int", apply("ilt", I, J)),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_magnitudes_are_bounds_at_the_largest_coordinates(name: str) -> None:
+    bound, largest = magnitude(BOUNDED[name]), SIZE_LIMIT - 1
+    assert math.isfinite(bound)
+    for i in (0, 1, 17, largest):
+        for j in (0, 5, largest):
+            value = evaluate(BOUNDED[name], {I: torch.tensor(i), J: torch.tensor(j)}.__getitem__)
+            assert abs(int(value)) <= bound, (i, j)
+
+
+def test_nothing_is_known_of_what_is_read() -> None:
+    assert magnitude(load(3, (I,), Kind.INT)) == math.inf
+    assert magnitude(size("N")) == SIZE_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("index", "axes"),
+    [
+        ((HEAD,), Axes.BOTH),
+        ((HEAD, I), Axes.KEYS),
+        ((J,), Axes.QUERIES),
+        ((HEAD, I, J), Axes.NEITHER),
+        ((BOUNDED["distance"],), Axes.NEITHER),
+    ],
+)
+def test_gradients_are_summed_over_the_axes_that_a_load_is_free_of(index: tuple[Expr, ...], axes: Axes) -> None:
+    assert summed_over(load(3, index, Kind.FLOAT)) is axes
+
+
+def test_integers_and_operands_that_need_none_have_no_gradient() -> None:
+    bias, document = load(3, (I, J), Kind.FLOAT), load(4, (J,), Kind.INT)
+    program = apply("fadd", bias, apply("to_float", document))
+    assert wanted_loads((True,) * 5, program) == [bias]
+    assert wanted_loads((True, True, True, False, True), program) == []
