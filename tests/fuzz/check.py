@@ -131,22 +131,22 @@ def check(program: Program, seed: int = 0) -> Result:
 
 
 def _compared(program: Program, sample: Sample, outcome: Outcome, seed: int) -> Result:
-    first = verdict([sample], [sample.run(outcome.call, sample.given)], program.dtype)
+    first = verdict([sample.run(outcome.call, sample.given)], [sample.eager], [sample.exact], program.dtype)
     if first.verdict is not Verdict.OVER:
         return first
     samples = [Sample(program, seed + 1 + n, sample.function) for n in range(DRAWS - 1)]
     together = [sample, *samples]
-    second = verdict(together, [one.run(outcome.call, one.given) for one in together], program.dtype)
+    actual = [one.run(outcome.call, one.given) for one in together]
+    second = verdict(actual, [one.eager for one in together], [one.exact for one in together], program.dtype)
     if second.verdict is Verdict.RIGHT:
         return Result(Verdict.LUCK, first.message, first.share)
     return second
 
 
-def verdict(samples: list[Sample], actual: list[Tensors], dtype: torch.dtype) -> Result:
-    """The rule on all samples together, and again on the elements where eager itself is near float64."""
+def verdict(actual: list[Tensors], expected: list[Tensors], wide: list[Tensors], dtype: torch.dtype) -> Result:
+    """The rule on all draws together, and again on the elements where eager itself is near float64."""
     ours, eager, exact = (
-        {name: torch.stack([one[name] for one in way]) for name in way[0]}
-        for way in (actual, [s.eager for s in samples], [s.exact for s in samples])
+        {name: torch.stack([one[name] for one in way]) for name in way[0]} for way in (actual, expected, wide)
     )
     if dtype is torch.float64:  # nothing here is more exact than that; a wrong formula shows all the same
         dtype = torch.float32

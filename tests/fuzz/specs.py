@@ -1,0 +1,160 @@
+"""Random attention specs: score programs from the primitives, masks, weights, sinks, index maps and dtypes.
+
+`drawn(seed)` gives a spec; `tensors(drawn, rng)` the operands and sizes of one call of it, of any lengths, so that one
+compiled kernel serves many calls.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fusion.ir import AttentionSpec, Expr, Normalizer, Operand, Output, integers
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, const, coord, load, size
+from fusion.ir.ops import apply, where
+from fusion.passes.masks import understand
+
+SIZES = ("B", "H", "Nq", "Nk")
+B, H, NQ, NK = map(size, SIZES)
+B0, B1 = coord("b0"), coord("b1")
+EXTENT = {B0: "B", B1: "H", I: "Nq", J: "Nk"}
+FILLS = (-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4)
+Shape = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A spec, the heads that share a key head, and how to draw the operands after V."""
+
+    spec: AttentionSpec
+    group: int
+    extras: tuple[Callable[[Shape], torch.Tensor], ...]
+
+
+class Draw:
+    """A spec that is being drawn."""
+
+    def __init__(self, seed: int | str):
+        self.rng = random.Random(f"spec {seed}")
+        self.dtype = self.rng.choices(["float32", "bfloat16", "float16"], [6, 2, 1])[0]
+        self.operands = [Operand(dtype=self.dtype, rank=4, name=name) for name in "qkv"]
+        self.extras: list[Callable[[Shape], torch.Tensor]] = []
+
+    def read(self, index: tuple[Expr, ...], dtype: str, make: Callable[[Shape], torch.Tensor]) -> Expr:
+        """An element of a new operand."""
+        self.operands.append(Operand(dtype=dtype, rank=len(index), name=f"extra{len(self.extras)}"))
+        self.extras.append(make)
+        return load(len(self.operands) - 1, index, self.operands[-1].kind)
+
+    def captured(self) -> Expr:
+        """A number that is read, over some of the coordinates."""
+        index = tuple(c for c in (B0, B1, I, J) if self.rng.random() < 0.5)
+        dtype = self.rng.choice(["float32", "float32", self.dtype])
+        return self.read(index, dtype, lambda n: torch.randn([n[EXTENT[c]] for c in index]).to(getattr(torch, dtype)))
+
+    def keep(self) -> Expr:
+        """A predicate over positions or over what is read."""
+        distance = integers.sub(I, J)
+        width = const(self.rng.choice([1, 3, 9, 17]))
+        kinds: list[Callable[[], Expr]] = [
+            lambda: apply("ile", J, I),
+            lambda: apply("ile", J, integers.add(I, integers.sub(NK, NQ))),
+            lambda: apply("and", apply("ile", J, I), apply("ilt", distance, width)),
+            lambda: apply("ilt", apply("iabs", distance), width),
+            lambda: apply("or", apply("ile", J, I), apply("ilt", J, width)),
+            lambda: apply("ieq", integers.floordiv(I, 8), integers.floordiv(J, 8)),
+            lambda: apply("ieq", integers.mod(integers.add(I, J), 3), const(0)),
+            lambda: self.read((B0, J), "bool", lambda n: torch.rand(n["B"], n["Nk"]) < 0.6),
+            lambda: self.read((I, J), "bool", lambda n: torch.rand(n["Nq"], n["Nk"]) < 0.5),
+            lambda: apply("ilt", J, self.read((B0,), "int64", lambda n: torch.randint(0, n["Nk"] + 1, (n["B"],)))),
+        ]
+        found = self.rng.choice(kinds)()
+        if self.rng.random() < 0.25:
+            found = apply(self.rng.choice(["and", "or"]), found, self.rng.choice(kinds)())
+        return apply("not", found) if self.rng.random() < 0.1 else found
+
+    def step(self, x: Expr) -> Expr:
+        """One more operation on a score."""
+        distance = apply("to_float", integers.sub(J, I))
+        half = self.dtype == "float16"
+        kinds: list[Callable[[], Expr]] = [
+            lambda: apply("fadd", x, self.captured()),
+            lambda: apply("fmul", x, self.captured()),
+            lambda: apply("fadd", x, apply("fmul", const(0.05), distance)),
+            lambda: apply("fmul", apply("tanh", apply("div", x, const(5.0))), const(5.0)),
+            lambda: apply(self.rng.choice(["sin", "cos", "sigmoid", "erf", "atan", "abs", "neg", "tanh"]), x),
+            lambda: apply("fmul", x, apply("sigmoid", x)),
+            lambda: apply("maximum", apply("minimum", x, const(1.5)), const(-2.0)),
+            lambda: apply("log1p", apply("abs", x)),
+            lambda: apply("sqrt", apply("fadd", apply("fmul", x, x), const(0.5))),
+            lambda: apply("exp", apply("minimum", x, const(1.0))),
+            lambda: where(apply("flt", const(0.0), x), x, apply("fmul", x, const(0.2))),
+            lambda: where(self.keep(), x, apply("fadd", x, const(-1.0))),
+            lambda: apply("fadd", x, self.read((integers.mod(integers.add(I, J), 5),), "float32", _five)),
+        ]
+        masks = [lambda: where(self.keep(), x, const(self.rng.choice(FILLS[3:] if half else FILLS)))] * 6
+        return self.rng.choice([*kinds, *masks])()
+
+
+def _five(n: Shape) -> torch.Tensor:
+    return torch.randn(5)
+
+
+def drawn(seed: int | str) -> Drawn:
+    """The spec of a seed."""
+    draw = Draw(seed)
+    rng = draw.rng
+    d, d_v = rng.choice([4, 5, 8, 16, 17, 24, 40, 64]), rng.choice([4, 6, 16, 19, 33, 64])
+    score = apply("fmul", SCORE, const(rng.choice([d**-0.5, 0.3, 1.0, -0.2])))
+    for _ in range(rng.randint(0, 4)):
+        score = draw.step(score)
+    normalizer = rng.choices([Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX, Normalizer.NONE], [7, 2, 1])[0]
+    fields: dict = {}
+    if normalizer is Normalizer.NONE:
+        score = apply("sigmoid", score)
+    elif rng.random() < 0.15:
+        fields["sinks"] = (draw.read((B1,), "float32", lambda n: torch.randn(n["H"])),)
+    elif rng.random() < 0.1 and normalizer is Normalizer.SOFTMAX:
+        one = apply("fadd", ROW_SUM, apply("exp", apply("neg", ROW_MAX)))
+        fields["row_scale"] = apply("div", const(1.0), one)
+    if rng.random() < 0.15:
+        fields["weight"] = draw.captured()
+    group = rng.choice([1, 1, 1, 2, 3])
+    heads = B1 if group == 1 else integers.floordiv(B1, group)
+    order = ("b0", "b1", "i", "e") if rng.random() < 0.5 else ("b0", "i", "b1", "e")
+    spec = AttentionSpec(
+        sizes=SIZES, batch=(B, H), n_q=NQ, n_k=NK, d=const(d), d_v=const(d_v), operands=tuple(draw.operands),
+        q=(B0, B1, I, C), k=(B0, heads, J, C), v=(B0, heads, J, E), score=score, normalizer=normalizer,
+        mask=understand(score, normalizer), dtype=draw.dtype, out_dtype=draw.dtype,
+        output=Output(dims=("b0", "b1", "i", "e"), order=order), **fields,
+    )  # fmt: skip
+    return Drawn(spec=spec, group=group, extras=tuple(draw.extras))
+
+
+def tensors(found: Drawn, rng: random.Random) -> tuple[list[torch.Tensor], list[int]]:
+    """Operands and sizes of a call: lengths, memory layouts and sizes of values at random."""
+    spec, dtype = found.spec, getattr(torch, found.spec.dtype)
+    kv = rng.randint(1, 2)
+    n = {"B": rng.randint(1, 2), "H": kv * found.group, "Nq": rng.choice(LENGTHS), "Nk": rng.choice(LENGTHS)}
+    d, d_v = spec.d.integer, spec.d_v.integer
+    shapes = ((n["H"], n["Nq"], d), (kv, n["Nk"], d), (kv, n["Nk"], d_v))
+    factor = rng.choice([1.0, 1.0, 0.1, 2.0])
+    qkv = [_laid_out(rng, (n["B"], *shape)).mul(factor).to(dtype) for shape in shapes]
+    return [*qkv, *(make(n) for make in found.extras)], [n[name] for name in SIZES]
+
+
+LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 40, 63, 70, 100, 131)
+
+
+def _laid_out(rng: random.Random, shape: tuple[int, ...]) -> torch.Tensor:
+    b, h, n, d = shape
+    kind = rng.randint(0, 3)
+    if kind == 1:
+        return torch.randn(b, n, h, d).transpose(1, 2)
+    if kind == 2:
+        return torch.randn(b, h, d, n).mT
+    return torch.randn(b, h, 2 * n, d + 3)[:, :, ::2, 1 : d + 1] if kind == 3 else torch.randn(shape)
