@@ -65,8 +65,8 @@ def _without_statements(tree: ast.Module) -> Iterator[ast.Module]:
             candidate = copy.deepcopy(tree)
             body = _functions(candidate)[number].body
             removed = body.pop(place)
-            if number == 0 and isinstance(removed, ast.Assign):
-                _drop_input(candidate, removed.targets[0].id)  # type: ignore[attr-defined]
+            if number == 0 and isinstance(removed, ast.Assign) and isinstance(removed.targets[0], ast.Name):
+                _drop_input(candidate, removed.targets[0].id)
             yield candidate
 
 

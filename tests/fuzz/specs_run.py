@@ -28,17 +28,17 @@ def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
         results = check(found, emitter, trained, rng, seed)
         worst = max(results, key=lambda result: SEVERITY.index(result.verdict))
         calls = sum(result.verdict is not Verdict.INVALID for result in results)
-        record.count(
-            seed, worst.verdict, calls=calls, **{f"calls of {emitter}": calls, "calls trained": calls * trained}
-        )
+        record.count(seed, worst.verdict, calls=calls)
+        record.counts.update({f"calls of {emitter}": calls, "calls trained": calls * trained})
         if worst.verdict in NOTED:
-            record.write({"seed": seed, "emitter": emitter, "trained": trained, "verdict": worst.verdict.value,
-                          "share": min(worst.share, 1e300), "message": worst.message, "spec": str(found.spec)})  # fmt: skip
+            about = {"emitter": emitter, "trained": trained, "spec": str(found.spec)}
+            told = {"verdict": worst.verdict.value, "share": min(worst.share, 1e300), "message": worst.message}
+            record.write({"seed": seed, **told, **about})
         if worst.verdict in BAD:
             print(f"\nspec {seed} ({emitter}, trained: {trained}): {worst.message}\n{found.spec}", flush=True)
 
 
-SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVER, Verdict.WRONG, Verdict.FAILED]
+SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVERFLOW, Verdict.OVER, Verdict.WRONG, Verdict.FAILED]
 
 
 def kernels(found: Drawn, emitter: str, trained: bool) -> Any:

@@ -1,10 +1,16 @@
 """Fuzzing in small: some seeds through the whole of it, and a failure made short."""
 
+import random
 from dataclasses import replace
 
+import pytest
+
 from tests.fuzz.check import Verdict, check
+from tests.fuzz.faults import FAULTS, found_by
 from tests.fuzz.functions import program
 from tests.fuzz.reduce import reduced
+from tests.fuzz.specs import drawn
+from tests.fuzz.specs_run import check as check_spec
 
 WRONG = """B, H, N, M, D, E = 1, 2, 6, 6, 4, 4
 dtype = torch.float32
@@ -36,6 +42,21 @@ def test_random_functions_are_as_exact_as_eager():
 def test_a_program_is_the_same_wherever_it_is_drawn():
     assert [program(seed).text for seed in range(20)] == [program(seed).text for seed in range(20)]
     assert len({program(seed).text for seed in range(20)}) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds"), [("mask off by one", 8), ("scale twice", 12), ("changes in place not seen", 60)]
+)
+def test_faults_are_found_soon(name, seeds):
+    seed, _ = found_by(FAULTS[name], range(seeds))
+    assert seed is not None, f"{name}: right by {seeds} functions"
+
+
+def test_random_specs_run_on_cpu_kernels():
+    pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+    for seed in range(4):
+        results = check_spec(drawn(seed), "mlir", False, random.Random(seed), seed)
+        assert {result.verdict for result in results} <= {Verdict.RIGHT, Verdict.LUCK, Verdict.INVALID}
 
 
 def test_a_failure_is_made_short():

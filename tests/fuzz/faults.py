@@ -1,0 +1,253 @@
+"""Faults put into the compiler on purpose, and how many random functions it takes until each is found.
+
+A fault is a context manager that patches one function of a pass, or one field of every spec that passes make. `measure`
+writes the first seed that finds each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fusion.ir import AttentionSpec, Expr, Normalizer, integers
+from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, walk
+from fusion.ir.ops import apply
+from fusion.passes import assembling, inplace, marks, pointwise, pullback, recognize, rewrite, views
+from tests.fuzz.campaign import BAD, Record
+from tests.fuzz.check import check
+from tests.fuzz.functions import program
+
+aten = torch.ops.aten
+Change = Callable[[AttentionSpec], AttentionSpec]
+Fault = Callable[[], Any]
+FAULTS: dict[str, Fault] = {}
+
+
+def _in_specs(name: str) -> Callable[[Change], Change]:
+    """A fault that is a change of specs."""
+
+    def register(change: Change) -> Change:
+        made = rewrite.specify
+
+        def specify(*arguments: Any) -> Any:
+            found = made(*arguments)
+            return replace(found, spec=change(found.spec))
+
+        FAULTS[name] = lambda: mock.patch.object(rewrite, "specify", specify)
+        return change
+
+    return register
+
+
+def _score(change: Callable[[Expr], Expr]) -> Change:
+    return lambda spec: replace(spec, score=change(spec.score), mask=None)
+
+
+def _constants(change: Callable[[float], float]) -> Callable[[Expr], Expr]:
+    def leaf(part: Expr) -> Expr | None:
+        return const(change(part.value)) if part.op == "const" and isinstance(part.attr, float) else None
+
+    return lambda expr: rebuild(expr, leaf)
+
+
+def _shifted_keys(expr: Expr) -> Expr:
+    """Predicates of positions are those of the next key."""
+    return rebuild(expr, lambda part: _shifted(part) if part.op in ("ile", "ilt", "ieq") else None)
+
+
+def _shifted(part: Expr) -> Expr:
+    return node(part.op, tuple(substitute(a, {J: integers.add(J, 1)}) for a in part.args), part.kind)
+
+
+_in_specs("mask off by one")(_score(_shifted_keys))
+_in_specs("fill of -inf becomes finite")(_score(_constants(lambda x: -3.0e38 if x == -math.inf else x)))
+_in_specs("fill of finfo.min becomes -inf")(_score(_constants(lambda x: -math.inf if x < -1e30 else x)))
+_in_specs("weights after the softmax dropped")(lambda spec: replace(spec, weight=ONE))
+_in_specs("sinks dropped")(lambda spec: replace(spec, sinks=()))
+_in_specs("sum of rows without what is added to it")(lambda spec: replace(spec, row_scale=None))
+_in_specs("dead rows give zero")(
+    lambda spec: replace(spec, normalizer=Normalizer.SAFE_SOFTMAX if spec.row_scale is None and not spec.sinks
+                         and spec.normalizer is Normalizer.SOFTMAX else spec.normalizer)
+)  # fmt: skip
+
+
+@_in_specs("first dimension of V's index ignored")
+def _one_batch_of_values(spec: AttentionSpec) -> AttentionSpec:
+    return replace(spec, v=tuple(substitute(e, {coord("b0"): const(0)}) for e in spec.v))
+
+
+@_in_specs("heads that share keys, the wrong ones")
+def _heads(spec: AttentionSpec) -> AttentionSpec:
+    def other(part: Expr) -> Expr | None:
+        return integers.mod(*part.args) if part.op == "floordiv" and part.args[0].op == "coord" else None
+
+    return replace(spec, k=tuple(rebuild(e, other) for e in spec.k))
+
+
+@_in_specs("a loaded bias is read at the wrong row")
+def _rows_of_bias(spec: AttentionSpec) -> AttentionSpec:
+    def other(part: Expr) -> Expr | None:
+        if part.op != "load" or I not in part.args:
+            return None
+        return node("load", tuple(const(0) if a is I else a for a in part.args), part.kind, part.attr)
+
+    return replace(spec, score=rebuild(spec.score, other))
+
+
+@contextmanager
+def _scales(change: Callable[[Expr], Expr]) -> Iterator[None]:
+    product = pullback.PullBack.product
+
+    def changed(self: Any, found: Any) -> Expr:
+        return product(self, replace(found, scale=change(found.scale)))
+
+    with mock.patch.object(pullback.PullBack, "product", changed):
+        yield
+
+
+FAULTS["scale twice"] = lambda: _scales(lambda scale: apply("fmul", scale, scale))
+FAULTS["scale of operands dropped"] = lambda: _scales(lambda scale: ONE)
+
+
+def _builder(packet: Any, change: Callable[[pointwise.Call], Expr | None]) -> Fault:
+    return lambda: mock.patch.dict(pointwise.BUILDERS, {packet: change})
+
+
+def _without_loads(call: pointwise.Call) -> Expr | None:
+    """The sum without a bias that is read."""
+    left, right = call.args[:2]
+    read = isinstance(right, Expr) and any(part.op == "load" for part in walk(right))
+    return left if read and isinstance(left, Expr) else _ADD(call)
+
+
+_ADD = pointwise.BUILDERS[aten.add]
+FAULTS["bias dropped"] = _builder(aten.add, _without_loads)
+FAULTS["alpha of an addition ignored"] = _builder(
+    aten.add, lambda call: _ADD(replace(call, kwargs={k: v for k, v in call.kwargs.items() if k != "alpha"}))
+)
+FAULTS["comparison without equality"] = _builder(aten.le, pointwise.BUILDERS[aten.lt])
+FAULTS["operands of a difference swapped"] = _builder(
+    aten.rsub, lambda call: pointwise.BUILDERS[aten.sub](call)
+)  # fmt: skip
+FAULTS["tanh for sigmoid"] = _builder(aten.sigmoid, pointwise.BUILDERS[aten.tanh])
+FAULTS["constants are not rounded by casts"] = lambda: mock.patch.object(
+    pointwise, "_round_constants", lambda value, dtype: value
+)
+FAULTS["every negative constant swallows scores"] = lambda: mock.patch.object(
+    pointwise, "swallows", lambda fill, dtype: fill < -10
+)
+
+
+def _rule(packet: Any, change: Callable[..., Any]) -> Fault:
+    return lambda: mock.patch.dict(views._RULES, {packet: change})
+
+
+def _late_slice(node: Any, args: dict[str, Any], index: Any, bounds: Any) -> Any:
+    origin, found = _SLICE(node, args, index, bounds)
+    dim = args["dim"] % len(found)
+    if found[dim] is index[dim]:
+        return origin, found
+    return origin, (*found[:dim], integers.sub(found[dim], 1), *found[dim + 1 :])
+
+
+_SLICE = views._RULES[aten.slice]
+FAULTS["slices begin one early"] = _rule(aten.slice, _late_slice)
+FAULTS["transposition of equal sizes ignored"] = _rule(
+    aten.mT,
+    lambda node, args, index, bounds: (args["self"], index) if _square(node) else _MT(node, args, index, bounds),
+)
+_MT = views._RULES[aten.mT]
+FAULTS["repeat for repeat_interleave"] = _rule(
+    aten.repeat_interleave,
+    lambda node, args, index, bounds: (args["self"], _wrapped(node, args, index)),
+)
+
+
+def _square(node: Any) -> bool:
+    shape = node.meta["val"].shape
+    return shape[-1] == shape[-2]
+
+
+def _swapped(index: Any) -> Any:
+    return (*index[:-2], index[-1], index[-2])
+
+
+def _wrapped(node: Any, args: dict[str, Any], index: Any) -> Any:
+    dim = args["dim"] % len(index)
+    own = args["self"].meta["val"].shape[dim]
+    return (*index[:dim], integers.mod(index[dim], own), *index[dim + 1 :])
+
+
+def _next_column(packet: Any) -> Fault:
+    made = assembling.OPERATIONS[packet]
+
+    def shifted(pull: Any, here: Any, index: Any) -> Expr | None:
+        return made(pull, here, (*index[:-1], integers.add(index[-1], 1)))
+
+    return lambda: mock.patch.dict(assembling.OPERATIONS, {packet: shifted})
+
+
+FAULTS["tril off by one"], FAULTS["triu off by one"] = map(_next_column, (aten.tril, aten.triu))
+FAULTS["changes in place not seen"] = lambda: mock.patch.object(
+    marks.Mark, "__call__", lambda self, node: () if self is marks.mutations else node.meta.get(self.key, self.default)
+)
+FAULTS["writes seen through aliases taken for private"] = lambda: mock.patch.object(
+    inplace, "_only_through", lambda *about: True
+)
+FAULTS["gradients flow through detach"] = lambda: mock.patch.object(
+    marks.Mark, "__call__",
+    lambda self, node: False if self is marks.stop_gradient else node.meta.get(self.key, self.default),
+)  # fmt: skip
+FAULTS["any shift is ignored by the softmax"] = lambda: mock.patch.object(
+    recognize, "_is_ignored", lambda shift, columns: True
+)
+FAULTS["softmax over any dimension"] = lambda: mock.patch.object(
+    pullback.nodes, "normalize_dim", lambda dim, rank: rank - 1
+)
+FAULTS["beta of baddbmm ignored"] = lambda: mock.patch.object(
+    pullback.PullBack, "_with_added", lambda self, here, index, product: product
+)
+
+
+def _first_element(new: Any, old: Any, index: Any) -> Any:
+    found = views.broadcast_index(new, old, index)
+    return (integers.integer(0), *found[1:]) if len(old) > 3 else found
+
+
+FAULTS["four-dimensional arguments are read at their first element"] = lambda: mock.patch.object(
+    pullback, "broadcast_index", _first_element
+)
+
+
+def found_by(fault: Fault, seeds: Iterable[int], emitter: str | None = "reference") -> tuple[int | None, int]:
+    """(the first seed whose function comes out wrong with the fault and right without it, functions run)."""
+    ran = 0
+    for seed in seeds:
+        drawn = program(seed)
+        if emitter is not None and (drawn.emitter != emitter or drawn.route != "trace"):
+            continue
+        ran += 1
+        with fault():
+            bad = check(drawn).verdict in BAD
+        if bad and check(drawn).verdict not in BAD:
+            return seed, ran
+    return None, ran
+
+
+def measure(record: Record, seeds: Iterable[int], minutes: float | None) -> int:
+    """Looks for every fault; exits with 1 where one is not found."""
+    wanted, missed = list(seeds), 0
+    for name, fault in FAULTS.items():
+        seed, ran = found_by(fault, wanted)
+        missed += seed is None
+        line = {"fault": name, "seed": seed, "functions": ran}
+        record.write(line)
+        print(json.dumps(line), flush=True)
+    return 1 if missed else 0
