@@ -55,9 +55,13 @@ class MagnitudeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedScores:
-    """When the scores of a spec are near `centre` (in units of the programs' scale): for raw scores of magnitude
-    `bound` at most. exponents: what the programs become there, as exponents of 2 relative to the centre. finite: see
-    `MagnitudeBound`."""
+    """When the scores of a spec are near a centre, and what its programs are there.
+
+    centre: in units of the programs' scale
+    bound: largest magnitude of a raw score for which they are
+    exponents: what each program becomes, as an exponent of 2 relative to the centre
+    finite: see `MagnitudeBound`
+    """
 
     centre: float
     bound: float

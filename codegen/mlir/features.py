@@ -45,9 +45,13 @@ CHUNKS_TOGETHER = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureShape:
-    """What a pair of kernels is made for. d: coordinates; d_v: columns of V; e: the same with the column of ones, up to
-    a multiple of 16; low: features below the top degree; low_padded: the same, up to a whole chunk; planes: of the top
-    degree."""
+    """The sizes that a pair of kernels is made for.
+
+    d: coordinates
+    d_v: columns of V
+    low: features below the top degree
+    planes: of the top degree
+    """
 
     d: int
     d_v: int

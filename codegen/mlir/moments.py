@@ -255,8 +255,12 @@ class LargestCall(RowStatisticsCall):
 
 
 class MomentsCall(RowStatisticsCall):
-    """All rows, and what `whole` returns. segment: keys that become visible together, a multiple of BLOCK, where
-    attention is causal; else 0. second: whether squares and slants are asked for (zeros otherwise). limit: as above."""
+    """A call that looks at all rows; see `whole` for what it returns.
+
+    segment: keys that become visible together, a multiple of BLOCK, where attention is causal; else 0
+    second: whether squares and slants are asked for (zeros otherwise)
+    limit: as above
+    """
 
     def __init__(
         self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, second: bool, limit: float

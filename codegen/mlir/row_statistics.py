@@ -115,8 +115,12 @@ class RowStatisticsKernel(ThreadFunction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of heads in memory. offsets: int64 [heads], elements from the operand's address to the first row of each
-    head; stride: elements from one row to the next (those of a row lie side by side); count: rows of a head."""
+    """Rows of heads in memory; the elements of a row lie side by side.
+
+    offsets: int64 [heads], elements from the operand's address to the first row of each head
+    stride: elements from one row to the next
+    count: rows of a head
+    """
 
     offsets: torch.Tensor
     stride: int
@@ -142,8 +146,11 @@ _output = _Output()
 
 
 class RowStatisticsCall:
-    """A compiled kernel for rows of one kind, bound to where they lie. figures: floats that it writes for a head;
-    values: the parameters that are not in FIRST."""
+    """A compiled kernel, bound to where rows of one kind lie.
+
+    figures: floats that it writes for a head
+    values: the parameters that are not in FIRST
+    """
 
     def __init__(self, code: RowStatisticsCode, q: Rows, k: Rows, figures: int, **values: int):
         self.code, self.figures, self.places, self.heads = code, figures, (q, k), len(q.offsets)

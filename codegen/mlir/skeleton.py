@@ -30,9 +30,16 @@ llvm.func @omp_get_num_threads() -> i32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
-    """MLIR text and what the launcher must know: parameter slots in order, rows of an item at most, the workspace of a
-    thread in bytes as fixed + steps * per_step with steps = ceil(n_k / key_step), and whether the kernel may raise the
-    flag for large values. across_heads: an item's rows may be of several heads that read the same keys."""
+    """MLIR text, and what the launcher must know of it.
+
+    source: the text
+    slots: parameters in order
+    rows: rows of a work item at most
+    key_step: keys of a step
+    fixed_bytes, step_bytes: a thread's workspace is fixed_bytes + step_bytes * ceil(n_k / key_step)
+    may_flag: whether the kernel may raise the flag for large values
+    across_heads: an item's rows may be of several heads that read the same keys
+    """
 
     source: str
     slots: tuple[tuple, ...]
@@ -45,11 +52,12 @@ class KernelText:
 
 
 class KernelFunction(ThreadFunction):
-    """Base of the kernels: see `kernel` and `row_kernel`. degree: of the exponential's polynomial.
+    """Base of the attention kernels: see `kernel`, `row_kernel` and `backward`.
 
+    degree: of the exponential's polynomial
     flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come out there,
-    and the processor takes some hundred cycles for each vector with one. For products that take such inputs for 0
-    anyway (AMX).
+        and the processor takes some hundred cycles for each vector with one. For products that take such inputs for 0
+        anyway (AMX).
     """
 
     header = HEADER

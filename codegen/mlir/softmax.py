@@ -37,9 +37,16 @@ Store = Callable[[Value, Value, Value], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Memory of one group of queries: scores [key][L], factors of the weight program [key][L] or None, packed weights,
-    output [e][L] with the running sum as a row after it, and the vector of the running maximum (in units of the
-    programs' scale). rows: how many rows from `output` on are in units of that maximum (`tile.KEY_SPAN`)."""
+    """Memory of one group of queries.
+
+    scores: [key][L]
+    factors: of the weight program, [key][L], or None
+    weights: packed
+    output: [e][L], with the running sum as a row after it
+    maximum: vector of the running maximum, in units of the programs' scale
+    total: the row of the running sum
+    rows: how many rows from `output` on are in units of that maximum (`tile.KEY_SPAN`)
+    """
 
     scores: Value
     factors: Value | None
@@ -52,7 +59,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyBlock:
-    """first: coordinate of the first key; count: keys in range; padded: count rounded up to the products' key step."""
+    """A block of keys.
+
+    first: coordinate of the first key
+    count: keys in range
+    padded: count rounded up to the products' key step
+    """
 
     first: Value
     count: Value
@@ -61,8 +73,13 @@ class KeyBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowProgram:
-    """What is applied to the rows of scores: the program, the factors of the weights (or None), the scope that knows
-    the lanes, and where staged loads are read: (load, function of the key)."""
+    """What is applied to the rows of scores.
+
+    program: the score program
+    weight: the factors of the weights, or None
+    scope: the scope that knows the lanes
+    staged: where staged loads are read: (load, function of the key)
+    """
 
     program: Expr
     weight: Expr | None

@@ -12,10 +12,12 @@ from fusion.machine import Machine
 class Target:
     """The instruction set of a kernel.
 
-    lanes: float32 elements in a vector, a multiple of tile_rows. avx512: `vreduceps` and `vscalefps` exist, and 512-bit
-    word shuffles. amx: bf16 tile products (`tdpbf16ps`). tile_rows: keys (or value columns) in the register tile of the
-    multiply-add product; tile_groups: lane vectors (groups of queries) in it. near_bytes: capacity of the first-level
-    cache, in which a tile of scores lives.
+    lanes: float32 elements in a vector, a multiple of tile_rows
+    avx512: `vreduceps` and `vscalefps` exist, and 512-bit word shuffles
+    amx: bf16 tile products (`tdpbf16ps`)
+    tile_rows: keys (or value columns) in the register tile of the multiply-add product
+    tile_groups: lane vectors (groups of queries) in it
+    near_bytes: capacity of the first-level cache, in which a tile of scores lives
     """
 
     lanes: int

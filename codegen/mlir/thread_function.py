@@ -13,8 +13,13 @@ from fusion.codegen.mlir.scope import Params
 
 
 class ThreadFunction:
-    """Base of all kernels. Parameters: `workspace`, `workspace_bytes` (of one thread) and `counter` (of chunks that
-    threads have taken); first: those whose slots come first."""
+    """Base of all kernels.
+
+    Its parameters are `workspace`, `workspace_bytes` (of one thread), `counter` (of chunks that threads have taken),
+    and what else it asks for.
+
+    first: parameters whose slots come first
+    """
 
     name: ClassVar[str] = "attention"
     header: ClassVar[str] = "module {\nllvm.func @omp_get_thread_num() -> i32\n"

@@ -50,9 +50,14 @@ KEY_SPAN = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """groups: lane vectors of queries in a work item; together: how many of them (a multiple of the products' group
-    step; 0 for one such step) go through a block of keys at a time; keys: keys in a block. planes: of AMX
-    products, 0 for multiply-add."""
+    """The tiles of a kernel.
+
+    groups: lane vectors of queries in a work item
+    keys: keys in a block
+    planes: of AMX products, 0 for multiply-add
+    together: how many groups (a multiple of the products' group step; 0 for one such step) go through a block of keys
+        at a time
+    """
 
     groups: int
     keys: int

@@ -62,8 +62,9 @@ def horner(b: Builder, x: Value, coefficients: tuple[float, ...], hint: str = "p
 class VectorMath:
     """Writes functions for one builder.
 
-    avx512: use `vreduceps` and `vscalefps`. flushes: the processor makes results below 2**-126 zero. degree: of the
-    exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4.
+    avx512: whether 512-bit vectors have instructions of their own
+    degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4
+    flushes: the processor makes results below 2**-126 zero
     """
 
     def __init__(self, b: Builder, avx512: bool, degree: int = 5, flushes: bool = False):

@@ -73,10 +73,13 @@ class LoadGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """Everything that the kernels of a spec share.
+    """What the kernels of a spec share.
 
-    score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant. inner: batch
-    coordinates over which dense gradients are summed: one thread visits them one after the other.
+    programs: the score program's variants
+    score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant
+    loads: gradients of what the programs read
+    inner: batch coordinates over which dense gradients are summed: one thread visits them one after the other
+    normalized: whether weights are divided by their sum
     """
 
     programs: Programs

@@ -44,9 +44,15 @@ class Problem:
 class GradientProducts:
     """The two products over one width: of A and C over d, or of B and D over d_v.
 
-    operand: whose gradient the second one sums up, width: its columns, scale: what the sums lack. lanes: A or B,
-    packed; keys, values: C or D, packed for the first and the second product. tile: the first product, S or dP;
-    weights: the right side of the second, dS or P; sums: the second's, `size` bytes for each span.
+    operand: the operand whose gradient the second product sums up
+    width: its columns
+    scale: a factor that the sums lack
+    products: how products are formed
+    lanes: A or B, packed
+    keys, values: C or D, packed for the first and the second product
+    tile: the first product, S or dP
+    weights: the right side of the second, dS or P
+    sums: the second product, `size` bytes for each span of rows
     """
 
     operand: int
