@@ -33,7 +33,7 @@ from fusion.report.dump import Dump
 from fusion.report.report import NO_ATTENTION, AttentionReport, Planned, Report, SiteReport, publish
 from fusion.runtime import executor as runtime
 from fusion.runtime import op  # noqa: F401  (registers torch.ops.fusion.attention)
-from fusion.validation import Verdict, validate
+from fusion.validation import Verdict, calls, validate
 
 log = logging.getLogger(__name__)
 logs.configure()
@@ -59,6 +59,8 @@ def fusion(
         publish(report)
         raise
     publish(report)
+    if chosen.verify == "run" and report.fused and chosen.approximate is None and chosen.block_mask is None:
+        return calls.compared(compiled, module, fused)
     return compiled if chosen.approximate is None or not report.fused else _clear_certificates_before_call(compiled)
 
 
@@ -111,6 +113,8 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         _check_block_mask(sites, options)
         dump.stage("rewritten", graph)
         report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
+        for site, told in zip(sites, report.sites, strict=True):
+            told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
     except Exception as problem:
         if options.strict or isinstance(problem, BlockMaskError):
             raise

@@ -12,7 +12,7 @@ from fusion.errors import OptionError
 Inner = Literal["inductor", "aot_eager", "eager"]
 Emitter = Literal["auto", "mlir", "reference"]
 TileMaps = Literal["auto", "always", "never"]
-Verify = Literal[False, True]
+Verify = Literal[False, True, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
 
 
@@ -33,7 +33,8 @@ class Options:
         `mode="max-autotune"` asks for it, too.
     strict: raise `StrictError` instead of leaving an attention unfused.
     verify: compare every attention with the graph's own operations on a sample of made-up values before it is put in
-        place; one that differs is left as it was, with an error on the log (docs/validation.md).
+        place; one that differs is left as it was, with an error on the log (docs/validation.md). "run" also compares
+        the first call with eager, on its own inputs.
     approximate: allow this approximation of attention in inference, where it is certified from the data and predicted
         to be faster; exact otherwise. See docs/approximate.md.
     epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.

@@ -50,6 +50,7 @@ def _site(site: SiteReport) -> dict[str, Any]:
         "advice": site.advice,
         "location": site.location,
         "module": site.module,
+        "validated": site.validated,
         "attentions": [_attention(found) for found in site.attentions],
     }
 

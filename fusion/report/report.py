@@ -61,6 +61,7 @@ class SiteReport:
     stopped_by, stopped_at: the operation that stood in the way and the user's line of it, where one can be named.
     before, after: the graph around it, for drawing.
     attentions: what was recognised; several where the weights are a sum of attentions.
+    validated: what was compared with the graph's own operations, or why nothing was; None where it was not asked for.
     """
 
     fused: bool
@@ -72,6 +73,7 @@ class SiteReport:
     before: Region | None = None
     after: Region | None = None
     attentions: tuple[AttentionReport, ...] = ()
+    validated: str | None = None
 
     @property
     def reason(self) -> str | None:

@@ -30,6 +30,7 @@ def to_text(report: Report) -> str:
             lines.append(f"    stopped  by {site.stopped_by}" + (f" at {site.stopped_at}" if site.stopped_at else ""))
         if site.advice:
             lines += textwrap.wrap(site.advice, 110, initial_indent="    to fuse  ", subsequent_indent=" " * 13)
+        lines += _indented("checked", site.validated or "")
         lines += _attentions(site, number, shown)
     return "\n".join(lines)
 

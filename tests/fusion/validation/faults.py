@@ -11,6 +11,7 @@ from fusion.ir.expr import ONE, SCORE, ZERO, I, J, Kind, const, coord, load, loa
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.passes import pointwise, recognize, rewrite, views
+from fusion.passes.masks import understand
 
 aten = torch.ops.aten
 LENGTH, WIDTH = 19, 8
@@ -185,8 +186,13 @@ def spec_fault(change):
 
 
 def score_fault(change):
-    """A fault in the score program."""
-    return spec_fault(lambda spec: {"score": change(spec.score)})
+    """A fault in the score program, and so in what is known of its mask."""
+
+    def wrong(spec):
+        score = change(spec.score)
+        return {"score": score, "mask": understand(score, spec.normalizer)}
+
+    return spec_fault(wrong)
 
 
 def operand_fault(change):

@@ -46,3 +46,4 @@ def test_without_a_fault_the_program_is_fused(program, trained):
     assert site.reason is None
     (verdict,) = sites._verdicts.values()
     assert verdict.skipped is None and verdict.wrong is None
+    assert site.validated == verdict.checked

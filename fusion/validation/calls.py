@@ -1,0 +1,89 @@
+"""`options={"verify": "run"}`: the first call of a compiled graph, compared with eager on the user's own data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+log = logging.getLogger(__name__)
+
+
+def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModule) -> Callable[..., Any]:
+    """The compiled graph; where its first call differs from `module` in eager mode, `module` runs from then on.
+
+    fused: the graph that was compiled. One that draws random numbers cannot be compared, and is returned as it is.
+    """
+    if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in fused.graph.nodes):
+        log.warning("the first call is not compared with eager: the graph draws random numbers")
+        return compiled
+    trusted: list[Callable[..., Any]] = []
+
+    def run(*arguments: Any) -> Any:
+        if trusted:
+            return trusted[0](*arguments)
+        given = [_copied(argument) for argument in arguments]
+        eager = _floats(_without_gradient(module, given, torch.Tensor.clone))
+        exact = _exact(module, given)
+        kept = [_copied(argument) for argument in given]
+        result = compiled(*arguments)
+        problem = _difference(_floats(result), eager, exact)
+        trusted.append(compiled if problem is None else module)
+        if problem is None:
+            return result
+        counters["fusion"]["invalid"] += 1
+        log.error("a defect of fusion: its first call differs from eager, which runs from now on: %s", problem)
+        for argument, before in zip(arguments, kept, strict=True):
+            if isinstance(argument, Tensor) and not torch.equal(argument, before):
+                argument.detach().copy_(before)
+        return module(*arguments)
+
+    return run
+
+
+def _copied(argument: Any) -> Any:
+    return argument.detach().clone() if isinstance(argument, Tensor) else argument
+
+
+def _without_gradient(module: GraphModule, given: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Any:
+    with torch.no_grad():
+        return module(*(change(x) if isinstance(x, Tensor) else x for x in given))
+
+
+def _exact(module: GraphModule, given: Sequence[Any]) -> list[Tensor] | None:
+    """The result in float64; None where the graph asks for another dtype."""
+    try:
+        wide = _without_gradient(module, given, lambda x: x.double() if x.is_floating_point() else x.clone())
+    except RuntimeError:
+        return None
+    return _floats(wide)
+
+
+def _floats(result: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return [leaf.detach().clone() for leaf in leaves]
+
+
+def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:
+    """How the outputs break the rule of DESIGN (twice eager's error), in words. Without a float64 run, eager's error is
+    taken for 16 times the dtype's precision."""
+    for number, (a, b) in enumerate(zip(ours, eager, strict=True)):
+        if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
+            return f"NaN or infinities of output {number} stand elsewhere"
+        true = (b if exact is None else exact[number]).double()
+        finite = b.isfinite() & true.isfinite()
+        size, own, theirs = (_largest(t[finite]) for t in (true, a.double() - true, b.double() - true))
+        eps = torch.finfo(b.dtype).eps * (16 if exact is None else 1)
+        if own > (allowed := 2 * (theirs + eps * size)):
+            return f"output {number} is off by {own:.3g}, where {allowed:.3g} is allowed"
+    return None
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
