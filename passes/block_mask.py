@@ -53,9 +53,6 @@ def _heads(bounds: integers.Bounds, batch: list[Expr]) -> tuple[Expr, Expr] | No
     return None
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------
-
-
 def _from_blocks(
     mask: Tensor, module: GraphModule, bounds: integers.Bounds, batch: list[Expr], device: torch.device
 ) -> tuple[Expr, list[Node]]:
@@ -109,9 +106,6 @@ def _buffer(tensor: Tensor, module: GraphModule, device: torch.device) -> Node:
     made.meta["val"] = held
     marks.block_mask.set(made, tensor)
     return made
-
-
-# --- callables --------------------------------------------------------------------------------------------------
 
 
 def _from_callable(

@@ -133,9 +133,6 @@ def scale_of_values(here: Node, normalizer: Normalizer, trained: bool) -> Callab
     return lambda scale: scale is ONE or not narrow or scales_rows(scale, normalizer, trained)
 
 
-# --- operands in a narrower dtype ---------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, kw_only=True)
 class _Path:
     """From an operand up to a stored tensor: nodes passed, and (op "fmul" or "div", factor, its index) on the way."""

@@ -49,9 +49,6 @@ def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = 
     )
 
 
-# --- GraphModules -----------------------------------------------------------------------------------------------
-
-
 def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Options) -> GraphModule:
     from fusion.backend import fuse
 
@@ -154,9 +151,6 @@ def require(value: Any, name: str, expected: Any, dtype: torch.dtype | None) -> 
 
 
 torch.fx.node.has_side_effect(require)
-
-
-# --- exported programs ------------------------------------------------------------------------------------------
 
 
 def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedProgram:

@@ -18,9 +18,18 @@ from fusion.approximate.chunks import Chunks
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
-from fusion.approximate.figures import Figures, Look
-from fusion.approximate.heads import KEPT, ExactHeads, Executor, Extents, Gatherer, Heads, ieee_products, problem_of
+from fusion.approximate.head_batches import (
+    KEPT,
+    ExactHeads,
+    Executor,
+    Extents,
+    HeadPacker,
+    Heads,
+    ieee_products,
+    problem_of,
+)
 from fusion.approximate.polynomials import feature_count
+from fusion.approximate.score_bounds import HeadBounds, Inspection
 from fusion.codegen.reference import polynomial as reference
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
@@ -40,8 +49,12 @@ CHOICES = 4096
 
 
 class Centred(NamedTuple):
-    """What the polynomial is evaluated on, in float32. keys: [U, N_k, d] minus their mean, of norm at most 1. values:
-    [U, N_k, d_v]. queries: [H, N_q, d] times everything that the keys were divided by."""
+    """The operands of the polynomial, in float32.
+
+    keys: [U, N_k, d] minus their mean, of norm at most 1.
+    values: [U, N_k, d_v].
+    queries: [H, N_q, d] times everything that the keys were divided by.
+    """
 
     keys: Tensor
     values: Tensor
@@ -50,11 +63,14 @@ class Centred(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What the sizes of a call say before its data are looked at. exact: the certificate of such a call, where the
-    exact kernel runs whatever the data are; beyond: the certificate where a sample of the data ends the matter. limit:
-    the largest number of features of a degree that is predicted to pay; largest: the bound above which no polynomial is
-    chosen, whatever the moments are. choices: by bound, moment and least mean
-    weight, each in steps."""
+    """Facts of a call that follow from its sizes, before its data are looked at.
+
+    exact: the certificate of such a call, where the exact kernel runs whatever the data are.
+    beyond: the certificate of a call where a sample of the data is beyond every polynomial.
+    limit: the largest number of features of a degree that is predicted to pay.
+    largest: the bound above which no polynomial is chosen, whatever the moments are.
+    choices: by bound, moment and least mean weight, each in steps.
+    """
 
     extents: Extents
     exact: Certificate | None
@@ -78,8 +94,8 @@ class PolynomialAttention:
     ):  # fmt: skip
         self.spec, self.plain, self.exact, self.machine, self.epsilon = spec, plain, exact, machine, epsilon
         self.kernels, self.always = kernels, always
-        self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
-        self.look = Look(self.gather, plain.scale, plain.causal, kernels == "amx")
+        self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
+        self.look = Inspection(self.gather, plain.scale, plain.causal, kernels == "amx")
         self._predicted: dict[tuple[int, ...], bool] = {}
         self._known: dict[tuple[int, ...], _Known] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
@@ -92,7 +108,7 @@ class PolynomialAttention:
                 METHOD, self.epsilon, operands, "a CUDA graph is being captured, which no look at data fits into"
             )
             return self.exact(operands, sizes)
-        known = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
+        known = self._known.get(tuple(sizes)) or self._bounds_from_sizes(operands, sizes)
         if known.exact is not None or not (self.always or self._any_bounded(operands, sizes, known)):
             record(known.exact or known.beyond)
             return self.exact(operands, sizes)
@@ -105,7 +121,7 @@ class PolynomialAttention:
         record(lambda: dataclasses.replace(known.beyond, reason=reason, bound=_known(max(figures.bounds))))
         return self.exact(operands, sizes)
 
-    def _settle(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
+    def _bounds_from_sizes(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
         """What the sizes alone say."""
         heads, reason, limit = self.gather(operands, sizes), None, cost.MAX_FEATURES
         if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
@@ -170,7 +186,7 @@ class PolynomialAttention:
             here = with_cores(here, torch.get_num_threads())
         return here, problem_of(extents, self.spec.dtype, self.plain.causal)
 
-    def _centred(self, heads: Heads, figures: Figures) -> Centred:
+    def _centred(self, heads: Heads, figures: HeadBounds) -> Centred:
         owners = [0] * len(heads.k)  # a head of each
         for head, owner in enumerate(heads.owner.tolist()):
             owners[owner] = head
@@ -178,7 +194,7 @@ class PolynomialAttention:
         keys = (heads.k.float() - figures.means[owners, None]).div_(unit[owners, None, None])
         return Centred(keys, heads.v.float(), heads.q.float() * (self.plain.scale * unit)[:, None, None])
 
-    def _groups(self, figures: Figures, known: _Known) -> dict[tuple[int, int] | None, dict[int, Choice]]:
+    def _groups(self, figures: HeadBounds, known: _Known) -> dict[tuple[int, int] | None, dict[int, Choice]]:
         """Heads and their polynomials, by what heads have in common that run together: (degree, planes); None: heads
         that run exact."""
         groups: dict[tuple[int, int] | None, dict] = defaultdict(dict)
@@ -218,7 +234,7 @@ class PolynomialAttention:
             found = features
         return found
 
-    def _run(self, heads: Heads, sizes: Sequence[int], figures: Figures, groups) -> Tensor:
+    def _run(self, heads: Heads, sizes: Sequence[int], figures: HeadBounds, groups) -> Tensor:
         data, out = self._centred(heads, figures), None
         largest = data.values.norm(dim=-1).amax(-1)[heads.owner].tolist()
         for key, choices in groups.items():
@@ -244,7 +260,7 @@ class PolynomialAttention:
         assert out is not None
         return heads.store(out)
 
-    def _certify(self, heads: Heads, figures: Figures, choices: dict[int, Choice], largest: Sequence[float]) -> None:
+    def _certify(self, heads: Heads, figures: HeadBounds, choices: dict[int, Choice], largest: Sequence[float]) -> None:
         """Record one certificate for all heads with the same polynomial."""
         alike: dict[Choice, list[int]] = defaultdict(list)
         for head, choice in choices.items():

@@ -42,9 +42,9 @@ from fusion.approximate.blocks import (
 )
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain
-from fusion.approximate.figures import Look
-from fusion.approximate.heads import KEPT, ExactHeads, Executor, Gatherer, Heads, ieee_products, problem_of
+from fusion.approximate.head_batches import KEPT, ExactHeads, Executor, HeadPacker, Heads, ieee_products, problem_of
 from fusion.approximate.rounding import TwoPlanes
+from fusion.approximate.score_bounds import Inspection
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec
@@ -128,16 +128,16 @@ class SparseAttention:
 
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
         self.machine, self._known = machine, {}
-        self.some, self.gather = ExactHeads(spec, build), Gatherer(spec)
-        self.look = Look(self.gather, plain.scale, plain.causal, native=True)
+        self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
+        self.look = Inspection(self.gather, plain.scale, plain.causal, native=True)
         self.kernel = SparseKernel(canonical(self.some.spec, plain), machine)
         self.rounding = (
             TwoPlanes(spec, self.some.spec, plain.scale, machine) if TwoPlanes.admits(spec, machine) else None
         )
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        exact, beyond, selecting, fine = self._known.get(tuple(sizes)) or self._settle(operands, sizes)
-        likely = None if exact is not None or self.always else self._glance(operands, sizes, selecting, fine)
+        exact, beyond, selecting, fine = self._known.get(tuple(sizes)) or self._decide_exact(operands, sizes)
+        likely = None if exact is not None or self.always else self._inspect(operands, sizes, selecting, fine)
         if exact is not None or (likely is not None and not likely):
             record(exact or beyond)
             return self.exact(operands, sizes)
@@ -168,7 +168,7 @@ class SparseAttention:
             return _Rounding(errors, None)
         return _Rounding(self.rounding.errors(found.queries, found.keys), found.means)
 
-    def _settle(
+    def _decide_exact(
         self, operands: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Certificate | None, Certificate, bool, bool]:
         """What the sizes alone say: the certificate of such a call, where the exact kernel runs whatever the data are;
@@ -196,16 +196,16 @@ class SparseAttention:
         found = self._known[tuple(sizes)] = exact or None, self._exact(heads, every, UNCERTIFIED), selecting, fine
         return found
 
-    def _glance(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool, fine: bool) -> _Likely:
+    def _inspect(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool, fine: bool) -> _Likely:
         """What a few rows and keys leave hope for; looking at all of them costs more."""
-        hopeful = self._peaked(operands, sizes, fine) if selecting else {}
+        hopeful = self._sampled_mass(operands, sizes, fine) if selecting else {}
         if self.rounding is None:
             return _Likely(hopeful, False)
         found = self.look.sample(operands, sizes, *GLANCED[:2], second=False)
         keys = [OPTIMISM * min(head.raw, head.keys) for head in found]
         return _Likely(hopeful, min(self.rounding.errors([x.queries for x in found], keys)) <= self.epsilon * MARGIN)
 
-    def _peaked(self, operands: Sequence[Tensor], sizes: Sequence[int], fine: bool) -> dict[int, float]:
+    def _sampled_mass(self, operands: Sequence[Tensor], sizes: Sequence[int], fine: bool) -> dict[int, float]:
         """Heads in which the boxes of a few blocks could rule out most of them, if few keys had most of the weight;
         the share of the blocks."""
         # A row's sum is then as many weights like the highest as FEW of the sampled keys stand for.

@@ -72,9 +72,6 @@ def _problems(arguments: argparse.Namespace):
         yield f"{name} {size} {arguments.dtype}", VARIANTS[name], given, {}
 
 
-# --- variants, written as a model would ---------------------------------------------------------------------------
-
-
 def _positions(q: Tensor) -> tuple[Tensor, Tensor]:
     n = torch.arange(q.shape[-2], device=q.device)
     return n[:, None], n[None, :]

@@ -124,9 +124,6 @@ def _cache() -> Finding:
     return Finding(name="cache", state="ok", found=str(folder))
 
 
-# --- targets ----------------------------------------------------------------------------------------------------
-
-
 def _cpu() -> Finding:
     from fusion.machine import Machine
 

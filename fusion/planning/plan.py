@@ -223,7 +223,7 @@ def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
     return problem_of(given, sizes)
 
 
-def _weighed(item: Any, features: int | None) -> bool:
+def _is_candidate(item: Any, features: int | None) -> bool:
     """Whether a schedule takes part without being named: exact ones, and polynomials where r is known. What
     certified_sparse leaves out only the data tell."""
     return item.exact or (features is not None and item.name == "polynomial")
@@ -248,7 +248,7 @@ def _names(
     if direction == "backward" and allow is None:
         wanted = None
     if wanted is None:
-        return tuple(item.name for item in every if _weighed(item, features))
+        return tuple(item.name for item in every if _is_candidate(item, features))
     return tuple(find(name).name for name in wanted)
 
 
@@ -312,7 +312,9 @@ def compare(
     from fusion.planning.choose import candidate
     from fusion.planning.schedules import schedules
 
-    names = [item.name for item in schedules().values() if item.direction == direction and _weighed(item, features)]
+    names = [
+        item.name for item in schedules().values() if item.direction == direction and _is_candidate(item, features)
+    ]
     multiples = _register_tile(target)
     weighed = [
         candidate(problem, target, name, multiples, features or 1)

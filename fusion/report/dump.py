@@ -130,9 +130,6 @@ def _new_folder(parent: Path) -> Path:
             return folder
 
 
-# --- a graph as a program ---------------------------------------------------------------------------------------
-
-
 def to_python(module: GraphModule, weights: str, attributes: Mapping[str, Any]) -> str:
     """A graph as a Python program: a module, inputs of the right shapes, and a call.
 

@@ -79,9 +79,6 @@ def _cells(tag: str, cells: Iterable[str]) -> str:
     )
 
 
-# --- sites ------------------------------------------------------------------------------------------------------
-
-
 def _sites(report: Report) -> list[str]:
     shown: dict[object, int] = {}
     left = KERNEL_BYTES
@@ -188,9 +185,6 @@ def _mask(spec: AttentionSpec, sizes: Mapping[str, int], plan: Plan) -> str:
         f'<h3>Mask</h3><div class="wide" tabindex="0">{expression_to_mathml(spec.mask.live, names)}</div>'
         f'<div class="columns">{mask_map.to_svg(found)}<div><ul class="legend">{legend}</ul><p>{told}</p></div></div>'
     )
-
-
-# --- plan, graph, kernel ----------------------------------------------------------------------------------------
 
 
 def _plan(plan: Plan, runs: str) -> str:

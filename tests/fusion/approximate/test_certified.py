@@ -13,9 +13,9 @@ import fusion
 from fusion.approximate import dispatch
 from fusion.approximate.blocks import Summaries
 from fusion.approximate.eligible import plain
-from fusion.approximate.figures import Look
-from fusion.approximate.heads import Gatherer
+from fusion.approximate.head_batches import HeadPacker
 from fusion.approximate.polynomial import PolynomialAttention
+from fusion.approximate.score_bounds import Inspection
 from fusion.approximate.sparse import SparseAttention
 from fusion.codegen import mlir
 from fusion.codegen.mlir import polynomial as kernels
@@ -307,7 +307,7 @@ def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
     run = executor(method, spec, 1e-2)
     run.always = False
     exact = run.exact([*x], sizes_of(spec, x[0], x[1]))
-    monkeypatch.setattr(Look, "whole", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(Inspection, "whole", lambda *a, **k: 1 / 0)
     for _ in range(2):
         assert torch.equal(run([*x], sizes_of(spec, x[0], x[1])), exact)
     assert fusion.last_certificates()[-1].reason.startswith(("a sample of", "too many keys"))
@@ -326,7 +326,7 @@ def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
     n = 2300 if causal else 333
     q, k = (torch.randn(2, n, 4 // g, 20).transpose(1, 2).to(dtype) + 1 for g in (1, groups))
     spec = cached_spec(q, k, k, causal)
-    looks = [Look(Gatherer(spec), 0.1, causal, native) for native in (True, False)]
+    looks = [Inspection(HeadPacker(spec), 0.1, causal, native) for native in (True, False)]
     sizes = sizes_of(spec, q, k)
     for operands in ([q, k, k], [q + 1, k + 1, k], [q.contiguous(), k, k]):
         assert looks[0].gather.places(operands, sizes) is not None
@@ -354,7 +354,9 @@ def test_a_glance_counts_blocks_that_their_boxes_rule_out(causal):
     q[1, 1] *= 9
     k[1, 1, :] = k[1, 1, ::8].repeat_interleave(8, 0)  # boxes that are points
     spec, gap = cached_spec(q, k, k, causal), 20.0
-    found = Look(Gatherer(spec), 0.5, causal, True).ruled_out([q, k, k], sizes_of(spec, q, k), (16, 128, 4, 8), gap)
+    found = Inspection(HeadPacker(spec), 0.5, causal, True).ruled_out(
+        [q, k, k], sizes_of(spec, q, k), (16, 128, 4, 8), gap
+    )
     step, block_step = 42, 704 // 8 // 4 * 8  # queries at places of the keys 0, 6, 12, ..
     q, k = q[:, :, ::step][:, :, :16].flatten(0, 1).double(), k.flatten(0, 1).double()
     rows = torch.arange(16) * step

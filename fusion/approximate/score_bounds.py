@@ -1,4 +1,4 @@
-"""What bounds the scores of a call's heads: the largest norms, and mean squares. Of all rows, or of a few at equal
+"""Bounds on the scores of a call's heads: the largest norms, and mean squares. Of all rows, or of a few at equal
 distances: then it says what to hope for."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.approximate.cost import CAUSAL_CHUNK
-from fusion.approximate.heads import KEPT, Gatherer, ieee_products
+from fusion.approximate.head_batches import KEPT, HeadPacker, ieee_products
 from fusion.codegen.reference.moments import moments
 
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
@@ -21,11 +21,18 @@ TINY = 2.0**-110
 can be missing, there and in moments (within their margin)."""
 
 
-class Figures(NamedTuple):
-    """Per head. raw: the largest norm of a key; keys: the same once their mean is taken away; queries: of a query;
-    bounds: B, such that |score| <= B for centred keys; moments: a bound on the mean square score of a row over the keys
-    that are approximated, relative to their mean weight; least: a lower bound of this mean weight. Infinite where
-    inputs are not finite. means: [H, d], what was taken away."""
+class HeadBounds(NamedTuple):
+    """Bounds on the scores of each head, infinite where inputs are not finite.
+
+    raw: the largest norm of a key.
+    keys: the same once the mean of the keys is taken away.
+    queries: the largest norm of a query.
+    bounds: B, such that |score| <= B for centred keys.
+    moments: a bound on the mean square score of a row over the keys that are approximated, relative to their mean
+        weight.
+    least: a lower bound of this mean weight.
+    means: [H, d], what was taken away.
+    """
 
     raw: list[float]
     keys: list[float]
@@ -36,9 +43,14 @@ class Figures(NamedTuple):
     means: Tensor
 
 
-class Sampled(NamedTuple):
-    """Of some rows of a head: the largest norms of a key, of a key minus the mean of these, of a query; the largest of
-    the queries' mean square scores. Infinite or NaN where inputs are not finite."""
+class SampledBounds(NamedTuple):
+    """The same figures of one head, estimated from sampled rows; infinite or NaN where inputs are not finite.
+
+    raw: the largest norm of a sampled key.
+    keys: of one minus the mean of these.
+    queries: of a sampled query.
+    moment: the largest of the queries' mean square scores.
+    """
 
     raw: float
     keys: float
@@ -46,16 +58,19 @@ class Sampled(NamedTuple):
     moment: float
 
 
-class Look:
-    """Looks at the data of the calls of one spec. native: by compiled kernels (on CPUs), else by torch's operations."""
+class Inspection:
+    """The inspection of the data of one spec's calls.
 
-    def __init__(self, gather: Gatherer, scale: float, causal: bool, native: bool):
+    native: by compiled kernels (on CPUs), else by torch's operations.
+    """
+
+    def __init__(self, gather: HeadPacker, scale: float, causal: bool, native: bool):
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
         self._calls: dict[tuple, Any] = {}
 
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
-    ) -> Figures:
+    ) -> HeadBounds:
         """Of all rows: what a certificate may rest on. second: whether moments are asked for. limit: of the bounds of
         heads that are of interest; others may be given up, with norms that are too large and no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
@@ -77,7 +92,7 @@ class Look:
 
     def sample(
         self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, second: bool = True
-    ) -> list[Sampled]:
+    ) -> list[SampledBounds]:
         """Of about so many queries and keys of each head, as if each of these queries saw all of the keys."""
 
         def make(d, q, k):
@@ -96,7 +111,7 @@ class Look:
         sampled = []
         for n in range(0, len(found), 4):
             raw, around, queries = (math.sqrt(x) if x < math.inf else math.inf for x in found[n : n + 3])
-            sampled.append(Sampled(raw, around, queries, found[n + 3] * self.scale**2))
+            sampled.append(SampledBounds(raw, around, queries, found[n + 3] * self.scale**2))
         return sampled
 
     def ruled_out(
@@ -137,7 +152,9 @@ class Look:
             self._calls[key] = found
         return self._calls[key]
 
-    def _figures(self, causal: bool, found: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor) -> Figures:
+    def _figures(
+        self, causal: bool, found: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor
+    ) -> HeadBounds:
         """found: for each head squares of norms, and the largest of `squares`."""
         scale, tiny = abs(self.scale), TINY * means.shape[-1]
         raw, keys, queries = (
@@ -154,4 +171,4 @@ class Look:
             x * scale**2 + MOMENT_MARGIN * b * b / a if x < math.inf and a > 0 else math.inf
             for x, b, a in zip(largest, bounds, least, strict=True)
         ]
-        return Figures(raw, keys, queries, bounds, moments, least, means)
+        return HeadBounds(raw, keys, queries, bounds, moments, least, means)

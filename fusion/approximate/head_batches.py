@@ -44,7 +44,7 @@ def ieee_products() -> Iterator[None]:
 
 
 class Extents(NamedTuple):
-    """heads, key heads, queries, keys, columns of Q and K, of V."""
+    """Numbers of heads, key heads, queries and keys, and widths of Q and K, and of V."""
 
     heads: int
     heads_kv: int
@@ -65,8 +65,13 @@ def problem_of(extents: Extents, dtype: str, causal: bool) -> Problem:
 
 @dataclass(slots=True)
 class Heads:
-    """q: [H, N_q, d] for the H heads (all batch coordinates as one); k: [U, N_k, d], v: [U, N_k, d_v] for the U
-    distinct key heads; owner: [H] int64, the key head of each head. In the dtypes of the operands."""
+    """The operands of one call, head by head, in their own dtypes.
+
+    q: [H, N_q, d] for the H heads (all batch coordinates as one).
+    k, v: [U, N_k, d] and [U, N_k, d_v] for the U distinct key heads.
+    owner: [H] int64, the key head of each head.
+    batch: extents of the batch coordinates.
+    """
 
     q: Tensor
     k: Tensor
@@ -102,24 +107,31 @@ def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[
     return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if batch else ((),)
 
 
-class Place(NamedTuple):
-    """Where the rows of heads lie in an operand. offsets: int64 [H], elements from the operand's first one to the first
-    row of each head; stride: elements from one row to the next, whose own lie side by side; count: rows of a head."""
+class HeadSlice(NamedTuple):
+    """The place of the rows of each head in an operand.
+
+    offsets: int64 [H], elements from the operand's first one to the first row of each head.
+    stride: elements from one row to the next; those of a row lie side by side.
+    count: rows of a head.
+    """
 
     offsets: Tensor
     stride: int
     count: int
 
 
-class Places(NamedTuple):
-    """Of the queries, and of the keys of each head (heads may share them). d: columns."""
+class HeadSlices(NamedTuple):
+    """The places of the queries and of the keys of each head, which heads may share.
 
-    q: Place
-    k: Place
+    d: columns of a row.
+    """
+
+    q: HeadSlice
+    k: HeadSlice
     d: int
 
 
-class Gatherer:
+class HeadPacker:
     """Q, K and V of the calls of one spec, head by head. What depends on the sizes alone is kept."""
 
     def __init__(self, spec: AttentionSpec):
@@ -144,7 +156,7 @@ class Gatherer:
         q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
         return q, k if len(k) == len(q) else k[owner]
 
-    def places(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Places | None:
+    def places(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> HeadSlices | None:
         """Where queries and keys lie, or None where no offset for each head and one stride say it."""
         execution, owner, firsts = self._execution(operands, sizes)
         found = []
@@ -156,11 +168,11 @@ class Gatherer:
             offsets = torch.tensor(x.storage_offset() - operand.storage_offset())
             for extent, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True):
                 offsets = offsets[..., None] + torch.arange(extent) * stride
-            found.append(Place(offsets.reshape(-1), x.stride(-2), x.shape[-2]))
+            found.append(HeadSlice(offsets.reshape(-1), x.stride(-2), x.shape[-2]))
         q, k = found
         if len(firsts) != len(owner):
             k = k._replace(offsets=k.offsets[owner].contiguous())
-        return Places(q, k, execution.d)
+        return HeadSlices(q, k, execution.d)
 
     def _queries_and_keys(self, execution: Execution, firsts: Tensor) -> tuple[Tensor, Tensor]:
         q = self._rows(execution, 0, I, execution.n_q, C, execution.d)
