@@ -94,40 +94,54 @@ def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
     return args["self"], args.get("mat2", args.get("other"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Equation:
+    """An einsum of two operands over one index: a letter for each dimension.
+
+    inputs: of the operands.
+    output: of the result.
+    summed: the letter that the result lacks.
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    summed: str
+
+
+def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> _Equation:
+    """The letters of an einsum whose operands and result have these ranks; raises `Unsupported` for other forms."""
+    if len(ranks) != 2:
+        raise Unsupported(Ground.PRODUCT_FORM, f"an einsum of {len(ranks)} operands")
+    terms, arrow, output = equation.replace(" ", "").partition("->")
+    inputs = tuple(_expand_ellipsis(term, own) for term, own in zip(terms.split(","), ranks, strict=True))
+    if arrow:
+        output = _expand_ellipsis(output, rank)
+    else:  # batch dimensions, then letters that occur once, in order
+        letters = "".join(inputs)
+        output = "".join(sorted({x for x in letters if x.isdigit()}, reverse=True))
+        output += "".join(sorted(x for x in set(letters) if letters.count(x) == 1 and not x.isdigit()))
+    summed = set().union(*inputs) - set(output)
+    if len(summed) != 1 or any(not summed <= set(term) or len(set(term)) != len(term) for term in inputs):
+        message = f"the einsum {equation!r}, which does not sum over exactly one index of both operands"
+        raise Unsupported(Ground.PRODUCT_FORM, message)
+    return _Equation(inputs=inputs, output=output, summed=summed.pop())
+
+
 def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
     args = arguments(node)
-    equation, tensors = args["equation"].replace(" ", ""), args["tensors"]
-    if len(tensors) != 2:
-        raise Unsupported(Ground.PRODUCT_FORM, f"an einsum of {len(tensors)} operands")
-    inputs, _, output = equation.partition("->")
-    inputs = [_expand_ellipsis(term, len(shape(t))) for term, t in zip(inputs.split(","), tensors, strict=True)]
-    if "->" not in equation:
-        letters = "".join(inputs)
-        output = "".join(sorted(x for x in set(letters) if letters.count(x) == 1 and not x.isdigit()))
-        output = "".join(sorted({x for x in letters if x.isdigit()}, reverse=True)) + output
-    else:
-        output = _expand_ellipsis(output, len(index))
-    where = dict(zip(output, index, strict=True))
-    summed = {x for term in inputs for x in term} - set(output)
-    if (
-        len(summed) != 1
-        or not all(summed <= set(term) for term in inputs)
-        or any(len(set(term)) != len(term) for term in inputs)
-    ):
-        raise Unsupported(
-            Ground.PRODUCT_FORM, f"the einsum {equation!r}, which does not sum over exactly one index of both operands"
+    tensors = args["tensors"]
+    equation = _parsed(args["equation"], tuple(len(shape(tensor)) for tensor in tensors), len(index))
+    where = dict(zip(equation.output, index, strict=True)) | {equation.summed: contracted}
+    one, zero = integers.integer(1), integers.integer(0)
+    left, right = (
+        tuple(
+            zero if extent is one and where[letter] is not contracted else where[letter]
+            for letter, extent in zip(term, shape(tensor), strict=True)
         )
-    where |= dict.fromkeys(summed, contracted)
-    indices = []
-    for term, tensor in zip(inputs, tensors, strict=True):
-        one, zero = integers.integer(1), integers.integer(0)
-        extents = shape(tensor)
-        indices.append(tuple(
-            zero if extent is one and where[x] is not contracted else where[x]
-            for x, extent in zip(term, extents, strict=True)
-        ))  # fmt: skip
-    extent = shape(tensors[0])[inputs[0].index(next(iter(summed)))]
-    return Factors(left=tensors[0], left_index=indices[0], right=tensors[1], right_index=indices[1], extent=extent)
+        for term, tensor in zip(equation.inputs, tensors, strict=True)
+    )
+    extent = shape(tensors[0])[equation.inputs[0].index(equation.summed)]
+    return Factors(left=tensors[0], left_index=left, right=tensors[1], right_index=right, extent=extent)
 
 
 def _expand_ellipsis(term: str, rank: int) -> str:

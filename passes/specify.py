@@ -28,8 +28,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specified:
-    """A spec, the graph nodes of its operands, its sizes in the graph's own terms, where it runs, and whether gradients
-    are needed."""
+    """A spec and what its call takes.
+
+    device: the type of the device that it runs on.
+    operands: the graph nodes of its operands.
+    sizes: the spec's sizes in the graph's own terms.
+    differentiable: whether gradients are needed.
+    """
 
     spec: AttentionSpec
     device: str
@@ -41,60 +46,74 @@ class Specified:
 def specify(site: Site, attention: Attention, block_mask: BlockMask | None = None) -> Specified:
     """The spec of one attention of a site, under the user's own mask if there is one; raises `Unsupported` where it
     cannot be stated."""
-    core, products = (
-        _with_scaled_values(attention, bool(marks.requires_grad(site.root))),
-        attention.pullback.products,
-    )
+    core = _with_scaled_values(attention, marks.requires_grad(site.root))
+    products = attention.pullback.products
     if core.row_scale is not None and attention.pullback.detached_maximum:
-        raise Unsupported(
-            Ground.DETACHED_MAXIMUM,
-            "a normaliser that depends on the row's maximum, through which no gradient is to flow",
-        )
+        message = "a normaliser that depends on the row's maximum, through which no gradient is to flow"
+        raise Unsupported(Ground.DETACHED_MAXIMUM, message)
     main = products[_main_product(core.score, products)]
     accesses = (main.query, main.key, attention.value)
     _require_float(accesses)
     operands = [access.node for access in accesses]
     resolve = _Resolver(products, main, attention.pullback.loaded, operands)
+    core = _resolved(core, site, attention, resolve, block_mask)
+    differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
+    batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
+    rename = _Sizes(batch, _extent(site, "i"), attention.keys)
+    spec = _spec(site, core, main, attention, _describe(operands, differentiable), rename)
+    names, values = rename.table(spec)
+    return Specified(
+        spec=replace(spec, sizes=names),
+        device=nodes.value(site.root).device.type,
+        operands=tuple(operands),
+        sizes=values,
+        differentiable=differentiable,
+    )
+
+
+def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, block_mask: BlockMask | None) -> Core:
+    """The core in terms of the spec's operands, under the user's own mask, with what the bounds decide decided."""
     bounds = site.bounds | {J: attention.keys}
     score, weight = decided(resolve(core.score), bounds), decided(resolve(core.weight), bounds)
     if block_mask is not None:
         score = _under_block_mask(score, block_mask, site, bounds, core.normalizer, resolve)
-    sinks = tuple(resolve(sink) for sink in core.sinks)
-    row_scale = None if core.row_scale is None else resolve(core.row_scale)
-    mask = understand(score, core.normalizer)
-    batch = tuple(site.bounds[dim] for dim in _coords(site) if str(dim.attr).startswith("b"))
-    rename = _Sizes(batch, _extent(site, "i"), attention.keys)
-    differentiable = bool(marks.requires_grad(site.root)) and any(marks.requires_grad(o) for o in operands)
+    return Core(
+        score=score,
+        normalizer=core.normalizer,
+        weight=weight,
+        sinks=tuple(map(resolve, core.sinks)),
+        row_scale=None if core.row_scale is None else resolve(core.row_scale),
+    )
+
+
+def _spec(
+    site: Site, core: Core, main: Product, attention: Attention, operands: tuple[Operand, ...], rename: _Sizes
+) -> AttentionSpec:
+    """The spec of a resolved core; the table of its sizes is still empty."""
+    accesses = (main.query, main.key, attention.value)
+    q, k, v = (tuple(map(rename, access.index)) for access in accesses)
+    mask = understand(core.score, core.normalizer)
     out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
-    spec = AttentionSpec(
-        batch=tuple(size(f"B{k}") for k in range(len(batch))),
+    return AttentionSpec(
+        batch=tuple(size(f"B{k}") for k in range(len(site.dims) - 2)),
         n_q=size("Nq"),
         n_k=size("Nk"),
         d=_static(main.extent, "head dimension"),
         d_v=_static(attention.d_v, "width of V"),
-        operands=_describe(operands, differentiable),
-        q=tuple(map(rename, main.query.index)),
-        k=tuple(map(rename, main.key.index)),
-        v=tuple(map(rename, attention.value.index)),
-        score=rename(score),
-        weight=rename(weight),
-        sinks=tuple(map(rename, sinks)),
-        row_scale=None if row_scale is None else rename(row_scale),
+        operands=operands,
+        q=q,
+        k=k,
+        v=v,
+        score=rename(core.score),
+        weight=rename(core.weight),
+        sinks=tuple(map(rename, core.sinks)),
+        row_scale=None if core.row_scale is None else rename(core.row_scale),
         normalizer=core.normalizer,
         dtype=_product_dtype(accesses),
         out_dtype=str(out).removeprefix("torch."),
         output=Output(dims=site.dims, order=_memory_order(site)),
         mask=None if mask is None else _rename_mask(mask, rename),
         sizes=(),
-    )
-    names, values = rename.table(spec)
-    device = nodes.value(site.root).device.type
-    return Specified(
-        spec=replace(spec, sizes=names),
-        device=device,
-        operands=tuple(operands),
-        sizes=values,
-        differentiable=differentiable,
     )
 
 

@@ -9,6 +9,7 @@ leave a live key in every tile, and get none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -67,19 +68,8 @@ def mapped(found: Specified) -> Mapped | None:
     operands = tuple(found.operands[number] for number in numbers) or (_on_device(found),)
     if any(marks.mutations(node) or nodes.value(node).device.type != found.device for node in operands):
         return None
-    names = sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
-    renamed = {coord(name): coord(f"b{k}") for k, name in enumerate(names)}
-
-    def moved(expr: Expr) -> Expr:
-        def leaf(part: Expr) -> Expr | None:
-            if part.op != "load":
-                return None
-            index = tuple(moved(arg) for arg in part.args)
-            return load(numbers.index(part.operand), index, part.kind)
-
-        return rebuild(substitute(expr, renamed), leaf)
-
-    live, full = moved(data.live), moved(data.full)
+    names = _batch_axes(data)
+    live, full = (_renumbered(expr, names, numbers) for expr in (data.live, data.full))
     batch = tuple(spec.batch[int(name[1:])] for name in names)
     used = {part.attr for part in walk(live, full, spec.n_q, spec.n_k, *batch) if part.op == "size"}
     sizes = [(name, value) for name, value in zip(spec.sizes, found.sizes, strict=True) if name in used]
@@ -93,12 +83,28 @@ def mapped(found: Specified) -> Mapped | None:
     )  # fmt: skip
 
 
+def _batch_axes(data: _Data) -> list[str]:
+    """Batch coordinates that the mask depends on, in order."""
+    return sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
+
+
+def _renumbered(expr: Expr, names: Sequence[str], numbers: Sequence[int]) -> Expr:
+    """An expression with its batch coordinates and loads numbered by their positions in these lists."""
+
+    def leaf(part: Expr) -> Expr | None:
+        if part.op != "load":
+            return None
+        index = tuple(rebuild(arg, leaf) for arg in part.args)
+        return load(numbers.index(part.operand), index, part.kind)
+
+    return rebuild(substitute(expr, {coord(name): coord(f"b{k}") for k, name in enumerate(names)}), leaf)
+
+
 def with_map(found: Specified, made: Node) -> Specified:
     """The attention with the map as a further operand, and its facts told by it."""
     data, spec = _data(found), found.spec
     assert data is not None
-    names = sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
-    batch = tuple(coord(name) for name in names)
+    batch = tuple(map(coord, _batch_axes(data)))
     tile_live, tile_mixed = lookup(len(spec.operands), batch, "i" in coordinates(data.live))
     facts = spec.mask or MaskFacts(live=TRUE, fill=-math.inf)
     low, high, known = full_range(_all([part for part in conjuncts(facts.live) if part not in data.predicates]))

@@ -95,30 +95,37 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
     result: list[Expr] = []
     a, b = 0, 0
     while a < len(new) or b < len(old):
-        a0, b0 = a, b
-        left, right = integers.integer(1), integers.integer(1)
         if a < len(new) and b < len(old) and new[a] is old[b]:
             result.append(index[a])
             a, b = a + 1, b + 1
             continue
-        while True:
-            if a < len(new) and (left is not right or a == a0) and not _exceeds(left, right):
-                left, a = integers.mul(left, new[a]), a + 1
-            elif b < len(old):
-                right, b = integers.mul(right, old[b]), b + 1
-            elif a < len(new):
-                left, a = integers.mul(left, new[a]), a + 1
-            else:
-                break
-            if left is right and (a > a0 or a0 == len(new)) and (b > b0 or b0 == len(old)):
-                break
-        if left is not right:
-            raise Unsupported(Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}")
+        a0, b0 = a, b
+        a, b = _group(new, old, a, b)
         flat = integers.integer(0)
         for k in range(a0, a):
             flat = integers.add(integers.mul(flat, new[k]), index[k])
         result.extend(_unflatten(flat, old[b0:b], bounds))
     return tuple(result)
+
+
+def _group(new: Sequence[Expr], old: Sequence[Expr], a0: int, b0: int) -> tuple[int, int]:
+    """The ends of the shortest groups of dimensions, from a0 in `new` and b0 in `old`, that have equal products."""
+    a, b = a0, b0
+    left = right = integers.integer(1)
+    while True:
+        if a < len(new) and (left is not right or a == a0) and not _exceeds(left, right):
+            left, a = integers.mul(left, new[a]), a + 1
+        elif b < len(old):
+            right, b = integers.mul(right, old[b]), b + 1
+        elif a < len(new):
+            left, a = integers.mul(left, new[a]), a + 1
+        else:
+            break
+        if left is right and (a > a0 or a0 == len(new)) and (b > b0 or b0 == len(old)):
+            break
+    if left is not right:
+        raise Unsupported(Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}")
+    return a, b
 
 
 def _exceeds(left: Expr, right: Expr) -> bool:

@@ -348,3 +348,17 @@ def test_the_op_says_what_it_returns():
     text = spec_of(MASK, 70, 130).to_json()
     torch.library.opcheck(torch.ops.fusion.tile_map, ([mask], [], text))
     assert MapSpec.from_json(text) == spec_of(MASK, 70, 130)
+
+
+def test_a_mask_of_the_later_batch_dimensions_has_a_map_of_its_own_for_each():
+    def attend(q, k, v, keep):
+        return torch.softmax((q @ k.mT).masked_fill(~keep, -math.inf), -1) @ v
+
+    q, k, v = (torch.randn(2, 2, 3, 150, 8) for _ in range(3))
+    keep = torch.eye(6, dtype=torch.bool).repeat_interleave(25, 1).view(2, 3, 1, 150)  # other keys for each (b1, b2)
+    options = {"inner": "eager", "tile_maps": "always"}
+    with fusion.collect_reports() as reports:
+        actual = torch.compile(attend, backend="fusion", options=options)(q, k, v, keep)
+    assert reports[0].sites[0].spec.mask.tile_live is not None
+    exact = attend(q.double(), k.double(), v.double(), keep)
+    assert_as_exact_as_eager(actual, attend(q, k, v, keep), exact, torch.float32)
