@@ -20,7 +20,7 @@ from fusion.approximate.dispatch import Request
 from fusion.errors import BlockMaskError, StrictError
 from fusion.ir import AttentionSpec
 from fusion.options import Options
-from fusion.passes import checkpointing, nodes, region
+from fusion.passes import checkpointing, graph_excerpt, nodes
 from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
@@ -99,7 +99,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         graph = normalize(module, example_inputs, bodies)
         dump.stage("normalized", graph)
         sites = find_sites(graph.graph, functools.partial(runtime.reads, emitter=options.emitter))
-        drawn = [region.before(site) for site in sites]
+        drawn = [graph_excerpt.before(site) for site in sites]
         verdicts: dict[int, Verdict] = {}
         specified = rewrite(
             graph,
@@ -209,7 +209,7 @@ def _check_block_mask(sites: Sequence[Site], options: Options) -> None:
 def _report(
     sites: Sequence[Site],
     specified: Mapping[int, Sequence[Specified]],
-    drawn: Sequence[region.Region],
+    drawn: Sequence[graph_excerpt.Excerpt],
     hints: Mapping[str, int],
     options: Options,
 ) -> Report:
@@ -225,8 +225,8 @@ def _report(
                 stopped_at=None if blame is None else nodes.source_line(blame),
                 location=nodes.source_line(site.anchor),
                 module=nodes.module_path(site.anchor),
-                before=region.marked(before, blame),
-                after=region.after(before, parts) if parts else None,
+                before=graph_excerpt.marked(before, blame),
+                after=graph_excerpt.after(before, parts) if parts else None,
                 attentions=tuple(_attention(part, hints, options) for part in parts),
             )
         )

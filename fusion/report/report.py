@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion.ir import AttentionSpec
-from fusion.passes.region import Region
+from fusion.passes.graph_excerpt import Excerpt
 from fusion.planning.plan import Plan
 from fusion.refusals import Refusal
 
@@ -70,8 +70,8 @@ class SiteReport:
     module: str | None
     stopped_by: str | None = None
     stopped_at: str | None = None
-    before: Region | None = None
-    after: Region | None = None
+    before: Excerpt | None = None
+    after: Excerpt | None = None
     attentions: tuple[AttentionReport, ...] = ()
     validated: str | None = None
 

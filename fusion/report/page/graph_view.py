@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from html import escape
 
-from fusion.passes.region import Region, RegionNode
+from fusion.passes.graph_excerpt import Excerpt, ExcerptNode
 
 _WIDTH, _HEIGHT, _GAP, _LAYER = 168, 38, 14, 26
 _CHARACTERS = 25
 
 
-def to_svg(region: Region, label: str) -> str:
+def to_svg(region: Excerpt, label: str) -> str:
     """The region; `label` is what a screen reader says."""
     layers = _layers(region)
     across = max(len(layer) for layer in layers)
@@ -29,7 +29,7 @@ def to_svg(region: Region, label: str) -> str:
     )
 
 
-def _layers(region: Region) -> list[list[RegionNode]]:
+def _layers(region: Excerpt) -> list[list[ExcerptNode]]:
     """Boxes by distance from the end, inputs right above their first user; within a layer below their parents."""
     users: dict[str, list[str]] = {box.name: [] for box in region.nodes}
     for box in region.nodes:
@@ -40,7 +40,7 @@ def _layers(region: Region) -> list[list[RegionNode]]:
     for box in reversed(region.nodes):
         distance[box.name] = max((distance[user] + 1 for user in users[box.name]), default=0)
     depth = max(distance.values())
-    layers: list[list[RegionNode]] = [[] for _ in range(depth + 1)]
+    layers: list[list[ExcerptNode]] = [[] for _ in range(depth + 1)]
     for box in region.nodes:
         layers[depth - distance[box.name]].append(box)
     order: dict[str, float] = {}
@@ -62,7 +62,7 @@ def _edge(start: tuple[float, float], end: tuple[float, float]) -> str:
     return f'<path d="M{x:g} {y:g}C{x:g} {middle:g} {to_x:g} {middle:g} {to_x:g} {to_y:g}"/>'
 
 
-def _box(box: RegionNode, x: float, y: float) -> str:
+def _box(box: ExcerptNode, x: float, y: float) -> str:
     title = f"{box.name}: {box.text} {box.shape}"
     text = box.name if box.role == "input" else box.text.removeprefix("aten::")
     return (

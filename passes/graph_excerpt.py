@@ -20,7 +20,7 @@ LIMIT = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegionNode:
+class ExcerptNode:
     """One box. name: the node's; text: its operation; shape: of its result; parents: names of its inputs.
 
     role: "input" (stays in the graph), "product", "step", "blame" (stopped the analysis) or "fused".
@@ -34,14 +34,14 @@ class RegionNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class Excerpt:
     """Boxes in topological order; `left_out` counts those beyond the limit."""
 
-    nodes: tuple[RegionNode, ...]
+    nodes: tuple[ExcerptNode, ...]
     left_out: int = 0
 
 
-def before(site: Site) -> Region:
+def before(site: Site) -> Excerpt:
     """The region of a site, as the analysis walked it, and the tensors that it starts from. Call before the rewrite."""
     inside = _inside(site)
     ordered = sorted(inside)  # topological
@@ -52,20 +52,20 @@ def before(site: Site) -> Region:
     for node in ordered[-LIMIT:]:
         role = "blame" if node is site.blame else "product" if _is_product(node) else "step"
         boxes.append(_box(node, role, tuple(p.name for p in node.all_input_nodes if p.name in shown)))
-    return Region(nodes=tuple(boxes), left_out=len(inside) - len(kept))
+    return Excerpt(nodes=tuple(boxes), left_out=len(inside) - len(kept))
 
 
-def marked(site: Region, blame: Node | None) -> Region:
+def marked(site: Excerpt, blame: Node | None) -> Excerpt:
     """The region with the node that stopped the rewrite marked, where it is in the picture."""
     if blame is None:
         return site
     return replace(site, nodes=tuple(replace(b, role="blame") if b.name == blame.name else b for b in site.nodes))
 
 
-def after(site: Region, parts: Sequence[Specified]) -> Region:
+def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
     """The calls that stand in the place of a fused region."""
     shapes = {box.name: box for box in site.nodes}
-    boxes: dict[str, RegionNode] = {}
+    boxes: dict[str, ExcerptNode] = {}
     calls = []
     for number, part in enumerate(parts):
         parents = []
@@ -74,7 +74,7 @@ def after(site: Region, parts: Sequence[Specified]) -> Region:
             parents.append(node.name)
         root = site.nodes[-1]
         calls.append(
-            RegionNode(
+            ExcerptNode(
                 name=f"attention{number or ''}",
                 text="fusion::attention",
                 shape=root.shape,
@@ -84,9 +84,9 @@ def after(site: Region, parts: Sequence[Specified]) -> Region:
         )
     if len(calls) > 1:
         total = tuple(call.name for call in calls)
-        calls.append(RegionNode(name="sum", text="aten::add", shape=calls[0].shape, role="step", parents=total))
-    inputs = [RegionNode(name=b.name, text=b.text, shape=b.shape, role="input") for b in boxes.values()]
-    return Region(nodes=(*inputs, *calls))
+        calls.append(ExcerptNode(name="sum", text="aten::add", shape=calls[0].shape, role="step", parents=total))
+    inputs = [ExcerptNode(name=b.name, text=b.text, shape=b.shape, role="input") for b in boxes.values()]
+    return Excerpt(nodes=(*inputs, *calls))
 
 
 def _inside(site: Site) -> set[Node]:
@@ -123,7 +123,7 @@ def _is_product(node: Node) -> bool:
     )
 
 
-def _box(node: Node, role: str, parents: tuple[str, ...]) -> RegionNode:
+def _box(node: Node, role: str, parents: tuple[str, ...]) -> ExcerptNode:
     held = nodes.value(node)
     shape = (
         f"{str(held.dtype).removeprefix('torch.')}{list(map(str, held.shape))}".replace("'", "")
@@ -133,4 +133,4 @@ def _box(node: Node, role: str, parents: tuple[str, ...]) -> RegionNode:
     packet = nodes.packet(node) if node.op == "call_function" else None
     name = getattr(node.target, "__name__", str(node.target))
     text = str(packet).replace(".", "::") if packet is not None else name if node.op == "call_function" else node.op
-    return RegionNode(name=node.name, text=text, shape=shape, role=role, parents=parents)
+    return ExcerptNode(name=node.name, text=text, shape=shape, role=role, parents=parents)
