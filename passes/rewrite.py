@@ -51,6 +51,7 @@ def rewrite(
         _refuse_different(module.graph, sites, specified, validate)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
+    _refuse_escaping(module.graph, sites, specified)  # first: no kernels are built for these
     _refuse_unsupported(module.graph, sites, specified, supports)
     _refuse_escaping(module.graph, sites, specified)
     results: dict[Node, Node] = {}

@@ -113,3 +113,18 @@ def test_report_plans_and_kernels_reach_the_structured_trace():
     artifacts = [r.metadata["artifact"]["name"] for r in keeper.records if "artifact" in r.metadata]
     ours = [name for name in artifacts if name.startswith("fusion_")]
     assert ours == ["fusion_plan_0", "fusion_kernel_0", "fusion_report"]
+
+
+def test_a_failure_is_one_line_on_the_log_with_its_details_in_the_dump(tmp_path: Path, monkeypatch, caplog):
+    def broken(graph, reads):
+        raise RuntimeError("a defect\nof two lines")
+
+    monkeypatch.setattr("fusion.backend.find_sites", broken)
+    monkeypatch.setenv("FUSION_DUMP", str(tmp_path))
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="fusion"):
+        fusion.explain(Model(), torch.randn(2, 9, 16))
+    (record,) = [record for record in caplog.records if "left to the inner compiler" in record.getMessage()]
+    assert record.exc_info is None and "\n" not in record.getMessage()
+    assert record.getMessage().endswith(f"RuntimeError: a defect; details in {tmp_path}")
+    (text,) = (file.read_text() for file in tmp_path.rglob("*failure.txt"))
+    assert "Traceback" in text and "of two lines" in text
