@@ -47,11 +47,11 @@ def rewrite(
     """
     symbols = _Symbols(module.graph)
     specified = _specify_all(sites, symbols, block_mask)
+    _refuse_escaping(module.graph, sites, specified)  # first: these are not validated, and no kernels built for them
     if validate is not None:
         _refuse_different(module.graph, sites, specified, validate)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
-    _refuse_escaping(module.graph, sites, specified)  # first: no kernels are built for these
     _refuse_unsupported(module.graph, sites, specified, supports)
     _refuse_escaping(module.graph, sites, specified)
     results: dict[Node, Node] = {}
