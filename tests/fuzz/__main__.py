@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="stop after these")
     parser.add_argument("--record", help="file to which JSON lines are appended")
     parser.add_argument("--reduce", type=float, default=30.0, help="seconds for making a failing program short")
+    parser.add_argument("--fault", default="", help="of `faults`: only those whose name contains this")
     parser.add_argument("--show", action="store_true", help="print the programs of the seeds and run nothing")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.kind == "faults":
             from tests.fuzz import faults
 
-            return faults.measure(record, seeds, chosen.minutes)
+            return faults.measure(record, list(seeds), chosen.minutes, chosen.fault)
         if chosen.kind == "specs":
             from tests.fuzz import specs_run as runner
         else:

@@ -16,6 +16,8 @@ EXPONENTIALS = ("torch.exp(s)", "(s - s.amax(-1, keepdim=True)).exp()",
                 "torch.exp(s - s.max(dim=-1, keepdim=True).values)",
                 "torch.exp(s - s.amax(-1, keepdim=True).detach())", "torch.exp(s - s.detach().amax(-1, keepdim=True))",
                 "torch.exp(s - s.max(-1, keepdim=True)[0])", "torch.exp2(s * 1.4426950408889634)")  # fmt: skip
+UNSHIFTED = "exponentials without a maximum"
+"""They overflow in eager mode where the fused softmax, which has a maximum, does not."""
 GATES = ("torch.sigmoid(s)", "torch.sigmoid(s - 2)", "torch.relu(s).square()", "torch.relu(s)", "F.silu(s)")
 
 
@@ -24,12 +26,12 @@ def normalize(w: Writer, v: str, kept: list[str]) -> str:
     ways = ["library", "by hand", "late division", "logsumexp", "sink", "gate", "scaled", "elsewhere"]
     kind = w.note(f"normaliser: {w.rng.choices(ways, [60, 14, 4, 4, 6, 4, 4, 4])[0]}")
     if kind == "normaliser: late division":
-        w.say(f"e = {w.pick(*EXPONENTIALS)}")
+        _exponentials(w)
         return w.let("o", f"({_with_values(w, 'e', v)}) / e.sum(-1, keepdim=True)")
     if kind == "normaliser: library":
         w.say("p = " + w.pick(*BY_LIBRARY).format(v=v))
     elif kind == "normaliser: by hand":
-        w.say(f"e = {w.pick(*EXPONENTIALS)}")
+        _exponentials(w)
         if kept and w.chance(0.3):
             w.say(f"e = e * {w.pick(*kept)}")
         w.say(f"p = {w.pick(*BY_HAND)}")
@@ -50,6 +52,13 @@ def normalize(w: Writer, v: str, kept: list[str]) -> str:
                      "p = F.softmin(s, dim=-1)", "p = s.softmax(-1).cumsum(-1)", "p = s"))  # fmt: skip
     _after(w, kept)
     return w.let("o", _with_values(w, "p", v))
+
+
+def _exponentials(w: Writer) -> None:
+    chosen = w.pick(*EXPONENTIALS)
+    if "max" not in chosen:
+        w.note(UNSHIFTED)
+    w.say(f"e = {chosen}")
 
 
 def _sink(w: Writer) -> None:
