@@ -12,6 +12,7 @@ import math
 
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, contains, coordinates, loads, rebuild, substitute
+from fusion.ir.fills import fill_of
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.spec import MaskFacts, Normalizer
 
@@ -59,24 +60,18 @@ def holding(predicates: list[Expr]) -> dict[Expr, Expr]:
 
 
 def _split(score: Expr) -> tuple[Expr, float]:
-    """(predicate, largest fill): where the predicate is false the score is at most the fill."""
+    """(predicate, largest fill): where the predicate is false the score is at most the fill, but for ordinary scores
+    that the fill is added to."""
     if score.op != "where":
         return TRUE, -math.inf
     condition, then, otherwise = score.args
-    if (top := _constant_top(otherwise)) <= HARD:
+    if (top := fill_of(otherwise)) <= HARD:
         live, fill = _split(then)
         return apply("and", condition, live), max(top, fill)
-    if (top := _constant_top(then)) <= HARD:
+    if (top := fill_of(then)) <= HARD:
         live, fill = _split(otherwise)
         return apply("and", apply("not", condition), live), max(top, fill)
     return TRUE, -math.inf
-
-
-def _constant_top(value: Expr) -> float:
-    """The largest value of nested selections between constants; inf for anything else."""
-    if value.op == "where":
-        return max(_constant_top(value.args[1]), _constant_top(value.args[2]))
-    return float(value.attr) if value.op == "const" else math.inf  # type: ignore[arg-type]
 
 
 def _zero_weights(weight: Expr) -> Expr:

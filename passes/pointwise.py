@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, const
-from fusion.ir.ops import apply, as_bool, as_float, as_int, rounded, where
+from fusion.ir.expr import Expr, Kind, const, walk
+from fusion.ir.ops import ROUNDED, apply, as_bool, as_float, as_int, rounded, where
 
 aten = torch.ops.aten
 
@@ -76,17 +76,25 @@ def cast(value: Expr, dtype: torch.dtype) -> Expr | None:
 
 
 def _round_constants(value: Expr, dtype: torch.dtype) -> Expr:
-    """Constants as `dtype` holds them; a sum with a fill that only `dtype` is too coarse for becomes the fill."""
-    if value.op == "fadd":
-        for term, mask in (value.args, value.args[::-1]):
-            if (masked := _add_hard_mask(term, mask, dtype)) is not None:
-                return masked
+    """Constants, also those selected by a mask, as `dtype` holds them, and sums with a fill rounded to it."""
     if value.op == "const":
         return const(rounded(float(value.attr), dtype))  # type: ignore[arg-type]
     if value.op == "where":
         condition, then, otherwise = value.args
         return where(condition, _round_constants(then, dtype), _round_constants(otherwise, dtype))
-    return value
+    fills = (
+        [arg for arg in value.args if arg.is_const and _is_coarse(float(arg.attr), dtype)] if value.op == "fadd" else []
+    )  # type: ignore[arg-type]
+    return apply(ROUNDED[dtype], value) if fills else value
+
+
+_EXACT_FILL = 2.0**64
+"""A sum with a fill beyond this is the fill, or overflows, in float32 as in any narrower dtype."""
+
+
+def _is_coarse(fill: float, dtype: torch.dtype) -> bool:
+    """Whether a sum with a fill is another number in `dtype` than in float32."""
+    return dtype in ROUNDED and swallows(fill, dtype) and -fill < _EXACT_FILL
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------
@@ -111,7 +119,9 @@ def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr] | None) 
 
 
 def _float_arithmetic(name: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr:
-    if name == "fsub" and right.op == "where":
+    if _has_reduction(left) or _has_reduction(right):  # a row's shift, which `recognize` takes off as it stands
+        return apply(name, left, right)
+    if name == "fsub" and (_is_hard_mask(left, dtype) or right.op == "where"):
         name, right = "fadd", apply("neg", right)
     if name == "fadd":
         for value, mask in ((left, right), (right, left)):
@@ -122,19 +132,32 @@ def _float_arithmetic(name: str, left: Expr, right: Expr, dtype: torch.dtype) ->
 
 
 def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
-    """x + (y if p else c) = (x + y if p else c) where c swallows every score that occurs in `dtype`.
+    """x + (y if p else c) = (x + y if p else x + c) where c swallows every score that occurs in `dtype`.
 
     c is that large when half its spacing in `dtype` is at least 16: finfo.min and -inf in every dtype, -1e9 in float32,
-    -1e4 in bfloat16. Eager then rounds x + c to c, so on a row without a live key it averages all keys alike.
+    -1e4 in bfloat16. Such a key is dead in a row with a live one. In a row without, eager averages over what x + c is
+    rounded to, and the gradient passes through the sum.
     """
-    if mask.op != "where":
+    if not _is_hard_mask(mask, dtype):
         return None
-    predicate, then, otherwise = mask.args
-    for condition, kept, fill in ((predicate, then, otherwise), (apply("not", predicate), otherwise, then)):
-        if fill.op == "const" and swallows(float(fill.attr), dtype):  # type: ignore[arg-type]
-            live = _float_arithmetic("fadd", value, kept, dtype)
-            return where(condition, live, _add_to_constants(value, fill, dtype))
-    return None
+    condition, *arms = mask.args
+    then, otherwise = (_round_constants(_float_arithmetic("fadd", value, arm, dtype), dtype) for arm in arms)
+    return where(condition, then, otherwise)
+
+
+def _is_hard_mask(value: Expr, dtype: torch.dtype) -> bool:
+    """Whether a value is, in one of the alternatives that are selected between, a fill that swallows scores."""
+    if value.op == "where":
+        return any(_is_hard_mask(arm, dtype) or _is_fill(arm, dtype) for arm in value.args[1:])
+    return False
+
+
+def _is_fill(value: Expr, dtype: torch.dtype) -> bool:
+    return value.is_const and swallows(float(value.attr), dtype)  # type: ignore[arg-type]
+
+
+def _has_reduction(value: Expr) -> bool:
+    return any(part.op == "reduce" for part in walk(value))
 
 
 def swallows(fill: float, dtype: torch.dtype) -> bool:
@@ -145,16 +168,6 @@ def swallows(fill: float, dtype: torch.dtype) -> bool:
         return True
     exponent = math.floor(math.log2(-fill))
     return 2.0**exponent * torch.finfo(dtype).eps / 2 >= 16
-
-
-def _add_to_constants(value: Expr, fill: Expr, dtype: torch.dtype) -> Expr:
-    """value + fill where fill swallows all of value but other fills: finfo.min twice is -inf, as in eager."""
-    if value.op == "where":
-        condition, then, otherwise = value.args
-        return where(condition, _add_to_constants(then, fill, dtype), _add_to_constants(otherwise, fill, dtype))
-    if value.op == "const":
-        return const(rounded(float(value.attr) + float(fill.attr), dtype))  # type: ignore[arg-type]
-    return fill
 
 
 def _divide(call: Call) -> Expr | None:

@@ -26,7 +26,8 @@ from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
-from fusion.ir.ops import apply, where
+from fusion.ir.ops import ROUNDED, apply, as_float, where
+from fusion.ir.widths import interval, is_exact, within
 from fusion.passes import assembling, marks, nodes, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
@@ -136,6 +137,8 @@ class PullBack:
             result = self._maximum_without_gradient(here, index)
         else:
             result = self._computed(here, index)
+        if result is not None and result.kind is Kind.INT:
+            result = within(result, nodes.dtype(here), self._limits(result))
         if result is None:
             known = folded(here, index)
             return self.load(here, index) if known is None else known
@@ -143,6 +146,15 @@ class PullBack:
             return self.load(here, index)
         self.interior[here] = None
         return result
+
+    def _limits(self, value: Expr) -> tuple[int, int]:
+        """The range of an integer."""
+
+        def of_load(part: Expr) -> tuple[int, int]:
+            held = torch.iinfo(nodes.dtype(self.loaded[part.operand]))
+            return held.min, held.max
+
+        return interval(value, self.bounds, of_load)
 
     def step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
         """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
@@ -208,7 +220,18 @@ class PullBack:
         kwargs = {name: self.argument(arg, index, extents) for name, arg in here.kwargs.items()}
         if kwargs.get("out") is not None:
             return None
-        return pointwise.build(packet(here), pointwise.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
+        result = pointwise.build(packet(here), pointwise.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
+        rounds = result is not None and nodes.dtype(here) is torch.float16 and _depends_on_product(result)
+        return self._with_rounded_sums(result) if rounds else result  # type: ignore[arg-type]
+
+    def _with_rounded_sums(self, value: Expr) -> Expr:
+        """Sums with tensors that may be masks, as float16 rounds them: unlike that of other dtypes, its lowest value is
+        one that float32 can add scores to."""
+        if value.op == "where":
+            return where(value.args[0], *map(self._with_rounded_sums, value.args[1:]))
+        masks = [arg for arg in value.args if arg.op == "load" and "j" in coordinates(arg)]
+        fixed = any(not marks.requires_grad(self.loaded[mask.operand]) for mask in masks)
+        return apply(ROUNDED[torch.float16], value) if fixed and value.op in ("fadd", "fsub") else value
 
     def _maximum_without_gradient(self, here: Node, index: Index) -> Expr | None:
         """What no gradient flows through is loaded, but for `x.amax(-1).detach()`: a softmax ignores its shift."""
@@ -222,10 +245,16 @@ class PullBack:
         return result
 
     def _cast(self, here: Node, index: Index) -> Expr | None:
-        origin = arguments(here)["self"]
+        origin, dtype = arguments(here)["self"], nodes.dtype(here)
         if is_float8(nodes.dtype(origin)) and not marks.stored(origin):
             return None  # kernels do not read it: the widened copy is loaded
-        return pointwise.cast(self.value(origin, index), nodes.dtype(here))
+        value = self.value(origin, index)
+        if value.kind is Kind.INT and dtype in ROUNDED and not is_exact(self._limits(value), dtype):
+            return apply(ROUNDED[dtype], as_float(value))
+        if value.op == "to_float" and pointwise.kind_of(dtype) is Kind.INT:
+            whole = value.args[0]
+            return whole if is_exact(self._limits(whole), nodes.dtype(origin)) else None
+        return pointwise.cast(value, dtype)
 
     def _dropout(self, here: Node, index: Index) -> Expr | None:
         """Dropout of scores or weights; that of anything else is computed by the graph and loaded."""

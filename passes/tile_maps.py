@@ -142,19 +142,19 @@ def _data(found: Specified) -> _Data | None:
     for part in conjuncts(mask.live) if mask is not None else ():
         if depends_on_key(part) and (loads(part) or _alternatives(part)) and mappable(part):
             predicates.append(part)
-    biases: list[tuple[Expr, float]] = []
+    biases: dict[Expr, float] = {}
     if spec.normalizer is not Normalizer.NONE:
-        biases = [
-            (bias, factor)
+        biases = {
+            bias: factor
             for bias, factor in _addends(spec.score, 1.0)
             if HARD * factor <= 100 * ORDINARY and _may_be_hard(found, bias)
-        ]
+        }
     if not predicates and not biases:
         return None
     return _Data(
         predicates=tuple(predicates),
-        biases=tuple(bias for bias, _ in biases),
-        fill=max((HARD * factor for _, factor in biases), default=-math.inf),
+        biases=tuple(biases),
+        fill=max((HARD * factor for factor in biases.values()), default=-math.inf),
     )
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fusion.codegen.mlir.programs import LARGEST
 from fusion.ir import ops
 from fusion.ir.expr import SCORE, Expr, const
+from fusion.ir.fills import LARGEST, fill_of
 from fusion.lowering.numbers import LOG2E
 
 #: Weights lie within 2**-48 .. 2**48 of the centre's ...
@@ -44,7 +44,8 @@ TANH_ERROR = 2.0**-11
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MagnitudeBound:
     """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for constants below `FILL` that some
-    keys may have in place of x (fills). finite: one of them is finite, so that a row of nothing else has weights."""
+    keys may have in place of x, or added to it (fills). finite: one of them is finite, so that a row of nothing else
+    has weights."""
 
     centre: float
     slope: float
@@ -172,11 +173,11 @@ def _reach(expr: Expr, scale: float, arguments: list[MagnitudeBound]) -> Magnitu
 
 def _either(x: Expr, y: Expr, scale: float, arguments: list[MagnitudeBound]) -> MagnitudeBound | None:
     for part, other in ((x, y), (y, x)):
-        if part.op == "const" and part.value * scale <= FILL:
+        if (fill := fill_of(part)) * scale <= FILL:
             reach = _reach(other, scale, arguments)
             if reach is None:
                 return None
-            finite = reach.finite or math.isfinite(part.value)
+            finite = reach.finite or math.isfinite(fill)
             return replace(reach, fills=True, finite=finite)
     first, second = (_reach(part, scale, arguments) for part in (x, y))
     if first is None or second is None:

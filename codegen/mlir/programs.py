@@ -7,14 +7,12 @@ log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)`
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from fusion.ir import ops
 from fusion.ir.expr import SCORE, Expr, Kind, const, contains, rebuild
+from fusion.ir.fills import in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
-
-LARGEST = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +30,10 @@ def programs_of(spec: AttentionSpec) -> Programs:
     score, full = spec.score, None if spec.mask is None else spec.mask.full
     score, full = simplified(score), None if full is None else simplified(full)
     scale = 1.0 if spec.normalizer is Normalizer.NONE else _factor(score)
-    if scale == 1.0 or (full is not None and _factor(full) != scale):
+    masked, live = _divide(score, scale), None if full is None else _divide(full, scale)
+    if scale == 1.0 or masked is None or (full is not None and (live is None or _factor(full) != scale)):
         return Programs(masked=score, full=full, scale=1.0)
-    full = None if full is None else _divide(full, scale)
-    return Programs(masked=_divide(score, scale), full=full, scale=scale)
+    return Programs(masked=masked, full=live, scale=scale)
 
 
 def simplified(expr: Expr) -> Expr:
@@ -69,19 +67,21 @@ def _factor(expr: Expr) -> float:
         return float(expr.args[1].attr)  # type: ignore[arg-type]
     if expr.op == "where" and not contains(expr.args[0], SCORE):
         then, otherwise = expr.args[1:]
-        if otherwise.op == "const":
+        if is_dead(otherwise):
             return _factor(then)
-        return _factor(otherwise) if then.op == "const" else 1.0
+        return _factor(otherwise) if is_dead(then) else 1.0
     return 1.0
 
 
-def _divide(expr: Expr, scale: float) -> Expr:
-    """The program in units of the factor that `_factor` found."""
-    if expr.op == "const":
-        value = float(expr.attr) / scale  # type: ignore[arg-type]
-        if math.isfinite(float(expr.attr)):  # type: ignore[arg-type]
-            value = max(-LARGEST, min(LARGEST, value))  # a finite fill stays finite
-        return const(value, Kind.FLOAT)
-    if expr.op == "where":
-        return ops.where(expr.args[0], _divide(expr.args[1], scale), _divide(expr.args[2], scale))
-    return expr.args[0]
+def _divide(expr: Expr, scale: float) -> Expr | None:
+    """The program in units of the factor that `_factor` found; None where rows without a live key would change."""
+
+    def divide(part: Expr) -> Expr | None:
+        if is_dead(part):
+            return in_units(part, scale, divide)
+        if part.op == "where":
+            arms = [divide(arm) for arm in part.args[1:]]
+            return None if None in arms else ops.where(part.args[0], *arms)  # type: ignore[arg-type]
+        return part.args[0] if part.op == "fmul" else None
+
+    return divide(expr)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.programs import LARGEST, Programs, programs_of
+from fusion.codegen.mlir.programs import Programs, programs_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.softmax import Exponent
@@ -19,6 +19,7 @@ from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
+from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import LOG2E
 

@@ -19,6 +19,8 @@ from fusion.lowering.numbers import LOG2E
 LN2 = math.log(2.0)
 #: Rare functions that are left to libm
 LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}
+#: Primitives that round to a narrower type
+_ROUNDED = {"round_bfloat16": "bf16", "round_float16": "f16"}
 #: Numerators and denominators of tanh(x) / x in x**2 on [0, 81], by iterated weighted least squares; all are positive,
 #: so that nothing cancels
 _TANH = (
@@ -185,6 +187,8 @@ class VectorMath:
             "neg": "arith.negf", "abs": "math.absf", "floor": "math.floor", "ceil": "math.ceil", "trunc": "math.trunc",
             "round": "math.roundeven", "sqrt": "math.sqrt", "sin": "math.sin", "cos": "math.cos",
         }  # fmt: skip
+        if name in _ROUNDED:
+            return lambda x: b.convert("arith.extf", b.convert("arith.truncf", x, _ROUNDED[name]), "f32", name)
         if name in LIBM:
             return lambda x: self.by_lane(LIBM[name], x)
         if name == "rsqrt":

@@ -63,6 +63,7 @@ _HELPERS = {
     "pow": "power",
     "hash": "hashed",
 }
+_ROUNDED = {"round_bfloat16": "tl.bfloat16", "round_float16": "tl.float16"}
 _INFIX = {
     "fadd": (" + ", 5),
     "add": (" + ", 5),
@@ -243,6 +244,8 @@ class Writer:
             return self._division(expr, args)
         if op in ("neg", "not"):
             return f"{'-' if op == 'neg' else '~'}({texts[0]})", 7
+        if op in _ROUNDED:
+            return f"({texts[0]}).to({_ROUNDED[op]}).to(tl.float32)", _ATOM
         if op in ("to_float", "bool_to_float"):
             return f"tl.cast({texts[0]}, tl.float32)", _ATOM
         if op in ("to_int", "bool_to_int"):

@@ -11,12 +11,15 @@ import math
 from dataclasses import dataclass
 
 from fusion.ir import integers, ops
-from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, substitute, walk
+from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, contains, substitute, walk
+from fusion.ir.fills import LARGEST, in_units, is_dead
+from fusion.ir.ops import ROUNDED
 from fusion.ir.spec import AttentionSpec, Normalizer
 
-LARGEST = 3.4028234663852886e38
 _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
-_TAME = frozenset("fadd fmul fsub neg tanh sigmoid sin cos erf minimum maximum abs where to_float".split())
+_TAME = frozenset("fadd fmul fsub neg tanh sigmoid sin cos erf minimum maximum abs where to_float".split()) | set(
+    ROUNDED.values()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +51,11 @@ def programs_of(spec: AttentionSpec) -> Programs:
     beyond = _beyond(score, scale)
     if len(beyond) > 1:  # they would become equal
         return Programs(masked=score, full=full, scale=1.0, guarded=guarded)
+    masked = divided(score, scale)
+    if masked is None:
+        return Programs(masked=score, full=full, scale=1.0, guarded=guarded)
     return Programs(
-        masked=divided(score, scale),
+        masked=masked,
         full=None if full is None else divided(full, scale),
         scale=scale,
         guarded=guarded,
@@ -74,8 +80,8 @@ def dead_rows_matter(spec: AttentionSpec) -> bool:
 
 def _beyond(score: Expr, scale: float) -> set[float]:
     """Finite constants among the alternatives of a program that do not fit float32 in units of `scale`."""
-    if score.op == "where":
-        return _beyond(score.args[1], scale) | _beyond(score.args[2], scale)
+    if score.op in ("where", "fadd"):
+        return {value for arg in score.args for value in _beyond(arg, scale)}
     value = float(score.attr) if score.op == "const" else 0.0  # type: ignore[arg-type]
     return {value} if math.isfinite(value) and abs(value) / scale > LARGEST else set()
 
@@ -108,22 +114,20 @@ def factor_of(expr: Expr) -> float | None:
         return None if inner is None else inner / float(expr.args[1].attr)  # type: ignore[arg-type]
     if expr.op == "where" and not contains(expr.args[0], SCORE):
         _, then, otherwise = expr.args
-        if otherwise.op == "const":
+        if is_dead(otherwise):
             return factor_of(then)
-        return factor_of(otherwise) if then.op == "const" else None
+        return factor_of(otherwise) if is_dead(then) else None
     return None
 
 
-def divided(expr: Expr, scale: float) -> Expr:
-    """The program in units of the factor that `factor_of` found."""
+def divided(expr: Expr, scale: float) -> Expr | None:
+    """The program in units of the factor that `factor_of` found; None where rows without a live key would change."""
     if expr is SCORE:
         return expr
-    if expr.op == "const":
-        value = float(expr.attr) / scale  # type: ignore[arg-type]
-        if math.isfinite(float(expr.attr)):  # type: ignore[arg-type]
-            value = max(-LARGEST, min(LARGEST, value))  # a finite fill stays finite
-        return const(value, Kind.FLOAT)
+    if is_dead(expr):
+        return in_units(expr, scale, lambda part: divided(part, scale))
     if expr.op == "where":
-        return ops.where(expr.args[0], divided(expr.args[1], scale), divided(expr.args[2], scale))
+        arms = [divided(arm, scale) for arm in expr.args[1:]]
+        return None if None in arms else ops.where(expr.args[0], *arms)  # type: ignore[arg-type]
     rest = [arg for arg in expr.args if arg.op != "const"]
     return divided(rest[0], scale)

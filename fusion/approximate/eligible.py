@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.ir.expr import ROW_SUM, SCORE, Expr, I, J, Kind, const, node
+from fusion.ir.fills import is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 DEAD = -1e30
@@ -46,7 +47,7 @@ def _live_branch(score: Expr) -> Expr:
     """The branch of a selection that holds the score."""
     if score.op != "where":
         return score
-    return score.args[1] if score.args[2].is_const else score.args[2]
+    return score.args[1] if is_dead(score.args[2]) else score.args[2]
 
 
 def _scale(score: Expr) -> float | None:

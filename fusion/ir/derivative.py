@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from fusion.ir.expr import ZERO, Expr, Kind, const, node, walk
-from fusion.ir.ops import PRIMITIVES, apply, where
+from fusion.ir.ops import PRIMITIVES, ROUNDED, apply, where
 
 UPSTREAM = node("upstream", (), Kind.FLOAT)
 """The leaf that stands for the gradient arriving at a score program's value."""
@@ -106,6 +106,7 @@ PULLBACKS: dict[str, Pullback] = {
     "neg": _unary(lambda g, y, x: _neg(g)),
     "abs": _unary(_abs),
     **dict.fromkeys(("floor", "ceil", "trunc", "round"), _flat),
+    **dict.fromkeys(ROUNDED.values(), _unary(lambda g, y, x: g)),
     "sqrt": _unary(lambda g, y, x: apply("div", _mul(g, const(0.5)), y)),
     "rsqrt": _unary(lambda g, y, x: _mul(g, const(-0.5), _mul(y, _square(y)))),
     "exp": _unary(lambda g, y, x: _mul(g, y)),

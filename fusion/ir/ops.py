@@ -79,6 +79,15 @@ _UNARY_FLOAT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "erf": (torch.erf, "erf({0})"),
     "atan": (torch.atan, "atan({0})"),
 }
+ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
+"""Primitives that round to a narrower dtype: dtype -> name."""
+
+
+def _rounding(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], str]:
+    return lambda x: x.to(dtype).to(x.dtype), str(dtype).removeprefix("torch.") + "({0})"
+
+
+_UNARY_FLOAT |= {name: _rounding(dtype) for dtype, name in ROUNDED.items()}
 _BINARY_FLOAT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "fadd": (torch.add, "{0} + {1}"),
     "fsub": (torch.sub, "{0} - {1}"),
@@ -112,7 +121,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "and": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_and, text="{0} ∧ {1}"),
     "or": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_or, text="{0} ∨ {1}"),
     "not": Primitive(args=(BOOL,), result=BOOL, evaluate=torch.logical_not, text="¬{0}"),
-    "to_float": Primitive(args=(INT,), result=FLOAT, evaluate=lambda x: x.to(torch.float32), text="float({0})"),
+    "to_float": Primitive(args=(INT,), result=FLOAT, evaluate=lambda x: x.to(torch.float64), text="float({0})"),
     "bool_to_float": Primitive(args=(BOOL,), result=FLOAT, evaluate=lambda x: x.to(torch.float32), text="float({0})"),
     "bool_to_int": Primitive(args=(BOOL,), result=INT, evaluate=_truncating_int, text="int({0})"),
     "to_int": Primitive(args=(FLOAT,), result=INT, evaluate=_truncating_int, text="int({0})"),
@@ -200,13 +209,8 @@ def _not(value: Expr) -> Expr | None:
     return None
 
 
-def _identity(neutral: float, commutes: bool) -> Callable[[Expr, Expr], Expr | None]:
-    def simplify(left: Expr, right: Expr) -> Expr | None:
-        if is_number(right, neutral):
-            return left
-        return right if commutes and is_number(left, neutral) else None
-
-    return simplify
+def _identity(neutral: float) -> Callable[[Expr, Expr], Expr | None]:
+    return lambda left, right: left if is_number(right, neutral) else None
 
 
 def _at_most(left: Expr, right: Expr) -> Expr:
@@ -248,6 +252,19 @@ def _unequal(left: Expr, right: Expr) -> Expr | None:
     return None if decided is None else const(not decided.attr)
 
 
+def _add(left: Expr, right: Expr) -> Expr | None:
+    """(x if p else 0) + (0 if p else y) = x if p else y: the gradient of what is used on both sides of a selection."""
+    for zero, other in ((left, right), (right, left)):
+        if is_number(zero, 0.0):
+            return other
+    if left.op == right.op == "where" and left.args[0] is right.args[0]:
+        _, x, nothing = left.args
+        _, none, y = right.args
+        if is_number(nothing, 0.0) and is_number(none, 0.0):
+            return where(left.args[0], x, y)
+    return None
+
+
 def _multiply(left: Expr, right: Expr) -> Expr | None:
     """A product of two selections between finite constants, such as two masks of ones and zeros, is a selection."""
     if is_number(right, 1.0):
@@ -258,10 +275,6 @@ def _multiply(left: Expr, right: Expr) -> Expr | None:
         condition, then, otherwise = left.args
         return where(condition, apply("fmul", then, right), apply("fmul", otherwise, right))
     return None
-
-
-def _to_int(value: Expr) -> Expr | None:
-    return value.args[0] if value.op == "to_float" else None
 
 
 def _bool_to_float(value: Expr) -> Expr:
@@ -329,16 +342,15 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "and": _and,
     "or": _or,
     "not": _not,
-    "fadd": _identity(0.0, commutes=True),
-    "fsub": _identity(0.0, commutes=False),
+    "fadd": _add,
+    "fsub": _identity(0.0),
     "fmul": _multiply,
-    "div": _identity(1.0, commutes=False),
-    "pow": _identity(1.0, commutes=False),
+    "div": _identity(1.0),
+    "pow": _identity(1.0),
     "ilt": lambda left, right: _at_most(integers.add(left, 1), right),
     "ile": _at_most,
     "ieq": _equal,
     "ine": _unequal,
-    "to_int": _to_int,
     "bool_to_float": _bool_to_float,
     "bool_to_int": _bool_to_int,
 }

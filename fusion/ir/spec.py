@@ -79,7 +79,8 @@ class Output:
 class MaskFacts:
     """What is known of the mask at compile time.
 
-    live: predicate in b.., i, j; where it is false the score program is a constant <= `fill`, below every live score.
+    live: predicate in b.., i, j; where it is false the score program is at most `fill`, below every live score, but for
+        ordinary scores that a fill is added to.
     key_lo, key_hi: INT expressions in b.., and the coordinates `i0`, `i1` (first and last query row of a block);
         outside key_lo <= j < key_hi no key of rows i0..i1 is live. Not clamped to [0, n_k).
     full: the score program where it is simpler because masks need not be evaluated: for tiles within the full range

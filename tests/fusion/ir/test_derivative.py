@@ -5,9 +5,10 @@ import torch
 
 from fusion.ir.derivative import PULLBACKS, UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, ZERO, I, J, Kind, const, load, node
-from fusion.ir.ops import PRIMITIVES, apply, evaluate, where
+from fusion.ir.ops import PRIMITIVES, ROUNDED, apply, evaluate, where
 
 FLOAT_PRIMITIVES = [n for n, p in PRIMITIVES.items() if p.result is Kind.FLOAT and Kind.FLOAT in p.args]
+SMOOTH = [name for name in FLOAT_PRIMITIVES if name not in ROUNDED.values()]
 POSITIVE = {"sqrt", "rsqrt", "log", "log1p", "pow"}
 
 
@@ -38,7 +39,7 @@ def pull_back(expr, values, upstream):
         return [(evaluate(ours[x], leaf, torch.float64).expand_as(t), t) for x, t in zip(wanted, theirs, strict=True)]
 
 
-@pytest.mark.parametrize("name", FLOAT_PRIMITIVES)
+@pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives_are_those_of_torch(name):
     kinds = PRIMITIVES[name].args
     values = []
@@ -49,6 +50,13 @@ def test_derivatives_are_those_of_torch(name):
     expr = apply(name, *leaves(kinds))
     for ours, theirs in pull_back(expr, values, torch.linspace(0.5, 1.5, 64, dtype=torch.float64)):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ROUNDED.values())
+def test_a_gradient_passes_through_rounding(name):
+    """torch rounds it as well, to the same dtype."""
+    x = load(0, (I,), Kind.FLOAT)
+    assert adjoints(apply(name, x), UPSTREAM, [x])[x] is UPSTREAM
 
 
 @pytest.mark.parametrize("name", ["abs", "minimum", "maximum", "pow"])

@@ -1,0 +1,75 @@
+"""Fills of masks in score programs: what a dead score is, and what it becomes in other units.
+
+A program is `live if p else dead`, where `dead` is a constant (the score was replaced) or a sum with one (a mask was
+added), which may be rounded to a narrower dtype. Live rows only need it to be far below. In rows without a live key it
+is what eager computes, rounding included, since the mean there is one over the keys with the largest of these values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fusion.ir.expr import Expr, Kind, const, walk
+from fusion.ir.ops import ROUNDED, apply, where
+
+LARGEST = 3.4028234663852886e38
+"""The largest float32."""
+
+SWALLOWS = 2.0**64
+"""A finite fill beyond this stays what it is, or overflows, in a sum with scores in any dtype."""
+
+
+def fill_of(value: Expr) -> float:
+    """What a dead score is, but for ordinary scores that it is a sum with: its largest value over all selections. +inf
+    for what is not dead."""
+    if value.op == "const":
+        return value.value
+    if value.op == "where":
+        return max(map(fill_of, value.args[1:]))
+    if value.op in ROUNDED.values():
+        return fill_of(value.args[0])
+    if value.op == "fmul" and value.args[1].is_const and (by := fill_of(value.args[1])) > 0:
+        return fill_of(value.args[0]) * by
+    low = [fill for arg in value.args if (fill := fill_of(arg)) < -1e3] if value.op == "fadd" else []
+    return sum(low) if low else math.inf
+
+
+def is_dead(value: Expr) -> bool:
+    """Whether a value is a constant, or a sum with a fill."""
+    return value.is_const or fill_of(value) < 0
+
+
+def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) -> Expr | None:
+    """A dead score divided by `scale`, such that rows of nothing else have the same weights; None where that cannot be.
+    divide: the same for what is not dead."""
+    if dead.is_const:
+        return const(_clamped(dead.value / scale, dead.value), Kind.FLOAT)
+    if dead.op == "where":
+        arms = [in_units(arm, scale, divide) if is_dead(arm) else divide(arm) for arm in dead.args[1:]]
+        return None if None in arms else where(dead.args[0], *arms)  # type: ignore[arg-type]
+    if dead.op in ROUNDED.values():  # values apart are further apart than the division rounds
+        constants = [part.value for part in walk(dead) if part.is_const and part.kind is Kind.FLOAT]
+        fits = all(math.isinf(value) or abs(value) / scale < LARGEST / 16 for value in constants)
+        return apply("fmul", dead, const(1 / scale)) if fits else None
+    if dead.op != "fadd":
+        return None
+    fill, rest = sorted(dead.args, key=lambda arg: not arg.is_const)
+    if not fill.is_const or not _stays(fill.value, scale):
+        return None
+    moved = in_units(rest, scale, divide) if is_dead(rest) else divide(rest)
+    return None if moved is None else apply("fadd", moved, in_units(fill, scale, divide))  # type: ignore[arg-type]
+
+
+def _stays(fill: float, scale: float) -> bool:
+    """Whether x + fill rounds and overflows in units of `scale` as it does in its own."""
+    if math.isinf(fill):
+        return True
+    if -fill < SWALLOWS:
+        return math.frexp(scale)[0] == 0.5
+    return scale <= 1 and (-fill / scale <= LARGEST or -fill > LARGEST / 2)
+
+
+def _clamped(value: float, original: float) -> float:
+    """A finite fill stays finite."""
+    return max(-LARGEST, min(LARGEST, value)) if math.isfinite(original) else value
