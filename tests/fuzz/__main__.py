@@ -20,7 +20,7 @@ from tests.fuzz import campaign, functions_run
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("kind", choices=["functions", "specs", "faults"])
-    parser.add_argument("--seeds", default="0:1000", help="first:end")
+    parser.add_argument("--seeds", default="0:1000", help="first:end, or new:count for seeds of this commit's own")
     parser.add_argument("--shard", default="1/1", help="number/of: every so-manieth seed")
     parser.add_argument("--minutes", type=float, help="stop after these")
     parser.add_argument("--record", help="file to which JSON lines are appended")

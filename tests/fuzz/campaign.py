@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +86,10 @@ def commit() -> str:
 
 
 def seeds_of(text: str, shard: str) -> Iterator[int]:
-    """The seeds of "first:end" that belong to shard "number/of"."""
-    first, end = (int(part) for part in text.split(":"))
+    """The seeds of "first:end" that belong to shard "number/of"; "new:count" begins where no other commit does."""
+    start, end_or_count = text.split(":")
+    first = zlib.crc32(commit().encode()) * 10**6 if start == "new" else int(start)
+    end = int(end_or_count) + first * (start == "new")
     number, of = (int(part) for part in shard.split("/"))
     return (seed for seed in range(first, end) if seed % of == number - 1)
 
