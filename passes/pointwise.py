@@ -452,7 +452,7 @@ def _addcmul(name: str) -> Builder:
             return None
         base, left, right = (operand(arg, Kind.FLOAT) for arg in call.args[:3])
         factor = const(float(call.kwargs.get("value", 1)))
-        return apply("fadd", base, apply(name, apply("fmul", factor, left), right))
+        return _float_arithmetic("fadd", base, apply(name, apply("fmul", factor, left), right), call.dtype)
 
     return builder
 

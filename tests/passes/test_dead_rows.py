@@ -246,3 +246,18 @@ def test_gradients_of_dead_rows():
 
     exact = gradients(filled_with_zero, [x.detach().double().requires_grad_() for x in given])
     assert_as_exact_as_eager(gradients(compiled, given), gradients(filled_with_zero, given), exact, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mask_added_by_addcmul_swallows_scores_as_one_that_is_added(dtype):
+    """Half precision has no room for scores beside its lowest value: eager averages all keys of a dead row."""
+
+    def function(q, k, v):
+        lowest = torch.full([], torch.finfo(q.dtype).min, dtype=q.dtype)
+        return torch.addcmul(q @ k.mT, (~keep(q, k)).to(q.dtype), lowest).softmax(-1) @ v
+
+    given = [torch.randn(2, 2, 21, 8, dtype=dtype) for _ in range(3)]
+    with torch.no_grad():
+        compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": "reference"})
+        actual, eager, exact = compiled(*given), function(*given), function(*(x.double() for x in given))
+    assert_as_exact_as_eager(actual, eager, exact)
