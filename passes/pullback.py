@@ -19,7 +19,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Node
@@ -28,21 +27,18 @@ from fusion.ir import integers
 from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
 from fusion.ir.ops import ROUNDED, apply, as_float, where
 from fusion.ir.widths import interval, is_exact, within
-from fusion.passes import assembling, marks, nodes, pointwise
+from fusion.passes import assembling, marks, nodes, over_keys, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
 from fusion.passes.folding import folded
 from fusion.passes.inplace import may_copy
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
+from fusion.passes.over_keys import depends_on_product
 from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
-MAX_SINKS = 4
-_SOFTMAX = {aten.softmax, aten._softmax, aten.special_softmax, aten._safe_softmax}
-_LOG_SOFTMAX = {aten.log_softmax, aten._log_softmax, aten.special_log_softmax}
-_REDUCTIONS = {aten.sum: "sum", aten.amax: "max", aten.logsumexp: "logsumexp", aten.special_logsumexp: "logsumexp"}
 _HEAVY = {"exp": 1, "tanh": 1, "sigmoid": 1, "sqrt": 1, "rsqrt": 1, "pow": 3, "log": 2, "log1p": 2, "expm1": 2,
           "sin": 3, "cos": 3, "erf": 2, "atan": 3}  # fmt: skip
 _MAX_HEAVY = 2
@@ -84,8 +80,6 @@ class PullBack:
         self.limit: str | None = None
         self._memo: dict[tuple[Node, Index], Expr] = {}
         self._depth = 0
-
-    # --- walking ------------------------------------------------------------------------------------------------
 
     def value(self, here: Node, index: Index) -> Expr:
         """The element `here[index]`."""
@@ -142,7 +136,7 @@ class PullBack:
         if result is None:
             known = folded(here, index)
             return self.load(here, index) if known is None else known
-        if not _depends_on_product(result) and self._too_heavy(result):
+        if not depends_on_product(result) and self._too_heavy(result):
             return self.load(here, index)
         self.interior[here] = None
         return result
@@ -187,8 +181,6 @@ class PullBack:
             return found
         raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({value.name})")
 
-    # --- operations ---------------------------------------------------------------------------------------------
-
     def _computed(self, here: Node, index: Index) -> Expr | None:
         """The element as an expression, or None where it is to be loaded."""
         if here.op != "call_function":
@@ -198,17 +190,7 @@ class PullBack:
             return self._pointwise(here, index)
         if is_contraction(here):
             return self._contraction(here, index)
-        if kind in _SOFTMAX:
-            safe = kind is aten._safe_softmax
-            return self._over_keys("softmax", "safe_softmax" if safe else "softmax", here, index)
-        if kind in _LOG_SOFTMAX:
-            inner = self._over_keys("softmax", "softmax", here, index)
-            return apply("log", inner) if inner is not None else None
-        if kind in _REDUCTIONS:
-            return self._reduction(_REDUCTIONS[kind], here, index)
-        if method := _METHODS.get(kind):
-            return getattr(self, method)(here, index)
-        if operation := assembling.OPERATIONS.get(kind):
+        if operation := _OPERATIONS.get(kind):
             return operation(self, here, index)
         return assembling.created(here, index)
 
@@ -262,7 +244,7 @@ class PullBack:
         value = self.value(next(a for a in here.args if isinstance(a, Node)), index)
         if not args.get("train", True) or args.get("p", 0.5) == 0:
             return value
-        if not _depends_on_product(value):
+        if not depends_on_product(value):
             return None
         return apply("fmul", value, self.kept(here, args["p"], index, shape(here)))
 
@@ -286,9 +268,6 @@ class PullBack:
         keep = apply("ilt", drawn, integers.integer(round((1 - p) * 2**31)))
         return where(keep, const(1 / (1 - p)), const(0.0))
 
-    def _native_dropout(self, here: Node, index: Index) -> Expr | None:
-        return self._dropout(here, index)
-
     def _item(self, here: Node, index: Index) -> Expr | None:
         """Item 0 of native_dropout and of max(dim)."""
         if here.target is not operator.getitem:
@@ -299,7 +278,7 @@ class PullBack:
         if packet(origin) is aten.native_dropout:
             return self._dropout(origin, index)
         if packet(origin) is aten.max:
-            return self._reduction("max", origin, index)
+            return over_keys.reduction(self, "max", origin, index)
         return None
 
     def _contraction(self, here: Node, index: Index) -> Expr | None:
@@ -359,69 +338,6 @@ class PullBack:
         assert combined is not None
         return combined
 
-    def _over_keys(self, op: str, attr: str, here: Node, index: Index) -> Expr | None:
-        """A softmax whose dimension `dim` is at key J (further columns, which the product never reads, are sinks)."""
-        args = arguments(here)
-        origin = args["self"]
-        dim = nodes.normalize_dim(args["dim"], len(index))
-        extent = shape(origin)[dim]
-        # With a single key, J is 0, and a reshape may have said so.
-        single = self.keys is integers.integer(1) and index[dim].is_const
-        offset = index[dim] if single else integers.sub(index[dim], J)
-        if not offset.is_const:
-            return None
-        columns = self._columns(origin, index, dim, extent, int(offset.attr))  # type: ignore[arg-type]
-        if columns is None:
-            return None
-        if (dtype := args.get("dtype")) is not None:  # the scores are cast before the softmax
-            columns = tuple(pointwise.cast(column, dtype) for column in columns)
-        return node(op, columns, Kind.FLOAT, attr)
-
-    def _columns(self, origin: Node, index: Index, dim: int, extent: Expr, offset: int) -> tuple[Expr, ...] | None:
-        """The value at key J, then those of the columns before and after the keys' (constant few)."""
-        further = integers.sub(extent, self.keys)
-        count = int(further.attr) if further.is_const else -1  # type: ignore[arg-type]
-        if count > MAX_SINKS:
-            self.limit = f"{count} columns of the softmax beside the keys, more than {MAX_SINKS}"
-        if not 0 <= offset <= count <= MAX_SINKS:
-            return None
-
-        def at(position: int | Expr) -> Expr:
-            return self.value(origin, (*index[:dim], integers.integer(position), *index[dim + 1 :]))
-
-        before = [at(column) for column in range(offset)]
-        after = [at(integers.add(self.keys, offset + column)) for column in range(count - offset)]
-        return (at(integers.add(J, offset)), *before, *after)
-
-    def _norm(self, here: Node, index: Index) -> Expr | None:
-        """The norm of order 1: a sum of magnitudes."""
-        args = arguments(here)
-        if args["ord"] != 1 or args.get("dtype") is not None:
-            return None
-        return self._reduction("sum", here, index, lambda column: apply("abs", column))
-
-    def _reduction(
-        self, name: str, here: Node, index: Index, of_each: Callable[[Expr], Expr] = lambda column: column
-    ) -> Expr | None:
-        """A sum, maximum or logsumexp over one dimension, taken to be over the keys (else nothing will match it)."""
-        args = arguments(here)
-        origin, dims = args["self"], args.get("dim")
-        rank = len(shape(origin))
-        dims = [dims] if isinstance(dims, int) else list(dims or ())
-        if len(dims) != 1 or any("j" in coordinates(part) for part in index):
-            return None
-        dim = nodes.normalize_dim(dims[0], rank)
-        inner = index if args.get("keepdim") else (*index[:dim], integers.integer(0), *index[dim:])
-        further = integers.sub(shape(origin)[dim], self.keys)
-        if not further.is_const:
-            return None
-        # Sinks stand before or after the keys: whichever resolves.
-        for offset in sorted({0, int(further.attr)}):  # type: ignore[arg-type]
-            columns = self._columns(origin, inner, dim, shape(origin)[dim], offset)
-            if columns is not None and any(_depends_on_product(c) for c in columns[:1]):
-                return node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
-        return None
-
     def _too_heavy(self, result: Expr) -> bool:
         """Whether an expression free of scores is better read from the tensor that the graph can compute once.
 
@@ -439,11 +355,12 @@ class PullBack:
         return heavy > _MAX_HEAVY or (reads > 1 and result.kind is Kind.FLOAT)
 
 
-_METHODS = {
-    aten.to: "_cast", aten._to_copy: "_cast", aten.type_as: "_cast",
-    aten.dropout: "_dropout", aten.native_dropout: "_native_dropout", aten.feature_dropout: "_dropout",
-    aten.linalg_vector_norm: "_norm", None: "_item",
+_OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
+    aten.to: PullBack._cast, aten._to_copy: PullBack._cast, aten.type_as: PullBack._cast,
+    aten.dropout: PullBack._dropout, aten.native_dropout: PullBack._dropout, aten.feature_dropout: PullBack._dropout,
+    None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
 }  # fmt: skip
+"""Operation -> the element at an index of its result, or None where it is to be loaded; None stands for getitem."""
 
 
 def is_made_from_product(node: Node) -> bool:
@@ -463,14 +380,3 @@ def is_made_from_product(node: Node) -> bool:
 
 def _position(index: Index, atom: Expr) -> int:
     return next(k for k, entry in enumerate(index) if entry is atom)
-
-
-_made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
-
-
-def _depends_on_product(expr: Expr) -> bool:
-    """Whether a "dot" leaf is below; known for the operands, so that nothing is walked twice."""
-    found = _made_from_product.get(expr)
-    if found is None:
-        found = _made_from_product[expr] = expr.op == "dot" or any(map(_depends_on_product, expr.args))
-    return found

@@ -1,0 +1,120 @@
+"""Softmaxes and reductions over the keys: the scores of all keys at once, as one element of the result sees them.
+
+What they return has, besides the score at key J, the scores of further columns (sinks), of which there may be a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, J, Kind, coordinates, node
+from fusion.ir.ops import apply
+from fusion.passes import nodes, pointwise
+from fusion.passes.nodes import arguments, packet, shape
+from fusion.passes.views import Index
+
+if TYPE_CHECKING:
+    from fusion.passes.pullback import PullBack
+
+aten = torch.ops.aten
+MAX_SINKS = 4
+
+
+def _softmax(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """A softmax whose dimension `dim` is at key J (further columns, which the product never reads, are sinks)."""
+    args = arguments(here)
+    origin = args["self"]
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    # With a single key, J is 0, and a reshape may have said so.
+    single = pullback.keys is integers.integer(1) and index[dim].is_const
+    offset = index[dim] if single else integers.sub(index[dim], J)
+    columns = _columns(pullback, origin, index, dim, offset.integer) if offset.is_const else None
+    if columns is None:
+        return None
+    if (dtype := args.get("dtype")) is not None:  # the scores are cast before the softmax
+        columns = tuple(pointwise.cast(column, dtype) for column in columns)
+    kind = "safe_softmax" if packet(here) is aten._safe_softmax else "softmax"
+    return node("softmax", columns, Kind.FLOAT, kind)
+
+
+def _log_softmax(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    inner = _softmax(pullback, here, index)
+    return apply("log", inner) if inner is not None else None
+
+
+def _columns(pullback: PullBack, origin: Node, index: Index, dim: int, offset: int) -> tuple[Expr, ...] | None:
+    """The value at key J, then those of the columns before and after the keys' (constant few)."""
+    further = integers.sub(shape(origin)[dim], pullback.keys)
+    count = further.integer if further.is_const else -1
+    if count > MAX_SINKS:
+        pullback.limit = f"{count} columns of the softmax beside the keys, more than {MAX_SINKS}"
+    if not 0 <= offset <= count <= MAX_SINKS:
+        return None
+
+    def at(position: int | Expr) -> Expr:
+        return pullback.value(origin, (*index[:dim], integers.integer(position), *index[dim + 1 :]))
+
+    before = [at(column) for column in range(offset)]
+    after = [at(integers.add(pullback.keys, offset + column)) for column in range(count - offset)]
+    return (at(integers.add(J, offset)), *before, *after)
+
+
+def reduction(
+    pullback: PullBack, name: str, here: Node, index: Index, of_each: Callable[[Expr], Expr] = lambda column: column
+) -> Expr | None:
+    """A sum, maximum or logsumexp over one dimension, taken to be over the keys (else nothing will match it)."""
+    args = arguments(here)
+    origin, dims = args["self"], args.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if len(dims) != 1 or any("j" in coordinates(part) for part in index):
+        return None
+    dim = nodes.normalize_dim(dims[0], len(shape(origin)))
+    inner = index if args.get("keepdim") else (*index[:dim], integers.integer(0), *index[dim:])
+    further = integers.sub(shape(origin)[dim], pullback.keys)
+    if not further.is_const:
+        return None
+    # Sinks stand before or after the keys: whichever resolves.
+    for offset in sorted({0, further.integer}):
+        columns = _columns(pullback, origin, inner, dim, offset)
+        if columns is not None and depends_on_product(columns[0]):
+            return node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
+    return None
+
+
+def _norm(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """The norm of order 1: a sum of magnitudes."""
+    args = arguments(here)
+    if args["ord"] != 1 or args.get("dtype") is not None:
+        return None
+    return reduction(pullback, "sum", here, index, partial(apply, "abs"))
+
+
+def _reduce(name: str) -> Callable[[PullBack, Node, Index], Expr | None]:
+    return lambda pullback, here, index: reduction(pullback, name, here, index)
+
+
+OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
+    aten.softmax: _softmax, aten._softmax: _softmax, aten.special_softmax: _softmax, aten._safe_softmax: _softmax,
+    aten.log_softmax: _log_softmax, aten._log_softmax: _log_softmax, aten.special_log_softmax: _log_softmax,
+    aten.sum: _reduce("sum"), aten.amax: _reduce("max"), aten.logsumexp: _reduce("logsumexp"),
+    aten.special_logsumexp: _reduce("logsumexp"), aten.linalg_vector_norm: _norm,
+}  # fmt: skip
+"""Operation -> the element at an index of its result, or None where it is to be loaded."""
+
+
+_made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
+
+
+def depends_on_product(expr: Expr) -> bool:
+    """Whether a "dot" leaf is below; known for the operands, so that nothing is walked twice."""
+    found = _made_from_product.get(expr)
+    if found is None:
+        found = _made_from_product[expr] = expr.op == "dot" or any(map(depends_on_product, expr.args))
+    return found
