@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -243,15 +244,16 @@ def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
 def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Index, list[_Factor]] | None:
     """The product's index of the root's element, and the factors on the way, those nearest to the product first; None
     where a view on the way cannot be followed."""
-    here, found = root, []
+    here: Any = root
+    found: list[_Factor] = []
     while here is not anchor:
         if packet(here) in (aten.mul, aten.div):
             op = "fmul" if packet(here) is aten.mul else "div"
-            here, factor = here.args  # type: ignore[assignment]
-            at = broadcast_index(shape(here), shape(factor), index)  # type: ignore[arg-type]
-            found.insert(0, _Factor(op=op, node=factor, index=at))  # type: ignore[arg-type]
+            here, factor = here.args
+            at = broadcast_index(shape(here), shape(factor), index)
+            found.insert(0, _Factor(op=op, node=factor, index=at))
         elif packet(here) in (aten.to, aten._to_copy):
-            here = here.args[0]  # type: ignore[assignment]
+            here = here.args[0]
         elif (moved := source(here, index, bounds)) is not None:
             here, index = moved
         else:

@@ -254,13 +254,13 @@ class PullBack:
         The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after the
         other, so that all but a few instructions are done once per row.
         """
-        if not marks.seed.on(here) or not isinstance(p, (int, float)):
+        if (drawn_from := marks.seed(here)) is None or not isinstance(p, (int, float)):
             raise Unsupported(
                 Ground.DROPOUT, "dropout of a kind, or with a probability, that is not known at compile time"
             )
         if p >= 1:
             return const(0.0)
-        seed = self.load(marks.seed(here), (integers.integer(0),))
+        seed = self.load(drawn_from, (integers.integer(0),))
         row: Expr = integers.integer(0)
         for entry, extent in zip(index[:-1], extents[:-1], strict=True):
             row = integers.add(integers.mul(row, extent), entry)

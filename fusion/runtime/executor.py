@@ -182,7 +182,7 @@ def _forward_kernel(spec: AttentionSpec, device: str, emitter: str = "auto", tra
     return found.kernel if isinstance(found, Guarded) else None
 
 
-def kernel_source(spec: AttentionSpec, device: str, emitter: str, trained: bool = False) -> Refusal | None:
+def kernel_source(spec: AttentionSpec, device: str, emitter: str, trained: bool = False) -> str | None:
     """The source of the kernel that runs a spec, or None where the reference interpreter does."""
     return getattr(_forward_kernel(spec, device, emitter, trained), "source", None)
 
