@@ -203,7 +203,7 @@ class PullBack:
         if kwargs.get("out") is not None:
             return None
         result = pointwise.build(packet(here), pointwise.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
-        rounds = result is not None and nodes.dtype(here) is torch.float16 and _depends_on_product(result)
+        rounds = result is not None and nodes.dtype(here) is torch.float16 and depends_on_product(result)
         return self._with_rounded_sums(result) if rounds else result  # type: ignore[arg-type]
 
     def _with_rounded_sums(self, value: Expr) -> Expr:
