@@ -6,10 +6,9 @@ OpenMP threads.
     compile_training(spec, machine)
                                    the pair of `forward` (with row statistics) and `backward`; None where there is none
 
-How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` and `programs`
-(score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch`
-and `calling` (the call); of training in `training` and `backward`. Nothing of torch-mlir is imported before a kernel is
-compiled.
+How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` (score program and
+statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch` and `calling` (the
+call); of training in `training` and `backward`. Nothing of torch-mlir is imported before a kernel is compiled.
 """
 
 from __future__ import annotations

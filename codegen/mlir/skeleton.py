@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.programs import Programs, programs_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.softmax import Exponent
@@ -22,6 +21,7 @@ from fusion.ir.expr import J0, J1, ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, co
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import LOG2E
+from fusion.lowering.score_programs import ScorePrograms, score_programs
 
 HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32
@@ -75,7 +75,7 @@ class KernelFunction(ThreadFunction):
             operands=spec.operands,
             lanes=self.lanes,
         )
-        self.programs: Programs = programs_of(spec)
+        self.programs: ScorePrograms = score_programs(spec, folded=True)
         self.exponent = Exponent(self.context, self.programs.scale)
         self.weight: Expr | None = None if spec.weight is const(1.0) else spec.weight
         self.batch_names = frozenset(f"b{axis}" for axis in range(len(spec.batch)))

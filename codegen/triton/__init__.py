@@ -5,12 +5,12 @@
     Differentiable(spec)    forward with statistics, and the gradients
     compile(spec)    the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
 
-`forward` writes the kernel around the loop of `key_loop`, `expressions` and `matrices` the values and addresses in
-it, `panels` divides head dimensions, `programs` decides about the score program, `mathematics` has functions that
-Triton lacks, `module` writes and loads files, `autotune` measures other tiles than the planned (`candidates`, `forms`)
-and takes smaller ones where they do not fit, `launch` makes the call, `split` is for few queries,
-`features` and `polynomial` are the kernels of approximate attention, `interpret` runs it on CPU tensors in Triton's
-interpreter. Nothing of Triton is imported before a kernel is made.
+`forward` writes the kernel around the loop of `key_loop`, `expressions` and `matrices` the values and addresses in it,
+`panels` divides head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files,
+`autotune` measures other tiles than the planned (`candidates`, `forms`) and takes smaller ones where they do not fit,
+`launch` makes the call, `split` is for few queries, `features` and `polynomial` are the kernels of approximate
+attention, `interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is
+made.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fusion.codegen.triton.descriptors import boxes
-from fusion.codegen.triton.programs import dead_rows_matter
 from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.planning.head_dims import panelled
 
 

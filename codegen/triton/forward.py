@@ -21,11 +21,13 @@ from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.key_loop import KeyLoop, Order
 from fusion.codegen.triton.matrices import matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
-from fusion.codegen.triton.programs import LARGEST, Programs, dead_rows_matter, programs_of
 from fusion.codegen.triton.stages import key_limits, listed
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates
+from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.numbers import LOG2E
+from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.head_dims import panelled
 
 SINGLE_FROM = 512
@@ -57,7 +59,7 @@ class Forward:
         self.order = order or Order()
         self.indent = 8 if self.order.persistent else 4
         self.columns, self.values = panels(d), panels(d_v)
-        self.programs: Programs = programs_of(spec)
+        self.programs: ScorePrograms = score_programs(spec)
         self.softmax = spec.normalizer is not Normalizer.NONE
         known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
         known |= {coord("i0"): "i0", coord("i1"): "i1", I: "i", J: "j", C: "c", E: "e", SCORE: "s"}
@@ -286,7 +288,7 @@ class Forward:
         ]
 
 
-def in_own_units(m: str, programs: Programs) -> str:
+def in_own_units(m: str, programs: ScorePrograms) -> str:
     """Maxima in units of the programs' scale, in the score's own."""
     row_max = m if programs.scale == 1.0 else f"{m} * {number(programs.scale)}"
     if programs.clamped is None:

@@ -21,11 +21,11 @@ from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
-from fusion.codegen.triton.programs import Programs
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import C, E, Expr, J, const, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import LOG2E
+from fusion.lowering.score_programs import ScorePrograms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class KeyLoop:
     def __init__(
         self,
         spec: AttentionSpec,
-        programs: Programs,
+        programs: ScorePrograms,
         writer: Writer,
         sizes: tuple[int, int],
         order: Order,

@@ -15,8 +15,9 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, number
 from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, place_of, signature
 from fusion.codegen.triton.key_loop import KeyLoop, Order
-from fusion.codegen.triton.programs import LARGEST, dead_rows_matter
+from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.numbers import LOG2E
 
 

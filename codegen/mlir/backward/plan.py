@@ -16,13 +16,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusion.codegen.mlir.programs import Programs, programs_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir import integers
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over
+from fusion.lowering.score_programs import ScorePrograms, score_programs
 
 STATISTICS = ("unit", "shift", "factor", "delta")
 """Per query row: the weight is exp2(x * unit + shift) * factor; delta is the sum of dO * O."""
@@ -82,7 +82,7 @@ class BackwardPlan:
     normalized: whether weights are divided by their sum
     """
 
-    programs: Programs
+    programs: ScorePrograms
     score: tuple[Expr, Expr | None]
     loads: tuple[LoadGradient, ...]
     inner: tuple[int, ...]
@@ -121,7 +121,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 def backward_plan(spec: AttentionSpec) -> BackwardPlan:
     """The plan of a spec; the gradients of all float loads are in it, whether needed or not."""
-    programs = programs_of(spec)
+    programs = score_programs(spec, folded=True)
     variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
     wanted = {load: None for load in loads(spec.score, spec.weight) if load.kind is Kind.FLOAT}
     found = [_gradients(variant, programs.scale, spec, list(wanted)) for variant in variants]

@@ -13,10 +13,10 @@ from fusion.codegen.triton.forward import KernelText, place_of, signature
 from fusion.codegen.triton.gradients import Captured, Gradients, gradients_of
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
-from fusion.codegen.triton.programs import LARGEST
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, const, coord
+from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E

@@ -17,9 +17,9 @@ from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.panels import panels
-from fusion.codegen.triton.programs import dead_rows_matter
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import SCORE, E, J, coord
+from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import padded, panelled
 from fusion.planning.packed_rows import heads_to_pack, packed

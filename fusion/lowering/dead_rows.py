@@ -1,0 +1,25 @@
+"""Rows that met no live key among those that a kernel visited."""
+
+from __future__ import annotations
+
+import math
+
+from fusion.ir import integers
+from fusion.ir.expr import TRUE, I, J, substitute
+from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.score_programs import is_tame
+
+
+def dead_rows_matter(spec: AttentionSpec) -> bool:
+    """Whether a row may need the keys that its mask lets a kernel skip.
+
+    With a fill of -inf it never does: whether it sees them or not, a row without a live key has the maximum -inf and
+    the sum 0. With a finite fill eager averages over all keys, unless each row is known to have a live key (key 0, or
+    key i where there are as many queries as keys) and the fill is beyond what ordinary scores can be.
+    """
+    mask = spec.mask
+    if mask is None or not mask.skips or spec.normalizer is Normalizer.NONE or mask.fill == -math.inf:
+        return False
+    keys = [integers.integer(0)] + [I] * (spec.n_q is spec.n_k)
+    lives = any(substitute(mask.live, {J: key}) is TRUE for key in keys)
+    return not (lives and mask.fill < -1e30 and mask.full is not None and is_tame(mask.full))

@@ -1,0 +1,140 @@
+"""What a spec's score program becomes in a kernel: a scale that costs nothing, the variant for full blocks, and what
+must be guarded.
+
+A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by
+log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fusion.ir import ops
+from fusion.ir.expr import SCORE, Expr, Kind, const, contains, rebuild, walk
+from fusion.ir.fills import LARGEST, in_units, is_dead
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+_MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
+_TAME = frozenset("fadd fmul fsub neg tanh sigmoid sin cos erf minimum maximum abs where to_float const score".split())
+_TAME |= set(ops.ROUNDED.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorePrograms:
+    """The variants of a score program, in units of a scale.
+
+    masked: the whole program
+    full: the program where every key is live, or None where it is the same
+    scale: the score is scale * program
+    guarded: scores can be -inf or so large that their product with log2(e) overflows, for whole rows
+    clamped: the finite constant that is beyond float32 in units of `scale` and was brought to its end, if there is one
+    """
+
+    masked: Expr
+    full: Expr | None
+    scale: float = 1.0
+    guarded: bool = False
+    clamped: float | None = None
+
+
+def score_programs(spec: AttentionSpec, folded: bool = False) -> ScorePrograms:
+    """The variants of a spec's program. folded: constants are folded first, and any product with one gives its factor,
+    not only that of the score: rounds differently from the original in the last place."""
+    score, full = spec.score, None if spec.mask is None else spec.mask.full
+    if folded:
+        score, full = _folded(score), None if full is None else _folded(full)
+    if spec.normalizer is Normalizer.NONE:
+        return ScorePrograms(masked=score, full=full)
+    guarded = not is_tame(spec.score)
+    plain = ScorePrograms(masked=score, full=full, guarded=guarded)
+    scale = _factor(score, folded)
+    if scale is None or (full is not None and _factor(full, folded) != scale):
+        return plain
+    beyond = _beyond(score, scale)
+    masked, live = (None if part is None else _divided(part, scale, folded) for part in (score, full))
+    if len(beyond) > 1 or masked is None or (live is None) != (full is None):  # several would become equal
+        return plain
+    return ScorePrograms(masked=masked, full=live, scale=scale, guarded=guarded, clamped=next(iter(beyond), None))
+
+
+def is_tame(expr: Expr) -> bool:
+    """Whether ordinary inputs give ordinary scores: nothing but small constants and smooth operations."""
+    for part in walk(expr):
+        if part.is_const and part.kind is Kind.FLOAT and abs(part.value) > 1e30:
+            return False
+        divides = part.op == "div" and part.args[1].is_const and part.args[1].value != 0
+        if part.kind is Kind.FLOAT and part.op not in _TAME and not divides:
+            return False
+    return True
+
+
+def _folded(expr: Expr) -> Expr:
+    """Divisions by constants as products, and products with several constants as one."""
+
+    def visit(part: Expr) -> Expr | None:
+        if part.op == "div" and _is_factor(part.args[1]):
+            return _folded(ops.apply("fmul", part.args[0], const(1.0 / part.args[1].value)))
+        if part.op == "fmul":
+            left, right = (rebuild(arg, visit) for arg in part.args)
+            if left.is_const:
+                left, right = right, left
+            if _is_factor(right) and left.op == "fmul" and _is_factor(left.args[1]):
+                left, right = left.args[0], const(right.value * left.args[1].value)
+            return ops.apply("fmul", left, right)
+        return None
+
+    return rebuild(expr, visit)
+
+
+def _is_factor(expr: Expr) -> bool:
+    """A constant that neither over- nor underflows when folded."""
+    return expr.is_const and expr.kind is Kind.FLOAT and _LEAST < abs(expr.value) < _MOST
+
+
+def _split(expr: Expr) -> tuple[float, Expr] | None:
+    """(positive constant, the rest) of a product with one or a quotient by one."""
+    if expr.op == "fmul":
+        for factor, rest in (expr.args, expr.args[::-1]):
+            if _is_factor(factor) and factor.value > 0:
+                return factor.value, rest
+    if expr.op == "div" and _is_factor(expr.args[1]) and expr.args[1].value > 0:
+        return 1 / expr.args[1].value, expr.args[0]
+    return None
+
+
+def _factor(expr: Expr, folded: bool) -> float | None:
+    """The positive constant c such that the program is c times a simpler one, or None."""
+    if expr is SCORE:
+        return 1.0
+    if (parts := _split(expr)) is not None:
+        inner = _factor(parts[1], folded)
+        return parts[0] * (inner or 1.0) if folded or inner is not None else None
+    if expr.op == "where" and not contains(expr.args[0], SCORE):
+        _, then, otherwise = expr.args
+        if is_dead(otherwise):
+            return _factor(then, folded)
+        return _factor(otherwise, folded) if is_dead(then) else None
+    return None
+
+
+def _divided(expr: Expr, scale: float, folded: bool) -> Expr | None:
+    """The program in units of the factor that `_factor` found; None where rows without a live key would change."""
+    if expr is SCORE:
+        return expr
+    if is_dead(expr):
+        return in_units(expr, scale, lambda part: _divided(part, scale, folded))
+    if expr.op == "where":
+        arms = [_divided(arm, scale, folded) for arm in expr.args[1:]]
+        return None if None in arms else ops.where(expr.args[0], *arms)  # type: ignore[arg-type]
+    if (parts := _split(expr)) is None:
+        return None
+    return parts[1] if _factor(parts[1], folded) is None else _divided(parts[1], scale, folded)
+
+
+def _beyond(score: Expr, scale: float) -> set[float]:
+    """Finite constants among the alternatives of a program that do not fit float32 in units of `scale`."""
+    if score.op in ("where", "fadd"):
+        return {value for arg in score.args for value in _beyond(arg, scale)}
+    value = score.value if score.is_const else 0.0
+    return {value} if math.isfinite(value) and abs(value) / scale > LARGEST else set()
