@@ -196,7 +196,7 @@ def rule_of(node: Node) -> Rule | None:
     import fusion.validation.operations  # noqa: F401  (fills the table)
 
     if node.op == "get_attr":
-        return RULES["literal"] if _literal(node) is not None else None
+        return RULES["literal"] if literal(node) is not None else None
     if node.op != "call_function" or not nodes.is_tensor(node):
         return None
     packet = nodes.packet(node)
@@ -207,7 +207,8 @@ def rule_of(node: Node) -> Rule | None:
     return None
 
 
-def _literal(node: Node) -> Tensor | None:
+def literal(node: Node) -> Tensor | None:
+    """The value of a constant that the trace lifted into the graph, if a node is one."""
     if not str(node.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
         return None
     tensor: Any = node.graph.owning_module
@@ -218,6 +219,6 @@ def _literal(node: Node) -> Tensor | None:
 
 @rule("literal")
 def _held(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    tensor = _literal(node)
+    tensor = literal(node)
     assert tensor is not None
     return replay.cast(tensor.detach().cpu()[index] if index else tensor.detach().cpu().view([1] * rank))

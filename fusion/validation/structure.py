@@ -11,8 +11,9 @@ from torch.fx.node import map_arg
 
 from fusion.passes import marks, nodes
 from fusion.passes.find import Site
+from fusion.passes.folding import known
 from fusion.passes.specify import Specified
-from fusion.validation.replay import rule_of
+from fusion.validation.replay import literal, rule_of
 
 _MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_seed)
 
@@ -22,6 +23,7 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
     operands = [operand for part in parts for operand in part.operands]
     ends = set(operands) - site.interior()
     numbers: dict[Node, int] = {}
+    inside: set[Node] = set()
     lines: list[object] = []
     stack = [site.root]
     while stack:
@@ -30,15 +32,25 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
             continue
         numbers[here] = len(numbers)
         replayed = here not in ends and here.op == "call_function"
-        if replayed and (rule_of(here) is not None or not nodes.is_tensor(here)):
+        if replayed and (rule_of(here) is not None or not nodes.is_tensor(here) or known(here) is not None):
+            inside.add(here)
             stack.extend(here.all_input_nodes)
     for here in numbers:
-        call = map_arg((here.args, here.kwargs), lambda n: ("node", numbers.get(n, n.name)))
-        lines.append((str(here.target) if here.op == "call_function" else here.op, str(call), _described(here, hints)))
+        call = map_arg((here.args, here.kwargs), numbers.get) if here in inside else None
+        made = str(here.target) if here in inside else _constant(here)
+        lines.append((made, str(call), _described(here, hints)))
     specs = tuple(
         (p.spec.to_json(), tuple(nodes.evaluate_size(n, hints) for n in p.sizes), p.differentiable) for p in parts
     )
     return specs, tuple(numbers.get(o, -1) for o in operands), numbers[site.anchor], site.dims, tuple(lines)
+
+
+def _constant(here: Node) -> object:
+    """The value of a constant of the graph; None for tensors that the graph is given or makes."""
+    held = literal(here) if here.op == "get_attr" else None
+    if held is None:
+        return None
+    return str(held.tolist()) if held.numel() <= 64 else id(held)
 
 
 def _described(here: Node, hints: Mapping[str, int]) -> Any:

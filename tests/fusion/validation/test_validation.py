@@ -47,3 +47,14 @@ def test_without_a_fault_the_program_is_fused(program, trained):
     (verdict,) = sites._verdicts.values()
     assert verdict.skipped is None and verdict.wrong is None
     assert site.validated == verdict.checked
+
+
+def test_equal_layers_are_compared_once():
+    def layers(q, k, v):
+        for _ in range(3):
+            q = faults.plain(q.sin(), k, v)
+        return q
+
+    found = _compiled(layers, (), False)
+    assert [site.validated for site in found] == [found[0].validated] * 3
+    assert len(sites._verdicts) == 1
