@@ -190,8 +190,21 @@ def verdict(actual: list[Tensors], expected: list[Tensors], wide: list[Tensors],
         message = str(problem)
         inexact = "error" in message and "exceeds" in message
         share = _share(ours, eager, sharp if "stable" in message else exact, dtype) if inexact else math.inf
-        return Result(Verdict.WRONG if share > GROSS else Verdict.OVER, message, share)
+        gross = share > GROSS and not (inexact and _vanishing(ours, exact, dtype))
+        return Result(Verdict.WRONG if gross else Verdict.OVER, message, share)
     return Result(Verdict.RIGHT)
+
+
+def _vanishing(ours: Tensors, exact: Tensors, dtype: torch.dtype) -> bool:
+    """Whether all errors are rounding of the largest tensor: a gradient that is zero, as that of a bias of rows is, has
+    no size of its own that rounding could be measured by."""
+    sizes, errors = [0.0], [0.0]
+    for name, value in exact.items():
+        if value.is_floating_point():
+            found = (value.isfinite() & ours[name].isfinite()).nonzero(as_tuple=True)
+            sizes += value[found].abs().flatten().tolist()
+            errors += (ours[name].double() - value)[found].abs().flatten().tolist()
+    return max(errors) <= GROSS * torch.finfo(dtype).eps * max(sizes)
 
 
 def _share(ours: Tensors, eager: Tensors, exact: Tensors, dtype: torch.dtype) -> float:
