@@ -153,7 +153,7 @@ def _is_hard_mask(value: Expr, dtype: torch.dtype) -> bool:
 
 
 def _is_fill(value: Expr, dtype: torch.dtype) -> bool:
-    return value.is_const and swallows(float(value.attr), dtype)  # type: ignore[arg-type]
+    return value.is_const and swallows(value.value, dtype)
 
 
 def _has_reduction(value: Expr) -> bool:

@@ -86,6 +86,11 @@ def shifted_by_the_unmasked(q, k, v):
     return (s - (q @ k.mT).amax(-1, keepdim=True)).softmax(-1) @ v
 
 
+def shifted_by_a_clamped_maximum(q, k, v):
+    s = lowest(q, k)
+    return (s - s.amax(-1, keepdim=True).clamp(min=0)).softmax(-1) @ v
+
+
 def exponentials_of_the_lowest(q, k, v):
     """Without the maximum: 0 / 0."""
     e = lowest(q, k).exp()
@@ -134,6 +139,7 @@ FUSED = [
     shifted_and_halved,
     shifted_and_scaled_without_a_low_fill,
     shifted_by_the_unmasked,
+    shifted_by_a_clamped_maximum,
     exponentials_of_the_lowest,
     exponentials_of_the_lowest_and_epsilon,
     exponentials_less_the_maximum_of_the_lowest,
