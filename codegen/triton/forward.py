@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.dtypes import DTYPES, cast
@@ -22,10 +22,10 @@ from fusion.codegen.triton.key_loop import KeyLoop, Order
 from fusion.codegen.triton.matrices import matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import key_limits, listed
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates, walk
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.dead_rows import dead_rows_matter
+from fusion.lowering.dead_rows import dead_rows_matter, first_key_lives
 from fusion.lowering.numbers import LOG2E
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.head_dims import panelled
@@ -53,6 +53,7 @@ class Forward:
     """
 
     name = "attention_forward"
+    whole_rows = True
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order | None = None):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
@@ -60,6 +61,8 @@ class Forward:
         self.indent = 8 if self.order.persistent else 4
         self.columns, self.values = panels(d), panels(d_v)
         self.programs: ScorePrograms = score_programs(spec)
+        if self.whole_rows and first_key_lives(spec):  # each row has an ordinary score from the first tile on
+            self.programs = replace(self.programs, guarded=False)
         self.softmax = spec.normalizer is not Normalizer.NONE
         known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
         known |= {coord("i0"): "i0", coord("i1"): "i1", I: "i", J: "j", C: "c", E: "e", SCORE: "s"}
@@ -75,13 +78,7 @@ class Forward:
         """The functions: those of the loop over keys, and the kernel itself."""
         self.loop = KeyLoop(self.spec, self.programs, self.writer, (self.d, self.d_v), self.order, self.listed)
         loop = self.loop.text()
-        body = self._kernel()
-        names = source.free_names(body)
-        parameters, constexprs = signature(names, self.spec)
-        given = [*parameters, *(f"{name}: tl.constexpr" for name in constexprs)]
-        kernel = source.definition(self.name, given, self._doc(), body)
-        text, helpers = f"{loop}\n\n{kernel}", frozenset(self.writer.helpers)
-        return KernelText(name=self.name, text=text, helpers=helpers, parameters=parameters)
+        return kernel_text(self.name, self._doc(), self._kernel(), self.writer, [loop])
 
     def _doc(self) -> str:
         return (self.__doc__ or "").strip().splitlines()[0]
@@ -331,6 +328,21 @@ def _nested(function: str, values: list[str]) -> str:
     for value in values[1:]:
         text = f"{function}({text}, {value})"
     return text
+
+
+def kernel_text(name: str, doc: str, body: str, writer: Writer, functions: Sequence[str] = ()) -> KernelText:
+    """The kernel with this body. functions: of its module that it calls.
+
+    Numbers of keys, tiles and parts change from call to call (in a generation with each token); that they are one, or
+    multiples of 16, is worth no variant: strides say how operands are aligned.
+    """
+    spec = writer.spec
+    parameters, constants = signature(source.free_names(body), spec)
+    keys = {str(part.attr) for part in walk(spec.n_k) if part.op == "size"}
+    varying = [p for p in parameters if p in {*keys, "section", "splits", "programs"} or p.endswith("_tiles")]
+    given = [*parameters, *(f"{constant}: tl.constexpr" for constant in constants)]
+    text = "\n\n".join([*functions, source.definition(name, given, doc, body, varying)])
+    return KernelText(name=name, text=text, helpers=frozenset(writer.helpers), parameters=parameters)
 
 
 def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:

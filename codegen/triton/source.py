@@ -55,11 +55,13 @@ def call(target: str, function: str, arguments: Iterable[str], indent: int = 4) 
     return _listing(f"{target} = {function}(" if target else f"{function}(", arguments, ")", indent)
 
 
-def definition(name: str, parameters: Iterable[str], doc: str, body: str) -> str:
-    """A function under triton.jit."""
+def definition(name: str, parameters: Iterable[str], doc: str, body: str, varying: Sequence[str] = ()) -> str:
+    """A function under triton.jit. varying: parameters whose values Triton is not to compile variants for."""
     head = _listing(f"def {name}(", parameters, "):", 0)
     inner = textwrap.indent(f'"""{doc}"""\n{body.rstrip()}\n', "    ", lambda line: bool(line.strip()))
-    return f"@triton.jit\n{head}\n{inner}"
+    shown = ", ".join(f'"{parameter}"' for parameter in varying)
+    decorator = f"@triton.jit(do_not_specialize=[{shown}])" if varying else "@triton.jit"
+    return f"{decorator}\n{head}\n{inner}"
 
 
 def _listing(head: str, items: Iterable[str], tail: str, indent: int) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, number
-from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, place_of, signature
+from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, kernel_text, place_of
 from fusion.codegen.triton.key_loop import KeyLoop, Order
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec
@@ -25,6 +25,7 @@ class Part(Forward):
     """One part of the keys for one block of ROWS query rows of one head."""
 
     name = "attention_split"
+    whole_rows = False
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, order: Order | None = None):
         super().__init__(spec, d, d_v, order=order)
@@ -106,10 +107,7 @@ class Combine(Part):
         body = source.block(
             "program = tl.program_id(0)", self._position(), *source.without_dead([*places, *levels], later), later
         )
-        parameters, constants = signature(source.free_names(body), self.spec)
-        given = [*parameters, *(f"{name}: tl.constexpr" for name in constants)]
-        text = source.definition(self.name, given, self._doc(), body)
-        return KernelText(name=self.name, text=text, helpers=frozenset(self.writer.helpers), parameters=parameters)
+        return kernel_text(self.name, self._doc(), body, self.writer)
 
     def _sum_of_parts(self) -> list[str]:
         """Statements that add the parts up, relative to the largest of their maxima."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Level, Writer
-from fusion.codegen.triton.forward import KernelText, axes_of, signature
+from fusion.codegen.triton.forward import KernelText, axes_of, kernel_text
 from fusion.ir.expr import J0, J1, Expr, coord
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
@@ -66,10 +66,7 @@ class TileLists:
             "tl.store(tile_counts_ptr + 2 * program, full_count)",
             "tl.store(tile_counts_ptr + 2 * program + 1, partial_count)",
         )
-        parameters, constants = signature(source.free_names(body), self.spec)
-        doc = (self.__doc__ or "").strip().splitlines()[0]
-        text = source.definition(self.name, [*parameters, *(f"{name}: tl.constexpr" for name in constants)], doc, body)
-        return KernelText(name=self.name, text=text, helpers=frozenset(self.writer.helpers), parameters=parameters)
+        return kernel_text(self.name, (self.__doc__ or "").strip().splitlines()[0], body, self.writer)
 
     def _coordinates(self, rest: str) -> list[str]:
         """Statements that take a place apart."""

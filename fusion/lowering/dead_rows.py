@@ -23,3 +23,11 @@ def dead_rows_matter(spec: AttentionSpec) -> bool:
     keys = [integers.integer(0)] + [I] * (spec.n_q is spec.n_k)
     lives = any(substitute(mask.live, {J: key}) is TRUE for key in keys)
     return not (lives and mask.fill < -1e30 and mask.full is not None and is_tame(mask.full))
+
+
+def first_key_lives(spec: AttentionSpec) -> bool:
+    """Whether each row has key 0, with an ordinary score, among the keys that a kernel visits first."""
+    mask = spec.mask
+    if mask is None or mask.full is None or mask.key_lo is not None or mask.tile_live is not None:
+        return False
+    return substitute(mask.live, {J: integers.integer(0)}) is TRUE and mask.fill == -math.inf and is_tame(mask.full)

@@ -9,7 +9,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.forward import KernelText, place_of, signature
+from fusion.codegen.triton.forward import KernelText, kernel_text, place_of
 from fusion.codegen.triton.gradients import Captured, Gradients, gradients_of
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
@@ -70,11 +70,8 @@ class Role:
     def text(self) -> KernelText:
         """The kernel."""
         visits, body = self.body()
-        parameters, constants = signature(source.free_names(body), self.spec)
         doc = (self.__doc__ or "").strip().splitlines()[0]
-        text = source.definition(self.name, [*parameters, *(f"{name}: tl.constexpr" for name in constants)], doc, body)
-        text = "\n\n".join([*(part.text for part in visits), text])
-        return KernelText(name=self.name, text=text, helpers=frozenset(self.writer.helpers), parameters=parameters)
+        return kernel_text(self.name, doc, body, self.writer, [part.text for part in visits])
 
     def body(self) -> tuple[list[Visit], str]:
         """(functions that the kernel calls, its body)."""
