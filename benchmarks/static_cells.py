@@ -15,10 +15,10 @@ from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.static_facts import StaticFacts, static_facts
 from fusion.ir import AttentionSpec
-from fusion.machine import Machine, of_target
+from fusion.machine import Machine
 from fusion.planning.choice import Tile
-from fusion.planning.gpu import GpuPlanner
-from fusion.planning.gpu_table import TileTable
+from fusion.planning.gpu import Extents, GpuPlanner
+from fusion.planning.gpu_model import TileModel
 from rows import GPU_ROWS, Problem
 from tracing import traced
 
@@ -61,48 +61,49 @@ def operands_of(name: str, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ..
     return tuple(map(meta, Problem(B=B, H=H, N=N, d=d, dtype=dtype).tensors(GPU_ROWS[name])))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A policy with some tiles settled, by kernel; others are chosen."""
+
+    tiles: Mapping[str, Tile]
+
+    def forward(self, spec: AttentionSpec, machine: Machine, extents: Extents) -> Tile:
+        return self.tiles.get(Forward.name) or TileModel().forward(spec, machine, extents)
+
+    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
+        return TileModel().backward(spec, machine, d, d_v) | dict(self.tiles)
+
+
 def compiled(
-    cell: Cell, capability: int, kernels: Sequence[str], tiles: Mapping[str, Tile] | None = None
+    cell: Cell, machine: Machine, kernels: Sequence[str], tiles: Mapping[str, Tile] | None = None
 ) -> dict[str, StaticFacts]:
     """Facts of some kernels of a cell by name. tiles: by kernel, in place of those that are chosen."""
     spec, operands, row = cell.spec, operands_of(cell.name, cell.d, cell.dtype), GPU_ROWS[cell.name]
     by_name = {"B0": B, "B1": H, "Nq": row.queries or N, "Nk": N}
-    sizes, tiles = [by_name[name] for name in spec.sizes], tiles or {}
-    with absent(capability, shared=row.latent, only=kernels) as launches:
+    sizes = [by_name[name] for name in spec.sizes]
+    planner = GpuPlanner(spec, machine, Settled(tiles=tiles or {}))
+    with absent(machine, shared=row.latent, only=kernels) as launches:
         if Forward.name in kernels:
-            Kernel(spec, tiles.get(Forward.name))(operands, sizes)
+            Kernel(spec, planner=planner)(operands, sizes)
         if {Queries.name, Keys.name} & set(kernels):
-            planner = GpuPlanner(spec, of_target(f"sm_{capability}"), _With(tiles))
             _backward(Differentiable(spec, planner=planner), operands, sizes, row.learned)
-    return {kernel.metadata.name: static_facts(kernel, capability) for kernel in launches.kernels}
-
-
-class _With(TileTable):
-    """The table, with other tiles for some kernels of the backward."""
-
-    def __init__(self, tiles: Mapping[str, Tile]):
-        self.tiles = tiles
-
-    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
-        """The tile of each backward kernel by its name."""
-        return super().backward(spec, machine, d, d_v) | dict(self.tiles)
+    return {kernel.metadata.name: static_facts(kernel, machine) for kernel in launches.kernels}
 
 
 def _backward(differentiable: Differentiable, operands, sizes, learned: bool) -> None:
-    *batch, n_q, _, _, d_v = differentiable.kernel.extents(sizes)
+    *batch, n_q, _, _, d_v = differentiable.kernel.planner(operands[0].device).extents(sizes)
     out = torch.empty([*batch, n_q, d_v], dtype=operands[0].dtype, device="meta")
     statistics = torch.empty([3, *batch, n_q], device="meta")
     needs = tuple(tensor.is_floating_point() and (n < 3 or learned) for n, tensor in enumerate(operands))
     differentiable.backward(torch.empty_like(out), out, statistics, operands, sizes, needs)
 
 
-def tile_of(cell: Cell, kernel: str, capability: int) -> Tile:
+def tile_of(cell: Cell, kernel: str, machine: Machine) -> Tile:
     """The tile that is chosen for a kernel."""
-    d, d_v = cell.spec.d.integer, cell.spec.d_v.integer
-    planner = GpuPlanner(cell.spec, of_target(f"sm_{capability}"))
+    d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
     if kernel == Forward.name:
-        return planner.tile_for(GPU_ROWS[cell.name].queries or N, N, d, d_v)
-    return planner.backward(d, d_v)[kernel]
+        return GpuPlanner(cell.spec, machine, TileModel()).tile_for(GPU_ROWS[cell.name].queries or N, N, d, d_v, B * H)
+    return TileModel().backward(cell.spec, machine, d, d_v)[kernel]
 
 
 def flop_of_trip(cell: Cell, kernel: str, tile: Tile) -> float:

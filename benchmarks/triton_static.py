@@ -1,6 +1,6 @@
 """How fast the generated GPU kernels are predicted to be, from their machine code alone, as a Markdown table.
 
-    python benchmarks/triton_static.py [--capability 90] [--rows full causal] [--widths 64 128] [--out FOLDER]
+    python benchmarks/triton_static.py [--target sm_90] [--rows full causal] [--widths 64 128] [--out FOLDER]
 
 The specs are those that the passes find in the variants' plain functions; what is compiled is what a call compiles on a
 device of that capability (`fusion.codegen.triton.absent`). Of each inner loop: instructions by unit, matrix products by
@@ -21,7 +21,7 @@ import results
 from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.static_facts import StaticFacts, static_facts
-from fusion.machine import machine
+from fusion.machine import Machine, of_target
 from peer_loops import PEERS, compiled_peer
 from rows import GPU_ROWS
 from static_cells import Cell, compiled, flop_of_trip, tile_of
@@ -32,10 +32,9 @@ HEAD = (
     "trip", "Tflop/s",
 )  # fmt: skip
 FORWARD_ONLY = {"decode", "float8 decode", "latent decode", "latent"}
-PROCESSORS = {80: machine("a100").cores, 90: machine("h100").cores}
 
 
-def lines_of(kernel: str, variant: str, tile: str, facts: StaticFacts, flop: float, cores: int) -> Iterator[str]:
+def lines_of(kernel: str, variant: str, tile: str, facts: StaticFacts, flop: float) -> Iterator[str]:
     """A line for each inner loop, the fastest first."""
     for number, loop in enumerate(sorted(facts.loops, key=lambda loop: len(loop.body))):
         clocks, units = facts.clocks(loop), loop.units
@@ -48,34 +47,33 @@ def lines_of(kernel: str, variant: str, tile: str, facts: StaticFacts, flop: flo
             + (", serialised" if loop.serialised else ""),
             f"{under} of {every}", loop.spills,
             " / ".join(f"{each:.0f}" for each in (clocks.tensor, clocks.issue, clocks.special, clocks.shared)),
-            f"{clocks.trip:.0f}", f"{facts.rate(flop, cores, loop) / 1e12:.0f}",
+            f"{clocks.trip:.0f}", f"{facts.rate(flop, loop) / 1e12:.0f}",
         )  # fmt: skip
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 
-def peers(capability: int, cores: int) -> Iterator[str]:
+def peers(device: Machine) -> Iterator[str]:
     """Lines of the peers' loops."""
     for (name, d), (_, tile, published) in PEERS.items():
-        facts = static_facts(compiled_peer(name, d, capability), capability)
+        facts = static_facts(compiled_peer(name, d, int(device.architecture[3:])), device)
         rows, keys, warps, stages = tile
         text = f"{rows} x {keys}, {warps} warps, stages {stages}"
-        yield from lines_of(
-            f"{name} (published {published})", f"full, d = {d}", text, facts, 4.0 * rows * keys * d, cores
-        )
+        flop = 4.0 * rows * keys * d
+        yield from lines_of(f"{name} (published {published})", f"full, d = {d}", text, facts, flop)
 
 
-def cell_lines(cell: Cell, capability: int, cores: int) -> list[str]:
+def cell_lines(cell: Cell, device: Machine) -> list[str]:
     """Lines of a cell's kernels, and what the backward makes as a whole."""
     names = [Forward.name] if cell.name in FORWARD_ONLY else [Forward.name, Queries.name, Keys.name]
-    found = compiled(cell, capability, names)
+    found = compiled(cell, device, names)
     lines, seconds = [], {}
     for name in names:
         if name not in found or not found[name].loops:
             continue
-        tile, facts = tile_of(cell, name, capability), found[name]
+        tile, facts = tile_of(cell, name, device), found[name]
         flop = flop_of_trip(cell, name, tile)
-        lines += lines_of(name, str(cell), str(tile), facts, flop, cores)
-        seconds[name] = flop / facts.rate(flop, cores) / (tile.rows * tile.keys)
+        lines += lines_of(name, str(cell), str(tile), facts, flop)
+        seconds[name] = flop / facts.rate(flop) / (tile.rows * tile.keys)
     if {Queries.name, Keys.name} <= seconds.keys():
         d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
         rate = 5.0 * (d + d_v) / (seconds[Queries.name] + seconds[Keys.name])
@@ -88,35 +86,35 @@ def main() -> None:
     import triton
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--capability", type=int, default=90, choices=sorted(PROCESSORS))
+    parser.add_argument("--target", default="sm_90", choices=("sm_80", "sm_90"))
     parser.add_argument("--rows", nargs="+", default=[n for n in GPU_ROWS if "decode" not in n], choices=list(GPU_ROWS))
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--out", type=Path, help="folder for the table; otherwise it is only printed")
     options = parser.parse_args()
-    cores = PROCESSORS[options.capability]
+    device = of_target(options.target)
     lines = [
         f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}, "
         f"commit {results.environment({})['commit'] or 'unknown'}",
-        f"sm_{options.capability}, {cores} multiprocessors, bfloat16, traced specs; "
+        f"{options.target}, {device.cores} multiprocessors, bfloat16, traced specs; "
         "predicted by `fusion.codegen.triton.timeline`, not measured. "
         "Rates are of the loop's own products; of a whole backward, those of five products.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "|" + " --- |" * len(HEAD),
-        *peers(options.capability, cores),
+        *peers(device),
     ]
     widths = {name: [576] if "latent" in name else options.widths for name in options.rows}
     cells = [Cell(name=name, d=d) for name in options.rows for d in widths[name]]
     for cell in track(cells, "Compiling"):
         try:
-            lines += cell_lines(cell, options.capability, cores)
+            lines += cell_lines(cell, device)
         except Exception as error:
             lines.append(f"| - | {cell} | {type(error).__name__}: {str(error).splitlines()[0][:200]} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"triton-static-{triton.__version__}-sm_{options.capability}.md").write_text(text)
+        (options.out / f"triton-static-{triton.__version__}-{options.target}.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A CUDA device that is not there: launches specialise and compile kernels as they would on it, and nothing runs.
 
-    with absent(90) as launches:
+    with absent(machine("h100")) as launches:
         Kernel(spec)([meta(tensor) for tensor in operands], sizes)
 
 Operands are tensors on torch's meta device. What is compiled is what a user's call compiles: Triton specialises on the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,10 +19,7 @@ from unittest import mock
 import torch
 
 from fusion.codegen.triton import launch, variant
-from fusion.machine import of_target
-
-PROCESSORS = 132
-"""Multiprocessors of the absent device: those of an H100."""
+from fusion.machine import Machine
 
 
 @dataclass(slots=True)
@@ -42,16 +39,14 @@ class Launches:
 
 
 @contextlib.contextmanager
-def absent(
-    capability: int, processors: int = PROCESSORS, shared: bool = False, only: Collection[str] = ()
-) -> Iterator[Launches]:
-    """Launches on meta tensors compile for a capability (10 * major + minor) while this lasts; where shared memory
-    does not suffice, Triton's own error is raised. shared: V is the first columns of K, where it can be. only: the
-    kernels that are compiled, if not all."""
+def absent(machine: Machine, shared: bool = False, only: Collection[str] = ()) -> Iterator[Launches]:
+    """Launches on meta tensors compile for a machine's architecture while this lasts; where shared memory does not
+    suffice, Triton's own error is raised. shared: V is the first columns of K, where it can be. only: the kernels that
+    are compiled, if not all."""
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
-    found, machine = Launches(), replace(of_target(f"sm_{capability}"), cores=processors)
+    found = Launches()
 
     def init_handles(kernel: Any) -> None:
         if kernel.module is None:
@@ -74,7 +69,7 @@ def absent(
             (CompiledKernel, "_init_handles", init_handles),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
-        driver.set_active(_driver(capability))  # type: ignore[arg-type]
+        driver.set_active(_driver(int(machine.architecture[3:])))  # type: ignore[arg-type]
         try:
             yield found
         finally:

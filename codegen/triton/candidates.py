@@ -18,7 +18,7 @@ from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
-from fusion.planning.gpu_table import may_rotate
+from fusion.planning.gpu_model import may_rotate
 from fusion.planning.head_dims import panelled, power
 
 LEAST, MOST = 16, 256

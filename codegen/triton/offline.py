@@ -20,6 +20,7 @@ from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.differentiable import LISTED_BY
+from fusion.codegen.triton.disassembly import Loop, disassemble, inner_loops
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
@@ -29,6 +30,9 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import of_target
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
+
+HEADS = 64
+"""For which tiles are chosen: enough blocks for a whole device."""
 
 #: ptxas' notes that matrix products wait for each other
 SERIALISED = ("C7510", "C7511", "C7512", "C7514", "C7515", "C7519")
@@ -50,7 +54,8 @@ _POINTERS = {
 class Facts:
     """What compilation of one kernel for one target gave.
 
-    shared: bytes. registers: per thread. spills: bytes stored and loaded. matrix: instructions by kind. lost: kinds of
+    shared: bytes. registers: per thread. spills: bytes stored and loaded. spilled: share of the main loop's
+    instructions that do so, on NVIDIA devices. matrix: instructions by kind. lost: kinds of
     side effects of which fewer are in the machine code's text than in Triton's first form. exponentials: instructions,
     and those among them that are issued while a matrix product of Hopper is in flight. specialized: whether warps have
     roles of their own. seconds: to compile.
@@ -65,6 +70,7 @@ class Facts:
     warnings: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     exponentials: tuple[int, int] = (0, 0)
+    spilled: float = 0.0
     specialized: bool = False
     seconds: float = 0.0
 
@@ -99,7 +105,7 @@ def facts_of(
     """
     d, d_v = spec.d.integer, spec.d_v.integer
     planner = GpuPlanner(spec, of_target(target))
-    tile = replace(planner.tile_for(n, n, d, d_v), **changed)
+    tile = replace(planner.tile_for(n, n, d, d_v, HEADS), **changed)
     kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=False, packed=1))
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **planner.backward(d, d_v)}
     if training:
@@ -222,7 +228,7 @@ def _nvidia(ptx: str, target: str) -> dict:
             f"{text}.cubin",
         ]
         done = subprocess.run(command, capture_output=True, text=True)
-        exponentials = _exponentials(f"{text}.cubin") if "wgmma" in ptx and not done.returncode else (0, 0)
+        loops = _loops(f"{text}.cubin") if not done.returncode else []
     said = done.stdout + done.stderr
     if done.returncode:
         raise OfflineCompilationError(f"ptxas refused the kernel for {target}: {said}")
@@ -236,21 +242,15 @@ def _nvidia(ptx: str, target: str) -> dict:
         "spills": spills,
         "matrix": matrix,
         "warnings": warnings,
-        "exponentials": exponentials,
+        "exponentials": tuple(map(sum, zip(*(loop.exponentials for loop in loops), strict=True))) or (0, 0),
+        "spilled": loops[0].spills / len(loops[0].body) if loops else 0.0,
     }
 
 
-def _exponentials(cubin: str) -> tuple[int, int]:
-    """(instructions, those between the issue of a wgmma and the wait for it), in the order of addresses."""
-    disassembler = os.path.join(os.path.dirname(_ptxas("sm_90")), "nvdisasm")
-    text = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    flying, every, under = False, 0, 0
-    for found in re.finditer(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b|MUFU\.EX2", text):
-        if found[0] == "MUFU.EX2":
-            every, under = every + 1, under + flying
-        else:
-            flying = found[0] == "HGMMA"
-    return every, under
+def _loops(cubin: str) -> list[Loop]:
+    """The inner loops of a file that multiply, the shortest (without masks and bounds) first."""
+    with open(cubin, "rb") as file:
+        return sorted(inner_loops(disassemble(file.read())), key=lambda loop: len(loop.body))
 
 
 def _ptxas(target: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fusion.codegen.triton.disassembly import Loop, disassemble, inner_loops, registers_of
 from fusion.codegen.triton.timeline import RATES, SUSTAINED, Clocks, clocks_of, residents
+from fusion.machine import Machine
 
 _LAYOUT = re.compile(
     r"^#(\w+) = #ttg\.(?:nvidia_mma|amd_mfma)<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\][^}]*instrShape = \[(\d+), (\d+)",
@@ -34,7 +35,7 @@ class StaticFacts:
     redundancy: float
     residents: int
     loops: tuple[Loop, ...]
-    capability: int
+    machine: Machine
 
     @property
     def spills(self) -> int:
@@ -53,16 +54,16 @@ class StaticFacts:
 
     def clocks(self, loop: Loop | None = None) -> Clocks:
         """Of one trip of a loop, of the main one where none is named."""
-        rates = RATES[90 if self.capability // 10 == 9 else 80]
+        rates = RATES["wgmma" if "wgmma" in self.machine.isa else ""]
         return clocks_of(loop or self.main, self.warps, rates, self.groups)
 
-    def rate(self, flop: float, processors: int, loop: Loop | None = None) -> float:
-        """Flop/s that are predicted of a device where a trip does so many."""
-        return flop / self.clocks(loop).with_residents(self.residents) * processors * SUSTAINED
+    def rate(self, flop: float, loop: Loop | None = None) -> float:
+        """Flop/s that are predicted of the machine where a trip does so many."""
+        return flop / self.clocks(loop).with_residents(self.residents) * self.machine.cores * SUSTAINED
 
 
-def static_facts(kernel: Any, capability: int, memory: tuple[int, int] = (228 << 10, 64 << 10)) -> StaticFacts:
-    """kernel: of Triton's compiler. memory: bytes of shared memory, and registers, of a multiprocessor."""
+def static_facts(kernel: Any, machine: Machine) -> StaticFacts:
+    """kernel: of Triton's compiler."""
     metadata, binary = kernel.metadata, kernel.asm["cubin"]
     specialized = "ttg.warp_specialize" in kernel.asm["ttgir"]
     registers = registers_of(binary)
@@ -75,9 +76,9 @@ def static_facts(kernel: Any, capability: int, memory: tuple[int, int] = (228 <<
         warps=warps,
         groups=2 if specialized else 1,
         redundancy=redundancy(kernel.asm["ttgir"]),
-        residents=residents(metadata.shared, registers, every, memory),
+        residents=residents(metadata.shared, registers, every, machine),
         loops=tuple(inner_loops(disassemble(binary))),
-        capability=capability,
+        machine=machine,
     )
 
 

@@ -14,26 +14,14 @@ template at d = 128, 392-408 Tflop/s (model: 407); Triton's tutorial at d = 128,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton.disassembly import LANES, Instruction, Loop
+from fusion.machine import Machine
+from fusion.planning.gpu_clocks import EFFICIENCY, HIDDEN, SHARED_BYTES, WARP_INTERVAL
 
 PARTS = 4
 """Of a multiprocessor, each with an instruction issued per clock."""
-
-SHARED_BYTES = 128
-"""Bytes that shared memory hands over in a clock."""
-
-WARP_INTERVAL = 2
-"""Clocks between two instructions of one warp, on average: results are there after four, and two that are independent
-follow each other. An assumption; it matters where a part has a single warp."""
-
-EFFICIENCY = 0.76
-"""Share of the modelled rate that is reached. Fitted: see the head."""
-
-HIDDEN = 0.35
-"""Share of what a program leaves idle that a second one beside it fills. Fitted: see the head."""
 
 SUSTAINED = 1.7e9
 """Clocks a second under a full load of matrix products; the data sheet's 1.83e9 are not held."""
@@ -48,10 +36,10 @@ class Rates:
 
 
 RATES = {
-    80: Rates(asynchronous=1024, synchronous=1024),
-    90: Rates(asynchronous=2048, synchronous=1270),
+    "": Rates(asynchronous=1024, synchronous=1024),
+    "wgmma": Rates(asynchronous=2048, synchronous=1270),
 }
-"""By compute capability: 312 Tflop/s / 108 / 1.41 GHz of an A100, 989.4 Tflop/s / 132 / 1.83 GHz of an H100, whose mma
+"""By instruction set: 312 Tflop/s / 108 / 1.41 GHz of an A100, 989.4 Tflop/s / 132 / 1.83 GHz of an H100, whose mma
 instructions reach 62 % of that (Luo et al., arXiv 2402.13499, table of mma throughput)."""
 
 
@@ -147,13 +135,7 @@ class _Timeline:
         return 32 / LANES[unit] * self.warps / PARTS
 
 
-def residents(shared: int, registers: int, warps: int, device: tuple[int, int]) -> int:
-    """How many programs share a multiprocessor. device: bytes of shared memory and registers of one."""
-    memory, file = device
-    by_registers = file // (32 * warps * -(-max(registers, 1) // 8) * 8)
-    return max(1, min(memory // (shared + 1024), by_registers, 64 // warps))
-
-
-def rate_of(flops: Sequence[float], clocks: float, processors: int) -> float:
-    """Flop/s of a device whose multiprocessors do so many in so many clocks."""
-    return sum(flops) / clocks * processors * SUSTAINED
+def residents(shared: int, registers: int, warps: int, machine: Machine) -> int:
+    """How many programs share a multiprocessor, whose shared memory is 1 KiB a program more than one may use."""
+    by_registers = machine.registers // (128 * warps * -(-max(registers, 1) // 8) * 8)
+    return max(1, min((machine.shared_memory + 1024) // (shared + 1024), by_registers, 64 // warps))

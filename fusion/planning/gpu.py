@@ -1,7 +1,7 @@
 """Choices on GPUs: which schedule, in how many parts, with how many heads in a block of rows; the tile is a policy's.
 
 `GpuPlanner` is what an emitter is given. A `TilePolicy` says which tile each kernel runs in, from the spec, the machine
-and the sizes alone; what takes the place of the table (`fusion.planning.gpu_table`) has these two functions.
+and the sizes alone; by default the model of `fusion.planning.gpu_model`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
-from fusion.planning.gpu_table import TileTable
+from fusion.planning.gpu_model import TileModel
 from fusion.planning.head_dims import power
 from fusion.planning.packed_rows import ROWS_FROM, heads_to_pack, packed
 
@@ -71,7 +71,7 @@ class GpuPlanner:
         packs: bool = True,
         group: int = 1,
     ):
-        self.spec, self.machine, self.policy = spec, machine, policy or TileTable()
+        self.spec, self.machine, self.policy = spec, machine, policy or TileModel()
         self.tile, self.splits, self.packs, self.group = tile, splits, packs and group == 1, group
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._visited = visited_function(spec)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+import fusion
+from fusion.codegen.triton.absent import absent
+from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.disassembly import Instruction, Loop, inner_loops
-from fusion.codegen.triton.static_facts import redundancy
+from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.static_facts import StaticFacts, redundancy, static_facts
 from fusion.codegen.triton.timeline import RATES, clocks_of
+from fusion.ir import AttentionSpec
+from fusion.machine import machine
+
+HOPPER = machine("h100")
 
 LISTING = """
 .text.attention_forward:
@@ -57,18 +68,18 @@ def test_clocks_of_a_product() -> None:
     shared memory at 192 bytes a clock, of which there are 128."""
     wide = Instruction("HGMMA.64x64x16.F32.BF16", "R24, gdesc[UR4], R24, gsb0")
     narrow = Instruction("HGMMA.64x32x16.F32.BF16", "R24, gdesc[UR4], R24, gsb0")
-    assert clocks_of(Loop((wide,)), 8, RATES[90]).tensor == 64
-    assert clocks_of(Loop((narrow,)), 8, RATES[90]).tensor == 1.5 * 32
+    assert clocks_of(Loop((wide,)), 8, RATES["wgmma"]).tensor == 64
+    assert clocks_of(Loop((narrow,)), 8, RATES["wgmma"]).tensor == 1.5 * 32
     registers = Instruction(narrow.name, "R24, R120, gdesc[UR4], R24, gsb0")
-    assert clocks_of(Loop((registers,)), 8, RATES[90]).tensor == 32
+    assert clocks_of(Loop((registers,)), 8, RATES["wgmma"]).tensor == 32
 
 
 def test_what_runs_under_a_product_takes_no_more_time() -> None:
     product = Instruction("HGMMA.64x128x16.F32.BF16", "R24, R4, gdesc[UR4], R24, gsb0")
     wait = Instruction("WARPGROUP.DEPBAR.LE", "gsb0, 0x0")
     work = (Instruction("FFMA", "R7, R6, R5, R4"),) * 40
-    under = clocks_of(Loop((product, *work, wait)), 8, RATES[90])
-    after = clocks_of(Loop((product, wait, *work)), 8, RATES[90])
+    under = clocks_of(Loop((product, *work, wait)), 8, RATES["wgmma"])
+    after = clocks_of(Loop((product, wait, *work)), 8, RATES["wgmma"])
     assert under.issue == after.issue and under.tensor == after.tensor
     assert under.trip < after.trip <= after.tensor + after.issue
     assert under.trip >= under.busiest
@@ -82,3 +93,63 @@ def test_redundancy_of_a_layout(rows: int, times: int) -> None:
         f"-> tensor<{rows}x64xf32, #mma> loc(#loc)\n"
     )
     assert redundancy(text) == times
+
+
+def traced(d: int, causal: bool = True) -> AttentionSpec:
+    """Attention as the passes find it."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            scores = q @ k.mT * d**-0.5
+            if causal:
+                live = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+                scores = scores.masked_fill(~live, float("-inf"))
+            return torch.softmax(scores, -1) @ v
+
+    operands = tuple(torch.empty(2, 4, 64, d, dtype=torch.bfloat16) for _ in range(3))
+    with fusion.collect_reports() as reports:
+        fusion.rewrite(torch.export.export(Attention(), operands))
+    spec = reports[0].sites[0].spec
+    assert spec is not None and (spec.mask is not None and spec.mask.full is not None) is causal
+    return spec
+
+
+def facts_on_hopper(d: int) -> dict[str, StaticFacts]:
+    """Of the kernels that a training step launches, but for those without products."""
+    spec, sizes = traced(d), [4, 16, 1024, 1024]
+    q, k, v, out, grad = (torch.empty(4, 16, 1024, d, dtype=torch.bfloat16, device="meta") for _ in range(5))
+    with absent(HOPPER) as launches:
+        kernels = Differentiable(spec)
+        kernels.forward([q, k, v], sizes)
+        statistics = torch.empty(3, 4, 16, 1024, device="meta")
+        kernels.backward(grad, out, statistics, [q, k, v], sizes, (True,) * 3)
+    found = {kernel.metadata.name: static_facts(kernel, HOPPER) for kernel in launches.kernels}
+    assert len(found) == len(launches.kernels) == len(launches.names) == 4
+    return {name: facts for name, facts in found.items() if facts.loops}
+
+
+@pytest.mark.skipif("FUSION_LONG_TESTS" not in os.environ, reason="compiles nine kernels: FUSION_LONG_TESTS=1 runs it")
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_what_a_training_step_compiles_on_hopper(d: int) -> None:
+    """No product waits for the one before, loops (almost) do not spill, and no warp group computes what another does;
+    but for dK and dV of wide heads, whose sums leave no registers for more rows."""
+    found = facts_on_hopper(d)
+    assert len(found) == 3
+    for name, facts in found.items():
+        wide = d > 128 and name == "attention_backward_keys"
+        assert not facts.serialised, name
+        assert facts.main.spills <= (0.05 if wide else 0.01) * len(facts.main.body), (name, facts.main.spills)
+        assert facts.redundancy == 1 or wide, (name, facts.redundancy)
+
+
+@pytest.mark.skipif("FUSION_LONG_TESTS" not in os.environ, reason="compiles two kernels: FUSION_LONG_TESTS=1 runs it")
+def test_a_generation_compiles_nothing_after_its_first_tokens() -> None:
+    """Whatever the length of the cache, or the parts that it is cut into."""
+    q = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    with absent(HOPPER) as launches:
+        kernel = Kernel(traced(128, causal=False))
+        for n_k in (1000, 1001, 1008, 1023, 1024, 1025, 2047, 2048, 4096, 4097, 16384):
+            k, v = (torch.empty(1, 32, n_k, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+            kernel([q, k, v], [1, 32, 1, n_k])
+    assert launches.variants("attention_split") == launches.variants("attention_combine") == 1
+    assert len(launches.names) == 22

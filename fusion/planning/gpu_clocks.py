@@ -1,0 +1,339 @@
+"""How many clocks a GPU kernel takes in a tile: a model of matrix units, instruction issue and special functions.
+
+Of one trip of a kernel's loop, one tile of scores, the model knows each product's shape, how Triton lays it out over
+warps, and about how many instructions a score costs. `fusion.codegen.triton.timeline` does the same for kernels that
+are compiled, instruction by instruction, with the same constants of overlap. Instruction counts were read from
+disassembled kernels (`benchmarks/triton_static.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fusion.ir.expr import C, E, Expr, Kind, coordinates, loads, substitute, walk
+from fusion.ir.spec import AttentionSpec
+from fusion.planning.head_dims import panelled
+
+if TYPE_CHECKING:
+    from fusion.machine import Machine
+    from fusion.planning.choice import Tile
+
+FORWARD, QUERIES, KEYS = "attention_forward", "attention_backward_queries", "attention_backward_keys"
+
+SCORE_INSTRUCTIONS = {FORWARD: 4.5, QUERIES: 7.5, KEYS: 14.5}
+"""Of a thread for each of its scores: scale, maximum, exponential, sum, conversion; in the backward also the product's
+derivative, and for dK and dV the statistics of each row, which lie along a thread's scores there."""
+
+SCORE_SPECIALS = {FORWARD: 1.0, QUERIES: 1.0, KEYS: 1.5}
+"""Exponentials and reciprocals among them."""
+
+LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0}
+"""Registers that a thread's score holds at the fullest point: scores, weights, and in the backward their
+derivatives."""
+
+LOAD_INSTRUCTIONS = 8
+"""For 16 bytes that a thread brings to shared memory, addresses included."""
+
+OVERHEAD = 100
+"""Instructions of a trip that do not grow with the tile: products, waits, addresses, the loop."""
+
+PROLOGUE = 3000
+"""Clocks before the first trip of a program and after the last: launch, Q, the first tiles, the result."""
+
+MASK_INSTRUCTIONS = 5.0
+"""For each score of a tile in which the mask is evaluated."""
+
+_SPECIAL = {
+    "exp",
+    "exp2",
+    "log",
+    "tanh",
+    "sigmoid",
+    "sin",
+    "cos",
+    "erf",
+    "div",
+    "sqrt",
+    "pow",
+    "log1p",
+    "expm1",
+    "atan",
+}
+_COSTLY = 8.0  # instructions of such a function
+EFFICIENCY = 0.76
+"""Share of the modelled rate that is reached. Fitted to published figures: see `timeline`."""
+HIDDEN = 0.35
+"""Share of what a program leaves idle that a second one beside it fills. Fitted, too."""
+WARP_INTERVAL = 2
+"""Clocks between two instructions of one warp, on average: results are there after four, and two that are independent
+follow each other. An assumption; it matters where a part of a multiprocessor has a single warp."""
+WARP_ROWS = 16
+"""Rows of a product that one warp holds."""
+GROUP_ROWS = 64
+"""Rows of an asynchronous product of Hopper."""
+SHARED_BYTES = 128
+"""Bytes that shared memory hands over in a clock."""
+ROTATED = 1.15
+"""Issue clocks beside a product, over those after it: half of the instructions go to units of half the width."""
+LANES = 128
+"""Lanes of instructions that a multiprocessor issues in a clock; half of them where waves have 64 lanes (CDNA)."""
+LATENCY = 1500
+"""Clocks until a tile is there that was asked for, under load. An assumption."""
+SYNCHRONOUS = {"wgmma": 0.62, "tcgen05": 0.25}
+"""Share of the matrix rate that synchronous products reach where there are asynchronous ones, which take 64 rows. Of
+Hopper: Luo et al., arXiv 2402.13499; of Blackwell's data centre parts nothing is published, a quarter is assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a kernel does for each score, as far as its tile depends on it.
+
+    kernel: its name.
+    d, d_v: columns that are computed.
+    size: bytes of an element of the products.
+    score_bytes: bytes loaded for each score (bias and mask matrices).
+    instructions, specials: of the score program, for each score of a tile without a mask.
+    masked: whether some tiles evaluate a mask.
+    program: what kind of program it is (`program_kind`).
+    loaded: columns that are loaded for each key (query, for dK and dV).
+    """
+
+    kernel: str
+    d: int
+    d_v: int
+    size: int
+    score_bytes: int
+    instructions: float
+    specials: float
+    masked: bool
+    program: str
+    loaded: int
+
+    @property
+    def sums(self) -> int:
+        """Columns of the sums that a program keeps in registers."""
+        return {FORWARD: self.d_v, QUERIES: self.d, KEYS: self.d + self.d_v}[self.kernel]
+
+    @property
+    def factors(self) -> int:
+        """Columns of the products that give tiles of scores."""
+        return self.d if self.kernel == FORWARD else self.d + self.d_v
+
+    def outer(self, tile: Tile) -> int:
+        """Rows of the products: queries of a block, or keys for dK and dV."""
+        return tile.keys if self.kernel == KEYS else tile.rows
+
+    def inner(self, tile: Tile) -> int:
+        """Queries or keys that a trip visits."""
+        return tile.rows if self.kernel == KEYS else tile.keys
+
+
+def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
+    """What a spec's kernel does."""
+    mask = spec.mask
+    score = spec.score if mask is None or mask.full is None else mask.full
+    parts = [part for part in walk(score, spec.weight) if part.kind is Kind.FLOAT and part.args]
+    special = sum(part.op in _SPECIAL and not _by_constant(part) for part in parts)
+    inner = [part for part in parts if {"i", "j"} <= coordinates(part) or _reads_score(part)]
+    backward = 1 if kernel == FORWARD else 2  # its derivative, too
+    return Work(
+        kernel=kernel,
+        d=panelled(d),
+        d_v=panelled(d_v),
+        size=4 if spec.dtype == "float32" else 2,
+        score_bytes=_score_bytes(spec),
+        instructions=backward * (max(0, len(inner) - 1) + _COSTLY * special),
+        specials=float(backward * special),
+        masked=mask is not None,
+        program=program_kind(spec),
+        loaded=panelled(d) + (0 if kernel == FORWARD and _shares_values(spec) else panelled(d_v)),
+    )
+
+
+def _shares_values(spec: AttentionSpec) -> bool:
+    """Whether V is the first columns of K where both are one tensor, and so wide that they will be (latent
+    attention)."""
+    alike = tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
+    return alike and spec.d is not spec.d_v
+
+
+def _score_bytes(spec: AttentionSpec) -> int:
+    """Bytes that are loaded for each score."""
+    read = {*loads(spec.score), *loads(spec.weight)}
+    numbers = {load.operand for load in read if {"i", "j"} <= coordinates(load)}
+    return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
+
+
+def _reads_score(part: Expr) -> bool:
+    return any(leaf.op == "score" for leaf in walk(part))
+
+
+def _by_constant(part: Expr) -> bool:
+    return part.op == "div" and part.args[1].op == "const"
+
+
+def program_kind(spec: AttentionSpec) -> str:
+    """What of a spec's programs takes registers beside the products: the first that holds of
+
+    "random": dropout;
+    "gather": a load at a place that joins i and j;
+    "matrix", "wide matrix": loads for each score, of two bytes at most or of more;
+    "listed": tiles of a list;
+    "functions": tanh and the like where no mask is evaluated;
+    "terms": more than a scale there;
+    "masked", "plain".
+    """
+    read = [*loads(spec.score), *loads(spec.weight)]
+    mask = spec.mask
+    full = spec.score if mask is None else spec.score if mask.full is None else mask.full
+    if any(part.op == "hash" for part in walk(spec.weight)):
+        return "random"
+    if any({"i", "j"} <= coordinates(index) for load in read for index in load.args):
+        return "gather"
+    if any({"i", "j"} <= coordinates(load) for load in read):
+        return "matrix" if _score_bytes(spec) <= 2 else "wide matrix"
+    if mask is not None and mask.tile_live is not None:
+        return "listed"
+    if any(part.op in _SPECIAL and not _by_constant(part) for part in walk(full, spec.weight)):
+        return "functions"
+    if sum(bool(part.args) and part.kind is Kind.FLOAT for part in walk(full, spec.weight)) > 1:
+        return "terms"
+    return "plain" if mask is None else "masked"
+
+
+def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
+    """How often each score is computed: products whose results feed others have their warps one below the other."""
+    if "tcgen05" in machine.isa:
+        return 1.0
+    return max(1.0, WARP_ROWS * tile.warps / work.outer(tile))
+
+
+def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, instructions: int = 0) -> float:
+    """Of one trip of one program's loop, with those that share its multiprocessor. bandwidth: bytes/s at which keys and
+    values come. instructions: of the loop, where they are known."""
+    rows, cols, warps = work.outer(tile), work.inner(tile), tile.warps
+    times, clock = redundancy(work, tile, machine), clock_of(machine)
+    rate = machine.flops("bfloat16" if work.size == 2 else "float32") / (2 * machine.cores * clock)
+    threads, lanes = warps * machine.wave, LANES if machine.wave == 32 else LANES // 2
+    own = rows * cols * times / threads  # scores of a thread
+    scores = rows * cols * work.factors * times / rate * _slowdown(work, tile, machine)
+    sums = rows * cols * work.sums / rate * _synchronous(rows, machine)
+    rescaled = rows * work.sums / threads if work.kernel == FORWARD else 0.0
+    read = cols * work.loaded * work.size
+    count = SCORE_INSTRUCTIONS[work.kernel] + work.instructions
+    loaded = LOAD_INSTRUCTIONS * read / (16 * threads)
+    issued = instructions or own * count + rescaled + loaded + OVERHEAD
+    issue = issued * threads / lanes
+    alone = issued * max(threads / lanes, WARP_INTERVAL)
+    special = rows * cols * times * (SCORE_SPECIALS[work.kernel] + work.specials) / 16
+    beside = max(sums, ROTATED * alone) if tile.rotated else sums + max(alone, special)
+    waits = scores + beside
+    waits += max(0.0, LATENCY - (tile.stages - 1) * waits)
+    busiest = max(scores + sums, issue, special, _shared_clocks(work, tile, machine))
+    hidden = HIDDEN if residents(work, tile, machine) > 1 else 0.0
+    computed = (busiest + max(0.0, waits - busiest) * (1 - hidden)) / EFFICIENCY
+    return max(computed, read * machine.cores * clock / bandwidth)
+
+
+def clock_of(machine: Machine) -> float:
+    """Hz, from the rate of its special functions: 16 a clock and multiprocessor."""
+    return machine.exp_rate / machine.cores / 16
+
+
+def _synchronous(rows: int, machine: Machine) -> float:
+    """By what factor products of so few rows are slower."""
+    shares = [share for name, share in SYNCHRONOUS.items() if name in machine.isa]
+    return 1 / shares[0] if shares and rows < GROUP_ROWS else 1.0
+
+
+def _slowdown(work: Work, tile: Tile, machine: Machine) -> float:
+    """Of the products that give scores, whose factors both come from shared memory."""
+    if "wgmma" not in machine.isa or work.outer(tile) < GROUP_ROWS:
+        return _synchronous(work.outer(tile), machine)
+    n = max(8.0, work.inner(tile) / redundancy(work, tile, machine))
+    return max(1.0, (GROUP_ROWS + n) / (2 * n))
+
+
+def _shared_clocks(work: Work, tile: Tile, machine: Machine) -> float:
+    """For factors that each warp reads for itself, where products are synchronous."""
+    if machine.isa & {"wgmma", "tcgen05"} and work.outer(tile) >= GROUP_ROWS:
+        return 0.0
+    return tile.warps * work.inner(tile) * (work.factors + work.sums) * work.size / SHARED_BYTES
+
+
+def shared_bytes(work: Work, tile: Tile) -> int:
+    """Of a program: what stays there, and the tiles in flight."""
+    scores = tile.rows * tile.keys
+    stays = work.factors * work.size * work.outer(tile)
+    exchanged = scores * work.size if work.kernel == KEYS or work.score_bytes else 0
+    return stays + exchanged + tile.stages * (work.inner(tile) * work.loaded * work.size + scores * work.score_bytes)
+
+
+def registers(work: Work, tile: Tile, machine: Machine) -> float:
+    """Of a thread, that sums and scores take at the fullest point, without addresses. Synchronous products have the
+    factor that stays for all trips in registers, too."""
+    threads, rows, times = tile.warps * machine.wave, work.outer(tile), redundancy(work, tile, machine)
+    own = tile.rows * tile.keys * times / threads
+    live = LIVE[work.kernel] + (1.0 if tile.rotated else 0.0) + PRESSURE[work.program]
+    asynchronous = machine.isa & SYNCHRONOUS.keys() and rows >= GROUP_ROWS
+    held = 0.0 if asynchronous else HELD * rows * work.factors * work.size * times / (4 * threads)
+    return rows * work.sums / threads + held + own * live * (2 if work.size == 4 else 1)
+
+
+PRESSURE = {
+    "plain": 0.0,
+    "masked": 0.25,
+    "listed": 0.5,
+    "terms": 1.5,
+    "functions": 2.0,
+    "matrix": 1.5,
+    "wide matrix": 2.0,
+    "random": 2.0,
+    "gather": 5.0,
+}
+"""More registers that a thread's score holds, by kind of program."""
+
+HELD = 0.5
+"""Share of the factor that stays for all trips which synchronous products keep in registers; the rest is read again. An
+assumption."""
+
+ADDRESSES = 36
+"""Registers of a thread for addresses, counters and row statistics, at least."""
+
+
+def residents(work: Work, tile: Tile, machine: Machine) -> int:
+    """How many programs are expected to share a multiprocessor."""
+    used = min(255.0, registers(work, tile, machine) + ADDRESSES)
+    by_registers = machine.registers / (4 * tile.warps * machine.wave * used)
+    return max(1, min(int(machine.shared_memory // max(1, shared_bytes(work, tile))), int(by_registers)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What a kernel covers. heads: of all batches; outer: rows of its blocks; inner: queries or keys that a block may
+    visit; triangle: whether the mask leaves about half of them."""
+
+    heads: int
+    outer: int
+    inner: int
+    triangle: bool
+
+
+def kernel_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, instructions: int = 0) -> float:
+    """Of a whole kernel. instructions: of its loop, where they are known."""
+    rows, cols = work.outer(tile), work.inner(tile)
+    visited = (extent.inner + rows + cols) / 2 if extent.triangle else math.ceil(extent.inner / cols) * cols
+    shared = extent.outer > rows  # keys and values that another block reads too come from the cache
+    trip = trip_clocks(
+        work, tile, machine, machine.level("L2").bandwidth if shared else machine.main.bandwidth, instructions
+    )
+    block = max(1.0, visited / cols) * trip
+    if extent.triangle:
+        masked = rows * cols * redundancy(work, tile, machine) * (1 + rows / cols)
+        block += masked * MASK_INSTRUCTIONS / LANES / EFFICIENCY
+    blocks, together = extent.heads * math.ceil(extent.outer / rows), residents(work, tile, machine)
+    turns = math.ceil(blocks / (machine.cores * together))
+    each = min(together, math.ceil(blocks / machine.cores))
+    return turns * (each * block + PROLOGUE)

@@ -1,0 +1,120 @@
+"""The tile of each GPU kernel: the one of fewest predicted clocks (`gpu_clocks`) among those that are feasible
+(`gpu_feasible`)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.machine import Machine
+from fusion.planning.choice import Tile
+from fusion.planning.gpu_clocks import (
+    FORWARD,
+    GROUP_ROWS,
+    KEYS,
+    QUERIES,
+    Extent,
+    Work,
+    kernel_clocks,
+    shared_bytes,
+    work_of,
+)
+from fusion.planning.gpu_feasible import fact_of, facts_of, slowed
+from fusion.planning.head_dims import power
+
+if TYPE_CHECKING:
+    from fusion.planning.gpu import Extents
+
+PREPARE = "attention_backward_prepare"
+LEAST, MOST = 16, 128
+"""Rows and keys of a tile."""
+
+TRIP = 64
+"""Keys (queries, for dK and dV) of a trip where the model sees no difference: less is mostly the loop's own cost."""
+
+UNKNOWN = 1.3
+"""By how much slower than estimated a tile is taken to be that was not compiled where others were: loops of wide heads
+have up to a third more instructions than the estimate."""
+
+USUAL = 4096
+"""Queries and keys for which the backward's tiles are chosen."""
+USUAL_HEADS = 64
+
+
+class TileModel:
+    """The policy that takes the cheapest feasible tile. A tile of the forward is the same for all n_q, and n_k, up to
+    the same power of two."""
+
+    def forward(self, spec: AttentionSpec, machine: Machine, extents: Extents) -> Tile:
+        """The tile of the forward's kernel."""
+        if machine.interpreted:
+            return Tile(rows=min(32, max(LEAST, power(extents.n_q))), keys=LEAST, warps=4, stages=1)
+        work = work_of(spec, FORWARD, extents.d, extents.d_v)
+        extent = extent_of(spec, FORWARD, extents.heads, power(extents.n_q), power(extents.n_k))
+        return best(work, machine, extent, may_rotate(spec))
+
+    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
+        """The tile of each backward kernel by its name."""
+        tiles = {}
+        for kernel in (QUERIES, KEYS):
+            if machine.interpreted:
+                tiles[kernel] = Tile(rows=32, keys=32, warps=4, stages=1)
+                continue
+            extent = extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
+            tiles[kernel] = best(work_of(spec, kernel, d, d_v), machine, extent)
+        return {PREPARE: Tile(rows=tiles[KEYS].rows, keys=LEAST, warps=4, stages=1), **tiles}
+
+
+def may_rotate(spec: AttentionSpec) -> bool:
+    """Whether there is a rotated order: there are exponentials, and a tile's neighbour is known (not from a list)."""
+    return spec.normalizer is not Normalizer.NONE and (spec.mask is None or spec.mask.tile_live is None)
+
+
+def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) -> Extent:
+    """What a kernel covers."""
+    triangle = spec.mask is not None and spec.mask.key_hi is not None
+    outer, inner = (n_k, n_q) if kernel == KEYS else (n_q, n_k)
+    return Extent(heads=heads, outer=outer, inner=inner, triangle=triangle)
+
+
+@functools.cache
+def best(work: Work, machine: Machine, extent: Extent, rotates: bool = False) -> Tile:
+    """The cheapest feasible tile; where there is none the one that needs the least shared memory, which the launch
+    makes smaller where it has to."""
+    every = list(all_tiles(work, machine, extent, rotates))
+    found = [tile for tile in every if slowed(work, tile, machine) < math.inf]
+    if not found:
+        return min(every, key=lambda tile: shared_bytes(work, tile))
+    return in_order(work, machine, extent, found)[0]
+
+
+def in_order(work: Work, machine: Machine, extent: Extent, tiles: Sequence[Tile]) -> list[Tile]:
+    """Tiles of fewest clocks first; of equal ones those nearest to `TRIP`, then smaller ones with fewer stages."""
+
+    def order(tile: Tile) -> tuple[float, ...]:
+        known, explored = fact_of(work, tile, machine), facts_of(work, machine)
+        clocks = kernel_clocks(work, tile, machine, extent, known.instructions if known else 0)
+        clocks *= known.slowed if known else UNKNOWN if explored else 1.0
+        clocks = float(f"{clocks:.2g}") if clocks < math.inf else clocks
+        inner = work.inner(tile)
+        return clocks, max(inner / TRIP, TRIP / inner), work.outer(tile), tile.stages, -tile.warps
+
+    return sorted(tiles, key=order)
+
+
+def all_tiles(work: Work, machine: Machine, extent: Extent, rotates: bool) -> Iterator[Tile]:
+    """All tiles that there could be."""
+    sizes = [size for size in (16, 32, 64, 128) if LEAST <= size <= MOST]
+    outer, inner = power(extent.outer), power(extent.inner)
+    across, along = (inner, outer) if work.kernel == KEYS else (outer, inner)
+    for rows, keys, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3)):
+        if rows > max(LEAST, across) or keys > max(LEAST, along):
+            continue
+        tile = Tile(rows=rows, keys=keys, warps=warps, stages=stages)
+        yield tile
+        if rotates and work.score_bytes == 0 and "wgmma" in machine.isa and work.size == 2 and rows >= GROUP_ROWS:
+            yield Tile(rows=rows, keys=keys, warps=warps, stages=stages, rotated=True)

@@ -1,0 +1,88 @@
+"""The tiles that the model chooses for GPU kernels, by what compiling has shown and where nothing was compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from fusion.machine import Machine, machine, of_target
+from fusion.planning import gpu_facts, gpu_feasible
+from fusion.planning.choice import Tile
+from fusion.planning.gpu import Extents
+from fusion.planning.gpu_clocks import FORWARD, KEYS, QUERIES, Work, redundancy, shared_bytes, work_of
+from fusion.planning.gpu_feasible import Fact, estimated, fact_of, slowed
+from fusion.planning.gpu_model import TileModel
+from tests.codegen.mlir.cases import case
+from tests.codegen.triton.whole import whole
+
+HOPPER = machine("h100")
+MODEL = TileModel()
+
+
+def tiles(name: str, d: int, device: Machine, dtype: str = "bfloat16") -> Iterator[tuple[Work, Tile]]:
+    """What a training step runs."""
+    spec = case(name, dtype, d).spec
+    spec = whole(spec) if name == "causal" else spec
+    found = {FORWARD: MODEL.forward(spec, device, Extents(64, 4096, 4096, d, d)), **MODEL.backward(spec, device, d, d)}
+    for kernel in (FORWARD, QUERIES, KEYS):
+        yield work_of(spec, kernel, d, d), found[kernel]
+
+
+def known() -> Iterator[tuple[Work, Tile, Fact]]:
+    """The data of Hopper."""
+    for (architecture, kernel, program, d, d_v), facts in gpu_facts.FACTS.items():
+        if architecture != HOPPER.architecture:
+            continue
+        work = Work(
+            kernel=kernel, d=d, d_v=d_v, size=2, score_bytes=2 if program == "matrix" else 0, instructions=0.0,
+            specials=0.0, masked=program != "plain", program=program, loaded=d if d > d_v else d + d_v,
+        )  # fmt: skip
+        for (rows, keys, warps, stages, rotated), fact in facts.items():
+            yield work, Tile(rows=rows, keys=keys, warps=warps, stages=stages, rotated=rotated), Fact(*fact)
+
+
+def test_estimates_are_below_what_is_known() -> None:
+    """A tile that the estimate takes for feasible is, where it was compiled."""
+    taken = [(work, tile, fact) for work, tile, fact in known() if estimated(work, tile, HOPPER)]
+    assert len(taken) > 10
+    for work, tile, fact in taken:
+        assert fact.slowed < 1.2 and fact.shared <= shared_bytes(work, tile) + 4096, (work, tile, fact)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_tiles_on_hopper_are_known_to_be_good(name: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, without spills that count, and no score is computed twice."""
+    monkeypatch.setattr(gpu_feasible, "_known_version", lambda: True)
+    for work, tile in tiles(name, d, HOPPER):
+        fact = fact_of(work, tile, HOPPER)
+        assert fact is not None and fact.slowed < 1.1, (work, tile)
+        assert redundancy(work, tile, HOPPER) == 1, (work, tile)
+
+
+@pytest.mark.parametrize(
+    "target", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"]
+)
+@pytest.mark.parametrize("name", ["plain", "causal", "bias", "soft_cap", "documents"])
+def test_every_device_has_tiles_that_are_expected_to_fit(name: str, target: str) -> None:
+    device = of_target(target)
+    for dtype in ("bfloat16", "float32"):
+        for d in (16, 64, 128, 256):
+            for work, tile in tiles(name, d, device, dtype):
+                smallest = tile.rows * tile.keys == 16 * 16 and tile.stages == 1
+                assert slowed(work, tile, device) < math.inf or smallest, (work, tile)
+
+
+def test_facts_of_another_version_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, tile, _ = next(known())
+    assert fact_of(work, tile, HOPPER) is not None
+    monkeypatch.setattr(gpu_feasible, "_known_version", lambda: False)
+    assert fact_of(work, tile, HOPPER) is None
+
+
+def test_few_queries_have_small_blocks() -> None:
+    spec = case("plain", "bfloat16", 128).spec
+    for n_q in (1, 7, 16, 40):
+        assert MODEL.forward(spec, HOPPER, Extents(64, n_q, 8192, 128, 128)).rows <= max(16, 2 * n_q)
