@@ -160,7 +160,7 @@ def inner_loops(text: str) -> list[Loop]:
                 back.append((labels[target[1]], len(lines)))
     inner = [(a, b) for a, b in back if not any((c, d) != (a, b) and a <= c and d <= b for c, d in back)]
     loops = [Loop(tuple(lines[a:b])) for a, b in dict.fromkeys(inner)]
-    return [loop for loop in loops if loop.products]
+    return [loop for loop in loops if loop.count(*_UNITS["tensor"].split())]
 
 
 def disassemble(binary: bytes) -> str:
