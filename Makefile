@@ -6,13 +6,16 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
+# A file's tests run in one process, which share compiled kernels; tests/conftest.py puts the longest files first.
+PYTEST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types bench clean
+.PHONY: help demo test test-long lint format types bench clean
 
 help:
 	@echo "make demo    real text through a trained model: eager, Inductor and fusion side by side"
 	@echo "make test    the test suite           (ARGS='-k mask' passes options on to pytest)"
+	@echo "make test-long  with the exhaustive cases (over an hour)"
 	@echo "make lint    ruff: lint and format    (make format mends what it can)"
 	@echo "make types   pyright"
 	@echo "make bench   benchmarks/cpu.py        (ARGS='--quick' passes options on to it)"
@@ -29,7 +32,10 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(PYTEST) $(ARGS)
+
+test-long: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST) -m "long or not long" $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -42,25 +42,55 @@ WITHOUT_TORCH_MLIR = (
 )
 """Tests that need no kernel for CPU tensors."""
 
+LONGEST = (
+    "models/test_zoo.py",
+    "codegen/mlir/test_kernels.py",
+    "fusion/test_training.py",
+    "passes/test_find.py",
+    "models/test_generate.py",
+    "properties/test_random_gradients.py",
+    "properties/test_random_programs.py",
+    "fusion/approximate/test_certified.py",
+    "fusion/test_dtensor.py",
+    "codegen/triton/test_offline.py",
+    "models/test_training.py",
+    "passes/test_pointwise.py",
+)
+"""Files that take longest, which run first."""
+
 # What architecture tests found, by the run's title: the table at the end of the run. With several workers (-n) each
 # hands its part over when it ends.
 OUTCOMES = pytest.StashKey[dict[str, list]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: architectures that do not run by default (run them with `-m slow`)")
+    config.addinivalue_line("markers", "long: the exhaustive part of a test, left out unless -m asks for it")
     config.stash[OUTCOMES] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long set out unless -m says something, and start with the files that take longest: with several
+    workers, the last one would keep the others waiting."""
+    if not config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    _skip_without_torch_mlir(items)
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(_place(item), len(order)))
+
+
+def _place(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).as_posix()
+
+
+def _skip_without_torch_mlir(items: list[pytest.Item]) -> None:
     """Without torch-mlir (which has no release for some platforms, and which a machine for GPU work may lack) there are
     no kernels for CPU tensors, and what is tested on them is skipped."""
     if importlib.util.find_spec("torch_mlir") is not None:
         return
     skip = pytest.mark.skip(reason="kernels for CPU tensors need torch-mlir")
     for item in items:
-        place = item.path.relative_to(Path(__file__).parent).as_posix()
-        if not place.startswith(WITHOUT_TORCH_MLIR):
+        if not _place(item).startswith(WITHOUT_TORCH_MLIR):
             item.add_marker(skip)
 
 

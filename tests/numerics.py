@@ -13,14 +13,25 @@ per tensor in two norms, because each is blind to something:
 
 Errors are absolute within a tensor: attention averages, so elements near zero carry the rounding of large ones, and
 relative errors of single elements say nothing. NaN and infinities must stand where eager has them.
+
+    assert_as_exact_as_eager(actual, eager, reference)   the rule
+    assert_runs_as_exact_as_eager(run, eager, *inputs)   the rule, for a function or module and its inputs
+    assert_same(actual, expected)                        bit for bit, where the same operations run twice
+    assert_same_in_float64(actual, expected)             formulas, both evaluated in float64
+    assert_within(error, bound)                          a bound that is proved or certified; never for rounding
+
+Other tests compare no numbers with tolerances; tests/test_tolerances.py looks.
 """
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+ROUNDING = 2.0**-36
+"""Of a computation in float64, relative to its largest number."""
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -167,3 +178,63 @@ def assert_as_exact_as_eager(
                 where = _describe(path, got, want, reference, result.max_bound)
                 raise AssertionError(f"{path}: {norm} error {error:.3e} exceeds {bound:.3e} (2x eager's). {where}")
     return comparisons
+
+
+def wide(value: Any) -> Any:
+    """Nested inputs with their floating-point tensors in float64."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: wide(inner) for key, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(wide(inner) for inner in value)
+    return value
+
+
+def assert_runs_as_exact_as_eager(
+    run: Callable, eager: Callable, *inputs: Any, dtype: torch.dtype | None = None
+) -> list[Comparison]:
+    """Assert the house rule for `run(*inputs)`. eager: the function or module itself, also the reference in float64."""
+    exact = copy.deepcopy(eager).double() if isinstance(eager, torch.nn.Module) else eager
+    return assert_as_exact_as_eager(run(*inputs), eager(*inputs), exact(*wide(inputs)), dtype)
+
+
+def assert_same(actual: Any, expected: Any, name: str = "output") -> None:
+    """Assert that every tensor of nested outputs has the expected one's dtype, shape and values; NaN where it has
+    NaN."""
+    ours, theirs = (dict(leaves(value, name)) for value in (actual, expected))
+    assert ours.keys() == theirs.keys() and theirs, f"outputs {sorted(ours)}, expected {sorted(theirs)}"
+    for path, want in theirs.items():
+        got, want = ours[path].detach().cpu(), want.detach().cpu()
+        _assert_same_kind(path, got, want, dtype=True, strides=False)
+        differ = (got != want) & ~((got != got) & (want != want))
+        assert not differ.any(), f"{path}: {int(differ.sum())} of {got.numel()} elements differ"
+
+
+def assert_same_in_float64(actual: Any, expected: Any, terms: Any = 0, name: str = "output") -> None:
+    """Assert that two computations of the same numbers in float64, in different orders, differ by roundings: by less
+    than `ROUNDING` of the largest number, thousands of roundings and far below what a wrong formula differs by.
+
+    Takes tensors, arrays and numbers. terms: what the numbers are sums of, where these may cancel.
+    """
+    ours, theirs = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (actual, expected))
+    _assert_same_kind(name, ours, theirs, dtype=True, strides=False)
+    _assert_same_specials(name, ours, theirs)
+    finite = theirs.isfinite()
+    error, size = _error(ours[finite], theirs[finite])[0], _error(theirs[finite], torch.zeros(()))[0]
+    size = max(size, float(torch.as_tensor(terms).abs().max()))
+    assert error <= ROUNDING * size, f"{name}: float64 computations differ by {error:.3e}, the largest is {size:.3e}"
+
+
+def allowance(eager: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest error that the house rule allows, for a test that adds a certified error to it."""
+    return compare("", eager, eager, reference).max_bound
+
+
+def assert_within(error: torch.Tensor | float, bound: torch.Tensor | float) -> None:
+    """Assert that errors stay within a bound that is proved or certified (of a polynomial, of rounding a term to
+    bfloat16): `bound` is computed from it, not chosen. Rounding of a kernel is the house rule's business."""
+    error, bound = torch.as_tensor(error, dtype=torch.float64), torch.as_tensor(bound, dtype=torch.float64)
+    assert (error <= bound).all(), (
+        f"error {float(error.max()):.3e} exceeds the bound {float((error / bound).max()):.3g}x"
+    )

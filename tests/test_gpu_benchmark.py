@@ -1,12 +1,13 @@
 """benchmarks/gpu.py rehearsed: every section runs on CPU tensors, and what keeps a crash from costing a run."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.numerics import assert_within
 
 pytest.importorskip("triton", reason="its kernels need triton")
 pytest.importorskip("transformers", reason="its models need transformers")
@@ -38,7 +39,8 @@ def scripts(monkeypatch):
             del sys.modules[name]
 
 
-def test_rehearsal(scripts, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_rehearsal(scripts, everything, monkeypatch, tmp_path, capsys):
     """In this process: what is started as another one there is called here."""
     import gpu
 
@@ -47,7 +49,6 @@ def test_rehearsal(scripts, monkeypatch, tmp_path, capsys):
         gpu.main()
 
     monkeypatch.setattr(gpu, "attend", here)
-    everything = "FUSION_LONG_TESTS" in os.environ
     command = ["gpu.py", "--rehearse", "--rows", "bias", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command + ([] if everything else ["--no-models"]))
     gpu.main()
@@ -124,7 +125,7 @@ def test_rounding_of_weights_is_to_a_neighbour_and_fair(scripts):
     for dtype, share in ((torch.bfloat16, 0.25), (torch.float16, 0.0)):
         rounded = stochastically_rounded(weights, dtype, torch.Generator().manual_seed(0))
         assert torch.equal(rounded, rounded.to(dtype).float())
-        assert rounded.sub(weights).abs().max() < torch.finfo(dtype).eps
+        assert_within(rounded.sub(weights).abs(), torch.finfo(dtype).eps)
         assert abs((rounded > weights).float().mean() - share) < 0.02
 
 

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.numerics import assert_as_exact_as_eager, leaves
+from tests.numerics import (
+    assert_as_exact_as_eager,
+    assert_runs_as_exact_as_eager,
+    assert_same,
+    assert_same_in_float64,
+    assert_within,
+    leaves,
+)
 
 
 @pytest.fixture
@@ -85,3 +92,34 @@ def test_nested_outputs(results):
         assert_as_exact_as_eager((eager,), nest(eager), nest(reference))
     with pytest.raises(AssertionError, match="no tensors"):
         assert_as_exact_as_eager({}, {}, {})
+
+
+def test_the_same_bits():
+    value = torch.tensor([1.0, float("nan"), -0.0])
+    assert_same({"x": value}, {"x": value.clone()})
+    for other in (value.double(), value[:2], value.nextafter(torch.tensor(2.0)), torch.tensor([1.0, 1.0, 0.0])):
+        with pytest.raises(AssertionError):
+            assert_same(value, other)
+
+
+def test_a_function_and_a_module_are_their_own_reference():
+    layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    assert_runs_as_exact_as_eager(lambda x: x @ layer.weight.T + layer.bias, layer, x)
+    with pytest.raises(AssertionError, match="root mean square|largest"):
+        assert_runs_as_exact_as_eager(lambda x: layer(x) * 1.001, layer, x)
+    assert layer.weight.dtype is torch.float32
+
+
+def test_formulas_in_float64():
+    x = torch.randn(50, dtype=torch.float64)
+    assert_same_in_float64(x.sum(), x.flip(0).sum())
+    for other in (x * (1 + 1e-9), x.clone().fill_(float("nan")), x[:49]):
+        with pytest.raises(AssertionError):
+            assert_same_in_float64(x, other)
+
+
+def test_a_bound_holds_for_every_element():
+    assert_within(torch.tensor([0.1, 0.2]), torch.tensor([0.1, 0.3]))
+    for error, bound in ((torch.tensor([0.1, 0.4]), torch.tensor([0.1, 0.3])), (float("nan"), 1.0)):
+        with pytest.raises(AssertionError, match="exceeds the bound"):
+            assert_within(error, bound)

@@ -47,7 +47,7 @@ def test_a_cache_in_float8_takes_half_the_time():
     sizes = {"n_q": 1, "n_k": 131072, "heads": 32, "heads_kv": 8, "dtype": "bf16"}
     wide, stored = plan(problem(**sizes), "h200"), plan(problem(**sizes, stored_bytes=1), "h200")
     memory = [dict(chosen.resources)["HBM"] for chosen in (wide, stored)]
-    assert memory[1] / memory[0] == pytest.approx(0.5, rel=0.01) and stored.time < wide.time
+    assert 0.495 < memory[1] / memory[0] < 0.505 and stored.time < wide.time
     spec = case("plain", "bfloat16", group=4).spec
     found = [problem_of(s, (1, 8, 1, 1000)) for s in (spec, float8(spec, torch.float8_e5m2))]
     assert [p.key_bytes for p in found] == [2, 1] and found[0].dtype == found[1].dtype
@@ -124,7 +124,7 @@ def test_text_has_the_numbers_in():
     assert "predicted, limited by" in plan(problem()).explain()
 
 
-def test_planning_is_quick_and_cached():
+def test_planning_is_cached():
     plan(problem(n_q=100), "cpu")
     start = time.perf_counter()
     shapes = [problem(n_q=200 + 7 * step, n_k=300 + 5 * step, causal=step % 2 == 0) for step in range(20)]

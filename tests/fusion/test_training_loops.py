@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusion
-from tests.numerics import assert_as_exact_as_eager
+from tests.numerics import assert_as_exact_as_eager, assert_same
 
 WIDTH, HEADS, N = 32, 4, 24
 
@@ -84,9 +84,9 @@ def test_switching_between_training_and_evaluation():
         model.train()
         torch.manual_seed(1)
         trained = gradients(model, run, [x])
-        assert not torch.allclose(trained["outputs"][0], evaluated, atol=1e-2)
+        assert (trained["outputs"][0] != evaluated).float().mean() > 0.9, "nothing was dropped"
         torch.manual_seed(1)
-        torch.testing.assert_close(gradients(model, run, [x]), trained)
+        assert_same(gradients(model, run, [x]), trained)
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
@@ -134,7 +134,7 @@ def test_a_checkpointed_part_without_attention_stays():
     with fusion.collect_reports() as reports:
         found = torch.compile(function, backend="fusion", options={"inner": "aot_eager"})(x)
     assert not reports[0].sites
-    torch.testing.assert_close(found, function(x))
+    assert_same(found, function(x))
 
 
 def test_the_operator_inside_of_function_transforms():

@@ -62,8 +62,26 @@ def peaks(function, run, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", [full, causal, dropped, sloped, biased])
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (full, torch.float32),
+        (causal, torch.bfloat16),
+        (dropped, torch.float32),
+        (sloped, torch.bfloat16),
+        (biased, torch.float32),
+        *(
+            pytest.param(function, dtype, marks=pytest.mark.long)
+            for function, dtype in (
+                (full, torch.bfloat16),
+                (causal, torch.float32),
+                (dropped, torch.bfloat16),
+                (sloped, torch.float32),
+                (biased, torch.bfloat16),
+            )
+        ),
+    ],
+)
 def test_a_step_takes_memory_linear_in_the_length(function, dtype):
     options = {"inner": "aot_eager", "strict": True}
     found = peaks(function, torch.compile(function, backend="fusion", options=options, dynamic=True), dtype)

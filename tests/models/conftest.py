@@ -1,19 +1,9 @@
-"""Slow architectures stay out by default; tests of architectures report what they found (`tests/conftest.py`)."""
+"""Tests of architectures report what they found (`tests/conftest.py`)."""
 
 import pytest
 
 from tests.conftest import OUTCOMES
 from tests.models.harness import Outcome
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out unless `-m` says something."""
-    if config.option.markexpr:
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,22 @@ def _generate(model, cache: str, padded: bool, new_tokens: int = NEW_TOKENS) -> 
     )
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize(("name", "padded"), [("llama", False), *((name, True) for name in MODELS)])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("name", "padded", "cache"),
+    [
+        ("llama", True, "dynamic"),
+        ("gpt2", True, "static"),
+        ("gemma2", True, "static"),
+        pytest.param("llama", False, "dynamic", marks=LONG),
+        pytest.param("llama", False, "static", marks=LONG),
+        pytest.param("llama", True, "static", marks=LONG),
+        pytest.param("gpt2", True, "dynamic", marks=LONG),
+        pytest.param("gemma2", True, "dynamic", marks=LONG),
+    ],
+)
 def test_greedy_tokens_are_eagers(name: str, cache: str, padded: bool):
     model = build(MODELS[name])
     eager = _generate(model, cache, padded)
@@ -45,7 +59,7 @@ def test_greedy_tokens_are_eagers(name: str, cache: str, padded: bool):
     assert counters["fusion"]["sites"] == counters["fusion"]["fused"] > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=LONG) for name in ("gpt2", "gemma2"))])
 def test_a_growing_cache_compiles_no_kernel_per_length(name: str):
     """Once lengths are symbols, longer texts meet no new graph, and so no new kernel."""
     model = build(MODELS[name])

@@ -24,7 +24,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+DEFAULT = ("gemma2", "gpt2", "llama", "opt")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.long]) for n in MODELS])
 def test_left_padding_is_as_in_eager_mode(name: str):
     sizes = {"max_position_embeddings": 128} if name != "gpt2" else {"n_positions": 128}
     model = build(MODELS[name], **sizes)

@@ -12,8 +12,9 @@ from tests.models.harness import compiled
 from tests.models.zoo import by_name
 from tests.numerics import assert_as_exact_as_eager, leaves
 
-DEFAULT = "bert gpt2 gemma2 mpt falcon-alibi xlnet vit opt".split()
-ARCHITECTURES = """llama bloom t5 deberta-v2 whisper clip swinv2 bart wav2vec2 beit distilbert electra albert gpt_neo
+DEFAULT = "bert gpt2 gemma2 falcon-alibi xlnet".split()
+ARCHITECTURES = """mpt vit opt
+llama bloom t5 deberta-v2 whisper clip swinv2 bart wav2vec2 beit distilbert electra albert gpt_neo
 gpt_neox gptj qwen2 mistral phi cohere olmo stablelm gemma deit dinov2 marian pegasus mbart hubert""".split()
 
 RANDOM = ("drop", "mask_time_prob", "mask_feature_prob")
@@ -54,7 +55,7 @@ def losses_and_gradients(model: torch.nn.Module, run: Any, draws: list[dict[str,
     return {name: torch.stack([draw[name] for draw in found]) for name in found[0]}
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES)])
+@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES)])
 def test_gradients_of_every_parameter(name: str):
     entry = by_name(name)
     counters.clear()
@@ -70,30 +71,23 @@ def test_gradients_of_every_parameter(name: str):
     actual = losses_and_gradients(model, run, draws)
     fused = counters["fusion"]["fused"]
     assert fused == max(len(witness.sites), 1), (counters["fusion"], witness.sites)
-    _assert_small_ones(actual, eager, reference)
-    kept = [key for key, value in reference.items() if value.numel() >= FEW and value.abs().max() > ZERO]
-    assert_as_exact_as_eager(*({key: found[key] for key in kept} for found in (actual, eager, reference)), name=name)
+    found = (with_small_ones_joined(given, reference) for given in (actual, eager, reference))
+    assert_as_exact_as_eager(*found, torch.float32, name=name)
 
 
-ZERO = 1e-12
+ZERO = 2.0**-40
 FEW = 16
 """Elements of a tensor up to which eager's error is a matter of luck (and often 0)."""
 
 
-def _assert_small_ones(actual: dict, eager: dict, reference: dict) -> None:
-    """Of tensors with few elements, the loss among them, eager's error counts as at least a few roundings.
+def with_small_ones_joined(found: dict, reference: dict) -> dict:
+    """Tensors with few elements, the loss among them, side by side in one, each relative to its largest element.
 
     A bias of the keys shifts all scores of a row alike: its gradient is zero, and what is computed is rounding alone,
-    which has no scale of its own to be measured by. It must be small beside the other gradients.
+    which has no scale of its own to be measured by. It is there too, relative to the largest gradient of all.
     """
-    largest = max(float(value.abs().max()) for value in reference.values())
-    for key, value in reference.items():
-        size = float(value.abs().max())
-        if size <= ZERO:
-            assert actual[key].abs().max() <= 1e-5 * largest, key
-        elif value.numel() < FEW:
-            error, own = (float((found[key].double() - value).abs().max()) for found in (actual, eager))
-            assert error <= 2 * (max(own, 4 * EPS * size) + EPS * size), (key, error, own, size)
-
-
-EPS = torch.finfo(torch.float32).eps
+    sizes = {key: float(value.abs().max()) for key, value in reference.items()}
+    joined = {key for key, value in reference.items() if value.numel() < FEW or sizes[key] <= ZERO}
+    scales = {key: sizes[key] if sizes[key] > ZERO else max(sizes.values()) for key in joined}
+    small = torch.cat([(found[key].double() / scales[key]).flatten() for key in sorted(joined)])
+    return {key: value for key, value in found.items() if key not in joined} | {"small ones": small}

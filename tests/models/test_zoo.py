@@ -1,4 +1,7 @@
-"""Real architectures through the whole backend: as exact as eager, and nearly every attention fused."""
+"""Real architectures through the whole backend: as exact as eager, and nearly every attention fused.
+
+A core of them runs by default, all of them with `make test-long`.
+"""
 
 import pytest
 import torch
@@ -14,8 +17,24 @@ SHARE_FUSED = 0.95
 UNUSUAL_SOFTMAX = {"wavlm", "groupvit"}
 
 
+# A subset that has something of everything, for what costs more per architecture or adds less.
+DIVERSE = """bert gpt2 llama gemma2 bloom t5 deberta-v2 swin whisper gpt_oss mpt deepseek_v3 falcon-alibi xlnet clip
+swinv2 bart vit wav2vec2 beit""".split()
+# What runs by default: these, and others that write attention in a way of their own.
+CORE = (
+    """mpnet openai-gpt gpt_neo xglm longformer fsmt longt5 qwen3_next diffllama modernbert detr sam_vision_model wavlm
+groupvit patchtst big_bird-sparse deberta-v2-buckets falcon-grouped""".split()
+    + DIVERSE
+)
+
+
+def _chosen(names: list[str], default: str) -> list:
+    """All names as parameters, of which those in `default` run by default."""
+    return [pytest.param(name, marks=[] if name in default.split() else [pytest.mark.long]) for name in names]
+
+
 def _parameters() -> list:
-    return [pytest.param(e, id=e.name, marks=[] if e.essential else [pytest.mark.slow]) for e in ZOO]
+    return [pytest.param(e, id=e.name, marks=[] if e.name in CORE else [pytest.mark.long]) for e in ZOO]
 
 
 def _check(outcomes: dict[str, list[Outcome]], title: str, entry: Entry, **how) -> Outcome:
@@ -49,7 +68,7 @@ def _check_that_attention_chooses(entropies: tuple[float, ...]) -> None:
 def test_nearly_every_site_is_fused(outcomes):
     """At least 95 % of all sites, by the oracle's count. Needs the whole run."""
     found = outcomes.get(FLOAT32, [])
-    if len(found) < sum(e.essential for e in ZOO):
+    if len(found) < len(CORE):
         pytest.skip(f"only {len(found)} architectures ran before this test")
     total, fused = sum(o.total for o in found), sum(o.fused for o in found)
     assert fused >= SHARE_FUSED * total, f"{fused} of {total} sites fused"
@@ -58,43 +77,49 @@ def test_nearly_every_site_is_fused(outcomes):
 def test_every_kind_is_met(outcomes):
     """Each row of the table of what models write occurs in the zoo, by the oracle's own reading of the graphs."""
     found = outcomes.get(FLOAT32, [])
-    if len(found) < sum(e.essential for e in ZOO):
+    if len(found) < len(CORE):
         pytest.skip(f"only {len(found)} architectures ran before this test")
     met = frozenset().union(*(o.kinds for o in found))
     assert set(oracle.KINDS) <= met, f"not met: {sorted(set(oracle.KINDS) - met)}"
 
 
-# A subset that has something of everything, for what costs more per architecture or adds less.
-DIVERSE = """bert gpt2 llama gemma2 bloom t5 deberta-v2 swin whisper gpt_oss mpt deepseek_v3 falcon-alibi xlnet clip
-swinv2 bart vit wav2vec2 beit""".split()
 WITH_INDUCTOR = "bert gpt2 llama gemma2 bloom t5 deberta-v2 swin gpt_oss vit".split()
 DYNAMIC = "bert gpt2 llama gemma2 bart deberta-v2".split()  # torch traces these in seconds
 # Routing decides by comparing, and in half precision two correct runs may decide differently.
 HALF = [name for name in DIVERSE if name not in ("gpt_oss", "deepseek_v3")]
 
 
-@pytest.mark.parametrize("name", HALF)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        pytest.param(dtype, *parameter.values, marks=parameter.marks, id=f"{str(dtype)[6:]}-{parameter.values[0]}")
+        for dtype, default in (
+            (torch.bfloat16, "bert gemma2 t5 swin whisper falcon-alibi"),
+            (torch.float16, "gpt2 llama bloom deberta-v2 xlnet"),
+        )
+        for parameter in _chosen(HALF, default)
+    ],
+)
 def test_half_precision(name: str, dtype: torch.dtype, outcomes):
     outcome = _check(outcomes, f"architectures, {dtype}", by_name(name), dtype=dtype)
     assert outcome.fused == outcome.total, outcome.unfused
 
 
-@pytest.mark.parametrize("name", DIVERSE)
+@pytest.mark.parametrize("name", _chosen(DIVERSE, "bert llama t5 swin gpt_oss deepseek_v3"))
 def test_batch_of_one(name: str, outcomes):
     """Dimensions of size 1 fold away and change the graph."""
     outcome = _check(outcomes, "architectures, batch 1", by_name(name), batch=1)
     assert outcome.fused == outcome.total, outcome.unfused
 
 
-@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("name", _chosen(DYNAMIC, "bert llama gemma2 bart"))
 def test_dynamic(name: str, outcomes):
     """Every size, and every float of a module, is a symbol."""
     outcome = _check(outcomes, "architectures, dynamic", by_name(name), dynamic=True)
     assert outcome.fused == outcome.total, outcome.unfused
 
 
-@pytest.mark.parametrize("name", WITH_INDUCTOR)
+@pytest.mark.parametrize("name", _chosen(WITH_INDUCTOR, "bert llama t5 swin"))
 def test_with_inductor(name: str, outcomes):
     """The rest of the graph compiled as users have it."""
     outcome = _check(outcomes, "architectures, Inductor", by_name(name), inner="inductor")
@@ -105,4 +130,6 @@ def test_the_zoo_covers_the_field():
     essential = [e for e in ZOO if e.essential]
     assert len(ZOO) >= 120 and len(essential) >= 70
     assert len({e.name for e in ZOO}) == len(ZOO)
-    assert {"encoder", "decoder", "encoder-decoder", "vision", "audio", "multimodal"} <= {e.family for e in essential}
+    assert {"encoder", "decoder", "encoder-decoder", "vision", "audio", "multimodal"} <= {
+        by_name(name).family for name in CORE
+    }

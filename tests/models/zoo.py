@@ -32,7 +32,7 @@ def architectures() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One architecture. `essential` entries run by default, the others with `-m slow`."""
+    """One architecture. `essential` entries count in the totals, the others run beside them."""
 
     name: str
     model_type: str

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from fusion.codegen import reference
 from fusion.codegen.mlir.target import Target, target_of
 from fusion.ir import AttentionSpec, Expr, Kind, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
 from fusion.machine import Machine
+from tests import numerics
 
 HERE = target_of(Machine.detect())
 #: Code for AVX-512 runs only where it exists; the others run everywhere (LLVM splits vectors that are too wide).
@@ -32,11 +32,18 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A score program: the operands after V, the expression of a head of width d, mask facts, and how to draw the
-    tensors."""
+    """A score program, twice: as an expression and as a model would write it.
+
+    operands: the tensors that it reads, after V
+    score: the expression of the scaled score of a head
+    eager: the same in plain torch, from scores [B, H, Nq, Nk], positions i [Nq, 1] and j [Nk], and the tensors
+    mask: what is known of the mask
+    tensors: draws the tensors
+    """
 
     operands: tuple[Operand, ...] = ()
     score: Callable[[Expr], Expr]
+    eager: Callable[..., torch.Tensor]
     mask: MaskFacts | None = None
     tensors: Callable[[Sizes], list[torch.Tensor]] = lambda n: []
 
@@ -47,6 +54,11 @@ def tensor(name: str, rank: int, dtype: str = "float32") -> Operand:
 
 def read(*index: Expr, kind: Kind = Kind.FLOAT, operand: int = 3) -> Expr:
     return load(operand, index, kind)
+
+
+def masked(s: torch.Tensor, live: torch.Tensor, fill: float) -> torch.Tensor:
+    """Scores with a fill where they are not live; a finite fill is a number of their dtype."""
+    return s.masked_fill(~live, fill if math.isinf(fill) else max(fill, torch.finfo(s.dtype).min))
 
 
 def fill_where(live: Expr, fill: float) -> Callable[[Expr], Expr]:
@@ -71,124 +83,184 @@ def _documents(n: Sizes) -> list[torch.Tensor]:
     return [torch.randint(0, 3, (n["B"], max(n["Nq"], n["Nk"]))).sort(-1).values + 2**40]
 
 
+def _biased(s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return s + bias
+
+
+def _bucketed(s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    distance = (i - j).abs().clamp(max=7)
+    return s + table[torch.where(i < j, distance + 8, distance)].permute(2, 0, 1)
+
+
+def _same_document(s: torch.Tensor, i: torch.Tensor, j: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+    return masked(s, (document[:, : len(i), None] == document[:, None, : len(j)])[:, None], FMIN)
+
+
 def _function(name: str, *rest: float) -> Program:
     positive = name in ("log1p", "sqrt", "pow")
-    return Program(score=lambda s: apply(name, apply("abs", s) if positive else s, *map(const, rest)))
+    function = getattr(torch, name)
+    return Program(
+        score=lambda s: apply(name, apply("abs", s) if positive else s, *map(const, rest)),
+        eager=lambda s, i, j: function(s.abs() if positive else s, *rest),
+    )
 
 
 PROGRAMS = {
-    "plain": Program(score=lambda s: s),
-    "causal": Program(score=fill_where(CAUSAL, -INF), mask=MaskFacts(live=CAUSAL, key_hi=UP_TO_ROW, fill=-INF)),
+    "plain": Program(eager=lambda s, i, j: s, score=lambda s: s),
+    "causal": Program(
+        eager=lambda s, i, j: masked(s, j <= i, -INF),
+        score=fill_where(CAUSAL, -INF), mask=MaskFacts(live=CAUSAL, key_hi=UP_TO_ROW, fill=-INF),
+    ),
     "causal_last_key": Program(
+        eager=lambda s, i, j: masked(s, j <= i + len(j) - len(i), FMIN),
         score=fill_where(ALIGNED, FMIN),
         mask=MaskFacts(live=ALIGNED, key_hi=integers.add(UP_TO_ROW, integers.sub(NK, NQ)), fill=FMIN),
     ),
     "window": Program(
+        eager=lambda s, i, j: masked(s, (j <= i) & (i - j < 17), FMIN),
         score=fill_where(WINDOW, FMIN),
         mask=MaskFacts(live=WINDOW, key_lo=integers.sub(I0, 16), key_hi=UP_TO_ROW, fill=FMIN),
     ),
     "left_padded": Program(
+        eager=lambda s, i, j, mask: masked(s, (j <= i) & mask[:, None, None], FMIN),
         operands=(tensor("mask", 2, "bool"),), score=fill_where(PADDED, FMIN), tensors=_left_padded,
         mask=MaskFacts(live=PADDED, key_hi=UP_TO_ROW, fill=FMIN),
     ),
     "left_padded_inf": Program(
+        eager=lambda s, i, j, mask: masked(s, (j <= i) & mask[:, None, None], -INF),
         operands=(tensor("mask", 2, "bool"),), score=fill_where(PADDED, -INF), tensors=_left_padded,
         mask=MaskFacts(live=PADDED, key_hi=UP_TO_ROW, fill=-INF),
     ),
     "bias": Program(
+        eager=_biased,
         operands=(tensor("bias", 3),), score=lambda s: apply("fadd", s, read(HEAD, I, J)),
         tensors=lambda n: [torch.randn(n["H"], n["Nq"], n["Nk"])],
     ),
     "transposed_bias": Program(
+        eager=_biased,
         operands=(tensor("bias", 3),), score=lambda s: apply("fadd", s, read(HEAD, I, J)),
         tensors=lambda n: [torch.randn(n["H"], n["Nk"], n["Nq"]).transpose(1, 2)],
     ),
     "half_bias": Program(
+        eager=_biased,
         operands=(tensor("bias", 2, "float16"),), score=lambda s: apply("fadd", s, read(I, J)),
         tensors=lambda n: [torch.randn(n["Nq"], n["Nk"]).half()],
     ),
     "brain_bias": Program(
+        eager=_biased,
         operands=(tensor("bias", 3, "bfloat16"),), score=lambda s: apply("fadd", s, read(HEAD, I, J)),
         tensors=lambda n: [torch.randn(n["H"], n["Nq"], n["Nk"]).bfloat16()],
     ),
     "expanded_mask": Program(
+        eager=_biased,
         operands=(tensor("mask", 4),), score=lambda s: apply("fadd", s, read(BATCH, const(0), I, J)),
         tensors=lambda n: [torch.where(torch.rand(n["B"], 1, 1, n["Nk"]) < 0.7, 0.0, FMIN).expand(-1, 1, n["Nq"], -1)],
     ),
     "bool_mask": Program(
+        eager=lambda s, i, j, mask: masked(s, mask, -INF),
         operands=(tensor("mask", 4, "bool"),),
         score=lambda s: where(read(BATCH, const(0), I, J, kind=Kind.BOOL), s, const(-INF)),
         tensors=lambda n: [torch.rand(n["B"], 1, n["Nq"], n["Nk"]) < 0.8],
     ),
     "padding": Program(
+        eager=lambda s, i, j, mask: masked(s, mask[:, None, None], FMIN),
         operands=(tensor("mask", 2, "bool"),), score=fill_where(read(BATCH, J, kind=Kind.BOOL), FMIN),
         tensors=lambda n: [torch.rand(n["B"], n["Nk"]) < 0.6],
     ),
     "alibi": Program(
+        eager=lambda s, i, j, slope: masked(s + slope[:, None, None] * (j - i), j <= i, -INF),
         operands=(tensor("slope", 1),), mask=MaskFacts(live=CAUSAL, key_hi=UP_TO_ROW, fill=-INF),
         score=lambda s: where(
             CAUSAL, apply("fadd", s, apply("fmul", read(HEAD), apply("to_float", integers.sub(J, I)))), const(-INF)
         ),
         tensors=lambda n: [2.0 ** -torch.arange(1.0, n["H"] + 1)],
     ),
-    "soft_cap": Program(score=lambda s: apply("fmul", apply("tanh", apply("div", s, const(20.0))), const(20.0))),
+    "soft_cap": Program(
+        eager=lambda s, i, j: torch.tanh(s / 20.0) * 20.0,
+        score=lambda s: apply("fmul", apply("tanh", apply("div", s, const(20.0))), const(20.0)),
+    ),
     "bucket_table": Program(
+        eager=_bucketed,
         operands=(tensor("table", 2),), score=lambda s: apply("fadd", s, read(BUCKET, HEAD)),
         tensors=lambda n: [torch.randn(16, n["H"])],
     ),
     "documents": Program(
+        eager=_same_document,
         operands=(tensor("document", 2, "int64"),), tensors=_documents,
         score=lambda s: where(
             apply("ieq", read(BATCH, I, kind=Kind.INT), read(BATCH, J, kind=Kind.INT)), s, const(FMIN)
         ),
     ),
     "integer_bias": Program(
+        eager=lambda s, i, j, bias: s + 0.1 * bias.to(s.dtype),
         operands=(tensor("bias", 2, "int32"),), tensors=lambda n: [torch.randint(-9, 9, (n["Nq"], n["Nk"])).int()],
         score=lambda s: apply("fadd", s, apply("fmul", const(0.1), apply("to_float", read(I, J, kind=Kind.INT)))),
     ),
     "byte_bias": Program(
+        eager=lambda s, i, j, bias: s + 0.01 * bias.to(s.dtype),
         operands=(tensor("bias", 1, "uint8"),), tensors=lambda n: [torch.randint(0, 256, (n["Nk"],),
         dtype=torch.uint8)], score=lambda s: apply("fadd", s, apply("fmul", const(0.01), apply("to_float", read(J,
         kind=Kind.INT)))),
     ),
     "every_third": Program(
+        eager=lambda s, i, j: torch.where((i + j) % 3 == 0, s, s - 1.0),
         score=lambda s: where(
             apply("ieq", integers.mod(integers.add(I, J), 3), const(0)), s, apply("fadd", s, const(-1.0))
         )
     ),
-    "chunks": Program(score=fill_where(apply("ieq", integers.floordiv(I, 16), integers.floordiv(J, 16)), FMIN)),
+    "chunks": Program(
+        eager=lambda s, i, j: masked(s, i // 16 == j // 16, FMIN),
+        score=fill_where(apply("ieq", integers.floordiv(I, 16), integers.floordiv(J, 16)), FMIN),
+    ),
     "temperature": Program(
+        eager=lambda s, i, j, t: s * t.exp()[:, None, None],
         operands=(tensor("t", 1),), score=lambda s: apply("fmul", s, apply("exp", read(HEAD))),
         tensors=lambda n: [torch.randn(n["H"])],
     ),
     "row_gate": Program(
+        eager=lambda s, i, j, gate: s * gate.tanh()[:, None, :, None],
         operands=(tensor("gate", 2),), score=lambda s: apply("fmul", s, apply("tanh", read(BATCH, I))),
         tensors=lambda n: [torch.randn(n["B"], n["Nq"])],
     ),
-    "clamp": Program(score=lambda s: apply("maximum", apply("minimum", s, const(0.5)), const(-0.5))),
+    "clamp": Program(
+        eager=lambda s, i, j: s.clamp(-0.5, 0.5),
+        score=lambda s: apply("maximum", apply("minimum", s, const(0.5)), const(-0.5)),
+    ),
     "cosine": _function("cos"),
     "sine": _function("sin"),
-    "exponential": Program(score=lambda s: apply("exp", apply("minimum", s, const(1.0)))),
+    "exponential": Program(
+        eager=lambda s, i, j: s.clamp(max=1.0).exp(),
+        score=lambda s: apply("exp", apply("minimum", s, const(1.0))),
+    ),
     "sigmoid": _function("sigmoid"),
     "log1p": _function("log1p"),
-    "expm1": Program(score=lambda s: apply("expm1", apply("minimum", s, const(1.0)))),
+    "expm1": Program(
+        eager=lambda s, i, j: s.clamp(max=1.0).expm1(),
+        score=lambda s: apply("expm1", apply("minimum", s, const(1.0))),
+    ),
     "erf": _function("erf"),
     "atan": _function("atan"),
     "sqrt": _function("sqrt"),
     "power": _function("pow", 1.5),
     "floor": _function("floor"),
     "round": _function("round"),
-    "reciprocal_root": Program(score=lambda s: apply("rsqrt", apply("fadd", apply("abs", s), const(1.0)))),
+    "reciprocal_root": Program(
+        eager=lambda s, i, j: (s.abs() + 1.0).rsqrt(),
+        score=lambda s: apply("rsqrt", apply("fadd", apply("abs", s), const(1.0))),
+    ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A spec and how to draw its operands."""
+    """A spec, what it means in plain torch, and how to draw its operands."""
 
     spec: AttentionSpec
     program: Program
     group: int
+    weight: bool
+    sinks: bool
+    off_by_one: bool
     extras: tuple[Callable[[Sizes], torch.Tensor], ...]
 
 
@@ -220,7 +292,10 @@ def case(
         score=program.score(apply("fmul", SCORE, const(d**-0.5))), mask=program.mask, normalizer=normalizer,
         dtype=dtype, out_dtype=out_dtype or dtype, output=Output(dims=("b0", "b1", "i", "e"), order=order), **fields,
     )  # fmt: skip
-    return Case(spec=spec, program=program, group=group, extras=tuple(extras))
+    return Case(
+        spec=spec, program=program, group=group, weight=weight, sinks=sinks, off_by_one=off_by_one,
+        extras=tuple(extras),
+    )  # fmt: skip
 
 
 def draw(case: Case, sizes: Sizes, layout: str = "packed") -> tuple[list[torch.Tensor], list[int]]:
@@ -247,31 +322,68 @@ def _laid_out(shape: tuple[int, int, int, int], layout: str) -> torch.Tensor:
     return torch.randn(shape)
 
 
-def exact(spec: AttentionSpec, operands: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
-    """The reference in float64."""
-    return reference.run(spec, [o.double() if o.is_floating_point() else o for o in operands], sizes, torch.float64)
+def eager(c: Case, operands: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The attention of a case as a model would write it, in the dtype of Q, K and V as the spec has it or in another,
+    to which all tensors are converted. Laid out as the spec says."""
+    spec = c.spec
+    q, k, v = (x.to(dtype or getattr(torch, spec.dtype)) for x in operands[:3])
+    rest = iter(x if _keeps_dtype(x, dtype) else x.to(q.dtype) for x in operands[3:])
+    own = [next(rest) for _ in c.program.operands]
+    k, v = (x.repeat_interleave(c.group, 1) for x in (k, v))
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    s = c.program.eager(q @ k.mT * q.shape[-1] ** -0.5, i, j, *own).expand(*q.shape[:3], k.shape[2])
+    weight = next(rest) if c.weight else None
+    w = s if spec.normalizer is Normalizer.NONE else _normalized(c, s, next(rest) if c.sinks else None)
+    out = (w if weight is None else w * weight).to(v.dtype) @ v
+    names, order = ("b0", "b1", "i", "e"), spec.output.order
+    out = out.to(dtype or getattr(torch, spec.out_dtype)).permute([names.index(name) for name in order]).contiguous()
+    return out.permute([order.index(name) for name in names])
 
 
-def assert_as_exact_as_eager(
-    got: torch.Tensor, spec: AttentionSpec, operands: list[torch.Tensor], sizes: list[int]
+def _keeps_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Numbers in float8 take part in no operation; others are converted where a dtype is asked for."""
+    return not x.is_floating_point() or (dtype is None and x.dtype.itemsize > 1)
+
+
+def _normalized(c: Case, s: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """The weights of scores [B, H, Nq, Nk]."""
+    n_k = s.shape[-1]
+    if sink is not None:
+        s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)], -1)
+    if c.off_by_one and s.shape[-1]:
+        m = s.amax(-1, keepdim=True)
+        e = torch.exp(s - m)
+        return (e / (e.sum(-1, keepdim=True) + torch.exp(-m)))[..., :n_k]
+    safe = c.spec.normalizer is Normalizer.SAFE_SOFTMAX
+    return (torch.ops.aten._safe_softmax(s, -1) if safe else torch.softmax(s, -1))[..., :n_k]
+
+
+def assert_as_exact_as_eager(got: torch.Tensor, c: Case, operands: list[torch.Tensor]) -> None:
+    """The house rule for the output of a case, layout included."""
+    theirs, exact = eager(c, operands), eager(c, operands, torch.float64)
+    numerics.assert_as_exact_as_eager(got, theirs, exact, getattr(torch, c.spec.dtype), check_strides=True)
+
+
+def eager_gradients(
+    c: Case, operands: list[torch.Tensor], grad: torch.Tensor, needs: Sequence[bool], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """What autograd makes of `eager`: the gradients of the operands that `needs` marks, in order."""
+    given = [
+        (x.to(dtype) if dtype and x.is_floating_point() else x).detach().requires_grad_(needed)
+        for x, needed in zip(operands, needs, strict=True)
+    ]
+    out = eager(c, given, dtype)
+    return list(torch.autograd.grad(out, [x for x in given if x.requires_grad], grad.to(out.dtype)))
+
+
+def assert_gradients_as_exact_as_eager(
+    got: Sequence[torch.Tensor], c: Case, operands: list[torch.Tensor], grad: torch.Tensor, needs: Sequence[bool]
 ) -> None:
-    """The numerics rule: at most twice the error of the reference run in the model's own dtype, plus rounding of the
-    result; NaN exactly where eager has NaN."""
-    dtype = getattr(torch, spec.dtype)
-    want, eager = exact(spec, operands, sizes), reference.run(spec, operands, sizes, dtype)
-    assert got.dtype is getattr(torch, spec.out_dtype)
-    assert got.shape == want.shape
-    if not got.numel():
-        return
-    # finfo(float32).min is no float16: there the float64 reference says where NaN belongs.
-    nan = (eager if dtype is torch.float32 else want).isnan()
-    assert torch.equal(got.isnan(), nan), "NaN in other places than eager"
-    finite = ~(want.isnan() | eager.isnan())
-    if not finite.any():
-        return
-    allowed = (eager.double() - want)[finite].abs().max() + torch.finfo(got.dtype).eps * want[finite].abs().max()
-    error = (got.double() - want)[finite].abs().max()
-    assert error <= 2 * allowed, f"error {error:.2e}, eager's {allowed:.2e}"
+    """The house rule for the gradients of the operands that `needs` marks."""
+    theirs, exact = (eager_gradients(c, operands, grad, needs, dtype) for dtype in (None, torch.float64))
+    names = [operand.name for operand, needed in zip(c.spec.operands, needs, strict=True) if needed]
+    found = (dict(zip(names, gradients, strict=True)) for gradients in (got, theirs, exact))
+    numerics.assert_as_exact_as_eager(*found, getattr(torch, c.spec.dtype), name="gradient", check_dtype=False)
 
 
 def on_threads(run: Callable[[list[torch.Tensor], list[int]], torch.Tensor], *operands) -> list[torch.Tensor]:

@@ -49,7 +49,7 @@ def test_as_exact_as_eager(format_: torch.dtype, dtype: str, which: str, target:
     kernel = Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
     for layout, queries in (("gaps", 1), ("columns", 75)):
         operands, sizes = drawn(c, {"B": 2, "H": 1, "Nq": queries, "Nk": 75}, layout)
-        assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+        assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
 
 
 def test_exported_functions_take_no_float8() -> None:

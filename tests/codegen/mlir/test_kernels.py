@@ -29,7 +29,7 @@ def kernel(c: Case, target: str = "best") -> Kernel:
 def check(c: Case, run: Kernel, layout: str = "packed", shapes: tuple[dict[str, int], ...] = SHAPES) -> None:
     for shape in shapes:
         operands, sizes = draw(c, shape, layout)
-        assert_as_exact_as_eager(run(operands, sizes), c.spec, operands, sizes)
+        assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -1,4 +1,4 @@
-"""Gradients by GPU kernels, in Triton's interpreter, against autograd through the reference in float64."""
+"""Gradients by GPU kernels, in Triton's interpreter, against autograd in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
-from fusion.codegen import reference
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.ir import Kind, Normalizer, Operand
@@ -18,7 +17,19 @@ from fusion.ir.expr import J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
 from fusion.planning.choice import Tile
-from tests.codegen.mlir.cases import BATCH, CAUSAL, FMIN, PROGRAMS, Case, case, draw, read
+from tests.codegen.mlir.cases import (
+    BATCH,
+    CAUSAL,
+    FMIN,
+    PROGRAMS,
+    Case,
+    assert_gradients_as_exact_as_eager,
+    case,
+    draw,
+    eager_gradients,
+    masked,
+    read,
+)
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
 SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 40}, {"B": 1, "H": 2, "Nq": 17, "Nk": 75})
@@ -34,23 +45,7 @@ def check(c: Case, layout: str = "packed", tile: Tile = SMALL, shapes: tuple[dic
         out, statistics = run.forward(operands, sizes)
         grad = torch.randn(out.shape).to(out.dtype)
         got = run.backward(grad, out, statistics, operands, sizes, needs)
-        wide = [o.double() if o.is_floating_point() else o for o in operands]
-        exact = reference.backward(spec, grad.double(), wide, sizes, needs)
-        dtype = getattr(torch, spec.dtype)
-        eager = reference.backward(spec, grad, operands, sizes, needs, dtype)
-        for name, ours, theirs, true in zip("q k v and others of them too".split(), got, eager, exact, strict=False):
-            assert_as_exact(name, ours, theirs, true, dtype)
-
-
-def assert_as_exact(name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
-    assert got.shape == exact.shape
-    finite = exact.isfinite() & eager.isfinite()
-    assert torch.equal(got.isnan() & finite, torch.zeros_like(finite)), f"NaN in the gradient of {name}"
-    if not finite.any():
-        return
-    allowed = (eager.double() - exact)[finite].abs().max() + torch.finfo(dtype).eps * exact[finite].abs().max()
-    error = (got.double() - exact)[finite].abs().max()
-    assert error <= 2 * allowed, f"d{name}: error {error:.2e}, eager's {allowed:.2e}"
+        assert_gradients_as_exact_as_eager(got, c, operands, grad, needs)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +113,7 @@ def test_sums_over_keys_are_free_of_the_rounding_of_delta(options) -> None:
     out, statistics = run.forward(operands, sizes)
     grad = torch.randn(out.shape)
     (got,) = run.backward(grad, out, statistics, operands, sizes, needs)
-    (eager,) = reference.backward(c.spec, grad, operands, sizes, needs, torch.float32)
-    (exact,) = reference.backward(c.spec, grad.double(), [o.double() for o in operands], sizes, needs)
+    (eager,), (exact,) = (eager_gradients(c, operands, grad, needs, dtype) for dtype in (None, torch.float64))
     error, theirs = ((found.double() - exact).square().mean().sqrt() for found in (got, eager))
     assert error < theirs
 
@@ -133,7 +127,12 @@ def test_rows_without_a_live_key_have_no_part_in_slopes(fill: float) -> None:
     spec = replace(c.spec, operands=(*c.spec.operands, mask), score=where(live, c.spec.score.args[1], const(fill)))
     padding = torch.tensor([[21], [0]])
     tensors = lambda n: [torch.linspace(0.3, 1, n["H"]), torch.arange(n["Nk"])[None] >= padding]
-    found = replace(c, spec=replace(spec, mask=understand(spec.score)), program=replace(c.program, tensors=tensors))
+
+    def eager(s, i, j, slope, mask):
+        return masked(s + slope[:, None, None] * (j - i), (j <= i) & mask[:, None, None], fill)
+
+    program = replace(c.program, operands=(*c.program.operands, mask), tensors=tensors, eager=eager)
+    found = replace(c, spec=replace(spec, mask=understand(spec.score)), program=program)
     check(found, shapes=({"B": 2, "H": 1, "Nq": 50, "Nk": 50},))
 
 

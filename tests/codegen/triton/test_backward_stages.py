@@ -21,7 +21,7 @@ from fusion.ir.expr import SCORE, TRUE, I, J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
 from fusion.planning.choice import Tile
-from tests.codegen.mlir.cases import CAUSAL, FMIN, Case, case
+from tests.codegen.mlir.cases import CAUSAL, FMIN, Case, case, masked
 from tests.codegen.triton.counting import count_products, full_tiles, live_tiles
 from tests.codegen.triton.test_backward import check
 
@@ -49,7 +49,9 @@ def understood(name: str, **options) -> Case:
     c = case(name, d=16, **options)
     if name == "window":  # a longer one, in which tiles are full
         live = apply("and", CAUSAL, apply("ilt", integers.sub(I, J), const(60)))
-        c = replace(c, spec=replace(c.spec, score=where(live, apply("fmul", SCORE, const(0.25)), const(FMIN))))
+        score = where(live, apply("fmul", SCORE, const(0.25)), const(FMIN))
+        program = replace(c.program, eager=lambda s, i, j: masked(s, (j <= i) & (i - j < 60), FMIN))
+        c = replace(c, spec=replace(c.spec, score=score), program=program)
     return replace(c, spec=replace(c.spec, mask=understand(c.spec.score)))
 
 

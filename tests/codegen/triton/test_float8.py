@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion.codegen import reference, triton
+from fusion.codegen import triton
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, combining_tile, split_kernels
@@ -21,13 +20,18 @@ from fusion.planning import packed_rows
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from tests import numerics
-from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
+from tests.codegen.mlir.cases import (
+    Case,
+    assert_as_exact_as_eager,
+    assert_gradients_as_exact_as_eager,
+    case,
+    draw,
+)
 from tests.float8 import FORMATS, every_number, is_same, stored
 
 SMALL = Tile(rows=16, keys=32, warps=4, stages=1)
 ROTATED = dataclasses.replace(SMALL, rotated=True)
 DESCRIBED = dataclasses.replace(ROTATED, described=True)
-LONG = pytest.mark.skipif("FUSION_LONG_TESTS" not in os.environ, reason="FUSION_LONG_TESTS=1 runs it")
 SPECIALIZED = dataclasses.replace(SMALL, specialized=True)
 
 
@@ -67,14 +71,14 @@ def test_as_exact_as_eager(name: str, layout: str, format_: torch.dtype, which: 
     for tile, splits, queries in ((SMALL, None, 20), (DESCRIBED, None, 20), (SMALL, 2, 1)):
         operands, sizes = drawn(c, {"B": 1, "H": 1, "Nq": queries, "Nk": 75}, layout)
         got = Kernel(c.spec, tile, splits=splits)(operands, sizes)
-        assert_as_exact_as_eager(got, c.spec, operands, sizes)
+        assert_as_exact_as_eager(got, c, operands)
 
 
 def test_all_operands_read_by_warps_of_their_own() -> None:
     c = narrow(case("causal", "bfloat16", 16, 32), FORMATS[1], "q k v")
     operands, sizes = drawn(c, {"B": 1, "H": 2, "Nq": 20, "Nk": 40})
     kernel = Kernel(c.spec, SPECIALIZED)
-    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     (variant,) = kernel._variants.values()
     assert "warp_specialize=True" in variant.source
 
@@ -85,7 +89,7 @@ def test_values_that_are_columns_of_the_keys() -> None:
     operands, sizes = drawn(c, {"B": 1, "H": 2, "Nq": 3, "Nk": 40})
     operands[2] = operands[1][..., :32]
     kernel = Kernel(c.spec, SMALL)
-    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     (variant,) = kernel._variants.values()
     assert "v = k\n" in variant.source and "v_ptr" not in variant.source
 
@@ -100,8 +104,7 @@ def test_gradients_beside_a_cache(tile: Tile) -> None:
     assert run.without_kernels(needs) is None
     out, statistics = run.forward(operands, sizes)
     got = run.backward(out, out, statistics, operands, sizes, needs)
-    for ours, theirs in zip(got, reference.backward(c.spec, out, operands, sizes, needs), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_gradients_as_exact_as_eager(got, c, operands, out, needs)
 
 
 def decode(q, k, v, k_scale, v_scale):
@@ -151,8 +154,8 @@ def test_decoding_on_hopper() -> None:
     ("target", "format_"),
     [
         ("sm_90", FORMATS[0]),
-        pytest.param("sm_80", FORMATS[1], marks=LONG),  # which has no conversion from e4m3fn
-        *(pytest.param(t, f, marks=LONG) for t in ("sm_100", "gfx942") for f in FORMATS),
+        pytest.param("sm_80", FORMATS[1], marks=pytest.mark.long),  # which has no conversion from e4m3fn
+        *(pytest.param(t, f, marks=pytest.mark.long) for t in ("sm_100", "gfx942") for f in FORMATS),
     ],
 )
 def test_forward(target: str, format_: torch.dtype) -> None:

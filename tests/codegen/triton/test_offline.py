@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -125,7 +124,7 @@ def test_atomic_additions_survive() -> None:
     assert not any(fact.lost for fact in facts), facts
 
 
-@pytest.mark.skipif("FUSION_LONG_TESTS" not in os.environ, reason="takes half an hour: FUSION_LONG_TESTS=1 runs it")
+@pytest.mark.long
 @pytest.mark.parametrize("target", MATRIX)
 @pytest.mark.parametrize("d", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

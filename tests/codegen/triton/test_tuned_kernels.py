@@ -14,14 +14,14 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from fusion.codegen import reference
 from fusion.codegen.triton.autotune import Tuner, agree
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.variant import Variant
 from fusion.planning.choice import Choice, Tile
 from fusion.runtime import executor as runtime
-from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
+from tests import numerics
+from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
 
 SHAPE = {"B": 1, "H": 1, "Nq": 20, "Nk": 20}
 REFUSALS = [
@@ -68,10 +68,6 @@ def tile_of(kernel: Kernel, sizes: list[int]) -> tuple[int, int]:
     return tile.rows, tile.keys
 
 
-def exact(spec, operands, sizes) -> torch.Tensor:
-    return reference.run(spec, [o.double() for o in operands], sizes, torch.float64)
-
-
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
@@ -80,9 +76,8 @@ def test_a_kernel_runs_in_the_fastest_tile(launched) -> None:
     operands, sizes = draw(c, SHAPE)
     kernel = Kernel(c.spec, tuner=Tuner(clock=Clock(launched, prefers(16, 32))))
     assert tile_of(kernel, sizes) == (32, 16) and not kernel.choice(sizes).measured
-    right = exact(c.spec, operands, sizes).double()
     for _ in range(2):
-        torch.testing.assert_close(kernel(operands, sizes).double(), right, atol=1e-5, rtol=1e-5)
+        assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     assert [(tile.rows, tile.keys) for _, tile in launched[-2:]] == [(16, 32)] * 2
     assert kernel.choice(sizes) == Choice(schedule="block_sparse", tile=launched[-1][1], keys=sizes[-1], measured=True)
     launched.clear()
@@ -102,7 +97,7 @@ def test_schedules_are_tried_at_the_fastest_tile(launched) -> None:
         return prefers(16, 32)(name, tile) - 0.1 * tile.described
 
     kernel = Kernel(c.spec, tuner=Tuner(clock=Clock(launched, seconds)))
-    assert_as_exact_as_eager(kernel(operands, sizes), c.spec, operands, sizes)
+    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     tiles = list(dict.fromkeys(tile for _, tile in launched))
     plain = [tile for tile in tiles if not (tile.described or tile.rotated)]
     assert tiles[: len(plain)] == plain and {(t.rows, t.keys) for t in tiles[len(plain) :]} == {(16, 32)}
@@ -129,10 +124,9 @@ def test_a_tile_with_another_result_is_not_used(wrong: str, launched, monkeypatc
     clock = Clock(launched, lambda name, tile: float(tile.keys != spoilt.get(name)))
     run = Differentiable(c.spec, tuner=Tuner(clock=clock))
     out, statistics = run.forward(operands, sizes)
-    assert_as_exact_as_eager(out, c.spec, operands, sizes)
+    assert_as_exact_as_eager(out, c, operands)
     got = run.backward(out, out, statistics, operands, sizes, (True, True, True))
-    for ours, theirs in zip(got, reference.backward(c.spec, out, operands, sizes, (True, True, True)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_gradients_as_exact_as_eager(got, c, operands, out, (True, True, True))
     assert all((name, keys) in {(n, tile.keys) for n, tile in launched} for name, keys in spoilt.items())
     assert all(f"{name} in tiles of" in caplog.text for name in spoilt)
 
@@ -205,13 +199,14 @@ def test_lists_of_tiles_follow_the_tile(launched, monkeypatch) -> None:
     options = {"inner": "eager", "strict": True, "tile_maps": "always"}
     compiled = torch.compile(packed, backend="fusion", options=options)
     for _ in range(2):
-        ours, eager = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
         launched.clear()
         weight = torch.randn(1, 1, 40, 16)
-        (compiled(*ours, numbers) * weight).sum().backward()
-        (packed(*eager, numbers) * weight).sum().backward()
-        for mine, theirs in zip(ours, eager, strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+
+        def gradients(function, dtype=torch.float32, weight=weight):
+            given = [t.to(dtype).clone().requires_grad_() for t in inputs]
+            return torch.autograd.grad(function(*given, numbers), given, weight.to(dtype))
+
+        numerics.assert_as_exact_as_eager(gradients(compiled), gradients(packed), gradients(packed, torch.float64))
     assert made and not any(g.broken for g in runtime._differentiables.values())
     names = [name for name, _ in launched]
     assert names.count("attention_backward_prepare") == 1, names
@@ -247,8 +242,7 @@ def test_a_smaller_tile_is_taken_where_one_does_not_fit(error: Exception, limite
     kernel = Kernel(c.spec)
     with caplog.at_level(logging.INFO, "fusion"):
         for _ in range(2):
-            got = kernel(operands, sizes).double()
-    torch.testing.assert_close(got, exact(c.spec, operands, sizes).double(), atol=1e-5, rtol=1e-5)
+            assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     assert len([r for r in caplog.records if "does not fit" in r.message]) == 1
     assert {(tile.rows, tile.keys) for _, tile in launched} == {(16, 16)}
 
@@ -262,9 +256,7 @@ def test_gradients_in_smaller_tiles(limited, launched) -> None:
     grad = torch.randn(out.shape)
     needs_ = (True,) * len(operands)
     got = run.backward(grad, out, statistics, operands, sizes, needs_)
-    true = reference.backward(c.spec, grad.double(), [o.double() for o in operands], sizes, needs_)
-    for ours, best in zip(got, true, strict=True):
-        torch.testing.assert_close(ours.double(), best, atol=1e-4, rtol=1e-4)
+    assert_gradients_as_exact_as_eager(got, c, operands, grad, needs_)
     assert {tile.rows * tile.keys for _, tile in launched} == {256}
 
 

@@ -1,5 +1,6 @@
 """Measured errors never exceed what is certified, whatever the data; what is not certified is exact."""
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,15 +16,19 @@ from fusion.approximate.blocks import Summaries
 from fusion.approximate.eligible import plain
 from fusion.approximate.head_batches import HeadPacker
 from fusion.approximate.polynomial import PolynomialAttention
-from fusion.approximate.score_bounds import Inspection
+from fusion.approximate.score_bounds import MOMENT_MARGIN, Inspection
 from fusion.approximate.sparse import SparseAttention
 from fusion.codegen import mlir
 from fusion.codegen.mlir import polynomial as kernels
 from fusion.machine import machine
 from fusion.runtime import executor as runtime
-
-ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Of kernel and output beside the certified error, relative to the largest value."""
+from tests.numerics import (
+    allowance,
+    assert_as_exact_as_eager,
+    assert_runs_as_exact_as_eager,
+    assert_within,
+    wide,
+)
 
 
 def spec_of(q, k, v, causal):
@@ -78,17 +83,17 @@ def check(kind, q, k, v, causal, epsilon, amx=True):
     out = run([q, k, v], sizes_of(spec, q, k))
     found = fusion.last_certificates()
     groups = q.shape[1] // k.shape[1]
-    wide = [x.double() for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))]
-    exact = F.scaled_dot_product_attention(*wide, is_causal=causal)
+    repeated = [q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)]
+    exact = F.scaled_dot_product_attention(*wide(repeated), is_causal=causal)
+    eager = F.scaled_dot_product_attention(*repeated, is_causal=causal)
     error = (out.double() - exact).norm(dim=-1).amax(-1)
-    largest = wide[2].norm(dim=-1).amax(-1)
     heads = [head for certificate in found for head in certificate.heads]
     assert sorted(heads) == [(b, h) for b in range(q.shape[0]) for h in range(q.shape[1])]
     for certificate in found:
         assert certificate.weight_error <= epsilon
         for b, h in certificate.heads:
-            slack = ROUNDING[q.dtype] * float(largest[b, h])
-            assert float(error[b, h]) <= certificate.output_error + slack, (str(certificate), (b, h))
+            slack = math.sqrt(v.shape[-1]) * allowance(eager[b, h], exact[b, h])  # in the norm of a row
+            assert_within(error[b, h], certificate.output_error + slack)
     return found
 
 
@@ -173,7 +178,7 @@ def test_spread_scores_need_fewer_features_than_scores_at_the_limit(causal):
     found = check("polynomial", q * 24**0.5, k, v, causal, 1e-2)
     spread, far = sorted(found, key=lambda c: c.heads)
     assert (spread.degree, far.degree) == (2, 3) and spread.moment < 0.3 < far.moment
-    assert spread.bound == pytest.approx(far.bound, rel=0.2)
+    assert 0.8 < spread.bound / far.bound < 1.25
 
 
 def test_far_keys_that_are_few_come_close_to_the_certificate():
@@ -215,10 +220,11 @@ def test_scores_that_two_planes_hold_are_rounded_and_others_are_not(causal):
     assert errors[0] < epsilon < errors[2]
     out = run.rounding.whole([q, k, v], sizes_of(spec, q, k))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
-    error = (out - exact).norm(dim=-1).amax(-1)[0]
+    error, eager = (out - exact).norm(dim=-1)[0], F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     largest = v.norm(dim=-1).max()
     for head in (0, 1):
-        assert error[head] <= (2 * errors[head] / (1 - errors[head]) + 1e-6) * largest
+        slack = math.sqrt(v.shape[-1]) * allowance(eager[0, head], exact[0, head])
+        assert_within(error[head], 2 * errors[head] / (1 - errors[head]) * largest + slack)
     found = check("certified_sparse", q[:, :1], k[:, :1], v[:, :1], causal, epsilon)
     assert [c.ran for c in found] == ["certified_sparse"]
 
@@ -239,13 +245,14 @@ def test_numbers_whose_second_plane_vanishes_are_not_rounded():
 def test_sparse_leaves_out_most_tiles_of_documents(causal, dtype):
     q, k, v = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", dtype)
     found = check("certified_sparse", q, k, v, causal, 1e-3)
-    assert all(c.ran == "certified_sparse" and c.live < 0.3 and 0 < c.weight_error <= 1e-3 for c in found)
+    assert all(c.ran == "certified_sparse" and c.live < 0.3 and c.weight_error > 0 for c in found)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_bounds_of_tiles_are_above_those_of_rows_and_both_above_what_blocks_add(causal):
     q, k, v = inputs(0, 1, 1, 1000, 16, 8, (1.0,), "documents", torch.float32)
-    run = executor("certified_sparse", cached_spec(q, k, v, causal), 1e-2)
+    epsilon = 1e-2
+    run = executor("certified_sparse", cached_spec(q, k, v, causal), epsilon)
     q, k = q[0, 0] * run.plain.scale, k[0, 0]
     q[64:96] += torch.randn(32, 16)  # a tile of rows that differ
     scores = q.double() @ k.double().T
@@ -256,20 +263,32 @@ def test_bounds_of_tiles_are_above_those_of_rows_and_both_above_what_blocks_add(
     for coarse in (False, True):
         marks, dropped = run.select(q, Summaries(k, run.kernel.keys), coarse=coarse)
         seen = marks.repeat_interleave(run.kernel.rows, 0)[:1000].repeat_interleave(run.kernel.keys, 1)[:, :1000]
-        assert float((weights * (seen == 0)).sum(-1).max()) <= float(dropped) <= 5e-3
+        assert float((weights * (seen == 0)).sum(-1).max()) <= float(dropped) <= epsilon / 2
         live.append(float(marks[: 1000 // run.kernel.rows].float().mean()))
     assert live[0] <= live[1] < 0.7
 
 
-def test_nan_and_infinity_run_exact():
-    for value in (float("nan"), float("inf")):
-        q, k, v = inputs(0, 2, 2, 64, 8, 8, (0.1,), "none", torch.float32)
-        q[0, 0, 3, 0] = value
-        spec = cached_spec(q, k, v, False)
-        exact = runtime.executor(spec.to_json(), "cpu")([q, k, v], sizes_of(spec, q, k))
-        for kind in ("polynomial", "certified_sparse"):
-            out = executor(kind, spec, 1e-2)([q, k, v], sizes_of(spec, q, k))
-            torch.testing.assert_close(out, exact, equal_nan=True, atol=0.1, rtol=0)
+@pytest.mark.parametrize("kind", ["polynomial", "certified_sparse"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_as_in_eager(value, kind):
+    """A polynomial leaves heads with such a query to the exact kernel. Of sparse kernels it touches that row alone."""
+    from fusion.approximate import certificates
+
+    q, k, v = inputs(0, 2, 2, 64, 8, 8, (0.1,), "none", torch.float32)
+    q[0, 0, 3, 0] = value
+    spec = cached_spec(q, k, v, False)
+    certificates.begin()
+    out = executor(kind, spec, 1e-2)([q, k, v], sizes_of(spec, q, k))
+    eager, exact = (F.scaled_dot_product_attention(*given) for given in ((q, k, v), wide((q, k, v))))
+    (found,) = (c for c in fusion.last_certificates() if (0, 0) in c.heads)
+    assert torch.equal(out.isnan(), eager.isnan()) and out[0, 0, 3].isnan().all()
+    if kind == "polynomial":
+        assert found.ran == "exact"
+        assert_as_exact_as_eager(out[:, 0], eager[:, 0], exact[:, 0])
+    finite = torch.arange(64) != 3
+    out, eager, exact = (x[0, 0, finite] for x in (out, eager, exact))
+    slack = math.sqrt(v.shape[-1]) * allowance(eager, exact)
+    assert_within((out - exact).norm(dim=-1), (found.output_error or 0.0) + slack)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +309,7 @@ def test_other_programs_are_refused_with_a_reason(change, reason):
     torch._dynamo.reset()
     with fusion.collect_reports() as reports:
         out = torch.compile(attention, backend="fusion", options=options)(x)
-    torch.testing.assert_close(out, attention(x))
+    assert_as_exact_as_eager(out, attention(x), attention(x.double()))
     assert reason in reports[0].sites[0].attentions[0].approximation
     assert reason in str(reports[0])
     (certificate,) = fusion.last_certificates()
@@ -335,7 +354,9 @@ def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
             [look.sample(operands, sizes, 12, 10) for look in looks],
         ):
             for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-3, atol=1e-4)
+                one, other = (torch.as_tensor(x).double() for x in (one, other))
+                # Certificates have this much room for the rounding of what was looked at.
+                assert_within((one - other).abs(), MOMENT_MARGIN * other.abs().max())
     known, found = looks[0].whole([q, k, k], sizes), looks[0].whole([q, k, k], sizes, limit=1e-3)  # given up at once
     assert found.moments == found.bounds == [torch.inf] * 8
     found = looks[0].whole([q, k, k], sizes, limit=0.999 * min(known.bounds))  # later
@@ -368,7 +389,7 @@ def test_a_glance_counts_blocks_that_their_boxes_rule_out(causal):
     seen = (rows >= torch.arange(blocks.shape[1])[:, None] * block_step) & (rows >= rows[len(rows) // 2])
     seen = seen if causal else torch.ones_like(seen)
     ruled_out = (upper <= scores.amax(-1)[:, None] - gap / 0.5) & seen
-    assert found == pytest.approx((ruled_out.sum((1, 2)) / seen.sum()).tolist(), abs=1e-6)
+    assert [round(share * int(seen.sum())) for share in found] == ruled_out.sum((1, 2)).tolist()
     assert found[0] == 0 < found[3]
 
 
@@ -379,10 +400,12 @@ def test_training_keeps_the_exact_kernel():
     compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="fusion", options=options)
     out = compiled(x)
     assert [c.reason for c in fusion.last_certificates()] == [dispatch.TRAINING]
-    reference = F.scaled_dot_product_attention(x, x, x)
-    torch.testing.assert_close(out, reference, atol=1e-5, rtol=1e-5)
-    (grad,), (expected,) = (torch.autograd.grad(y.sum(), x) for y in (out, reference))
-    torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-5)
+    double = wide(x).requires_grad_()
+    ours, eager, exact = (
+        [y.detach(), *torch.autograd.grad(y.square().sum(), given)]
+        for y, given in ((out, x), *((F.scaled_dot_product_attention(t, t, t), t) for t in (x, double)))
+    )
+    assert_as_exact_as_eager(ours, eager, exact)
 
 
 def test_certificates_are_those_of_the_last_call():
@@ -395,7 +418,7 @@ def test_certificates_are_those_of_the_last_call():
     )  # fmt: skip
     for _ in range(2):
         compiled(x)
-        assert sum(len(c.heads) for c in fusion.last_certificates()) == 4
+        assert sorted(head for c in fusion.last_certificates() for head in c.heads) == sorted([(0, 0), (0, 1)] * 2)
 
 
 def test_certificates_of_models_and_threads_are_told_apart():
@@ -433,8 +456,8 @@ def test_a_failure_leaves_the_exact_kernel(monkeypatch):
     monkeypatch.setattr(PolynomialAttention, "_run", lambda *a: 1 / 0)
     options = {"inner": "eager", "approximate": "polynomial", "epsilon": 0.1234}
     torch._dynamo.reset()
-    out = torch.compile(F.scaled_dot_product_attention, backend="fusion", options=options)(q, k, v)
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="fusion", options=options)
+    assert_runs_as_exact_as_eager(compiled, F.scaled_dot_product_attention, q, k, v)
     assert "ZeroDivisionError" in fusion.last_certificates()[0].reason
 
 
@@ -449,5 +472,7 @@ def test_sparse_leaves_out_tiles_of_peaked_heads_and_rounds_or_runs_exact_the_ot
     assert ran[0] == ran[1] == ("certified_sparse", None)
     if machine().kind == "cpu" and kernels.supports(machine()) is None:
         assert ran[2] == ("certified_sparse", 2)
-    error = (out - F.scaled_dot_product_attention(q, k, v)).norm(dim=-1).max()
-    assert error <= max(c.output_error for c in fusion.last_certificates()) + 1e-4
+    eager, exact = F.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(*wide((q, k, v)))
+    slack = math.sqrt(v.shape[-1]) * allowance(eager, exact)
+    certified = max(c.output_error for c in fusion.last_certificates())
+    assert_within((out - exact).norm(dim=-1), certified + slack)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fusion.approximate.polynomials import chebyshev, degree_for, feature_count, least_row_error, minimax, taylor
 from fusion.errors import ApproximationError
+from tests.numerics import ROUNDING, assert_within
 
 
 @given(st.integers(1, 8), st.floats(0.01, 6))
@@ -16,9 +17,9 @@ def test_stated_error_holds_between_grid_points_and_minimax_is_best(degree, boun
     for make in (minimax, chebyshev, taylor):
         found = make(degree, bound)
         values = np.polynomial.polynomial.polyval(x, found.coefficients)
-        assert np.abs(np.exp(-x) * values - 1).max() <= found.error + 1e-13
+        assert_within(np.abs(np.exp(-x) * values - 1), found.error + ROUNDING)
         errors.append(found.error)
-    assert errors[0] <= min(errors[1:]) * (1 + 1e-3) + 1e-13
+    assert_within(errors[0], 1.001 * min(errors[1:]) + ROUNDING)  # the exchange stops that close to the best
 
 
 @given(st.integers(1, 6), st.floats(0.01, 6), st.floats(1e-4, 1))
@@ -28,7 +29,7 @@ def test_stated_row_error_holds_for_every_distribution_of_scores(degree, bound, 
     x = np.random.default_rng(0).uniform(-bound, bound, 5000)
     x[:3] = -bound, 0.0, bound
     off = np.abs(np.exp(x) - np.polynomial.polynomial.polyval(x, found.coefficients))
-    assert (off <= (found.error * np.exp(x) + found.spread * x * x) * (1 + 1e-9) + 1e-12).all()
+    assert_within(off, found.error * np.exp(x) + found.spread * x * x + ROUNDING * np.exp(bound))
     assert found.row_error(moment) == found.error + found.spread * moment
     assert least_row_error(degree, bound, moment) <= found.row_error(moment)
     assert least_row_error(degree, bound) <= minimax(degree, bound).error
@@ -43,7 +44,7 @@ def test_minimax_error_is_reached_at_degree_plus_two_points():
     found = minimax(3, 1.0)
     x = np.linspace(-1, 1, 20001)
     residual = np.exp(-x) * np.polynomial.polynomial.polyval(x, found.coefficients) - 1
-    touching = np.abs(np.abs(residual) - found.error) < 1e-6
+    touching = np.abs(residual) > 0.999 * found.error
     signs = np.sign(residual[touching])
     assert 1 + np.count_nonzero(np.diff(signs)) == 5
 
@@ -54,7 +55,8 @@ def test_minimax_saves_degrees_over_taylor(bound, degrees):
 
 
 def test_a_degree_less_is_a_fraction_of_the_features():
-    assert feature_count(32, degree_for(1.0, 1e-2)) * 60 < feature_count(32, degree_for(1.0, 1e-2, "taylor"))
+    ours, taylor = (feature_count(32, degree_for(1.0, 1e-2, kind)) for kind in ("minimax", "taylor"))
+    assert ours * 60 < taylor
 
 
 def test_unreachable_error_is_an_error():

@@ -14,10 +14,10 @@ from fusion.planning.schedules import schedule, schedules
 from fusion.planning.simulate.schedules import run
 from fusion.planning.simulate.schedules_backward import run_backward
 from fusion.planning.tiles import least_io, sizes_of
+from tests.numerics import ROUNDING, assert_same_in_float64, assert_within
 
 FORWARD = [name for name, item in schedules().items() if item.direction == "forward" and item.exact]
 BACKWARD = [name for name, item in schedules().items() if item.direction == "backward"]
-EXACT = 1e-9  # float64 against float64, entries of order 1
 
 
 def attention(q, k, v, live=None):
@@ -66,9 +66,9 @@ def test_forward_counts_equal_the_formula(name, data):
     problem, tile, capacity, (q, k, v, _) = data.draw(cases(name))
     memory = run(name, q, k, v, capacity=capacity, tile=tile)
     expected, total, _ = attention(q, k, v)
-    assert abs(memory.result("O") - expected).max() < EXACT
+    assert_same_in_float64(memory.result("O"), expected, terms=v)
     if name not in ("materialized", "key_stationary"):  # these leave no log-sum-exp
-        assert abs(memory.result("L") - total).max() < EXACT
+        assert_same_in_float64(memory.result("L"), total, terms=1)
     check_counts(memory, name, problem, tile, capacity)
 
 
@@ -81,7 +81,7 @@ def test_backward_counts_equal_the_formula(name, data):
     arrays = {"Q": q, "K": k, "V": v, "O": output, "dO": grad, "L": total, "P": weights}
     memory = run_backward(name, arrays, capacity=capacity, tile=tile)
     for target, expected in gradients(q, k, v, grad).items():
-        assert abs(memory.result(target) - expected).max() < EXACT * max(1, abs(expected).max())
+        assert_same_in_float64(memory.result(target), expected, terms=1)
     check_counts(memory, name, problem, tile, capacity)
 
 
@@ -98,7 +98,7 @@ def test_sparse_schedules_count_live_tiles_only(name, data):
     dense = np.repeat(np.repeat(live, tile["B_r"], 0), tile["B_c"], 1)[: problem.n_q, : problem.n_k]
     given = live if name == "block_sparse" else dense[:: tile["B_r"]]
     memory = run(name, q, k, v, capacity=capacity, tile=tile, live=given)
-    assert abs(memory.result("O") - attention(q, k, v, dense)[0]).max() < EXACT
+    assert_same_in_float64(memory.result("O"), attention(q, k, v, dense)[0], terms=v)
     share = dense[:: tile["B_r"]].sum() / (blocks[0] * problem.n_k)
     check_counts(memory, name, problem, tile, capacity, share)
 
@@ -112,8 +112,8 @@ def test_polynomial_counts_and_approximates(data, degree):
     largest = abs(q @ k.T).max() / math.sqrt(problem.d)
     relative = largest ** (degree + 1) / math.factorial(degree + 1) * math.exp(2 * largest)
     allowed = 2 * relative / (1 - relative) * np.linalg.norm(v, axis=1).max()
-    error = np.linalg.norm(memory.result("O") - attention(q, k, v)[0], axis=1).max()
-    assert error <= allowed + EXACT
+    error = np.linalg.norm(memory.result("O") - attention(q, k, v)[0], axis=1)
+    assert_within(error, allowed + ROUNDING)
     features = math.comb(problem.d + degree, degree)
     check_counts(memory, "polynomial", problem, tile, capacity, features=features)
 
@@ -152,7 +152,7 @@ def test_certified_sparse_counts_and_stays_within_what_it_left_out(data, epsilon
     dropped, live = memory.result("dropped"), memory.result("live")
     assert (dropped <= epsilon).all()
     error = np.linalg.norm(memory.result("O") - exact, axis=1)
-    assert (error <= 2 * dropped * np.linalg.norm(v, axis=1).max() + EXACT).all()
+    assert_within(error, 2 * dropped * np.linalg.norm(v, axis=1).max() + ROUNDING)
     lengths = np.diff([*range(0, problem.n_k, tile["B_c"]), problem.n_k])
     share = (live @ lengths).sum() / (len(live) * problem.n_k)
     check_counts(memory, "certified_sparse", problem, tile, capacity, share)
@@ -204,7 +204,7 @@ def test_counts_at_the_best_tile_on_both_sides_of_d_squared(name, d, share):
     output, total, weights = attention(q, k, v)
     if name in FORWARD:
         memory = run(name, q, k, v, capacity=capacity, tile=tile)
-        assert abs(memory.result("O") - output).max() < EXACT
+        assert_same_in_float64(memory.result("O"), output)
     else:
         arrays = {"Q": q, "K": k, "V": v, "O": output, "dO": grad, "L": total, "P": weights}
         memory = run_backward(name, arrays, capacity=capacity, tile=tile)
