@@ -10,7 +10,15 @@ SMALL = 0.01
 COMPARE = {"allclose", "assert_close", "assert_allclose", "assert_almost_equal", "isclose", "approx"}
 RULE = ("numerics.py", "test_numerics.py", "test_tolerances.py")
 
+MOVES = "a share of moves among instructions, not a number that was computed"
 EXCEPTIONS = {
+    "codegen/triton/test_offline.py::test_loops_do_not_spill_on_hopper": MOVES,
+    "codegen/triton/test_offline.py::test_matrices_of_scores_serialise_nothing": MOVES,
+    "codegen/triton/test_offline.py::test_heads_of_every_width_on_hopper": MOVES,
+    "codegen/triton/test_offline.py::test_gradients_of_wide_heads_on_hopper": MOVES,
+    "codegen/triton/test_offline.py::test_loops_do_not_spill_where_tiles_are_listed": MOVES,
+    "codegen/triton/test_static_facts.py::test_what_a_training_step_compiles_on_hopper": (MOVES),
+    "fuzz/check.py::_vanishing": "says which elements are to be left out, not how far off a result may be",
     "examples/test_distributed.py::test_losses_and_gradients_are_those_of_one_eager_process": (
         "the example's own tolerance for sums that two processes make in another order"
     ),

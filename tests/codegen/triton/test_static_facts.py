@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -128,7 +126,7 @@ def facts_on_hopper(d: int) -> dict[str, StaticFacts]:
     return {name: facts for name, facts in found.items() if facts.loops}
 
 
-@pytest.mark.skipif("FUSION_LONG_TESTS" not in os.environ, reason="compiles nine kernels: FUSION_LONG_TESTS=1 runs it")
+@pytest.mark.long
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_what_a_training_step_compiles_on_hopper(d: int) -> None:
     """No product waits for the one before, loops (almost) do not spill, and no warp group computes what another does;
@@ -142,7 +140,7 @@ def test_what_a_training_step_compiles_on_hopper(d: int) -> None:
         assert facts.redundancy == 1 or wide, (name, facts.redundancy)
 
 
-@pytest.mark.skipif("FUSION_LONG_TESTS" not in os.environ, reason="compiles two kernels: FUSION_LONG_TESTS=1 runs it")
+@pytest.mark.long
 def test_a_generation_compiles_nothing_after_its_first_tokens() -> None:
     """Whatever the length of the cache, or the parts that it is cut into."""
     q = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16, device="meta")
