@@ -31,7 +31,7 @@ import results
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import register_tile, tilings_for
 from fusion.codegen.mlir.target import Target, target_of
-from fusion.codegen.mlir.tile import Tiling
+from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import add

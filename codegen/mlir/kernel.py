@@ -28,8 +28,9 @@ from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import Item, KeyRange, Tile, TileKernel, Tiling
+from fusion.codegen.mlir.tile import TileKernel
 from fusion.codegen.mlir.transpose import transpose
+from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.ir.expr import I0, I1, J0, J1, Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS

@@ -27,7 +27,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import register_tile
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import Tiling
+from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.spec import AttentionSpec
 
 

@@ -6,7 +6,7 @@ from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import Tiling
+from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 from fusion.refusals import Ground, Refusal

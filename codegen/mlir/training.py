@@ -19,7 +19,7 @@ from fusion.codegen.mlir.calling import CompiledKernel, check_sizes, extents_fun
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import Tiling
+from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.spec import AttentionSpec
 
 

@@ -23,7 +23,7 @@ from fusion.codegen.mlir.products import MultiplyAdd, Products
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import Tiling
+from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
 from fusion.ir.spec import AttentionSpec, Operand
 

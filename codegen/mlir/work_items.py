@@ -1,0 +1,82 @@
+"""How the work of a call is divided: items of query rows, the keys that they visit, tiles of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.rows import RowReader
+from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.softmax import KeyBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """The tiles of a kernel.
+
+    groups: lane vectors of queries in a work item
+    keys: keys in a block
+    planes: of AMX products, 0 for multiply-add
+    together: how many groups (a multiple of the products' group step; 0 for one such step) go through a block of keys
+        at a time
+    """
+
+    groups: int
+    keys: int
+    planes: int
+    together: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A work item: some query rows of one batch element.
+
+    number: of the item, among all of a call
+    scope: the scope that knows the batch coordinates
+    readers: of Q, K and V
+    first: the first row
+    count: how many rows
+    groups: groups of lanes that hold them
+    padded_groups: the same, up to a multiple of the products' group step
+    """
+
+    number: Value
+    scope: Scope
+    readers: list[RowReader]
+    first: Value
+    count: Value
+    groups: Value
+    padded_groups: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRange:
+    """The keys that an item visits.
+
+    low, high: from low on, before high
+    skipping: whether a tile visits only those that its own rows need (i1); None where they need all
+    """
+
+    low: Value | int
+    high: Value
+    skipping: Value | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Some groups of an item against a block of keys.
+
+    item: the work item
+    scope: the scope that knows the tile's first and last row (i0, i1)
+    g: the first group
+    here: how many of its groups exist
+    block: its keys
+    steps: key steps in the block
+    """
+
+    item: Item
+    scope: Scope
+    g: Value
+    here: Value
+    block: KeyBlock
+    steps: Value
