@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds, normalize
 from tests.numerics import assert_same
 from tests.passes.graphs import captured
@@ -81,27 +79,3 @@ def test_casts_of_autocast_are_written_out():
     assert any(name == "aten.to.dtype" for name in targets(traced))
     (product,) = (node for node in traced.graph.nodes if "matmul" in str(node.target) or "mm" in str(node.target))
     assert product.meta["val"].dtype is torch.bfloat16
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (lambda x: Twice.apply(x) + 1, "calls a torch.autograd.Function, whose own gradient must be kept"),
-        (lambda x: torch.func.grad(lambda y: y.square().sum())(x), "a function transform of torch.func is inside"),
-    ],
-)
-def test_gradients_of_their_own_and_transforms_are_refused(function, reason):
-    x = torch.randn(3, requires_grad=True)
-    module = captured(function, x)
-    with pytest.raises(Unsupported, match=reason):
-        normalize(module, [x])

@@ -95,7 +95,7 @@ def test_what_no_kernel_serves_keeps_its_graph():
     run, graph, sites = found(attend, *given)
     before = graph.code
     assert not rewrite(graph, sites, lambda *_: "no such kernel")
-    assert sites[0].reason == "no such kernel" and graph.code == before
+    assert sites[0].refusal is not None and graph.code == before
     assert_same(run(*given)[0], attend(*given))
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_replaced_says_why(function, reason):
     given = inputs()
     run, graph, sites = found(function, *[x.clone() for x in given])
     assert not rewrite(graph, sites, always)
-    assert str(sites[0].reason).startswith(reason)
+    assert reason in sites[0].refusal.message
     ours, theirs = ([x.clone() for x in given] for _ in range(2))
     expected = function(*theirs)
     assert_same(list(run(*ours)), list(expected) if isinstance(expected, tuple) else [expected])
@@ -142,4 +142,4 @@ def test_one_of_two_is_replaced():
 
     _, graph, sites = found(function, *inputs())
     result = rewrite(graph, sites, always, emitter="reference")
-    assert [site.reason is None for site in sites] == [False, True] and list(result) == [1]
+    assert [site.refusal is None for site in sites] == [False, True] and list(result) == [1]
