@@ -42,6 +42,9 @@ OVERHEAD = 100
 PROLOGUE = 3000
 """Clocks before the first trip of a program and after the last: launch, Q, the first tiles, the result."""
 
+SPLIT_TRIPS = 4
+"""Fewest trips of a part of the keys, as in `fusion.planning.gpu`."""
+
 MASK_INSTRUCTIONS = 5.0
 """For each score of a tile in which the mask is evaluated."""
 
@@ -334,6 +337,9 @@ def kernel_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, inst
         masked = rows * cols * redundancy(work, tile, machine) * (1 + rows / cols)
         block += masked * MASK_INSTRUCTIONS / LANES / EFFICIENCY
     blocks, together = extent.heads * math.ceil(extent.outer / rows), residents(work, tile, machine)
+    if work.kernel == FORWARD and blocks < machine.cores:  # parts of the keys have programs of their own
+        parts = max(1, min(2 * machine.cores // blocks, int(visited / (SPLIT_TRIPS * cols))))
+        blocks, block = blocks * parts, block / parts
     turns = math.ceil(blocks / (machine.cores * together))
     each = min(together, math.ceil(blocks / machine.cores))
     return turns * (each * block + PROLOGUE)

@@ -94,7 +94,7 @@ def test_latent_attention_on_hopper(n_q: int) -> None:
     tiles = {"attention_forward": tile, "attention_split": tile, "attention_combine": combining_tile(tile)}
     for kernels in (split_kernels(spec, 576, 512, False, order), forward_kernels(spec, 576, 512, False, order)):
         for fact in compile_offline(spec, kernels, 576, 512, tiles, "sm_90"):
-            assert fact.fits and not fact.warnings and not fact.lost and not fact.spills, fact
+            assert fact.fits and not fact.warnings and not fact.lost and fact.spilled < 0.01, fact
             assert fact.matrix["wgmma"] or fact.kernel == "attention_combine", fact
 
 
