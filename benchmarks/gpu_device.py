@@ -7,8 +7,8 @@ import gc
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from fusion.codegen import triton
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.launch import Kernel
 from fusion.errors import UnknownMachineError
-from fusion.machine import Machine, machine
-from fusion.runtime import executor as runtime
+from fusion.machine import INTERPRETER, Machine, machine
+from fusion.runtime import kernels
+from fusion.runtime.guards import failures_raised
 
 SLEEP = 1_500_000  # cycles, about a millisecond: the device waits so long while the host queues what is timed
 FLUSH = 256 << 20  # bytes, several times a second-level cache
@@ -91,7 +92,7 @@ class Rehearsal:
     """CPU tensors and tiny sizes: every line of the benchmark runs, and no figure means anything.
 
     fusion goes through `torch.compile` as on a GPU, its Triton kernels run in Triton's interpreter (see
-    `rehearsing`), and everything else stays eager: Inductor and FlexAttention are called uncompiled.
+    `interpreted`), and everything else stays eager: Inductor and FlexAttention are called uncompiled.
     """
 
     kind, rehearsal = "cpu", True
@@ -110,10 +111,7 @@ class Rehearsal:
             return self.seconds(launch)[0]
 
         def run(*operands: Tensor) -> object:
-            with (
-                mock.patch.object(runtime, "_compile", lambda spec, device: Kernel(spec, tuner=Tuner(clock=clock))),
-                mock.patch.dict(runtime._executors, clear=True),
-            ):
+            with interpreted(lambda spec: Kernel(spec, tuner=Tuner(clock=clock))):
                 return self.compiled(call, "fusion")(*operands)
 
         return run
@@ -149,34 +147,17 @@ def _longest_first(microseconds: Iterable[tuple[str, float]]) -> list[tuple[str,
 
 
 @contextlib.contextmanager
-def rehearsing() -> Iterator[None]:
-    """Inside, attention on CPU tensors runs in the Triton kernels, by Triton's interpreter."""
-    with (
-        mock.patch.object(runtime, "unsupported", lambda spec, device: triton.supports(spec)),
-        mock.patch.object(runtime, "_compile", lambda spec, device: triton.compile(spec)),
-        mock.patch.object(
-            runtime,
-            "_compile_training",
-            lambda spec, device: triton.Differentiable(spec) if triton.supports(spec) is None else None,
-        ),
-        mock.patch.dict(runtime._executors, clear=True),
-        mock.patch.dict(runtime._differentiables, clear=True),
-    ):
+def interpreted(make: Callable[..., Kernel] | None = None) -> Iterator[None]:
+    """While this lasts, attention on CPU tensors runs in Triton kernels, by Triton's interpreter. make: spec -> kernel,
+    in place of the emitter's own."""
+    emitter: Any = SimpleNamespace(
+        supports=triton.supports,
+        reads=triton.reads,
+        compile=triton.compile if make is None else lambda spec, *_: make(spec),
+        compile_training=triton.compile_training,
+    )
+    with kernels.emitting("interpreted", ("cpu",), lambda: emitter, lambda device: INTERPRETER):
         yield
 
 
-@contextlib.contextmanager
-def failures_shown() -> Iterator[None]:
-    """Inside, a kernel that fails raises. Otherwise the reference interpreter would take over, and be measured."""
-
-    def call(self: runtime.Guarded, operands: list[Tensor], sizes: list[int]) -> Tensor:
-        return self.kernel(operands, sizes)
-
-    def give_up(self: runtime._GuardedTraining) -> None:
-        raise  # what is being handled where this is called
-
-    with (
-        mock.patch.object(runtime.Guarded, "__call__", call),
-        mock.patch.object(runtime._GuardedTraining, "_give_up", give_up),
-    ):
-        yield
+__all__ = ["Device", "Gpu", "Rehearsal", "failures_raised", "interpreted"]

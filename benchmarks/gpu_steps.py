@@ -16,7 +16,7 @@ from rich.console import Console
 from gpu_cells import Cell as Measured
 from gpu_cells import Place, brief, log, measure, operands_of, prepare
 from gpu_check import checks
-from gpu_device import Device, failures_shown, rehearsing
+from gpu_device import Device, failures_raised, interpreted
 from gpu_findings import Findings
 from gpu_models import measure_model
 from gpu_training import follow, grow
@@ -211,7 +211,7 @@ def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: fl
     log.setLevel(logging.INFO)
     console = Console(stderr=True)
     warnings.simplefilter("ignore")  # peers say at length why they refuse; the notes have it
-    with failures_shown(), rehearsing() if device.rehearsal else contextlib.nullcontext():
+    with failures_raised(), interpreted() if device.rehearsal else contextlib.nullcontext():
         for step in steps(sizes, device):
             if step.phase != phase or step.title in found.tried:
                 continue

@@ -29,7 +29,7 @@ import torch
 
 import results
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import register_tile, tilings_for
+from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import Target, target_of
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
@@ -38,6 +38,7 @@ from fusion.ir.integers import add
 from fusion.ir.ops import apply, where
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import Costs, cpu_counts
+from fusion.planning.cpu_planner import CpuPlanner
 from fusion.planning.from_spec import problem_of, tile_times
 
 
@@ -114,7 +115,7 @@ def specification(shape: Shape, dtype: str) -> AttentionSpec:
 
 def tiles(shape: Shape, base: Tiling, target: Target) -> Iterator[tuple[int, int]]:
     """(B_r, B_c) that the kernel's register tile allows and the shape is not too small for."""
-    rows, step = register_tile(base, target)
+    rows, step = target.register_tile(base.planes)
     for count, keys in itertools.product((1, 2, 4, 6, 8, 12), (64, 128, 256, 512)):
         keys = -(-keys // step) * step
         if (count - 1) * rows < shape.n and (keys <= 64 or keys // 2 < shape.n):
@@ -224,9 +225,10 @@ def main() -> None:
         spec = specification(shape, dtype)
         tilings, times = tilings_for(spec, target), tile_times(spec, machine)
         share = arguments.seconds / len(shapes) / len(arguments.dtype)
-        chosen = Kernel(spec, tilings, target, times).tile_of(shape.sizes)
+        multiples = target.register_tile(tilings[0].planes)
+        tile = Kernel(spec, tilings, target, CpuPlanner(spec, machine, times, multiples)).choice(shape.sizes).tile
+        chosen = tile.rows, tile.keys
         found = measure(shape, dtype, tilings[0], target, chosen, share)
-        multiples = register_tile(tilings[0], target)
         predicted = times(shape.sizes, multiples, list(found))
         rows.append(report(shape, dtype, found, chosen, {tile: predicted[tile] for tile in found}))
         problem, clock = problem_of(spec, shape.sizes), machine.clock or 2.5e9

@@ -84,9 +84,9 @@ def compiled(
     planner = GpuPlanner(spec, machine, Settled(tiles=tiles or {}))
     with absent(machine, shared=row.latent, only=kernels) as launches:
         if Forward.name in kernels:
-            Kernel(spec, planner=planner)(operands, sizes)
+            Kernel(spec, plan=lambda _: planner)(operands, sizes)
         if {Queries.name, Keys.name} & set(kernels):
-            _backward(Differentiable(spec, planner=planner), operands, sizes, row.learned)
+            _backward(Differentiable(spec, plan=lambda _: planner), operands, sizes, row.learned)
     return {kernel.metadata.name: static_facts(kernel, machine) for kernel in launches.kernels}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -16,9 +17,9 @@ from torch.fx import GraphModule
 
 from fusion import logs
 from fusion.approximate import certificates, dispatch
-from fusion.approximate.dispatch import Request
-from fusion.errors import BlockMaskError, StrictError
+from fusion.errors import BlockMaskError, EmitterError, StrictError, UnknownMachineError
 from fusion.ir import AttentionSpec
+from fusion.ir.request import Approximation, Request
 from fusion.options import Options
 from fusion.passes import checkpointing, graph_excerpt, nodes
 from fusion.passes.find import Site, find_sites, may_hold_attention
@@ -31,8 +32,7 @@ from fusion.planning.tile_map_cost import map_pays
 from fusion.refusals import Ground, Refusal
 from fusion.report.dump import Dump
 from fusion.report.report import NO_ATTENTION, AttentionReport, Planned, Report, SiteReport, publish
-from fusion.runtime import executor as runtime
-from fusion.runtime import op  # noqa: F401  (registers torch.ops.fusion.attention)
+from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fusion.attention)
 from fusion.validation import Verdict, calls, validate
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,11 @@ def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..
     return run
 
 
-def _request(options: Options) -> Request | None:
-    return options.approximate and Request(method=options.approximate, epsilon=float(options.epsilon))
+def _request(options: Options) -> Request:
+    """What the op is told."""
+    method = options.approximate
+    allowed = None if method is None else Approximation(method=method, epsilon=float(options.epsilon))
+    return Request(emitter=options.emitter, tuned=options.autotune, approximation=allowed)
 
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
@@ -98,14 +101,14 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         bodies, inside = _fuse_checkpointed(module, options)
         graph = normalize(module, example_inputs, bodies)
         dump.stage("normalized", graph)
-        sites = find_sites(graph.graph, functools.partial(runtime.reads, emitter=options.emitter))
+        sites = find_sites(graph.graph, functools.partial(kernels.reads, request=_request(options)))
         drawn = [graph_excerpt.before(site) for site in sites]
         verdicts: dict[int, Verdict] = {}
         specified = rewrite(
             graph,
             sites,
             _supports(options),
-            _emitter(options),
+            str(_request(options)),
             _pays(options),
             options.block_mask,
             functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
@@ -116,7 +119,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         for site, told in zip(sites, report.sites, strict=True):
             told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
     except Exception as problem:
-        if options.strict or isinstance(problem, BlockMaskError):
+        if options.strict or isinstance(problem, BlockMaskError | EmitterError):
             raise
         if options.block_mask is not None:
             raise BlockMaskError(
@@ -178,18 +181,8 @@ def _validated(
     return Refusal(Ground.DEFECT, f"the fused program would differ from eager (a defect of fusion): {verdict.wrong}")
 
 
-def _emitter(options: Options) -> str:
-    """What the op is told: the emitter, whether it measures, and the approximation that is allowed."""
-    request, emitter = _request(options), _exact_emitter(options)
-    return emitter if request is None else request.attach(emitter)
-
-
-def _exact_emitter(options: Options) -> str:
-    return options.emitter + runtime.TUNED * (options.autotune and options.emitter != "reference")
-
-
 def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]:
-    return (lambda *_: None) if options.emitter == "reference" else runtime.prepare
+    return functools.partial(kernels.prepare, request=_request(options))
 
 
 def _pays(options: Options) -> Pays | None:
@@ -239,37 +232,35 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
         sizes=_sizes(part, hints),
         shapes=_shapes(part, hints),
         planned=_planned(part, hints, options),
-        source=runtime.kernel_source(part.spec, part.device, options.emitter, part.differentiable) or "",
+        source=kernels.kernel_source(part.spec, part.device, _request(options), part.differentiable),
         approximation=_approximation(part, hints, options),
     )
 
 
 def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:
     """What the option `approximate` does with a site, in words."""
-    if (request := _request(options)) is None:
+    request = _request(options)
+    if (allowed := request.approximation) is None:
         return None
-    reason = dispatch.refusal(part.spec, part.device, options.emitter, request)
+    reason = dispatch.refusal(part.spec, part.device, request)
     if reason is not None:
-        return f"{request.method}: exact, because {reason}"
+        return f"{allowed.method}: exact, because {reason}"
     plan = _planned(part, hints, options)().plan
-    return dispatch.describe(request, plan.problem, plan.machine)
+    return dispatch.describe(allowed, plan.problem, plan.machine)
 
 
 def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Planned]:
     """What says which kernel runs at the sizes of this trace, and what it is predicted to cost; when it is asked: tiles
     that are measured are known after the first call."""
-    spec, device, emitter, trained = part.spec, part.device, _exact_emitter(options), part.differentiable
-    sizes, machine = _sizes(part, hints), None if device == "cpu" else device
-    values = tuple(sizes.values())
+    spec, device, request, trained = part.spec, part.device, _request(options), part.differentiable
+    sizes = _sizes(part, hints)
 
     def planned() -> Planned:
-        choice = runtime.kernel_choice(spec, device, emitter, trained, values)
-        if choice is None:
-            tile = runtime.kernel_tile(spec, device, emitter, values)
-            return Planned(plan=plan(spec, machine, sizes=sizes, tile=tile))
-        schedules = ("split_k",) if choice.splits > 1 else ("flash", "block_sparse")
-        found = plan(spec, machine, sizes=sizes, tile=choice.tiling, allow=None if machine is None else schedules)
-        return Planned(plan=found, runs=str(choice))
+        choice, machine = kernels.kernel_choice(spec, device, request, trained, tuple(sizes.values())), None
+        with contextlib.suppress(UnknownMachineError):
+            machine = kernels.machine_of(device, request)
+        found = plan(spec, machine, sizes=sizes, choice=choice)
+        return Planned(plan=found, runs=found.runs)
 
     return planned
 

@@ -42,6 +42,14 @@ class OptionError(FusionError, ValueError):
     """An option of the backend that does not exist or has a value it cannot take."""
 
 
+class EmitterError(OptionError):
+    """An emitter was asked for that is not known, or does not serve the device of an attention."""
+
+
+class RefusedChoiceError(FusionError, ValueError):
+    """An emitter cannot run what was planned for a call."""
+
+
 class StrictError(FusionError, RuntimeError):
     """`strict=True`, and an attention could not be fused."""
 

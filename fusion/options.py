@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_type_hints
 from fusion.errors import OptionError
 
 Inner = Literal["inductor", "aot_eager", "eager"]
-Emitter = Literal["auto", "mlir", "reference"]
 TileMaps = Literal["auto", "always", "never"]
 Verify = Literal[False, True, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
@@ -21,8 +20,9 @@ class Options:
     """Options of one compilation.
 
     inner: what compiles the rest of the model.
-    emitter: "auto" takes the emitter of the device; "reference" runs every fused attention in plain torch, which is
-        slow and exists to tell an error of a kernel from one of the analysis.
+    emitter: what makes the kernels, by its name: "auto" takes the emitter of the device; "mlir" serves CPUs and
+        "triton" GPUs; "reference" runs every fused attention in plain torch, which is slow and exists to tell an error
+        of a kernel from one of the analysis. One that does not serve the device of an attention is an error.
     tile_maps: whether masks that are data (padding, document numbers, mask tensors) or that leave keys in several
         places (a window or the first keys) are searched for tiles that need not be computed: "auto" where that costs
         next to nothing by the cost model, "always", or "never".
@@ -41,7 +41,7 @@ class Options:
     """
 
     inner: Inner = "inductor"
-    emitter: Emitter = "auto"
+    emitter: str = "auto"
     tile_maps: TileMaps = "auto"
     block_mask: Any = None
     autotune: bool = False
@@ -68,6 +68,8 @@ class Options:
             _check(name, value, hints[name])
             if name == "block_mask":
                 _check_block_mask(value)
+            if name == "emitter":
+                _check_emitter(value)
         return cls(**(given or {}))
 
 
@@ -79,6 +81,13 @@ def _check(name: str, value: Any, hint: Any) -> None:
         raise OptionError(f"option {name!r} is {value!r}; it must be True or False.")
     if hint is float and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 0.5):
         raise OptionError(f"option {name!r} is {value!r}; it must be a number above 0 and at most 0.5.")
+
+
+def _check_emitter(value: Any) -> None:
+    from fusion.codegen.emitter import names
+
+    if value not in names():
+        raise OptionError(f"option 'emitter' is {value!r}; it must be one of {', '.join(map(repr, names()))}.")
 
 
 def _check_block_mask(value: Any) -> None:

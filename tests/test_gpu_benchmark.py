@@ -136,7 +136,7 @@ def test_a_kernel_that_fails_is_not_replaced(scripts, monkeypatch, gradients):
 
     from fusion.codegen.triton.variant import Variant
     from gpu_check import Check, draw
-    from gpu_device import Rehearsal, failures_shown, rehearsing
+    from gpu_device import Rehearsal, failures_raised, interpreted
     from rows import GPU_ROWS, Problem
 
     def broken(*arguments):
@@ -146,7 +146,7 @@ def test_a_kernel_that_fails_is_not_replaced(scripts, monkeypatch, gradients):
     operands, _ = draw("full", Problem(H=1, N=5, d=16, dtype=torch.float32), device)
     operands = tuple(x.requires_grad_(gradients) for x in operands)
     torch._dynamo.reset()
-    with rehearsing(), failures_shown():
+    with interpreted(), failures_raised():
         monkeypatch.setattr(Variant, "launch", broken)
         check = Check(name="full", run=lambda: device.compiled(GPU_ROWS["full"].plain, "fusion")(*operands))
         check.look()

@@ -2,7 +2,8 @@
 OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
-    compile(spec, machine, times)  the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
+    reads(dtype, machine)          whether kernels read a float8 dtype
+    compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
     compile_training(spec, machine)
                                    the pair of `forward` (with row statistics) and `backward`; None where there is none
 
@@ -13,15 +14,22 @@ call); of training in `training` and `backward`. Nothing of torch-mlir is import
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.compile import unavailable
-from fusion.codegen.mlir.launch import Kernel, TileTimes
+from fusion.codegen.mlir.float8 import FORMATS
+from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.errors import KernelCompilationError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+from fusion.planning.choice import Planner
 
 __all__ = [
     "Kernel",
@@ -34,9 +42,19 @@ __all__ = [
 ]
 
 
-def compile(spec: AttentionSpec, machine: Machine | None = None, times: TileTimes | None = None) -> Kernel:
-    """The kernel of a spec. One kernel per spec and machine is made in a process. times: the cost model that chooses
-    tiles (`fusion.planning.from_spec.tile_times`); without it there is one tile for all lengths.
+def reads(dtype: torch.dtype, machine: Machine) -> bool:
+    """Whether kernels read tensors of a float8 dtype."""
+    return str(dtype).removeprefix("torch.") in FORMATS
+
+
+def compile(
+    spec: AttentionSpec,
+    machine: Machine | None = None,
+    plan: Callable[[Machine], Planner] | None = None,
+    measure: bool = False,
+) -> Kernel:
+    """The kernel of a spec. One kernel per spec and machine is made in a process. plan: machine -> the planner that
+    makes the choices; without it there is one tile for all lengths. Nothing is measured.
 
     Raises KernelCompilationError (a defect here), or ValueError where `supports` has a reason.
     """
@@ -44,15 +62,17 @@ def compile(spec: AttentionSpec, machine: Machine | None = None, times: TileTime
     if (reason := supports(spec, machine)) is not None:
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
     target = target_of(machine)
-    key = (spec, target, times is None)
+    key = (spec, target, plan is None)
     if key not in _kernels:
-        _kernels[key] = Kernel(spec, tilings_for(spec, target), target, times)
+        _kernels[key] = Kernel(spec, tilings_for(spec, target), target, plan and plan(machine))
     return _kernels[key]
 
 
-def compile_training(spec: AttentionSpec, machine: Machine | None = None) -> TrainingKernel | None:
+def compile_training(
+    spec: AttentionSpec, machine: Machine | None = None, plan: Any = None, measure: bool = False
+) -> TrainingKernel | None:
     """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at
-    their first call."""
+    their first call. They have one tile for all lengths: nothing is planned or measured."""
     machine = machine or Machine.detect()
     if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None

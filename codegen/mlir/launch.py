@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,10 +25,12 @@ from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
-from fusion.codegen.mlir.strategy import register_tile
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
+from fusion.errors import RefusedChoiceError
 from fusion.ir.spec import AttentionSpec
+from fusion.planning.choice import Choice, Planner, Tile, query_stationary
+from fusion.planning.cpu_planner import FEW_QUERIES, rows_choice
 
 
 def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple[int, ...]]:
@@ -154,15 +156,8 @@ class _Prepared(NamedTuple):
 #: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
 WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
 FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
-FEW_QUERIES = 8
 ROWS = None  # in place of a tiling: the variant for few queries
-WORTH_COMPILING = 2e-4  # predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it
 CALLS_KEPT = 4096
-
-Tile = tuple[int, int]  # (B_r, B_c): query rows of a work item, keys of a block
-#: (values of the spec's sizes, register tile, tiles of interest) -> predicted seconds of these and of all others that
-#: may be best, for the planner's choice
-TileTimes = Callable[[Sequence[int], Tile, Collection[Tile]], Mapping[Tile, float]]
 
 
 def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
@@ -187,17 +182,16 @@ def chunks_of(count: int, blocks: int, threads: int) -> int:
 class Kernel:
     """A spec's kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
 
-    tilings: how products are formed and, without `times`, the tile; what takes over where numbers cannot be split into
-    bfloat16 planes. times: the cost model, which then chooses the tile of every call. A kernel runs any lengths: a
-    variant that exists is kept unless another tile promises to save WORTH_COMPILING. Another d or d_v (where the spec
-    has them as run-time sizes) compiles another variant at its first call.
+    tilings: how products are formed and, without a planner, the tile; what takes over where numbers cannot be split
+    into bfloat16 planes. planner: makes the choice of every call. A kernel runs any lengths. Another d or d_v (where
+    the spec has them as run-time sizes) compiles another variant at its first call.
     """
 
-    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, times: TileTimes | None = None):
-        self.spec, self.tilings, self.target, self.times = spec, tuple(tilings), target, times
+    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None):
+        self.spec, self.tilings, self.target, self.planner = spec, tuple(tilings), target, planner
         self._extents = extents_function(spec)
         self._variants: dict[tuple[int, int, Tiling | None], Variant] = {}
-        self._chosen: dict[tuple[int, ...], Tiling] = {}
+        self._chosen: dict[tuple[int, ...], Choice] = {}
         self._calls: dict[tuple[int, ...], _Prepared] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
@@ -209,43 +203,50 @@ class Kernel:
         """Compile what a call with these sizes will run."""
         *_, n_q, n_k, d, d_v = self._extents(sizes)
         if min(n_q, n_k, d, d_v) > 0:
-            self.variant(d, d_v, self._tiling(sizes, n_q, d, d_v))
+            self.variant(d, d_v, self._tiling(self.choice(sizes)))
 
-    def tile_of(self, sizes: Sequence[int]) -> Tile:
-        """(B_r, B_c) of a call with these sizes."""
-        *_, n_q, _, d, d_v = self._extents(sizes)
-        tiling = self._tiling(sizes, n_q, d, d_v)
-        return (1, self.target.lanes) if tiling is ROWS else self._tile(tiling)
-
-    def _tile(self, tiling: Tiling) -> Tile:
-        return tiling.groups * self.target.lanes, tiling.keys
-
-    def _tiling(self, sizes: Sequence[int], n_q: int, d: int, d_v: int) -> Tiling | None:
-        if n_q <= FEW_QUERIES:
-            return ROWS
-        if self.times is None:
-            return self.tilings[0]
+    def choice(self, sizes: Sequence[int]) -> Choice:
+        """How a call with these sizes runs; calls that were met before run as before."""
         key = tuple(sizes)
         if (found := self._chosen.get(key)) is None:
             if len(self._chosen) >= CALLS_KEPT:
                 self._chosen.clear()
-            found = self._chosen[key] = self._choose(self.times, sizes, d, d_v)
+            found = self._chosen[key] = self._choose(sizes)
         return found
 
-    def _choose(self, times: TileTimes, sizes: Sequence[int], d: int, d_v: int) -> Tiling:
-        """The tile of least predicted time; one that is compiled already unless that saves enough."""
-        base = self.tilings[0]
-        compiled = [
-            self._tile(tiling)
+    def _choose(self, sizes: Sequence[int]) -> Choice:
+        *_, n_q, n_k, d, d_v = self._extents(sizes)
+        if self.planner is not None:
+            return self.planner.choose(sizes, self._made(d, d_v))
+        schedule = query_stationary(self.spec)
+        if n_q <= FEW_QUERIES:
+            return rows_choice(schedule, self.target.lanes, n_k)
+        return Choice(schedule=schedule, tile=self._tile(self.tilings[0]), keys=n_k)
+
+    def _made(self, d: int, d_v: int) -> list[Choice]:
+        """The choices whose kernels exist for these widths."""
+        planes, schedule = self.tilings[0].planes, query_stationary(self.spec)
+        return [
+            Choice(schedule=schedule, tile=self._tile(tiling), keys=0)
             for *widths, tiling in list(self._variants)
-            if tiling is not ROWS and widths == [d, d_v] and tiling.planes == base.planes
+            if tiling is not ROWS and widths == [d, d_v] and tiling.planes == planes
         ]
-        seconds = times(sizes, register_tile(base, self.target), compiled)
-        best = min(seconds, key=seconds.__getitem__)
-        if compiled:
-            kept = min(compiled, key=seconds.__getitem__)
-            best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
-        return replace(base, groups=best[0] // self.target.lanes, keys=best[1])
+
+    def _tile(self, tiling: Tiling) -> Tile:
+        return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
+
+    def _tiling(self, choice: Choice) -> Tiling | None:
+        """The tiling of a choice. Raises RefusedChoiceError where there is none."""
+        base, tile = self.tilings[0], choice.tile
+        if tile.rows == 1:
+            return ROWS
+        rows, keys = self.target.register_tile(base.planes)
+        if choice.splits > 1 or tile.rows % rows or tile.keys % keys:
+            raise RefusedChoiceError(
+                f"{choice.schedule} in {choice} cannot run: CPU kernels take whole multiples of {rows} x {keys}, and "
+                "do not cut keys into parts"
+            )
+        return replace(base, groups=tile.rows // self.target.lanes, keys=tile.keys)
 
     @property
     def source(self) -> str:
@@ -291,7 +292,7 @@ class Kernel:
     def _prepare_call(self, key: tuple[int, ...], sizes: Sequence[int], extents: Sequence[int]) -> _Prepared:
         *batch, n_q, n_k, d, d_v = extents
         check_sizes(n_q, n_k, *sizes)
-        variant = self.variant(d, d_v, self._tiling(sizes, n_q, d, d_v))
+        variant = self.variant(d, d_v, self._tiling(self.choice(sizes)))
         if len(self._calls) >= CALLS_KEPT:
             self._calls.clear()
         call = variant.call(extents, key[0])

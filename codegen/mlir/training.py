@@ -21,6 +21,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.spec import AttentionSpec
+from fusion.planning.choice import Choice, Tile, query_stationary
 
 
 class TrainingKernel:
@@ -43,6 +44,12 @@ class TrainingKernel:
         *_, n_q, n_k, d, d_v = self.extents(sizes)
         if min(n_q, n_k, d, d_v) > 0:
             self._forward_kernel(d, d_v, 0)
+
+    def choice(self, sizes: Sequence[int]) -> Choice:
+        """How the forward of a call runs: in one tile for all lengths."""
+        n_k, tiling = self.extents(sizes)[-3], self.tilings[0]
+        tile = Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
+        return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The output, and what the backward needs of each row: [3, b.., i], see `backward.plan.STATISTICS`."""

@@ -2,6 +2,7 @@
 
     run(spec, operands, sizes)                          the attention
     backward(spec, grad, operands, sizes, needs)        gradients, by torch's own autograd through the same steps
+    supports, reads, compile, compile_training          the same as an emitter (see `fusion.codegen.emitter`)
 
 It is what every emitter is tested against, and what runs where no emitter can. It materialises the score matrix; its
 backward does so for a block of query rows at a time, so that memory stays linear in the number of queries.
@@ -11,5 +12,15 @@ from __future__ import annotations
 
 from fusion.codegen.reference.backward import backward
 from fusion.codegen.reference.forward import run
+from fusion.codegen.reference.kernels import (
+    ReferenceGradient,
+    ReferenceKernel,
+    compile,
+    compile_training,
+    reads,
+    supports,
+)
 
-__all__ = ["backward", "run"]
+__all__ = [
+    "ReferenceGradient", "ReferenceKernel", "backward", "compile", "compile_training", "reads", "run", "supports"
+]  # fmt: skip

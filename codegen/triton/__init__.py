@@ -1,9 +1,9 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
-    supports(spec)   why there is no kernel for it, or None
+    supports(spec)          why there is no kernel for it, or None
     reads(dtype, machine)   whether kernels on a machine read tensors of a float8 dtype
-    Differentiable(spec)    forward with statistics, and the gradients
-    compile(spec)    the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
+    compile(spec)           the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
+    compile_training(spec)  forward with statistics, and the gradients
 
 `forward` writes the kernel around the loop of `key_loop`, `expressions` and `matrices` the values and addresses in it,
 `panels` divides head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files,
@@ -16,18 +16,22 @@ made.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
+from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.dtypes import DTYPES, FLOAT8
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+from fusion.planning.from_spec import gpu_tile_times
+from fusion.planning.gpu import GpuPlanner
 from fusion.refusals import Ground, Refusal
 
-__all__ = ["Differentiable", "Kernel", "compile", "reads", "supports", "unavailable"]
+__all__ = ["Differentiable", "Kernel", "compile", "compile_training", "reads", "supports", "unavailable"]
 
 _LOADED = {*DTYPES, *FLOAT8, "bool", "uint8", "int8", "int16", "int32", "int64"}
 
@@ -42,8 +46,8 @@ def unavailable() -> str | None:
     return None
 
 
-def supports(spec: AttentionSpec) -> Refusal | None:
-    """Why this spec has no GPU kernel, or None."""
+def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | None:
+    """Why this spec has no GPU kernel, or None; the same on every machine."""
     if (reason := unavailable()) is not None:
         return Refusal(Ground.NOT_INSTALLED, reason)
     for operand in spec.operands:
@@ -75,13 +79,31 @@ def reads(dtype: torch.dtype, machine: Machine) -> bool:
     return dtype is torch.float8_e5m2 or "fp8" in machine.isa
 
 
-def compile(spec: AttentionSpec) -> Kernel:
-    """The kernel of a spec; one is made per spec in a process. Raises ValueError where `supports` has a reason."""
+def compile(
+    spec: AttentionSpec,
+    machine: Machine | None = None,
+    plan: Callable[[Machine], GpuPlanner] | None = None,
+    measure: bool = False,
+) -> Kernel:
+    """The kernel of a spec, which plans for the machine of each call's device. plan: machine -> the planner that makes
+    the choices. measure: tiles are timed at the first call, those first that are predicted to be the fastest on
+    `machine`. Raises ValueError where `supports` has a reason."""
     if (reason := supports(spec)) is not None:
         raise ValueError(f"no GPU kernel for {spec}: {reason}")
-    if spec not in _kernels:
-        _kernels[spec] = Kernel(spec)
-    return _kernels[spec]
+    return Kernel(spec, tuner=_tuner(spec, machine) if measure else None, plan=plan)
 
 
-_kernels: dict[AttentionSpec, Kernel] = {}
+def compile_training(
+    spec: AttentionSpec,
+    machine: Machine | None = None,
+    plan: Callable[[Machine], GpuPlanner] | None = None,
+    measure: bool = False,
+) -> Differentiable | None:
+    """What trains with a spec, or None where `supports` has a reason."""
+    if supports(spec) is not None:
+        return None
+    return Differentiable(spec, tuner=_tuner(spec, machine) if measure else None, plan=plan)
+
+
+def _tuner(spec: AttentionSpec, machine: Machine | None) -> Tuner:
+    return Tuner(None if machine is None else gpu_tile_times(spec, machine))

@@ -25,6 +25,7 @@ from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.variant import Variant
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
 
@@ -38,7 +39,7 @@ class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
 
     dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32. tile: in
-    place of those that are planned. tuner: measures tiles. planner: see `Kernel`.
+    place of those that are planned. tuner: measures tiles. plan: see `Kernel`.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class Differentiable:
         spec: AttentionSpec,
         tile: Tile | None = None,
         tuner: Tuner | None = None,
-        planner: GpuPlanner | None = None,
+        plan: Callable[[Machine], GpuPlanner] | None = None,
     ):
         self.spec, self.tile = spec, tile
         self.tuner = tuner if tile is None else None
         self.kernel = Kernel(
-            spec, tile, statistics=True, tuner=tuner, planner=None if planner is None else planner.for_training()
+            spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
         )
         self._variants: dict[tuple, Variant] = {}
         self._lock = threading.Lock()

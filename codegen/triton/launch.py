@@ -36,10 +36,13 @@ class Kernel:
     """A spec's forward kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output
     tensor.
 
-    CPU tensors are run by Triton's interpreter. statistics: whether `forward` is used, which returns each row's
-    statistics too. tuner: measures tiles. planner: makes the choice of each call; without it one for the device of the
-    call does, with tile and splits in place of what it would choose. packed: heads of which the rows of this spec are
-    made (`fusion.planning.packed_rows`).
+    CPU tensors are run by Triton's interpreter.
+
+    tile, splits: in place of what would be planned.
+    statistics: whether `forward` is used, which returns each row's statistics too.
+    tuner: measures tiles.
+    packed: heads of which the rows of this spec are made (`fusion.planning.packed_rows`).
+    plan: the planner for a machine, which makes the choice of each call; without it a `GpuPlanner` does.
     """
 
     def __init__(
@@ -50,12 +53,13 @@ class Kernel:
         splits: int | None = None,
         tuner: Tuner | None = None,
         packed: int = 1,
-        planner: GpuPlanner | None = None,
+        plan: Callable[[Machine], GpuPlanner] | None = None,
     ):
         self.spec, self.statistics, self.packed = spec, statistics, packed
         self.tuner = tuner if tile is None else None
         fixed: Any = {"tile": tile, "splits": splits, "packs": not statistics, "group": packed}
-        self.planner = functools.cache(lambda device: planner or GpuPlanner(spec, machine_of(device), **fixed))
+        plan = plan or functools.partial(GpuPlanner, spec, **fixed)
+        self.planner = functools.cache(lambda device: plan(machine_of(device)))
         self._packing: dict[tuple[int, torch.device], Kernel] = {}  # by the number of heads
         self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
@@ -122,7 +126,7 @@ class Kernel:
             return self
         if (found := self._packing.get((group, device))) is None:
             other = planner.packing(group)
-            found = Kernel(other.spec, tuner=self.tuner, packed=group, planner=other)
+            found = Kernel(other.spec, tuner=self.tuner, packed=group, plan=lambda _: other)
             self._packing[group, device] = found
         return found
 

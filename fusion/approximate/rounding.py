@@ -41,13 +41,13 @@ class TwoPlanes:
         from fusion.codegen.mlir.launch import Kernel
         from fusion.codegen.mlir.strategy import tilings_for
         from fusion.codegen.mlir.target import target_of
-        from fusion.planning.from_spec import tile_times
+        from fusion.planning.cpu_planner import CpuPlanner
 
         self.scale = scale
         self.specs = spec, one_by_one
         self._target = target_of(machine)
         self._make = lambda spec: Kernel(
-            spec, tilings_for(spec, self._target, most_planes=2), self._target, tile_times(spec, machine)
+            spec, tilings_for(spec, self._target, most_planes=2), self._target, CpuPlanner(spec, machine)
         )
         self._kernels: list[Kernel | None] = [None, None]
 

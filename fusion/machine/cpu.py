@@ -85,6 +85,17 @@ def _usable_cores() -> int:
 
 
 @functools.cache
+def amx_enabled() -> bool:
+    """Ask the operating system for the tile registers, once per process; False where it refuses."""
+    import torch
+
+    try:
+        return bool(torch.cpu._init_amx())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@functools.cache
 def detect() -> Machine:
     """The CPU this process may use. Peak: cores x two multiply-add ports x lanes x 2 x clock; what is not stated is
     taken low.
@@ -94,6 +105,8 @@ def detect() -> Machine:
     else:
         (name, flags, clock), caches = _linux_cpu(), _linux_caches()
     isa = frozenset(flags & {*_ISA, "neon", "bf16"})
+    if "amx_tile" in isa and not amx_enabled():
+        isa = frozenset(flag for flag in isa if not flag.startswith("amx"))
     width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16
     clock, cores = clock or 2.5e9, _usable_cores()
     caches = {"L1": 32 * KIB, "L2": 512 * KIB} | caches

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from fusion.ir.spec import AttentionSpec
 
 FORM = ("rotated", "described", "persistent", "specialized")
 """Fields of a tile that say what form the loop over it has."""
@@ -79,6 +82,11 @@ class Choice:
     def __str__(self) -> str:
         parts = "" if self.splits == 1 else f"keys in {self.splits} parts, "
         return f"{parts}tiles of {self.tile}{', measured' if self.measured else ''}"
+
+
+def query_stationary(spec: AttentionSpec) -> str:
+    """The schedule in which blocks of queries stay and keys stream past: all of them, or those that a mask leaves."""
+    return "block_sparse" if spec.mask is not None and spec.mask.skips else "flash"
 
 
 class Planner(Protocol):

@@ -18,7 +18,7 @@ from fusion.ir.ops import apply
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
-from fusion.planning.choice import Choice, Tile
+from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.gpu_model import TileModel
 from fusion.planning.head_dims import power
 from fusion.planning.packed_rows import ROWS_FROM, heads_to_pack, packed
@@ -88,8 +88,7 @@ class GpuPlanner:
         heads = math.prod(batch)
         tile = self.tile_for(n_q, n_k, d, d_v, heads)
         splits = self.splits_of(heads * -(-n_q // tile.rows), sizes, tile)
-        skips = self.spec.mask is not None and self.spec.mask.skips
-        schedule = "split_k" if splits > 1 else "block_sparse" if skips else "flash"
+        schedule = "split_k" if splits > 1 else query_stationary(self.spec)
         return Choice(schedule=schedule, tile=tile, keys=n_k, splits=splits, packed=self.group)
 
     def tile_for(self, n_q: int, n_k: int, d: int, d_v: int, heads: int = 1) -> Tile:

@@ -51,11 +51,11 @@ class Optimum:
 
 @functools.cache
 def optimum(name: str) -> Optimum:
-    """Derives the optimum of the schedule of that name (not for `materialized` ones, whose N^2 does not depend on
-    it).
+    """Derives the optimum of the schedule of that name (not for `materialized` ones, whose N^2 does not depend on it,
+    nor for approximate ones).
     """
     chosen = schedule(name)
-    if "materialized" in chosen.name or chosen.name == "polynomial":
+    if "materialized" in chosen.name or not chosen.exact:  # approximate ones have other terms than a / x + b / y
         raise UnknownScheduleError(f"the I/O of {chosen.name} has no stationary tile worth deriving; use least_io")
     tile: dict[str, sympy.Expr] = {}
     binding = []

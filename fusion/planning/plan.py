@@ -13,13 +13,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
+from fusion.planning.choice import Choice
 from fusion.planning.problem import Problem
+from fusion.planning.register_tiles import planes_of, target_of
+
+if TYPE_CHECKING:
+    from fusion.ir.spec import AttentionSpec
 
 # What each kind of machine has kernels for. The two-level model runs everything that computes attention exactly.
 _RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", "split_k")}
@@ -66,7 +71,7 @@ class Plan:
 
     tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`. time: s. io, bound: elements moved by all of the
     problem's heads, and the lower bound on them for a fast memory of `capacity` elements; ratio = io / bound.
-    formula: the I/O of one head with numbers put in.
+    choice: what was chosen for a kernel, where this is its plan. formula: the I/O of one head with numbers put in.
     """
 
     problem: Problem
@@ -81,6 +86,7 @@ class Plan:
     share: float
     features: int = 1
     resources: tuple[tuple[str, float], ...] = ()
+    choice: Choice | None = None
 
     @property
     def B_r(self) -> int:
@@ -101,6 +107,11 @@ class Plan:
     def splits(self) -> int:
         """Into how many parts the keys are cut."""
         return -(-max(1, self.problem.n_k) // dict(self.tile).get("B_s", max(1, self.problem.n_k)))
+
+    @property
+    def runs(self) -> str:
+        """What a GPU kernel runs, in words: more than schedule and tile was chosen for it."""
+        return "" if self.choice is None or self.machine.kind != "gpu" else str(self.choice)
 
     @property
     def io_bytes(self) -> float:
@@ -184,34 +195,37 @@ def plan(
     col_multiple: int | None = None,
     features: int | None = None,
     tile: tuple[int, int] | Mapping[str, int] | None = None,
+    choice: Choice | None = None,
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
     problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`. schedule: take this one;
     otherwise the best of `allow` (by default what there are kernels for) in a direction, "forward" or "backward".
-    tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s. row_multiple,
+    tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s. choice: what a kernel
+    runs, whose cost is asked. row_multiple,
     col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of the kernel
     for this machine). features: number of polynomial features r.
 
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
     """
+    spec = problem
     if not isinstance(problem, Problem):
         problem = _from_spec(problem, sizes)
     target = find_machine(machine)
-    rows, keys = _register_tile(target)
+    rows, keys = _register_tile(target, None if spec is problem else spec)
     multiples = (row_multiple or rows, col_multiple or keys)
+    if choice is not None:
+        allow, tile = (choice.schedule,), choice.tiling
     names = _names(schedule, allow, direction, target, features)
     settled = tile if isinstance(tile, Mapping) else dict(zip(("B_r", "B_c"), tile or (), strict=False))
-    return _plan(problem, target, names, multiples, features or 1, tuple(sorted(settled.items())))
+    found = _plan(problem, target, names, multiples, features or 1, tuple(sorted(settled.items())))
+    return found if choice is None else replace(found, choice=choice)
 
 
-def _register_tile(target: Machine) -> tuple[int, int]:
-    """(rows, keys) of the CPU kernel's register tile on a machine (see `codegen.mlir.target`)."""
-    if "amx_bf16" in target.isa:
-        return 2 * target.lanes(), 32
-    if "avx512f" in target.isa:
-        return 3 * target.lanes(), 8
-    return (3 if "avx2" in target.isa else 2) * target.lanes(), 4
+def _register_tile(machine: Machine, spec: AttentionSpec | None = None) -> tuple[int, int]:
+    """(rows, keys) of the CPU kernel's register tile on a machine: of a spec, or of softmax attention."""
+    target = target_of(machine)
+    return target.register_tile(planes_of(spec, target) if spec is not None else int(target.amx))
 
 
 def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:

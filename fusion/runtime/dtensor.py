@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fusion.errors import ShardingError
-from fusion.ir import AttentionSpec
+from fusion.ir import AttentionSpec, results
 from fusion.ir.expr import coordinates
 from fusion.ir.sharding import Extent, accesses, one_part, size_of_batch, split_dims
-from fusion.runtime import executor as runtime
-from fusion.runtime import op
+from fusion.runtime import executor, op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +173,7 @@ class _Call:
         return DTensor.from_local(local, self.mesh, at, run_check=False, shape=size, stride=stride)
 
     def output(self, local: Tensor) -> DTensor:
-        extents, output = runtime.output_extents(self.spec, self.sizes), self.spec.output
+        extents, output = results.output_extents(self.spec, self.sizes), self.spec.output
         shape = [extents[name] for name in output.dims]
         order = [output.dims.index(name) for name in output.order]
         return self.whole(local, shape, order, self.output_placements())
@@ -183,11 +182,11 @@ class _Call:
         return self.layout.batched(lambda axis: self.spec.output.dims.index(f"b{axis}"))
 
     def statistics(self, local: Tensor) -> DTensor:
-        shape = runtime.statistics_shape(self.spec, runtime.output_extents(self.spec, self.sizes))
+        shape = results.statistics_shape(self.spec, results.output_extents(self.spec, self.sizes))
         return self.whole(local, shape, range(len(shape)), self.statistics_placements(len(shape)))
 
     def statistics_placements(self, rank: int) -> list[Placement]:
-        """`runtime.statistics_shape` is [3, b.., i], or [0] where there are none."""
+        """`results.statistics_shape` is [3, b.., i], or [0] where there are none."""
         return self.layout.batched(lambda axis: 1 + axis) if rank > 1 else [Replicate()] * self.mesh.ndim
 
     def gradient(self, number: int, local: Tensor) -> Tensor:
@@ -250,7 +249,7 @@ def _forward(
 
 
 def _backward(called: Any, **arguments: Any) -> list[Tensor]:
-    grad, out, statistics, operands, sizes, spec, emitter, needs = runtime.BackwardArguments(**arguments)
+    grad, out, statistics, operands, sizes, spec, emitter, needs = executor.BackwardArguments(**arguments)
     call = _Call.of(operands, sizes, spec, emitter)
     at = call.output_placements()
     results = call.local(grad, at), call.local(out, at)

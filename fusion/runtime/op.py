@@ -8,15 +8,16 @@
     tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
 
 `attention_forward` stands where gradients are needed: besides the output it returns three numbers per query row (see
-`runtime.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient per operand
-that `needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its backward.
+`fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient
+per operand that `needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its
+backward.
 
 `attention_below_autograd` is `attention` in graphs whose gradients were traced already: a call of it spends no time in
 Python code of torch's that looks for them (some 20 us).
 
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
-build the kernel again. `emitter` is that of the options. Operands may have any strides (the op is tagged so that
-Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
+build the kernel again. `emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is
+tagged so that Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
 `fusion.ir.tile_map`.
 """
 
@@ -29,10 +30,9 @@ import torch
 from torch import Tensor
 
 from fusion.errors import DoubleBackwardError
-from fusion.ir import AttentionSpec
+from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
-from fusion.runtime import autograd
-from fusion.runtime import executor as runtime
+from fusion.runtime import autograd, executor
 from fusion.runtime.tile_map_op import tile_map
 
 VERSION = 10
@@ -61,7 +61,7 @@ def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
     parsed = AttentionSpec.from_json(spec)
-    extents = runtime.output_extents(parsed, sizes)
+    extents = results.output_extents(parsed, sizes)
     packed = operands[0].new_empty([extents[d] for d in parsed.output.order], dtype=getattr(torch, parsed.out_dtype))
     return packed.permute([parsed.output.order.index(d) for d in parsed.output.dims])
 
@@ -69,15 +69,15 @@ def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: 
 def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> tuple[Tensor, Tensor]:
     out = _fake(operands, sizes, spec, emitter)
     parsed = AttentionSpec.from_json(spec)
-    shape = runtime.statistics_shape(parsed, runtime.output_extents(parsed, sizes))
-    return out, operands[0].new_empty(shape, dtype=runtime.statistics_dtype(operands))
+    shape = results.statistics_shape(parsed, results.output_extents(parsed, sizes))
+    return out, operands[0].new_empty(shape, dtype=results.statistics_dtype(operands))
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    given = runtime.BackwardArguments(*arguments)
+    given = executor.BackwardArguments(*arguments)
     described = AttentionSpec.from_json(given.spec).operands
     return [
-        runtime.empty_gradient(tensor, operand)
+        results.empty_gradient(tensor, operand)
         for tensor, operand, needed in zip(given.operands, described, given.needs, strict=True)
         if needed
     ]
@@ -145,10 +145,10 @@ torch.library.register_fake("fusion::tile_map", _fake_tile_map, lib=_library)
 torch.library.register_fake("fusion::attention_forward", _fake_forward, lib=_library)
 torch.library.register_fake("fusion::attention_backward", _fake_backward, lib=_library)
 for _key in ("CPU", "CUDA"):
-    _library.impl("attention", runtime.attention, _key)
-    _library.impl("attention_below_autograd", runtime.attention, _key)
-    _library.impl("attention_forward", runtime.attention_forward, _key)
-    _library.impl("attention_backward", runtime.attention_backward, _key)
+    _library.impl("attention", executor.attention, _key)
+    _library.impl("attention_below_autograd", executor.attention, _key)
+    _library.impl("attention_forward", executor.attention_forward, _key)
+    _library.impl("attention_backward", executor.attention_backward, _key)
     _library.impl("tile_map", tile_map, _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
 autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands)

@@ -7,10 +7,13 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusion
+from fusion.codegen import mlir
 from fusion.errors import OptionError
+from fusion.ir import results
 from fusion.options import Options
 from fusion.passes import find
-from fusion.runtime import executor as runtime
+from fusion.runtime import kernels
+from fusion.runtime.guards import GuardedTraining
 from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager, assert_same, wide
 
 
@@ -101,7 +104,7 @@ def test_a_kernel_that_cannot_be_built_is_a_reason(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(runtime, "_executors", {})
+    kernels.forget()
     monkeypatch.setattr("fusion.codegen.mlir.compile", broken)
     (report,) = run()
     assert not report.sites[0].fused
@@ -110,7 +113,7 @@ def test_a_kernel_that_cannot_be_built_is_a_reason(monkeypatch):
 
 def test_a_kernel_that_fails_later_is_replaced_by_the_reference(caplog):
     spec = run()[0].sites[0].spec
-    guarded = runtime.executor(spec.to_json(), "cpu")
+    guarded = kernels.executor(spec.to_json(), "cpu")
     kernel, guarded.kernel = guarded.kernel, lambda operands, sizes: 1 / 0
     try:
         with caplog.at_level(logging.ERROR, logger="fusion.runtime"):
@@ -124,24 +127,24 @@ def test_a_kernel_that_fails_later_is_replaced_by_the_reference(caplog):
 
 def test_a_kernel_for_training_that_fails_is_replaced_where_its_tensors_are(monkeypatch):
     """On the tensors' own device, here one without memory, where nothing can be computed."""
-    monkeypatch.setattr(runtime.reference, "run", lambda spec, operands, sizes: operands[0].clone())
-    text = run()[0].sites[0].spec.to_json()
+    monkeypatch.setattr(kernels.reference, "run", lambda spec, operands, sizes: operands[0].clone())
+    spec = run()[0].sites[0].spec
 
     class Failing:
         def forward(self, operands, sizes):
             raise RuntimeError("no such instruction")
 
-    guarded = runtime._GuardedTraining(text, Failing())
+    guarded = GuardedTraining(spec, Failing())
     given = [x.to("meta") for x in inputs()]
     out, statistics = guarded.forward(given, [2, 3, 17, 17])
     assert guarded.broken and out.device == statistics.device == given[0].device
-    shape = runtime.statistics_shape(guarded.spec, runtime.output_extents(guarded.spec, [2, 3, 17, 17]))
-    assert statistics.shape == torch.Size(shape) and statistics.dtype is runtime.statistics_dtype(given)
+    shape = results.statistics_shape(guarded.spec, results.output_extents(guarded.spec, [2, 3, 17, 17]))
+    assert statistics.shape == torch.Size(shape) and statistics.dtype is results.statistics_dtype(given)
 
 
 def test_without_torch_mlir_the_report_says_so(monkeypatch):
     monkeypatch.setattr("fusion.codegen.mlir.strategy.unavailable", lambda: "torch-mlir is not installed")
-    monkeypatch.setattr(runtime, "_executors", {})
+    kernels.forget()
     (report,) = run()
     assert report.sites[0].reason == "torch-mlir is not installed"
 
@@ -186,12 +189,14 @@ def test_plain_networks_are_not_searched():
 
 
 def test_a_second_length_compiles_no_second_kernel(monkeypatch):
-    monkeypatch.setattr(runtime, "_executors", {})
+    counted, compile = [], mlir.compile
+    monkeypatch.setattr(mlir, "compile", lambda spec, *rest: (counted.append(spec), compile(spec, *rest))[1])
+    kernels.forget()
     compiled = torch.compile(attend, backend="fusion", dynamic=False, options={"inner": "eager"})
     for n in (5, 9, 33):
         given = [torch.randn(1, 2, n, 24) for _ in range(3)]
         assert_runs_as_exact_as_eager(compiled, attend, *given)
-    assert len(runtime._executors) == 1
+    assert len(counted) == 1
 
 
 def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
@@ -215,8 +220,9 @@ def test_the_plan_is_that_of_the_kernel():
         return torch.softmax(q @ k.mT / 3.875, -1) @ v
 
     site = fusion.explain(attend, *inputs()).sites[0]
-    kernel = runtime.executor(site.spec.to_json(), "cpu").kernel
-    assert (site.plan.B_r, site.plan.B_c) == kernel.tile_of(list(site.sizes[0].values()))
+    kernel = kernels.executor(site.spec.to_json(), "cpu").kernel
+    choice = kernel.choice(list(site.sizes[0].values()))
+    assert site.plan.choice == choice and (site.plan.B_r, site.plan.B_c) == (choice.tile.rows, choice.tile.keys)
     unaided = fusion.plan(site.spec, sizes=site.sizes[0])  # the planner alone knows the kernel's register tile
     assert (unaided.B_r, unaided.B_c, unaided.time) == (site.plan.B_r, site.plan.B_c, site.plan.time)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fusion
 from fusion.ir.expr import ONE, coordinates
-from fusion.runtime import executor as runtime
+from fusion.runtime import kernels
 from tests.float8 import FORMATS
 from tests.numerics import assert_as_exact_as_eager
 
@@ -161,7 +161,7 @@ def test_other_copies_are_left(function, expected):
 
 @torch.no_grad()
 def test_a_device_without_conversions_gets_widened_copies(monkeypatch):
-    monkeypatch.setattr(runtime, "reads", lambda dtype, device, emitter: dtype is E5M2)
+    monkeypatch.setattr(kernels, "reads", lambda dtype, device, request: dtype is E5M2)
     given = inputs()
     actual, (site,), graph = run(scaled, given, emitter="reference")
     assert dtypes(site) == ["bfloat16", "bfloat16", "float8_e5m2"] and widenings(graph) == 1

@@ -4,8 +4,10 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_BLOCKS, WORTH_COMPILING, Kernel, chunks_of
-from fusion.codegen.mlir.strategy import register_tile, tilings_for
+from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_BLOCKS, Kernel, chunks_of
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.machine import Machine
+from fusion.planning.cpu_planner import WORTH_COMPILING, CpuPlanner
 from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
 
 
@@ -26,10 +28,11 @@ def test_every_thread_has_work_and_short_heads_stay_whole(count: int, blocks: in
 def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
     c, target = case("causal"), TARGETS["best"]
     base = tilings_for(c.spec, target)
-    rows, keys = register_tile(base[0], target)
+    rows, keys = target.register_tile(base[0].planes)
     small, large = (rows, 2 * keys), (3 * rows, 4 * keys)
     seconds = {small: 1.0, large: 2.0}
-    run = Kernel(c.spec, base, target, lambda sizes, multiples, more: seconds)
+    planner = CpuPlanner(c.spec, Machine.detect(), lambda sizes, multiples, more: seconds)
+    run = Kernel(c.spec, base, target, planner)
 
     def check(n: int) -> set[tuple[int, int]]:
         operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": n, "Nk": n})

@@ -1,23 +1,28 @@
 """In these tests `torch.compile(..., backend="fusion")` runs GPU kernels on CPU tensors, in Triton's interpreter, also
 where the CPU's own emitter is missing."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from fusion.codegen import triton
-    from fusion.runtime import executor as runtime
+def gpu_kernels() -> Iterator[None]:
+    from tests.emitters import interpreted
 
-    monkeypatch.setattr(runtime, "unsupported", lambda spec, device: triton.supports(spec))
-    monkeypatch.setattr(runtime, "_compile", lambda spec, device: triton.compile(spec))
-    monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: triton.Differentiable(spec))
-    monkeypatch.setattr(runtime, "_executors", {})
-    monkeypatch.setattr(runtime, "_differentiables", {})
-    yield
+    with interpreted():
+        yield
+
+
+@pytest.fixture
+def emits(gpu_kernels: None) -> Iterator[Callable[..., None]]:
+    """A function of (spec -> kernel, spec -> what trains), whose kernels run from then on."""
+    from tests.emitters import interpreted
+
+    with contextlib.ExitStack() as stack:
+        yield lambda make=None, train=None: stack.enter_context(interpreted(make, train))
 
 
 @pytest.fixture

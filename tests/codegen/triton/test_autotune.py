@@ -5,7 +5,6 @@ Nothing is timed: clocks are injected, and kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +20,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune, module
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
-from fusion.codegen.triton.launch import Kernel
+from fusion.ir.request import Request
 from fusion.options import Options
 from fusion.planning.choice import Tile
-from fusion.runtime import executor as runtime
+from fusion.runtime.kernels import kernel_of
 from tests.codegen.mlir.cases import case
 from tests.numerics import assert_runs_as_exact_as_eager
 
@@ -212,14 +211,12 @@ def test_the_option_and_the_mode() -> None:
 
 
 @pytest.mark.parametrize("given", [{"options": {"autotune": True}}, {"mode": "max-autotune"}])
-def test_the_op_carries_it(given: dict, monkeypatch) -> None:
+def test_the_op_carries_it(given: dict, monkeypatch, emits) -> None:
     from fusion import inner_compiler as inner
 
     graphs = []
     monkeypatch.setattr(inner, "compile_rest", lambda graph, *_: graphs.append(graph) or graph.forward)
-    monkeypatch.setattr(runtime, "_compile", lambda spec, device: functools.partial(reference.run, spec))
-    monkeypatch.setattr(runtime, "unsupported", lambda spec, device: None)
-    monkeypatch.setattr(runtime, "_executors", {})
+    emits(reference.ReferenceKernel)
     torch._dynamo.reset()
     inputs, sdpa = torch.randn(3, 1, 2, 8, 16).unbind(), torch.nn.functional.scaled_dot_product_attention
     with torch.no_grad():
@@ -228,13 +225,10 @@ def test_the_op_carries_it(given: dict, monkeypatch) -> None:
     assert calls and all(call.args[3] == "auto/tuned" for call in calls)
 
 
-def test_only_gpu_kernels_are_tuned() -> None:
-    spec = case("plain").spec.to_json()
-    assert runtime.executor(spec, "cpu", "auto/tuned") is runtime.executor(spec, "cpu", "auto")
-    assert runtime.differentiable(spec, "cpu", "auto/tuned") is runtime.differentiable(spec, "cpu", "auto")
-    tuned = runtime._build(case("plain").spec, "cuda", "auto/tuned")
-    assert isinstance(tuned, runtime.Guarded) and isinstance(tuned.kernel, Kernel) and tuned.kernel.tuner is not None
-    plain = runtime._build(case("plain").spec, "cuda", "auto")
-    assert isinstance(plain, runtime.Guarded) and plain.kernel.tuner is None
-    trained = runtime._build_differentiable(spec, "cuda", "auto/tuned")
-    assert isinstance(trained, runtime._GuardedTraining) and trained.kernel.tuner is trained.kernel.kernel.tuner
+@pytest.mark.parametrize("trained", [False, True])
+def test_gpu_kernels_are_tuned_where_it_is_asked_for(trained: bool) -> None:
+    spec = case("plain").spec
+    tuned, plain = (kernel_of(spec, "cpu", Request(tuned=tuned), trained) for tuned in (True, False))
+    assert tuned.tuner is not None and plain.tuner is None
+    if trained:
+        assert tuned.tuner is tuned.kernel.tuner

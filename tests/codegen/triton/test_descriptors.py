@@ -205,7 +205,7 @@ def test_a_tuned_schedule_is_left_where_tensors_cannot_be_described(monkeypatch,
     c = case("causal", "bfloat16", 16)
     planner = GpuPlanner(c.spec, INTERPRETER, tile=dataclasses.replace(PLAIN, rows=64))
     tuner = Tuner(clock=lambda launch, device: float(not launched[-1].specialized))
-    kernel = Kernel(c.spec, tuner=tuner, planner=planner)
+    kernel = Kernel(c.spec, tuner=tuner, plan=lambda machine: planner)
     operands, sizes = draw(c, SHAPES[0])
     assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     assert launched[-1].specialized

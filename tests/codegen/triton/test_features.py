@@ -16,9 +16,10 @@ from fusion.approximate.polynomial import PolynomialAttention
 from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.triton.offline import facts_of_features
 from fusion.codegen.triton.polynomial import FeatureKernels, feature_tile, supports
+from fusion.ir.request import Approximation, Request
 from fusion.machine import machine
 from fusion.planning.problem import Problem
-from fusion.runtime import executor as runtime
+from fusion.runtime.kernels import executor
 from tests.numerics import assert_within
 
 COEFFICIENTS = torch.tensor([[1.0, 1.01, 0.52, 0.17, 0.05], [0.99, 1.0, 0.51, 0.16, 0.04]], dtype=torch.float64)
@@ -84,9 +85,9 @@ def test_heads_are_certified_or_exact_in_one_call(causal, dtype, n):
     q, k, v = (x.to(dtype) for x in (q * torch.tensor([0.1, 0.2, 100.0, 0.15]).view(1, 4, 1, 1), k, v))
     torch._dynamo.reset()
     spec = fusion.explain(attention, q, k, v).sites[0].spec
-    exact = runtime.executor(spec.to_json(), "cpu", "reference")
+    exact = executor(spec.to_json(), "cpu", "reference")
     run = PolynomialAttention(
-        spec, plain(spec), exact, lambda other: runtime.executor(other.to_json(), "cpu", "reference"), machine(), 1e-2,
+        spec, plain(spec), exact, lambda other: executor(other.to_json(), "cpu", "reference"), machine(), 1e-2,
         kernels="triton", always=True,
     )  # fmt: skip
     certificates.begin()
@@ -107,16 +108,17 @@ def test_gpus_are_sent_to_these_kernels(monkeypatch):
     from fusion.approximate import dispatch
     from tests.codegen.mlir.cases import case
 
-    request, spec = dispatch.Request(method="polynomial", epsilon=1e-2), case("plain", "bfloat16", 16).spec
-    assert dispatch.refusal(spec, "cuda", "auto", request) is None
-    assert "up to 64" in str(dispatch.refusal(case("plain", "bfloat16", 128).spec, "cuda", "auto", request))
-    selective = dispatch.Request(method="certified_sparse", epsilon=1e-2)
-    assert "no selective kernels" in str(dispatch.refusal(spec, "cuda", "auto", selective))
+    allowed, spec = Approximation(method="polynomial", epsilon=1e-2), case("plain", "bfloat16", 16).spec
+    request = Request(approximation=allowed)
+    assert dispatch.refusal(spec, "cuda", request) is None
+    assert "up to 64" in str(dispatch.refusal(case("plain", "bfloat16", 128).spec, "cuda", request))
+    selective = Request(approximation=Approximation(method="certified_sparse", epsilon=1e-2))
+    assert "no selective kernels" in str(dispatch.refusal(spec, "cuda", selective))
     monkeypatch.setattr(dispatch, "find_machine", lambda name: machine("h200"))
-    built = dispatch.build(spec, "cuda", "auto", request, None, None, machine())  # type: ignore[arg-type]
+    built = dispatch.build(spec, "cuda", request, None, None, machine())  # type: ignore[arg-type]
     assert isinstance(built, PolynomialAttention) and built.kernels == "triton" and built.machine.name == "h200"
     assert "faster than exact from N" in dispatch.describe(
-        request, Problem(n_q=64, n_k=64, d=16, d_v=16), built.machine
+        allowed, Problem(n_q=64, n_k=64, d=16, d_v=16), built.machine
     )
 
 

@@ -10,16 +10,14 @@ import pytest
 pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen.triton.source import parse, spread, wrapped
-from fusion.runtime import executor as runtime
+from fusion.runtime.guards import failures_raised
 from tests.properties import test_random_gradients as random_gradients
 
 
 @pytest.fixture(autouse=True)
-def _no_silent_fallback(monkeypatch):
-    def fail(self):
-        raise
-
-    monkeypatch.setattr(runtime._GuardedTraining, "_give_up", fail)
+def _no_silent_fallback():
+    with failures_raised():
+        yield
 
 
 @hypothesis.given(random_gradients.trained(queries=(8, 40), keys=(20, 60), widths=(5, 16, 33)))

@@ -18,7 +18,6 @@ from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.plan import Problem, plan
 from fusion.report.json import to_dict
-from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import case
 from tests.numerics import assert_as_exact_as_eager
 
@@ -34,11 +33,10 @@ def seconds(launch, device) -> float:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_tile_that_was_measured_is_reported(trained: bool, monkeypatch, tmp_path) -> None:
+def test_the_tile_that_was_measured_is_reported(trained: bool, monkeypatch, tmp_path, emits) -> None:
     monkeypatch.setattr(module, "directory", lambda: tmp_path)
     tuner = Tuner(clock=seconds)
-    monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec, tuner=tuner))
-    monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: Differentiable(spec, tuner=tuner))
+    emits(lambda spec: Kernel(spec, tuner=tuner), lambda spec: Differentiable(spec, tuner=tuner))
     q, k, v = (torch.randn(1, 1, 40, 16, requires_grad=trained) for _ in range(3))
     texts: list[str] = []
     monkeypatch.setattr("fusion.backend.publish", lambda report: (texts.append(str(report)), reports.append(report)))

@@ -21,7 +21,6 @@ from fusion.planning.choice import Tile
 from fusion.planning.gpu import splits_for, visited_function
 from fusion.planning.packed_rows import packed as packed_spec
 from fusion.report.report import SiteReport
-from fusion.runtime import executor as runtime
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 from tests.codegen.triton.counting import count_products, live_tiles
 from tests.codegen.triton.test_backward_stages import PLACES, understood
@@ -130,12 +129,11 @@ def packed(q, k, v, tokens):
 
 
 @pytest.mark.parametrize("function", [padded, packed])
-def test_parts_share_listed_tiles(monkeypatch, function) -> None:
+def test_parts_share_listed_tiles(monkeypatch, emits, function) -> None:
     """One batch element has no live key under padding."""
     tile = Tile(rows=32, keys=64, warps=4, stages=1)  # of the size of the map's cells
     products = count_products(monkeypatch)
-    monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec, tile, splits=3))
-    monkeypatch.setattr(runtime, "_executors", {})
+    emits(lambda spec: Kernel(spec, tile, splits=3))
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 500, 16), torch.randn(2, 1, 500, 16)
     tokens = torch.stack([torch.arange(500) // 130, torch.zeros(500, dtype=torch.int64)])

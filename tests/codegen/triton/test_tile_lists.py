@@ -16,7 +16,6 @@ import fusion
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
-from fusion.runtime import executor as runtime
 from tests.codegen.triton.counting import count_products, full_tiles, live_tiles
 from tests.numerics import assert_as_exact_as_eager
 
@@ -28,13 +27,10 @@ N_Q, N_K = 150, 200
 
 
 @pytest.fixture
-def products(monkeypatch):
+def products(monkeypatch, emits):
     """Attention is run by GPU kernels in the interpreter; returns a count of the products of each of them."""
     counts = count_products(monkeypatch)
-    monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec, TILE))
-    monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: Differentiable(spec, TILE))
-    monkeypatch.setattr(runtime, "_executors", {})
-    monkeypatch.setattr(runtime, "_differentiables", {})
+    emits(lambda spec: Kernel(spec, TILE), lambda spec: Differentiable(spec, TILE))
     return counts
 
 
@@ -212,10 +208,9 @@ def test_a_users_block_mask_is_listed_too(products, mask):
 @pytest.mark.parametrize(
     "tile", [Tile(rows=64, keys=16, warps=4, stages=1), Tile(rows=16, keys=128, warps=4, stages=1)]
 )
-def test_other_tiles(products, monkeypatch, tile):
+def test_other_tiles(products, emits, tile):
     """Tiles that are smaller than the map's cells, and larger."""
-    monkeypatch.setattr(runtime, "_compile", lambda spec, device: Kernel(spec, tile))
-    monkeypatch.setattr(runtime, "_compile_training", lambda spec, device: Differentiable(spec, tile))
+    emits(lambda spec: Kernel(spec, tile), lambda spec: Differentiable(spec, tile))
     for name in ("dense", "documents"):
         function, mask, _, n_q = cases()[name]
         *qkv, mask = inputs_for(mask, n_q)

@@ -21,7 +21,7 @@ from fusion.approximate.sparse import SparseAttention
 from fusion.codegen import mlir
 from fusion.codegen.mlir import polynomial as kernels
 from fusion.machine import machine
-from fusion.runtime import executor as runtime
+from fusion.runtime import kernels as built
 from tests.numerics import (
     allowance,
     assert_as_exact_as_eager,
@@ -54,10 +54,10 @@ def cached_spec(q, k, v, causal):
 
 def executor(kind, spec, epsilon, amx=True):
     emitter = "auto" if mlir.unavailable() is None else "reference"
-    exact = runtime.executor(spec.to_json(), "cpu", emitter)
+    exact = built.executor(spec.to_json(), "cpu", emitter)
 
     def build(other):
-        return runtime.executor(other.to_json(), "cpu", emitter)
+        return built.executor(other.to_json(), "cpu", emitter)
 
     if kind == "certified_sparse":
         if mlir.unavailable() is not None:

@@ -10,6 +10,8 @@ import pytest
 
 from fusion.cli import COMMANDS, main
 from fusion.cli import doctor as doctor_command
+from fusion.runtime import kernels
+from fusion.runtime.guards import GuardedKernel
 
 MODEL = """
 import torch
@@ -175,9 +177,7 @@ def test_doctor(capsys, quick_doctor):
 
 
 def test_doctor_says_what_to_install(capsys, quick_doctor, monkeypatch):
-    from fusion.runtime import executor as runtime
-
-    monkeypatch.setattr(runtime, "_executors", {})
+    kernels.forget()
     reason = "torch-mlir cannot be imported (No module named 'torch_mlir'); install torch-mlir to have CPU kernels"
     monkeypatch.setattr("fusion.codegen.mlir.strategy.unavailable", lambda: reason)
     monkeypatch.setitem(sys.modules, "torch_mlir.ir", None)
@@ -187,10 +187,8 @@ def test_doctor_says_what_to_install(capsys, quick_doctor, monkeypatch):
 
 
 def test_doctor_finds_a_wrong_kernel(capsys, quick_doctor, monkeypatch):
-    monkeypatch.setattr("fusion.runtime.executor.reference.run", lambda spec, operands, sizes: operands[0] * 0)
-    from fusion.runtime import executor as runtime
-
-    monkeypatch.setattr(runtime.Guarded, "__call__", lambda self, operands, sizes: operands[0] * 0)
+    monkeypatch.setattr("fusion.codegen.reference.run", lambda spec, operands, sizes: operands[0] * 0)
+    monkeypatch.setattr(GuardedKernel, "__call__", lambda self, operands, sizes: operands[0] * 0)
     code, out, _ = run(capsys, "doctor")
     assert code == 1 and "wrong by" in out and "please report this" in out
 

@@ -62,6 +62,12 @@ def test_symbolic(capsys):
     assert "B_r* = (M - d - d_v)/(d + d_v + 3)" in text and "4*N**2*d**2/M" in text and "2402.07443" in text
 
 
+def test_symbolic_for_all_schedules(capsys):
+    assert main(["cost", "--symbolic"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{name}:" in text for name in ("flash", "split_k", "polynomial", "certified_sparse"))
+
+
 def test_backward(capsys):
     assert main(["cost", "--N", "512", "--M", "20000", "--backward"]) == 0
     assert "backward_small_cache" in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""The emitters: what one must be able to do, and who serves which device.
+
+    from fusion.codegen import emitter
+
+    emitter.register("metal", ("mps",), lambda: my_package, machine=lambda device: my_machine)
+
+A package, or any object, with the four functions of `Emitter` is one. `options={"emitter": "metal"}` asks for it by
+name; "auto" takes the emitter that was registered last for a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fusion.errors import EmitterError
+from fusion.ir import AttentionSpec
+from fusion.machine import Machine
+from fusion.machine import machine as find_machine
+from fusion.planning.choice import Choice, Planner
+from fusion.refusals import Refusal
+
+AUTO = "auto"
+
+Planning = Callable[[Machine], Planner]
+"""machine -> the planner that makes the choices of a spec on it."""
+
+
+class Kernel(Protocol):
+    """What runs one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
+
+    @property
+    def source(self) -> str:
+        """The kernel's text; empty where there is none (yet)."""
+        ...
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor: ...
+
+    def choice(self, sizes: Sequence[int]) -> Choice | None:
+        """How a call with these sizes runs, as far as is known before it; None where nothing was planned."""
+        ...
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Compile what a call with these sizes runs, where that can be done before it."""
+        ...
+
+
+class TrainingKernel(Protocol):
+    """What trains with one spec."""
+
+    @property
+    def source(self) -> str:
+        """The forward kernel's text."""
+        ...
+
+    def choice(self, sizes: Sequence[int]) -> Choice | None:
+        """How the forward of a call runs: see `Kernel.choice`."""
+        ...
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Compile what a forward runs, where that can be done before it."""
+        ...
+
+    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(output, statistics of rows that `backward` reads: see `fusion.runtime.shapes.statistics_shape`)."""
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor]:
+        """The gradients of the operands that `needs` marks, of any dtype and strides."""
+        ...
+
+
+class Emitter(Protocol):
+    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call."""
+
+    def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:
+        """Why there is no kernel for a spec, or None."""
+        ...
+
+    def reads(self, dtype: torch.dtype, machine: Machine) -> bool:
+        """Whether kernels read tensors of a float8 dtype as they are; otherwise these are widened before."""
+        ...
+
+    def compile(self, spec: AttentionSpec, machine: Machine, plan: Planning, measure: bool) -> Kernel:
+        """The kernel of a spec that is supported. It takes the choices of `plan(machine)`; one that it cannot run it
+        refuses by raising `RefusedChoiceError` with a reason, at the latest in `prepare`."""
+        ...
+
+    def compile_training(
+        self, spec: AttentionSpec, machine: Machine, plan: Planning, measure: bool
+    ) -> TrainingKernel | None:
+        """What trains with a spec, or None where the gradient is left to the reference interpreter."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """An emitter by its name.
+
+    devices: the types of devices that it serves; every type where there is none.
+    load: the emitter; called where a kernel is asked for first, since an emitter brings a compiler along.
+    machine: the machine that a device is.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    load: Callable[[], Emitter]
+    machine: Callable[[str], Machine]
+
+    def serves(self, device: str) -> bool:
+        """Whether devices of a type are served."""
+        return not self.devices or device in self.devices
+
+
+_registered: dict[str, Registration] = {}
+
+
+def register(
+    name: str,
+    devices: tuple[str, ...],
+    load: Callable[[], Emitter],
+    machine: Callable[[str], Machine] = find_machine,
+) -> None:
+    """Add an emitter, which becomes the one that "auto" takes on its devices. A name that is known is replaced."""
+    _registered.pop(name, None)
+    _registered[name] = Registration(name=name, devices=devices, load=load, machine=machine)
+
+
+def names() -> list[str]:
+    """What `options={"emitter": ...}` takes."""
+    return [AUTO, *sorted(_registered)]
+
+
+def serving(device: str) -> list[str]:
+    """The names of the emitters for a type of device."""
+    return [found.name for found in _registered.values() if found.serves(device)]
+
+
+def find(name: str, device: str) -> Registration | None:
+    """The emitter of a name for a type of device; None where "auto" finds none.
+
+    Raises EmitterError where the name is not known or does not serve the device.
+    """
+    if name == AUTO:
+        return next((found for found in reversed(_registered.values()) if device in found.devices), None)
+    if name not in _registered:
+        raise EmitterError(f"emitter {name!r} is not known; known: {', '.join(names())}")
+    if not _registered[name].serves(device):
+        raise EmitterError(
+            f"emitter {name!r} does not serve device {device!r}; those that do: {', '.join([AUTO, *serving(device)])}"
+        )
+    return _registered[name]
+
+
+@contextmanager
+def registered(
+    name: str,
+    devices: tuple[str, ...],
+    load: Callable[[], Emitter],
+    machine: Callable[[str], Machine] = find_machine,
+) -> Iterator[None]:
+    """An emitter that is registered while this lasts. Kernels that exist are not touched: see
+    `fusion.runtime.kernels.emitting`."""
+    before = dict(_registered)
+    register(name, devices, load, machine)
+    try:
+        yield
+    finally:
+        _registered.clear()
+        _registered.update(before)
+
+
+register("reference", (), lambda: importlib.import_module("fusion.codegen.reference"))  # type: ignore[arg-type]
+register("mlir", ("cpu",), lambda: importlib.import_module("fusion.codegen.mlir"))  # type: ignore[arg-type]
+register("triton", ("cuda",), lambda: importlib.import_module("fusion.codegen.triton"))  # type: ignore[arg-type]

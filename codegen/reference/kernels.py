@@ -1,0 +1,85 @@
+"""The reference interpreter as an emitter: it serves every device, and plans nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.reference.backward import backward
+from fusion.codegen.reference.forward import run
+from fusion.ir.results import no_statistics
+from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+
+Run = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
+
+
+class ReferenceKernel:
+    """A spec, executed in plain torch."""
+
+    source = ""
+
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        return run(self.spec, operands, sizes)
+
+    def choice(self, sizes: Sequence[int]) -> None:
+        """Nothing is chosen."""
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Nothing is compiled."""
+
+
+class ReferenceGradient:
+    """A forward kernel, and the gradient of the reference interpreter, which needs no statistics (they are zeros)."""
+
+    source = ""
+
+    def __init__(self, spec: AttentionSpec, kernel: Run):
+        self.spec, self.kernel = spec, kernel
+
+    def choice(self, sizes: Sequence[int]) -> None:
+        """Nothing is chosen for the gradient."""
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Nothing is compiled for the gradient."""
+
+    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(output, zeros)."""
+        return self.kernel(operands, sizes), no_statistics(self.spec, operands, sizes)
+
+    def backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor]:
+        """The gradients of the operands that `needs` marks."""
+        return backward(self.spec, grad, operands, sizes, needs)
+
+
+def supports(spec: AttentionSpec, machine: Machine) -> str | None:
+    """Every spec is supported."""
+    return None
+
+
+def reads(dtype: torch.dtype, machine: Machine) -> bool:
+    """Every dtype is read."""
+    return True
+
+
+def compile(spec: AttentionSpec, machine: Machine, plan: Any = None, measure: bool = False) -> ReferenceKernel:
+    """The interpreter of a spec."""
+    return ReferenceKernel(spec)
+
+
+def compile_training(spec: AttentionSpec, machine: Machine, plan: Any = None, measure: bool = False) -> None:
+    """Nothing beyond the gradient that every emitter falls back to."""

@@ -1,0 +1,55 @@
+"""What is asked of the kernels of a spec. Inside the process it is a record; as text it crosses the op's boundary."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+TUNED = "/tuned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approximation:
+    """An approximation that is allowed.
+
+    method: "polynomial" or "certified_sparse".
+    epsilon: the error that attention weights may have, relative to a row's sum.
+    """
+
+    method: str
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of the kernels of a spec.
+
+    emitter: the name of one that is registered (`fusion.codegen.emitter`), or "auto" for the device's own.
+    tuned: whether tiles are measured at the first call, by emitters that can.
+    approximation: what may run in place of exact attention, or None.
+    """
+
+    emitter: str = "auto"
+    tuned: bool = False
+    approximation: Approximation | None = None
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> Request:
+        """The request that `str` wrote: an emitter, "/tuned" where tiles are measured, "+method:epsilon" where an
+        approximation is allowed."""
+        text, found, allowed = text.partition("+")
+        method, _, epsilon = allowed.partition(":")
+        return Request(
+            emitter=text.removesuffix(TUNED),
+            tuned=text.endswith(TUNED),
+            approximation=Approximation(method=method, epsilon=float(epsilon)) if found else None,
+        )
+
+    def __str__(self) -> str:
+        allowed = self.approximation
+        return f"{self.emitter}{TUNED * self.tuned}" + (f"+{allowed.method}:{allowed.epsilon!r}" if allowed else "")
+
+
+PLAIN = Request()
+"""The device's own emitter, exact, in the tiles that are planned."""

@@ -1,0 +1,53 @@
+"""Shapes, dtypes and memory of what an attention and its gradient return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.ir.sizes import size_value
+from fusion.ir.spec import AttentionSpec, Normalizer, Operand
+
+
+def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
+    """The extent of each coordinate of the output."""
+    known = dict(zip(spec.sizes, sizes, strict=True))
+    batch = {f"b{axis}": size_value(extent, known) for axis, extent in enumerate(spec.batch)}
+    return batch | {"i": size_value(spec.n_q, known), "e": size_value(spec.d_v, known)}
+
+
+def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
+    """[3, b.., i]: what the emitter's backward needs to know of each row. [0] without a normaliser."""
+    if spec.normalizer is Normalizer.NONE:
+        return [0]
+    return [3, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+
+
+def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
+    """float64 where anything is computed in it, else float32."""
+    return torch.float64 if any(o.dtype is torch.float64 for o in operands) else torch.float32
+
+
+def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
+    """Memory for an operand's gradient: its shape and dtype, packed in the order that the spec states."""
+    order = operand.order or tuple(range(operand.rank))
+    packed = tensor.new_empty([tensor.shape[dim] for dim in order])
+    return packed.permute([order.index(dim) for dim in range(operand.rank)])
+
+
+def laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
+    """The gradient as `empty_gradient` would hold it; a dense bias has a large one, which is not copied for nothing."""
+    strides, step = [0] * operand.rank, 1
+    for dim in reversed(operand.order or range(operand.rank)):
+        strides[dim], step = step, step * max(tensor.shape[dim], 1)
+    if gradient.dtype is tensor.dtype and list(gradient.stride()) == strides:
+        return gradient
+    return empty_gradient(tensor, operand).copy_(gradient)
+
+
+def no_statistics(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """What a forward returns whose gradient needs no statistics: zeros, as the op has promised their shape."""
+    shape = statistics_shape(spec, output_extents(spec, sizes))
+    return operands[0].new_zeros(shape, dtype=statistics_dtype(operands))

@@ -1,0 +1,59 @@
+"""Choices on CPUs: row by row for few queries, else the tile of least predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from fusion.ir.sizes import size_function
+from fusion.ir.spec import AttentionSpec
+from fusion.machine import Machine
+from fusion.planning.choice import Choice, Tile, query_stationary
+from fusion.planning.from_spec import tile_times
+from fusion.planning.register_tiles import planes_of, target_of
+
+FEW_QUERIES = 8
+"""Queries up to which a row at a time is faster than a tile that is mostly empty."""
+
+WORTH_COMPILING = 2e-4
+"""Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
+
+Pair = tuple[int, int]
+TileTimes = Callable[[Sequence[int], Pair, Collection[Pair]], Mapping[Pair, float]]
+"""(values of the spec's sizes, register tile, tiles of interest) -> predicted seconds of these (B_r, B_c) and of all
+others that may be best."""
+
+
+class CpuPlanner:
+    """The choices of a spec on a CPU. times: the cost model. register_tile: (rows, keys) that tiles are multiples of,
+    by default those of the kernel for this machine."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        machine: Machine,
+        times: TileTimes | None = None,
+        register_tile: Pair | None = None,
+    ):
+        unit = target_of(machine)
+        self.spec, self.lanes, self.times = spec, unit.lanes, times or tile_times(spec, machine)
+        self.register_tile = register_tile or unit.register_tile(planes_of(spec, unit))
+        self.schedule = query_stationary(spec)
+        self._extents = size_function((spec.n_q, spec.n_k), spec.sizes)
+
+    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
+        """The choice for a call with these sizes: a tile whose kernel exists unless another saves WORTH_COMPILING."""
+        n_q, n_k = self._extents(sizes)
+        if n_q <= FEW_QUERIES:
+            return rows_choice(self.schedule, self.lanes, n_k)
+        compiled = [(choice.tile.rows, choice.tile.keys) for choice in made]
+        seconds = self.times(sizes, self.register_tile, compiled)
+        best = min(seconds, key=seconds.__getitem__)
+        if compiled:
+            kept = min(compiled, key=seconds.__getitem__)
+            best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
+        return Choice(schedule=self.schedule, tile=Tile(rows=best[0], keys=best[1]), keys=n_k)
+
+
+def rows_choice(schedule: str, lanes: int, n_k: int) -> Choice:
+    """Row by row, with keys in lanes."""
+    return Choice(schedule=schedule, tile=Tile(rows=1, keys=lanes), keys=n_k)

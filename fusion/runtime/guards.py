@@ -1,0 +1,133 @@
+"""Kernels that are left at their first failure: users see numbers, and a warning.
+
+Memory that runs out is no failure of a kernel: the error is the user's, and the reference interpreter, which stores
+whole score matrices, would need more of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.approximate import dispatch
+from fusion.codegen import reference
+from fusion.codegen.emitter import Kernel, TrainingKernel
+from fusion.errors import LargeTableError
+from fusion.ir import AttentionSpec
+from fusion.ir.request import Approximation
+from fusion.ir.results import no_statistics
+
+log = logging.getLogger(__name__)
+Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
+
+_raised = False
+
+
+@contextlib.contextmanager
+def failures_raised() -> Iterator[None]:
+    """Inside, a kernel that fails raises: for tests and benchmarks, which would otherwise see what takes over."""
+    global _raised
+    before, _raised = _raised, True
+    try:
+        yield
+    finally:
+        _raised = before
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of a device or of the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _must_raise(error: Exception) -> bool:
+    return _raised or out_of_memory(error)
+
+
+class GuardedKernel:
+    """A kernel that is left for the reference interpreter at its first failure."""
+
+    def __init__(self, spec: AttentionSpec, kernel: Kernel):
+        self.spec, self.kernel, self.broken = spec, kernel, False
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        if not self.broken:
+            try:
+                return self.kernel(operands, sizes)
+            except Exception as error:
+                if _must_raise(error):
+                    raise
+                self.broken = True
+                log.exception("a kernel failed; running %s in the reference interpreter from now on", self.spec)
+        return reference.run(self.spec, operands, sizes)
+
+
+class GuardedApproximation:
+    """An approximation that is left for the exact kernel at its first failure."""
+
+    def __init__(self, spec: AttentionSpec, allowed: Approximation, run: Executor, exact: Executor):
+        self.spec, self.allowed, self.run, self.exact = spec, allowed, run, exact
+        self.broken: str | None = None
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        if self.broken is None:
+            try:
+                return self.run(operands, sizes)
+            except Exception as error:
+                if _must_raise(error):
+                    raise
+                self.broken = f"the approximation failed before ({type(error).__name__}: {error})"
+                log.exception("an approximation failed; %s runs exact from now on", self.spec)
+        dispatch.note_exact(self.allowed, operands, self.broken)
+        return self.exact(operands, sizes)
+
+
+class GuardedTraining:
+    """Kernels for training that are left for the reference interpreter at their first failure.
+
+    Its gradient needs no statistics, so that it can follow any forward.
+    """
+
+    def __init__(self, spec: AttentionSpec, kernel: TrainingKernel):
+        self.spec, self.kernel, self.broken = spec, kernel, False
+
+    def _failed(self) -> None:
+        self.broken = True
+        log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
+
+    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(output, statistics)."""
+        if not self.broken:
+            try:
+                return self.kernel.forward(operands, sizes)
+            except Exception as error:
+                if _must_raise(error):
+                    raise
+                self._failed()
+        return reference.run(self.spec, operands, sizes), no_statistics(self.spec, operands, sizes)
+
+    def backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor]:
+        """The gradients of the operands that `needs` marks."""
+        if not self.broken:
+            try:
+                return self.kernel.backward(grad, out, statistics, operands, sizes, needs)
+            except LargeTableError:
+                log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
+            except Exception as error:
+                if _must_raise(error):
+                    raise
+                self._failed()
+        return reference.backward(self.spec, grad, operands, sizes, needs)

@@ -1,0 +1,179 @@
+"""The kernels of this process: built once for each spec, type of device and request, and asked what they run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from fusion.approximate import dispatch
+from fusion.codegen import emitter, reference
+from fusion.codegen.emitter import Emitter, Kernel, Registration, TrainingKernel
+from fusion.errors import UnknownMachineError
+from fusion.ir import AttentionSpec
+from fusion.ir.request import PLAIN, Request
+from fusion.machine import Machine
+from fusion.machine import machine as find_machine
+from fusion.planning.choice import Choice
+from fusion.planning.planner import planner_for
+from fusion.refusals import Ground, Refusal
+from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining
+
+log = logging.getLogger(__name__)
+
+_forward: dict[tuple[str, str, str], Executor] = {}
+_training: dict[tuple[str, str, str], GuardedTraining] = {}
+
+
+def executor(spec: str, device: str, request: str = "auto") -> Executor:
+    """The function that computes a spec on a type of device; built at first use. spec, request: as text."""
+    key = (spec, device, request)
+    found = _forward.get(key)
+    if found is None:
+        found = _forward[key] = _build(AttentionSpec.from_json(spec), device, Request.parse(request))
+    return found
+
+
+def differentiable(spec: str, device: str, request: str = "auto") -> GuardedTraining:
+    """The two functions that train with a spec on a type of device; built at first use. Gradients are exact."""
+    key = (spec, device, request)
+    found = _training.get(key)
+    if found is None:
+        exact = replace(Request.parse(request), approximation=None)
+        found = _training[key] = _build_training(AttentionSpec.from_json(spec), device, exact)
+    return found
+
+
+def forget() -> None:
+    """Build every kernel anew at its next use."""
+    _forward.clear()
+    _training.clear()
+
+
+@contextlib.contextmanager
+def emitting(
+    name: str,
+    devices: tuple[str, ...],
+    load: Callable[[], Emitter],
+    machine: Callable[[str], Machine] = find_machine,
+) -> Iterator[None]:
+    """An emitter that is registered while this lasts (see `fusion.codegen.emitter.register`); kernels that exist are
+    not used meanwhile, and those that are built are forgotten at its end."""
+    before = dict(_forward), dict(_training)
+    forget()
+    try:
+        with emitter.registered(name, devices, load, machine):
+            yield
+    finally:
+        forget()
+        for kept, kernels in zip((_forward, _training), before, strict=True):
+            kept.update(kernels)  # type: ignore[arg-type]
+
+
+def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> Refusal | None:
+    """Why there is no kernel for this spec on a type of device, or None if there is one. Raises EmitterError where an
+    emitter was asked for that does not serve the device."""
+    if (found := emitter.find(request.emitter, device)) is None:
+        return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device!r}")
+    try:
+        return found.load().supports(spec, found.machine(device))
+    except UnknownMachineError as problem:
+        return Refusal(Ground.OTHER_MACHINE, str(problem))
+
+
+def reads(dtype: torch.dtype, device: torch.device, request: Request = PLAIN) -> bool:
+    """Whether kernels on a device read tensors of a float8 dtype as they are; otherwise these are widened before."""
+    found = emitter.find(request.emitter, device.type)
+    return found is not None and found.load().reads(dtype, found.machine(str(device)))
+
+
+def machine_of(device: str, request: Request = PLAIN) -> Machine:
+    """The machine that kernels on a type of device are made for."""
+    found = emitter.find(request.emitter, device)
+    return find_machine(device) if found is None else found.machine(device)
+
+
+def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool = False) -> Kernel | TrainingKernel:
+    """What runs a spec, forward. trained: gradients are needed, for which it writes statistics of its rows."""
+    exact = str(replace(request, approximation=None))
+    if trained:
+        kernel = differentiable(spec.to_json(), device, exact).kernel
+        if not isinstance(kernel, reference.ReferenceGradient):
+            return kernel
+    found = executor(spec.to_json(), device, exact)
+    assert isinstance(found, GuardedKernel)
+    return found.kernel
+
+
+def kernel_source(spec: AttentionSpec, device: str, request: Request, trained: bool = False) -> str:
+    """The text of the kernel that runs a spec; empty where the reference interpreter does."""
+    return kernel_of(spec, device, request, trained).source
+
+
+def kernel_choice(
+    spec: AttentionSpec, device: str, request: Request, trained: bool, sizes: Sequence[int]
+) -> Choice | None:
+    """How a call of a spec with these sizes runs, as far as is known by now; None where nothing was planned."""
+    return kernel_of(spec, device, request, trained).choice(sizes)
+
+
+def prepare(
+    spec: AttentionSpec,
+    device: torch.device,
+    sizes: Sequence[int],
+    trained: bool = False,
+    request: Request = PLAIN,
+) -> Refusal | None:
+    """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
+    reason = unsupported(spec, device.type, request)
+    if reason is not None:
+        return reason
+    try:
+        kernel_of(spec, device.type, request, trained).prepare(sizes)
+    except Exception as problem:
+        log.warning("no kernel for %s", spec, exc_info=True)
+        return Refusal(Ground.DEFECT, f"its kernel could not be built ({type(problem).__name__}: {problem})")
+    return None
+
+
+def _build(spec: AttentionSpec, device: str, request: Request) -> Executor:
+    if request.approximation is not None:
+        return _build_approximation(spec, device, request)
+    if (found := _emitter_for(spec, device, request)) is None:
+        return GuardedKernel(spec, reference.ReferenceKernel(spec))
+    plan = functools.partial(planner_for, spec)
+    return GuardedKernel(spec, found.load().compile(spec, found.machine(device), plan, request.tuned))
+
+
+def _build_approximation(spec: AttentionSpec, device: str, request: Request) -> Executor:
+    allowed, exactly = request.approximation, str(replace(request, approximation=None))
+    assert allowed is not None
+
+    def build_exact(other: AttentionSpec) -> Executor:
+        return executor(other.to_json(), device, exactly)
+
+    exact = build_exact(spec)
+    run = dispatch.build(spec, device, request, exact, build_exact, find_machine())
+    return GuardedApproximation(spec, allowed, run, exact)
+
+
+def _build_training(spec: AttentionSpec, device: str, request: Request) -> GuardedTraining:
+    found, kernel = _emitter_for(spec, device, request), None
+    if found is not None:
+        plan = functools.partial(planner_for, spec)
+        kernel = found.load().compile_training(spec, found.machine(device), plan, request.tuned)
+    if kernel is None:
+        kernel = reference.ReferenceGradient(spec, executor(spec.to_json(), device, str(request)))
+    return GuardedTraining(spec, kernel)
+
+
+def _emitter_for(spec: AttentionSpec, device: str, request: Request) -> Registration | None:
+    """The emitter that makes the kernel of a spec; None, with a warning, where the reference interpreter runs it."""
+    if (reason := unsupported(spec, device, request)) is None:
+        return emitter.find(request.emitter, device)
+    log.warning("running %s in the reference interpreter: %s", spec, reason)
+    return None
