@@ -13,7 +13,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusion.planning import gpu_facts
-from fusion.planning.gpu_clocks import ADDRESSES, KEYS, Work, registers, shared_bytes
+from fusion.planning.gpu_clocks import ADDRESSES, FORWARD, KEYS, Work, registers, shared_bytes
 
 if TYPE_CHECKING:
     from fusion.machine import Machine
@@ -36,7 +36,8 @@ MATRIX_STAGES = 2
 """Stages of a loop that reads a matrix of scores with which ptxas does not yet serialise products (C7515)."""
 
 FLOAT32_SCORES = 1 << 17
-"""Of float32 products without matrix units: scores of a tile times columns, above which their factors spill."""
+"""Of float32 products without matrix units: scores of a tile times columns, above which their factors spill; in the
+backward half of them, 32 x 32 at most, with one stage."""
 
 
 class Fact(NamedTuple):
@@ -94,7 +95,9 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
     if serialised or not fits(work, tile, machine):
         return False
     if work.size == 4:
-        return tile.warps == 8 and tile.rows * tile.keys * max(work.d, work.d_v) <= FLOAT32_SCORES
+        scores = tile.rows * tile.keys * max(work.d, work.d_v)
+        small = max(tile.rows, tile.keys) <= 32 and tile.stages == 1 and scores <= FLOAT32_SCORES // 2
+        return tile.warps == 8 and (small or work.kernel == FORWARD and scores <= FLOAT32_SCORES)
     most = min(255 if machine.wave == 32 else 512, machine.registers // (4 * tile.warps * machine.wave))
     return registers(work, tile, machine) + ADDRESSES <= MARGIN * most
 
