@@ -11,13 +11,13 @@ import math
 
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake
+from fusion.ir.primitives import is_bounded
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
 Facts = frozenset[Expr]
 _LOW, _VANISHES = -1e3, -200.0
 """Constants that are not above the first are fills of masks; exp of what is below the second is 0."""
-_BOUNDED = {"tanh", "sigmoid", "sin", "cos", "erf", "atan", "dot", "score", "to_float", "bool_to_float"}
 
 
 def selected(core: Expr, condition: Expr) -> Expr:
@@ -110,7 +110,7 @@ def may_be_infinite(value: Expr, known: Facts) -> bool:
     """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over the keys may."""
     if value.op == "const":
         return math.isinf(float(value.attr))  # type: ignore[arg-type]
-    if value.kind is not Kind.FLOAT or value.op in _BOUNDED:
+    if value.kind is not Kind.FLOAT or value.op in ("dot", "score") or is_bounded(value.op):
         return False
     if value.op == "load":
         return "j" in coordinates(value)

@@ -20,7 +20,8 @@ import torch
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, const, walk
-from fusion.ir.ops import ROUNDED, apply, as_bool, as_float, as_int, rounded, where
+from fusion.ir.ops import apply, as_bool, as_float, as_int, rounded, where
+from fusion.ir.primitives import ROUNDED
 
 aten = torch.ops.aten
 

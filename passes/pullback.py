@@ -25,7 +25,8 @@ from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
-from fusion.ir.ops import ROUNDED, apply, as_float, where
+from fusion.ir.ops import apply, as_float, where
+from fusion.ir.primitives import ROUNDED, cost
 from fusion.ir.widths import interval, is_exact, within
 from fusion.passes import assembling, marks, nodes, over_keys, pointwise
 from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
@@ -39,8 +40,6 @@ from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
-_HEAVY = {"exp": 1, "tanh": 1, "sigmoid": 1, "sqrt": 1, "rsqrt": 1, "pow": 3, "log": 2, "log1p": 2, "expm1": 2,
-          "sin": 3, "cos": 3, "erf": 2, "atan": 3}  # fmt: skip
 _MAX_HEAVY = 2
 MAX_DEPTH, MAX_ELEMENTS = 64, 512
 """Operations that one walk goes through: one after the other, and in all. Analysis stays linear in the graph."""
@@ -348,9 +347,10 @@ class PullBack:
             return False
         heavy = reads = 0
         for part in walk(result):
-            if part.op in _HEAVY or part.op == "load":
+            weight = int(cost(part.op))
+            if weight or part.op == "load":
                 both = {"i", "j"} <= coordinates(part)
-                heavy += _HEAVY.get(part.op, 0) * both
+                heavy += weight * both
                 reads += part.op == "load" and both
         return heavy > _MAX_HEAVY or (reads > 1 and result.kind is Kind.FLOAT)
 

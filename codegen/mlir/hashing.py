@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.ir.ops import HASH_MULTIPLIERS, HASH_SPREAD
+from fusion.ir.primitives import HASH_MULTIPLIERS, HASH_SPREAD
 
 
 def signed(value: int) -> int:

@@ -11,10 +11,10 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.scope import Context, Lanes, Scope
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, coord, coordinates, load, substitute, walk
+from fusion.ir.primitives import cost
 
-#: Operations whose cost alone is worth a table
-_EXPENSIVE = frozenset("load exp log log1p expm1 sin cos tanh sigmoid erf atan pow div sqrt rsqrt floordiv mod".split())
-_WORTH = 4  # or this many operations
+_WORTH = 4
+"""Operations that are worth a table where none of them costs more than an instruction."""
 _SHIFT = coord("shift")
 _COMPARISONS = ("ilt", "ile", "ieq", "ine")
 
@@ -42,7 +42,7 @@ def distance_parts(*programs: Expr | None) -> list[Expr]:
 
 def _is_worth(expr: Expr) -> bool:
     operations = [part for part in walk(expr) if part.args and {"i", "j"} & coordinates(part)]
-    if any(part.op in _EXPENSIVE for part in operations):
+    if any(part.op == "load" or cost(part.op) for part in operations):
         return True
     return len(operations) >= _WORTH and expr.kind is not Kind.BOOL
 

@@ -8,7 +8,7 @@ rounded by the compiler.
 
 from __future__ import annotations
 
-from fusion.ir.ops import HASH_MULTIPLIERS, HASH_SPREAD
+from fusion.ir.primitives import HASH_MULTIPLIERS, HASH_SPREAD
 
 _HASH_STEPS = "\n".join(f"    x = (x ^ (x >> {shift})) * {factor:#x}" for shift, factor in HASH_MULTIPLIERS)
 

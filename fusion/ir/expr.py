@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 class Expr:
     """One interned node. Make nodes with `node` or the helpers below, never with the constructor.
 
-    op: a leaf ("const", "coord", "size", "score", "row_max", "row_sum", "load") or a primitive of `fusion.ir.ops`.
+    op: a leaf ("const", "coord", "size", "score", "row_max", "row_sum", "load") or one of `fusion.ir.primitives`.
     args: operand expressions; of a load, the index in each dimension of the operand tensor.
     attr: the constant's value, the coordinate's or size's name, or the operand's number; else None.
     """
@@ -72,6 +72,24 @@ class Expr:
             raise TypeError(f"{self.op} node {self} is no {' or '.join(ops)}")
         return self.attr
 
+    def __neg__(self) -> Expr:
+        return _float_operation("neg", self)
+
+    def __add__(self, other: Expr | float) -> Expr:
+        return _float_operation("fadd", self, other)
+
+    def __sub__(self, other: Expr | float) -> Expr:
+        return _float_operation("fsub", self, other)
+
+    def __rsub__(self, other: float) -> Expr:
+        return _float_operation("fsub", other, self)
+
+    def __mul__(self, other: Expr | float) -> Expr:
+        return _float_operation("fmul", self, other)
+
+    def __truediv__(self, other: Expr | float) -> Expr:
+        return _float_operation("div", self, other)
+
     @property
     def is_const(self) -> bool:
         return self.op == "const"
@@ -79,6 +97,13 @@ class Expr:
     @property
     def is_leaf(self) -> bool:
         return not self.args
+
+
+def _float_operation(name: str, *args: Expr | float) -> Expr:
+    """Arithmetic of FLOAT values, for formulas that are written out; integers are built by `fusion.ir.integers`."""
+    from fusion.ir.ops import apply
+
+    return apply(name, *(arg if isinstance(arg, Expr) else const(float(arg)) for arg in args))
 
 
 _interned: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 
 from fusion.ir.expr import Expr, Kind, const, walk
-from fusion.ir.ops import ROUNDED, apply, where
+from fusion.ir.ops import apply, where
+from fusion.ir.primitives import ROUNDED
 
 LARGEST = 3.4028234663852886e38
 """The largest float32."""

@@ -1,134 +1,21 @@
-"""The primitive operations of the score language, and constructors that keep expressions small.
+"""Constructors of expressions that check kinds and keep expressions small, by rules that hold for floats as well.
 
-A primitive is what every emitter must know how to emit: name, kinds, its meaning in torch (which the reference
-interpreter executes), and how it is printed. Everything else a model may write (silu, gelu, lerp, ...) is composed of
-primitives by the pull-back (`fusion.passes.pointwise`); adding an operation there needs no change in any emitter.
+Integers are made with `fusion.ir.integers`; the operations themselves are in `fusion.ir.primitives`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node
+from fusion.ir.primitives import PRIMITIVES, Primitive
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Primitive:
-    """One primitive: argument kinds, result kind, meaning on torch tensors, printed form ("{0} + {1}")."""
-
-    args: tuple[Kind, ...]
-    result: Kind
-    evaluate: Callable[..., torch.Tensor]
-    text: str
-
-
-def _truncating_int(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.int64)
-
-
-HASH_SPREAD = 0x9E3779B9
-HASH_MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x846CA68B))
-"""Steps (shift s, multiplier m) of x = (x ^ x >> s) * m mod 2**32: a bijection of 32-bit words in which every bit of
-the input changes every bit of the result with probability near one half."""
-
-
-def hashed(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count.
-
-    The same in every kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the
-    same mask from the seed and the coordinates, and none is stored.
-    """
-    word = 0xFFFFFFFF
-    x = (key & word) ^ _multiply_words(counter & word, HASH_SPREAD)
-    for shift, multiplier in HASH_MULTIPLIERS:
-        x = _multiply_words(x ^ (x >> shift), multiplier)
-    return (x ^ (x >> 16)) >> 1
-
-
-def _multiply_words(x: torch.Tensor, multiplier: int) -> torch.Tensor:
-    """x * multiplier mod 2**32 without running over 64 bits."""
-    low, high = multiplier & 0xFFFF, multiplier >> 16
-    return (x * low + (((x * high) & 0xFFFF) << 16)) & 0xFFFFFFFF
-
-
-_UNARY_FLOAT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "neg": (torch.neg, "-{0}"),
-    "abs": (torch.abs, "|{0}|"),
-    "floor": (torch.floor, "floor({0})"),
-    "ceil": (torch.ceil, "ceil({0})"),
-    "trunc": (torch.trunc, "trunc({0})"),
-    "round": (torch.round, "round({0})"),
-    "sqrt": (torch.sqrt, "sqrt({0})"),
-    "rsqrt": (torch.rsqrt, "rsqrt({0})"),
-    "exp": (torch.exp, "exp({0})"),
-    "log": (torch.log, "log({0})"),
-    "log1p": (torch.log1p, "log1p({0})"),
-    "expm1": (torch.expm1, "expm1({0})"),
-    "sin": (torch.sin, "sin({0})"),
-    "cos": (torch.cos, "cos({0})"),
-    "tanh": (torch.tanh, "tanh({0})"),
-    "sigmoid": (torch.sigmoid, "sigmoid({0})"),
-    "erf": (torch.erf, "erf({0})"),
-    "atan": (torch.atan, "atan({0})"),
-}
-ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
-"""Primitives that round to a narrower dtype: dtype -> name."""
-
-
-def _rounding(dtype: torch.dtype) -> tuple[Callable[..., torch.Tensor], str]:
-    return lambda x: x.to(dtype).to(x.dtype), str(dtype).removeprefix("torch.") + "({0})"
-
-
-_UNARY_FLOAT |= {name: _rounding(dtype) for dtype, name in ROUNDED.items()}
-_BINARY_FLOAT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "fadd": (torch.add, "{0} + {1}"),
-    "fsub": (torch.sub, "{0} - {1}"),
-    "fmul": (torch.mul, "{0} * {1}"),
-    "div": (torch.div, "{0} / {1}"),
-    "minimum": (torch.minimum, "min({0}, {1})"),
-    "maximum": (torch.maximum, "max({0}, {1})"),
-    "pow": (torch.pow, "{0} ^ {1}"),
-}
-_COMPARE: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "eq": (torch.eq, "{0} = {1}"),
-    "ne": (torch.ne, "{0} ≠ {1}"),
-    "lt": (torch.lt, "{0} < {1}"),
-    "le": (torch.le, "{0} ≤ {1}"),
-}
-
-PRIMITIVES: dict[str, Primitive] = {
-    **{n: Primitive(args=(FLOAT,), result=FLOAT, evaluate=f, text=t) for n, (f, t) in _UNARY_FLOAT.items()},
-    **{n: Primitive(args=(FLOAT, FLOAT), result=FLOAT, evaluate=f, text=t) for n, (f, t) in _BINARY_FLOAT.items()},
-    **{"f" + n: Primitive(args=(FLOAT, FLOAT), result=BOOL, evaluate=f, text=t) for n, (f, t) in _COMPARE.items()},
-    **{"i" + n: Primitive(args=(INT, INT), result=BOOL, evaluate=f, text=t) for n, (f, t) in _COMPARE.items()},
-    # Integer arithmetic is n-ary and normalised: build it with fusion.ir.integers.
-    "add": Primitive(args=(INT, INT), result=INT, evaluate=torch.add, text="{0} + {1}"),
-    "mul": Primitive(args=(INT, INT), result=INT, evaluate=torch.mul, text="{0} * {1}"),
-    "floordiv": Primitive(args=(INT, INT), result=INT, evaluate=torch.floor_divide, text="{0} // {1}"),
-    "mod": Primitive(args=(INT, INT), result=INT, evaluate=torch.remainder, text="{0} % {1}"),
-    "imin": Primitive(args=(INT, INT), result=INT, evaluate=torch.minimum, text="min({0}, {1})"),
-    "imax": Primitive(args=(INT, INT), result=INT, evaluate=torch.maximum, text="max({0}, {1})"),
-    "iabs": Primitive(args=(INT,), result=INT, evaluate=torch.abs, text="|{0}|"),
-    "hash": Primitive(args=(INT, INT), result=INT, evaluate=hashed, text="hash({0}, {1})"),
-    "and": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_and, text="{0} ∧ {1}"),
-    "or": Primitive(args=(BOOL, BOOL), result=BOOL, evaluate=torch.logical_or, text="{0} ∨ {1}"),
-    "not": Primitive(args=(BOOL,), result=BOOL, evaluate=torch.logical_not, text="¬{0}"),
-    "to_float": Primitive(args=(INT,), result=FLOAT, evaluate=lambda x: x.to(torch.float64), text="float({0})"),
-    "bool_to_float": Primitive(args=(BOOL,), result=FLOAT, evaluate=lambda x: x.to(torch.float32), text="float({0})"),
-    "bool_to_int": Primitive(args=(BOOL,), result=INT, evaluate=_truncating_int, text="int({0})"),
-    "to_int": Primitive(args=(FLOAT,), result=INT, evaluate=_truncating_int, text="int({0})"),
-    "where": Primitive(args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}"),
-    "iwhere": Primitive(args=(BOOL, INT, INT), result=INT, evaluate=torch.where, text="{1} if {0} else {2}"),
-}
-"""Comparisons of floats are `feq fne flt fle`, of integers `ieq ine ilt ile`; greater-than swaps the arguments."""
 
 
 def apply(name: str, *args: Expr) -> Expr:

@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from fusion.ir import integers
 from fusion.ir.expr import I0, I1, J0, J1, Expr, J, Kind, contains, coordinates, load, loads, walk
-from fusion.ir.ops import PRIMITIVES
+from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.serial import dumped, loaded
 from fusion.ir.sizes import size_value
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fusion.ir import ops
+from fusion.ir import ops, primitives
 from fusion.ir.expr import SCORE, Expr, Kind, const, contains, rebuild, walk
 from fusion.ir.fills import LARGEST, in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
-_TAME = frozenset("fadd fmul fsub neg tanh sigmoid sin cos erf minimum maximum abs where to_float const score".split())
-_TAME |= set(ops.ROUNDED.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,7 @@ def is_tame(expr: Expr) -> bool:
         if part.is_const and part.kind is Kind.FLOAT and abs(part.value) > 1e30:
             return False
         divides = part.op == "div" and part.args[1].is_const and part.args[1].value != 0
-        if part.kind is Kind.FLOAT and part.op not in _TAME and not divides:
+        if part.kind is Kind.FLOAT and not primitives.is_tame(part.op) and not divides:
             return False
     return True
 

@@ -13,7 +13,8 @@ import torch
 from fusion.errors import ProblemError
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, Kind, walk
-from fusion.ir.ops import PRIMITIVES, evaluate
+from fusion.ir.ops import evaluate
+from fusion.ir.primitives import PRIMITIVES
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import predict
 from fusion.planning.problem import Problem

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusion.ir.ops import hashed
+from fusion.ir.primitives import hashed
 from fusion.passes import marks, nodes
 from fusion.validation import layouts
 from fusion.validation.layouts import Index

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fusion  # noqa: F401  (registers the backend)
-from fusion.ir.ops import hashed
+from fusion.ir.primitives import hashed
 from tests.numerics import assert_as_exact_as_eager, assert_same
 
 B, H, N, D = 2, 3, 40, 16

@@ -7,16 +7,12 @@ from html import escape
 
 from fusion.ir import AttentionSpec, Normalizer
 from fusion.ir.expr import ROW_SUM, Expr, Kind, const, node
+from fusion.ir.primitives import ATOM, PRIMITIVES
 from fusion.ir.printing import number_text
 
-_ATOMIC = 9
-_LEVELS = {
-    "or": 1, "and": 2, "not": 3, "feq": 4, "fne": 4, "flt": 4, "fle": 4, "ieq": 4, "ine": 4, "ilt": 4, "ile": 4,
-    "fadd": 5, "fsub": 5, "add": 5, "fmul": 6, "mul": 6, "mod": 6, "neg": 7, "pow": 8,
-}  # fmt: skip
-_SIGNS = {"or": "∨", "and": "∧", "feq": "=", "fne": "≠", "flt": "<", "fle": "≤", "ieq": "=", "ine": "≠", "ilt": "<",
-          "ile": "≤", "fadd": "+", "fsub": "−", "add": "+", "fmul": "·", "mul": "·", "mod": "mod"}  # fmt: skip
-_GREEK = {"sigmoid": "σ"}
+_SIGNS = {"*": "·", "-": "−", "%": "mod"}
+"""Signs of the printed form that mathematics writes otherwise."""
+_SUPERSCRIPT = 8
 
 
 def spec_to_mathml(spec: AttentionSpec) -> str:
@@ -76,63 +72,49 @@ def _mathml(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         text = number_text(expr.attr)
         sign, digits = ("<mo>−</mo>", text[1:]) if text.startswith("-") else ("", text)
         digits = "<mi>∞</mi>" if digits == "inf" else f"<mn>{digits}</mn>" if digits[0].isdigit() else _word(digits)
-        return sign + digits, 7 if sign else _ATOMIC
+        return sign + digits, 7 if sign else ATOM
     if expr.op in ("coord", "size"):
-        return _symbol(expr.name), _ATOMIC
+        return _symbol(expr.name), ATOM
     if expr.op in ("score", "row_max", "row_sum"):
         letter = {"score": "s", "row_max": "m", "row_sum": "l"}[expr.op]
-        return f"<mi>{letter}</mi>", _ATOMIC
+        return f"<mi>{letter}</mi>", ATOM
     if expr.op == "load":
         index = "<mo>,</mo>".join(_mathml(arg, names)[0] for arg in expr.args)
-        return _sub(_word(names.get(expr.operand, f"t{expr.attr}")), index), _ATOMIC
+        return _sub(_word(names.get(expr.operand, f"t{expr.attr}")), index), ATOM
     return _operation(expr, [_mathml(arg, names) for arg in expr.args])
 
 
 def _operation(expr: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
-    op, texts = expr.op, [text for text, _ in args]
-    if op in ("where", "iwhere"):
-        rows = [(texts[1], f"<mtext>if&#160;</mtext>{texts[0]}"), (texts[2], "<mtext>otherwise</mtext>")]
-        cells = "".join(f"<mtr><mtd>{value}</mtd><mtd>{when}</mtd></mtr>" for value, when in rows)
-        return f'<mtable class="cases" columnalign="left">{cells}</mtable>', _ATOMIC  # braces need a mathematical font
-    if op == "div":
-        return f"<mfrac><mrow>{texts[0]}</mrow><mrow>{texts[1]}</mrow></mfrac>", _ATOMIC
-    if op == "floordiv":
-        quotient = f"<mfrac><mrow>{texts[0]}</mrow><mrow>{texts[1]}</mrow></mfrac>"
-        return f"<mrow><mo>⌊</mo>{quotient}<mo>⌋</mo></mrow>", _ATOMIC
-    if op in ("sqrt", "rsqrt"):
-        root = f"<msqrt>{texts[0]}</msqrt>"
-        return (root if op == "sqrt" else f"<mfrac><mn>1</mn>{root}</mfrac>"), _ATOMIC
-    if op == "exp":
-        return f"<msup><mi>e</mi><mrow>{texts[0]}</mrow></msup>", 8
-    if op == "pow":
-        base = texts[0] if args[0][1] == _ATOMIC else _brackets(texts[0])
-        return f"<msup><mrow>{base}</mrow><mrow>{texts[1]}</mrow></msup>", 8
-    if op in ("abs", "iabs"):
-        return f"<mrow><mo>|</mo>{texts[0]}<mo>|</mo></mrow>", _ATOMIC
-    if op in ("to_float", "bool_to_float", "bool_to_int"):
-        return (texts[0], args[0][1]) if op == "to_float" else (f"<mrow><mo>[</mo>{texts[0]}<mo>]</mo></mrow>", _ATOMIC)
-    level = _LEVELS.get(op, _ATOMIC)
-    if level == _ATOMIC:
-        name = _GREEK.get(op, op.removeprefix("i") if op in ("imin", "imax") else op)
-        return f"<mrow>{_word(name)}<mo>(</mo>{'<mo>,</mo>'.join(texts)}<mo>)</mo></mrow>", _ATOMIC
-    strict = op in ("fsub", "mod")
+    primitive, texts = PRIMITIVES[expr.op], [text for text, _ in args]
+    if primitive.mathml == "{0}":
+        return args[0]
+    level = primitive.precedence
+    if primitive.mathml is not None and expr.op != "neg":
+        raised = primitive.mathml.startswith("<msup>")
+        if expr.op == "pow" and args[0][1] != ATOM:
+            texts[0] = _brackets(texts[0])
+        return primitive.mathml.format(*texts), _SUPERSCRIPT if raised else ATOM
+    if level == ATOM:
+        name = primitive.text.partition("(")[0]
+        return f"<mrow>{_word(name)}<mo>(</mo>{'<mo>,</mo>'.join(texts)}<mo>)</mo></mrow>", ATOM
     shown = [
-        _brackets(text) if own < level or (own == level and position and strict) else text
+        _brackets(text) if own < level or (own == level and position and not primitive.associative) else text
         for position, (text, own) in enumerate(args)
     ]
-    if op in ("neg", "not"):
-        return ("<mo>−</mo>" if op == "neg" else "<mo>¬</mo>") + shown[0], level
-    if op == "mul" and texts[0] == "<mo>−</mo><mn>1</mn>":
-        return "<mo>−</mo>" + _joined(op, shown[1:]), level
-    return _joined(op, shown), level
+    if len(args) == 1:
+        return ("<mo>−</mo>" if expr.op == "neg" else "<mo>¬</mo>") + shown[0], level
+    if expr.op == "mul" and texts[0] == "<mo>−</mo><mn>1</mn>":
+        return "<mo>−</mo>" + _joined(expr.op, shown[1:]), level
+    return _joined(expr.op, shown), level
 
 
 def _joined(op: str, texts: list[str]) -> str:
     """Operands with signs between them; a sum with a negative term is a difference."""
-    result = texts[0]
+    result, written = texts[0], PRIMITIVES[op].text.split()[1]
+    sign = escape(_SIGNS.get(written, written))
     for text in texts[1:]:
         minus = op in ("add", "fadd") and text.startswith("<mo>−</mo>")
-        result += text if minus else f"<mo>{escape(_SIGNS[op])}</mo>{text}"
+        result += text if minus else f"<mo>{sign}</mo>{text}"
     return f"<mrow>{result}</mrow>"
 
 

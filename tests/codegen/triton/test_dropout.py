@@ -10,7 +10,7 @@ import fusion
 from fusion.codegen import reference
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.offline import facts_of
-from fusion.ir.ops import hashed
+from fusion.ir.primitives import hashed
 from fusion.planning.choice import Tile
 from tests.numerics import assert_as_exact_as_eager
 

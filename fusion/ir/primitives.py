@@ -1,0 +1,264 @@
+"""The primitive operations of the score language, each with everything that is known of it in one entry.
+
+A primitive is what every emitter must know how to emit. Everything else a model may write (silu, gelu, lerp, ...) is
+composed of primitives by the pull-back (`fusion.passes.pointwise`); adding an operation there needs no change in any
+emitter. A new primitive is one entry here and one line in the lowering table of each emitter; tests name what is
+missing.
+
+Derivatives are written in torch's order of operations, which decides where 0 * inf is met; conventions at kinks are
+torch's (0 for |x| at 0, halves for ties of min and max). Selections select gradients instead of multiplying by 0 and 1,
+so that an infinity or NaN on the side not taken goes nowhere, as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fusion.ir.expr import ZERO, Expr, Kind
+
+FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
+ATOM = 9
+"""The precedence of what never needs brackets."""
+
+Derivative = Callable[..., "Expr | tuple[Expr | None, ...]"]
+"""(gradient g of the result, the result y, the arguments) -> the gradient of the argument, or of each of several; None
+where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Primitive:
+    """One primitive.
+
+    args, result: kinds of the arguments and of the result.
+    evaluate: its meaning on torch tensors, which the reference interpreter executes.
+    text: its printed form, with {0}, {1}, ... for the arguments; precedence: how tightly that binds, ATOM at most.
+    mathml: its form in MathML where that is not the printed form set as a formula.
+    derivative: None where it is piecewise constant, or takes or makes no float.
+    bounded: its result is bounded, whatever its arguments are.
+    tame: its result is finite where its arguments are, but for overflow.
+    cost: of one evaluation, in exponentials; below 1 for a division, 0 for what is one instruction.
+    """
+
+    args: tuple[Kind, ...]
+    result: Kind
+    evaluate: Callable[..., torch.Tensor]
+    text: str
+    precedence: int = ATOM
+    mathml: str | None = None
+    derivative: Derivative | None = None
+    bounded: bool = False
+    tame: bool = False
+    cost: float = 0.0
+
+    @property
+    def associative(self) -> bool:
+        """Whether (x + y) + z needs no brackets on either side."""
+        return not any(sign in self.text for sign in (" - ", " / ", " // ", " % ", " ^ "))
+
+
+def is_bounded(op: str) -> bool:
+    """Whether an operation of an expression has a bounded result, whatever its arguments are."""
+    return op in PRIMITIVES and PRIMITIVES[op].bounded
+
+
+def is_tame(op: str) -> bool:
+    """Whether an operation of a score program, a constant or the score is finite where its arguments are."""
+    return PRIMITIVES[op].tame if op in PRIMITIVES else op in ("const", "score")
+
+
+def cost(op: str) -> float:
+    """The cost of an operation of an expression; 0 for leaves."""
+    return PRIMITIVES[op].cost if op in PRIMITIVES else 0.0
+
+
+HASH_SPREAD = 0x9E3779B9
+HASH_MULTIPLIERS = ((16, 0x7FEB352D), (15, 0x846CA68B))
+"""Steps (shift s, multiplier m) of x = (x ^ x >> s) * m mod 2**32: a bijection of 32-bit words in which every bit of
+the input changes every bit of the result with probability near one half."""
+
+
+def hashed(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count.
+
+    The same in every kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the
+    same mask from the seed and the coordinates, and none is stored.
+    """
+    word = 0xFFFFFFFF
+    x = (key & word) ^ _multiply_words(counter & word, HASH_SPREAD)
+    for shift, multiplier in HASH_MULTIPLIERS:
+        x = _multiply_words(x ^ (x >> shift), multiplier)
+    return (x ^ (x >> 16)) >> 1
+
+
+def _multiply_words(x: torch.Tensor, multiplier: int) -> torch.Tensor:
+    """x * multiplier mod 2**32 without running over 64 bits."""
+    low, high = multiplier & 0xFFFF, multiplier >> 16
+    return (x * low + (((x * high) & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+def _truncating_int(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int64)
+
+
+def _apply(name: str, *args: Expr) -> Expr:
+    from fusion.ir.ops import apply  # which simplifies by this table
+
+    return apply(name, *args)
+
+
+def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
+    return _apply("where", condition, then, otherwise)
+
+
+def _of_abs(g: Expr, y: Expr, x: Expr) -> Expr:
+    return _where(_apply("flt", ZERO, x), g, _where(_apply("flt", x, ZERO), -g, ZERO))
+
+
+def _of_extremum(order: str) -> Derivative:
+    def derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr]:
+        tied, half = _apply("feq", a, b), g * 0.5
+        loses = _apply("flt", a, b) if order == "maximum" else _apply("flt", b, a)
+        return _where(tied, half, _where(loses, ZERO, g)), _where(tied, half, _where(loses, g, ZERO))
+
+    return derivative
+
+
+def _of_power(g: Expr, y: Expr, base: Expr, exponent: Expr) -> tuple[Expr, Expr]:
+    steeper = _apply("pow", base, exponent - 1.0)
+    to_base = _where(_apply("feq", exponent, ZERO), ZERO, g * (exponent * steeper))
+    flat = _apply("and", _apply("feq", base, ZERO), _apply("fle", ZERO, exponent))
+    return to_base, _where(flat, ZERO, g * (y * _apply("log", base)))
+
+
+def _unary(evaluate: Callable[..., torch.Tensor], text: str, derivative: Derivative | None, **traits) -> Primitive:
+    return Primitive(args=(FLOAT,), result=FLOAT, evaluate=evaluate, text=text, derivative=derivative, **traits)
+
+
+def _binary(evaluate: Callable[..., torch.Tensor], text: str, derivative: Derivative, **traits) -> Primitive:
+    return Primitive(args=(FLOAT, FLOAT), result=FLOAT, evaluate=evaluate, text=text, derivative=derivative, **traits)
+
+
+def _step(evaluate: Callable[..., torch.Tensor], text: str) -> Primitive:
+    return _unary(evaluate, text, None)
+
+
+def _rounding(dtype: torch.dtype) -> Primitive:
+    name = str(dtype).removeprefix("torch.")
+    return _unary(lambda x: x.to(dtype).to(x.dtype), name + "({0})", lambda g, y, x: g, tame=True)
+
+
+def _integer(arguments: int, evaluate: Callable[..., torch.Tensor], text: str, **traits) -> Primitive:
+    return Primitive(args=(INT,) * arguments, result=INT, evaluate=evaluate, text=text, **traits)
+
+
+def _logic(arguments: int, evaluate: Callable[..., torch.Tensor], text: str, precedence: int) -> Primitive:
+    return Primitive(args=(BOOL,) * arguments, result=BOOL, evaluate=evaluate, text=text, precedence=precedence)
+
+
+def _cast(origin: Kind, result: Kind, evaluate: Callable[..., torch.Tensor], text: str, **traits) -> Primitive:
+    return Primitive(args=(origin,), result=result, evaluate=evaluate, text=text, **traits)
+
+
+def _comparisons(kind: Kind) -> dict[str, Primitive]:
+    table = {"eq": (torch.eq, "="), "ne": (torch.ne, "≠"), "lt": (torch.lt, "<"), "le": (torch.le, "≤")}
+    prefix = "f" if kind is FLOAT else "i"
+    return {
+        prefix + name: Primitive(
+            args=(kind, kind), result=BOOL, evaluate=evaluate, text=f"{{0}} {sign} {{1}}", precedence=4
+        )
+        for name, (evaluate, sign) in table.items()
+    }
+
+
+ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
+"""Primitives that round to a narrower dtype: dtype -> name."""
+
+_SELECTION = (
+    '<mtable class="cases" columnalign="left">'  # braces would need a mathematical font
+    "<mtr><mtd>{1}</mtd><mtd><mtext>if&#160;</mtext>{0}</mtd></mtr>"
+    "<mtr><mtd>{2}</mtd><mtd><mtext>otherwise</mtext></mtd></mtr></mtable>"
+)
+_FRACTION = "<mfrac><mrow>{0}</mrow><mrow>{1}</mrow></mfrac>"
+_MAGNITUDE = "<mrow><mo>|</mo>{0}<mo>|</mo></mrow>"
+_INDICATOR = "<mrow><mo>[</mo>{0}<mo>]</mo></mrow>"
+
+PRIMITIVES: dict[str, Primitive] = {
+    "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, mathml="<mo>−</mo>{0}", tame=True),
+    "abs": _unary(torch.abs, "|{0}|", _of_abs, mathml=_MAGNITUDE, tame=True),
+    "floor": _step(torch.floor, "floor({0})"),
+    "ceil": _step(torch.ceil, "ceil({0})"),
+    "trunc": _step(torch.trunc, "trunc({0})"),
+    "round": _step(torch.round, "round({0})"),
+    **{name: _rounding(dtype) for dtype, name in ROUNDED.items()},
+    "sqrt": _unary(torch.sqrt, "sqrt({0})", lambda g, y, x: g * 0.5 / y, mathml="<msqrt>{0}</msqrt>", cost=1),
+    "rsqrt": _unary(
+        torch.rsqrt, "rsqrt({0})", lambda g, y, x: g * -0.5 * (y * (y * y)),
+        mathml="<mfrac><mn>1</mn><msqrt>{0}</msqrt></mfrac>", cost=1,
+    ),
+    "exp": _unary(
+        torch.exp, "exp({0})", lambda g, y, x: g * y, mathml="<msup><mi>e</mi><mrow>{0}</mrow></msup>", cost=1
+    ),
+    "log": _unary(torch.log, "log({0})", lambda g, y, x: g / x, cost=2),
+    "log1p": _unary(torch.log1p, "log1p({0})", lambda g, y, x: g / (x + 1.0), cost=2),
+    "expm1": _unary(torch.expm1, "expm1({0})", lambda g, y, x: g * (y + 1.0), cost=2),
+    "sin": _unary(torch.sin, "sin({0})", lambda g, y, x: g * _apply("cos", x), bounded=True, tame=True, cost=3),
+    "cos": _unary(torch.cos, "cos({0})", lambda g, y, x: -(g * _apply("sin", x)), bounded=True, tame=True, cost=3),
+    "tanh": _unary(torch.tanh, "tanh({0})", lambda g, y, x: g * (1.0 - y * y), bounded=True, tame=True, cost=1),
+    "sigmoid": _unary(
+        torch.sigmoid, "sigmoid({0})", lambda g, y, x: g * y * (1.0 - y),
+        mathml="<mrow><mi>σ</mi><mo>(</mo>{0}<mo>)</mo></mrow>", bounded=True, tame=True, cost=1,
+    ),
+    "erf": _unary(
+        torch.erf, "erf({0})", lambda g, y, x: g * (2 / math.sqrt(math.pi)) * _apply("exp", -(x * x)),
+        bounded=True, tame=True, cost=2,
+    ),
+    "atan": _unary(torch.atan, "atan({0})", lambda g, y, x: g / (x * x + 1.0), bounded=True, cost=3),
+    "fadd": _binary(torch.add, "{0} + {1}", lambda g, y, a, b: (g, g), precedence=5, tame=True),
+    "fsub": _binary(torch.sub, "{0} - {1}", lambda g, y, a, b: (g, -g), precedence=5, tame=True),
+    "fmul": _binary(torch.mul, "{0} * {1}", lambda g, y, a, b: (g * b, g * a), precedence=6, tame=True),
+    "div": _binary(
+        torch.div, "{0} / {1}", lambda g, y, a, b: (g / b, -(g * (y / b))), precedence=6, mathml=_FRACTION, cost=0.5
+    ),
+    "minimum": _binary(torch.minimum, "min({0}, {1})", _of_extremum("minimum"), tame=True),
+    "maximum": _binary(torch.maximum, "max({0}, {1})", _of_extremum("maximum"), tame=True),
+    "pow": _binary(
+        torch.pow, "{0} ^ {1}", _of_power, precedence=8, mathml="<msup><mrow>{0}</mrow><mrow>{1}</mrow></msup>", cost=3
+    ),
+    **_comparisons(FLOAT),
+    **_comparisons(INT),
+    # Integer arithmetic is n-ary and normalised: build it with fusion.ir.integers.
+    "add": _integer(2, torch.add, "{0} + {1}", precedence=5),
+    "mul": _integer(2, torch.mul, "{0} * {1}", precedence=6),
+    "floordiv": _integer(
+        2, torch.floor_divide, "{0} // {1}", precedence=6,
+        mathml=f"<mrow><mo>⌊</mo>{_FRACTION}<mo>⌋</mo></mrow>", cost=0.5,
+    ),
+    "mod": _integer(2, torch.remainder, "{0} % {1}", precedence=6, cost=0.5),
+    "imin": _integer(2, torch.minimum, "min({0}, {1})"),
+    "imax": _integer(2, torch.maximum, "max({0}, {1})"),
+    "iabs": _integer(1, torch.abs, "|{0}|", mathml=_MAGNITUDE),
+    "hash": _integer(2, hashed, "hash({0}, {1})"),
+    "and": _logic(2, torch.logical_and, "{0} ∧ {1}", 2),
+    "or": _logic(2, torch.logical_or, "{0} ∨ {1}", 1),
+    "not": _logic(1, torch.logical_not, "¬{0}", 3),
+    "to_float": _cast(INT, FLOAT, lambda x: x.to(torch.float64), "float({0})", mathml="{0}", bounded=True, tame=True),
+    "bool_to_float": _cast(
+        BOOL, FLOAT, lambda x: x.to(torch.float32), "float({0})", mathml=_INDICATOR, bounded=True, tame=True
+    ),
+    "bool_to_int": _cast(BOOL, INT, _truncating_int, "int({0})", mathml=_INDICATOR),
+    "to_int": _cast(FLOAT, INT, _truncating_int, "int({0})"),
+    "where": Primitive(
+        args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
+        mathml=_SELECTION, tame=True,
+        derivative=lambda g, y, p, a, b: (None, _where(p, g, ZERO), _where(p, ZERO, g)),
+    ),
+    "iwhere": Primitive(
+        args=(BOOL, INT, INT), result=INT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
+        mathml=_SELECTION,
+    ),
+}  # fmt: skip
+"""Comparisons of floats are `feq fne flt fle`, of integers `ieq ine ilt ile`; greater-than swaps the arguments."""
