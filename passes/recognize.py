@@ -298,7 +298,9 @@ def _strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
     ops = {column.op for column in columns}
     if ops == {"fsub"} and (shift := _common(columns, 0)) is not None and _has(shift, "reduce"):
         rest = tuple(column.args[1] for column in columns)
-        return tuple(apply("neg", x) for x in rest) if _is_ignored(shift, rest) else None
+        # x - x is 0, or NaN where x is infinite: there r - x is NaN, or +inf, and so is eager's row.
+        turned = (apply("fsub", apply("fsub", x, x), x) for x in rest)
+        return tuple(turned) if _is_ignored(shift, rest) else None
     if ops in ({"fsub"}, {"fadd"}):
         if (shift := _common(columns, 1)) is None or not _has(shift, "reduce"):
             return None

@@ -267,3 +267,20 @@ def test_a_mask_added_by_addcmul_swallows_scores_as_one_that_is_added(dtype):
         compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": "reference"})
         actual, eager, exact = compiled(*given), function(*given), function(*(x.double() for x in given))
     assert_as_exact_as_eager(actual, eager, exact)
+
+
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
+def test_the_distance_to_an_infinite_maximum(emitter, infinity):
+    """max(s) - s is NaN or infinite where s is infinite, and so is the row."""
+
+    def farthest(q, k, v):
+        s = q @ k.mT
+        return (s.amax(-1, keepdim=True) - s).softmax(-1) @ v
+
+    given = [torch.randn(1, 2, 9, 8) for _ in range(3)]
+    given[0][0, 0, 3, 0], given[1][..., 0] = infinity, 1.0
+    with fusion.collect_reports() as reports:
+        actual = torch.compile(farthest, backend="fusion", options={"inner": "eager", "emitter": emitter})(*given)
+    assert reports[0].fused == 1
+    assert_as_exact_as_eager(actual, farthest(*given), farthest(*(x.double() for x in given)))
