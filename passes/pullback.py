@@ -130,6 +130,8 @@ class PullBack:
             result = self._maximum_without_gradient(here, index)
         else:
             result = self._computed(here, index)
+        if result is not None and pointwise.kind_of(nodes.dtype(here)) is not result.kind:
+            result = pointwise.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
         if result is not None and result.kind is Kind.INT:
             result = within(result, nodes.dtype(here), self._limits(result))
         if result is None:

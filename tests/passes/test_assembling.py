@@ -28,6 +28,8 @@ CALLS = {
     "concat": lambda g, x: g.call(aten.slice.Tensor,
     g.call(aten.concat.default, [x, arange(g, 4, 2)], 1), 1, 0, 5), "stack": lambda g, x: g.call(aten.select.int,
     g.call(aten.stack.default, [x, arange(g, 4, 5)], 1), 1, 0),
+    "cat of floats and integers": lambda g, x: g.call(aten.slice.Tensor,
+    g.call(aten.cat.default, [x, arange(g, 4, 2)], 1), 1, 5, 7),
     "constant_pad_nd": lambda g, x: g.call(aten.constant_pad_nd.default, arange(g, 4, 5), [1, 2, 0, 1], 7),
     "pad": lambda g, x: g.call(aten.pad.default, arange(g, 4, 5), [-1, 2], "constant", 3),
     "index": lambda g, x: g.call(aten.index.Tensor, x, [arange(g, 4)]),
