@@ -54,7 +54,7 @@ def draw(rows: list[dict], environment: dict, title: str, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Draws a result file of benchmarks/cpu.py.")
     parser.add_argument("file", type=Path, help="a .json that benchmarks/cpu.py wrote")
     parser.add_argument("--output", type=Path, required=True, help="the .svg to write")
     parser.add_argument("--N", type=int, default=1024, help="length of the sequences")

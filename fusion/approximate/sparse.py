@@ -78,7 +78,8 @@ def refusal(spec: AttentionSpec, plain: Plain, emitter: str) -> str | None:
         return "the scale is not positive"
     from fusion.codegen import mlir
 
-    return mlir.supports(spec, Machine.detect())
+    found = mlir.supports(spec, Machine.detect())
+    return None if found is None else found.message
 
 
 class _Rounding(NamedTuple):

@@ -94,7 +94,9 @@ def _item(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 def _product(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args, region = nodes.arguments(node), replay.region
     added = nodes.packet(node) is aten.baddbmm
-    left, right = (args["batch1"], args["batch2"]) if added else (args["self"], args.get("mat2", args.get("other")))
+    left, right = (
+        (args["batch1"], args["batch2"]) if added else (args["self"], args["mat2" if "mat2" in args else "other"])
+    )
     shapes, batch = [region.shape(t) for t in (left, right)], region.shape(node)[:-2]
     if min(map(len, shapes)) < 2:
         raise NotReplayable
@@ -179,8 +181,8 @@ def _sdpa(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     keys = _at_keys(replay, n_k, rank)
     inner = (*replay.further(at), region.positions(d).view([1] * (rank + 1) + [-1]))
     places = [_sdpa_batch(replay, t, inner[:-3], batch, args["enable_gqa"], query) for t in (query, key)]
-    elements = ((*places[0], inner[-3], inner[-1]), (*places[1], keys.unsqueeze(-1), inner[-1]))
-    score = _sum_of_products(replay, node, *zip((query, key), elements, strict=True), rank + 1)
+    row, column = (*places[0], inner[-3], inner[-1]), (*places[1], keys.unsqueeze(-1), inner[-1])
+    score = _sum_of_products(replay, node, (query, row), (key, column), rank + 1)
     scale = replay.plain(args["scale"])
     score = score * (d**-0.5 if scale is None else scale)
     if args["is_causal"]:
