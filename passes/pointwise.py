@@ -83,10 +83,13 @@ def _round_constants(value: Expr, dtype: torch.dtype) -> Expr:
     if value.op == "where":
         condition, then, otherwise = value.args
         return where(condition, _round_constants(then, dtype), _round_constants(otherwise, dtype))
-    fills = (
-        [arg for arg in value.args if arg.is_const and _is_coarse(float(arg.attr), dtype)] if value.op == "fadd" else []
-    )  # type: ignore[arg-type]
-    return apply(ROUNDED[dtype], value) if fills else value
+    if value.op != "fadd":
+        return value
+    for term, mask in (value.args, value.args[::-1]):  # a fill that only this dtype is too coarse for
+        if (masked := _add_hard_mask(term, mask, dtype)) is not None:
+            return masked
+    coarse = any(arg.is_const and _is_coarse(arg.value, dtype) for arg in value.args)
+    return apply(ROUNDED[dtype], value) if coarse else value
 
 
 _EXACT_FILL = 2.0**64
