@@ -12,6 +12,8 @@ from tests.models.zoo import ZOO, Entry, by_name
 
 FLOAT32 = "architectures, float32, batch 2"
 SHARE_FUSED = 0.95
+UNFUSED = {"longformer": 2, "groupvit": 2, "big_bird-sparse": 5}
+"""Sites of the core that are not fused: diagonals of chunks, softmax over queries, keys gathered in blocks."""
 
 # Entries in which the sites that a softmax makes are few, or stand over another axis than the keys.
 UNUSUAL_SOFTMAX = {"wavlm", "groupvit"}
@@ -66,12 +68,15 @@ def _check_that_attention_chooses(entropies: tuple[float, ...]) -> None:
 
 
 def test_nearly_every_site_is_fused(outcomes):
-    """At least 95 % of all sites, by the oracle's count. Needs the whole run."""
+    """All sites of the core, by the oracle's count, but for those that are known; and 95 % where all of them ran."""
     found = outcomes.get(FLOAT32, [])
     if len(found) < len(CORE):
         pytest.skip(f"only {len(found)} architectures ran before this test")
-    total, fused = sum(o.total for o in found), sum(o.fused for o in found)
-    assert fused >= SHARE_FUSED * total, f"{fused} of {total} sites fused"
+    left = {o.name: o.total - o.fused for o in found if o.name in CORE and o.fused < o.total}
+    assert left == UNFUSED
+    if len(found) == len(ZOO):
+        total, fused = sum(o.total for o in found), sum(o.fused for o in found)
+        assert fused >= SHARE_FUSED * total, f"{fused} of {total} sites fused"
 
 
 def test_every_kind_is_met(outcomes):

@@ -26,7 +26,7 @@ CALLS = {
     "clamp": lambda op, s, t: op(s, -1.0, 2.0), "clamp_min": lambda op, s, t: op(s, -1.0),
     "clamp_max": lambda op, s, t: op(s, 2.0), "hardtanh": lambda op, s, t: op(s, -1.0, 2.0),
     "leaky_relu": lambda op, s, t: op(s, 0.1), "elu": lambda op, s, t: op(s, 0.7), "celu": lambda op, s, t: op(s, 0.7),
-    "remainder": lambda op, s, t: op(s, 1.5), "floor_divide": lambda op, s, t: s + op(s.detach(), 0.75),
+    "remainder": lambda op, s, t: op(s, 2.0), "floor_divide": lambda op, s, t: s + op(torch.arange(13), 3),
     "nan_to_num": lambda op, s, t: op(s.masked_fill(t > 1, NAN).masked_fill(t < -1, INF), 0.5, 1.5, -2.0),
 }  # fmt: skip
 BINARY = """rsub mul div true_divide divide multiply subtract minimum maximum max min logaddexp""".split()
