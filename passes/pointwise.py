@@ -1,7 +1,7 @@
 """Pointwise ATen operations as compositions of score-language primitives.
 
 This table is the one place to extend when a model uses a pointwise operation that the pull-back does not know: a new
-entry composes primitives of `fusion.ir.ops`, so no emitter changes.
+entry composes primitives of `fusion.ir.primitives`, so no emitter changes.
 
 Floating casts vanish (kernels compute in float32, at least as exact as the model), except on constants, where a cast
 can change the meaning: float32's finfo.min is -inf in float16.

@@ -27,7 +27,7 @@ def test_options_page_lists_the_options() -> None:
     for field in fields(Options):
         assert listed[field.name][3].strip() in {f"`{field.default!r}`", f'`"{field.default}"`'}, field.name
         for choice in get_args(get_type_hints(Options)[field.name]):
-            written = "`None`" if choice is None else f'`"{choice}"`'
+            written = f'`"{choice}"`' if isinstance(choice, str) else f"`{choice!r}`"
             assert written in listed[field.name][2], f"{field.name}: {choice}"
 
 

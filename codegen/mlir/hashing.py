@@ -1,4 +1,4 @@
-"""The `hash` primitive (`fusion.ir.ops.hashed`) in 32-bit arithmetic, on vectors or scalars of i32."""
+"""The `hash` primitive (`fusion.ir.primitives.hashed`) in 32-bit arithmetic, on vectors or scalars of i32."""
 
 from __future__ import annotations
 
