@@ -13,6 +13,7 @@ RULE = ("numerics.py", "test_numerics.py", "test_tolerances.py")
 MOVES = "a share of moves among instructions, not a number that was computed"
 EXCEPTIONS = {
     "codegen/triton/test_offline.py::test_loops_do_not_spill_on_hopper": MOVES,
+    "codegen/triton/test_offline.py::test_latent_attention_on_hopper": MOVES,
     "codegen/triton/test_offline.py::test_matrices_of_scores_serialise_nothing": MOVES,
     "codegen/triton/test_offline.py::test_heads_of_every_width_on_hopper": MOVES,
     "codegen/triton/test_offline.py::test_gradients_of_wide_heads_on_hopper": MOVES,

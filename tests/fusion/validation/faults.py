@@ -11,7 +11,7 @@ from fusion.ir.expr import ONE, SCORE, ZERO, I, J, Kind, const, coord, load, loa
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import Normalizer
-from fusion.passes import pointwise, recognize, rewrite, views
+from fusion.passes import pointwise, pullback, recognize, rewrite, views
 from fusion.passes.masks import understand
 
 aten = torch.ops.aten
@@ -271,11 +271,6 @@ def _sub_ignores_alpha(call):
     return apply("fsub", left, right)
 
 
-def _wide_subtraction(call):
-    left, right = (pointwise.operand(arg, Kind.INT) for arg in call.args[:2])
-    return integers.sub(left, right)
-
-
 def _derivative_of(name, rule):
     """The rule takes (gradient, result, arguments)."""
     wrong = dataclasses.replace(PRIMITIVES[name], derivative=lambda g, y, *args: rule(g, y, args))
@@ -332,7 +327,7 @@ FOUND = {
     "a shift taken off that overflows": (shifted, (keep(), torch.tensor(2.0)), False,
         attribute_fault(recognize, "may_be_lowest", lambda right: lambda value: False)),
     "narrow integers that do not wrap": (wrapping, (keep().to(torch.uint8),), False,
-        builder_fault(aten.sub, _wide_subtraction)),
+        attribute_fault(pullback, "within", lambda right: lambda value, dtype, limits: value)),
     "one formula of lerp for two": (lerped, (torch.randn(LENGTH, LENGTH), keep()), False,
         builder_fault(aten.lerp, _lerp)),
 }  # fmt: skip
