@@ -1,4 +1,7 @@
-"""How each kind of operation is replayed on a sample of its elements."""
+"""How each kind of operation is replayed on a sample of its elements.
+
+One file over the usual length: it is one table of operations with their rules.
+"""
 
 from __future__ import annotations
 

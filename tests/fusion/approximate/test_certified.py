@@ -1,4 +1,7 @@
-"""Measured errors never exceed what is certified, whatever the data; what is not certified is exact."""
+"""Measured errors never exceed what is certified, whatever the data; what is not certified is exact.
+
+One file over the usual length: both methods go through the same cases.
+"""
 
 import math
 import threading
