@@ -28,7 +28,6 @@ from fusion.validation.worlds import SPECIAL
 
 APART = 0.02
 _KINDS = ("ordinary values", "masks and fills", "special values")
-_NAMES = ("finite", "NaN", "inf", "-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
