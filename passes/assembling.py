@@ -14,7 +14,7 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, walk
 from fusion.ir.ops import apply, where
-from fusion.passes import nodes, pointwise
+from fusion.passes import casts, nodes, pointwise
 from fusion.passes.nodes import arguments, packet, shape
 from fusion.passes.views import Index, broadcast_index
 
@@ -109,7 +109,7 @@ def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:
             inside = apply("and", inside, apply("ile", zero, moved[dim]))
         if not integers.is_below(moved[dim], extents[dim], pullback.bounds):
             inside = apply("and", inside, apply("ilt", moved[dim], extents[dim]))
-    kind = pointwise.kind_of(nodes.dtype(here))
+    kind = casts.kind_of(nodes.dtype(here))
     if args.get("mode", "constant") != "constant" or kind in (None, Kind.BOOL):
         return None
     fill = const(args.get("value") or 0, kind)
@@ -166,7 +166,7 @@ def _put(pullback: PullBack, here: Node, index: Index, inside: Expr, at: Index) 
     known = set(walk(before))
     if any(part.op in ("load", "dot") and part not in known for part in walk(value)):
         return None  # what lies outside of its tensor would be read before it is discarded
-    return pointwise.build(aten.where, pointwise.Call(args=(inside, value, before), kwargs={}, dtype=nodes.dtype(here)))
+    return pointwise.build(aten.where, casts.Call(args=(inside, value, before), kwargs={}, dtype=nodes.dtype(here)))
 
 
 def _overwritten(pullback: PullBack, here: Node, index: Index) -> Expr | None:
@@ -174,7 +174,7 @@ def _overwritten(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     args = arguments(here)
     source = args["src"] if packet(here) is aten.copy else args["value"]
     value = pullback.argument(source, index, shape(here))
-    return pointwise.cast(value if isinstance(value, Expr) else const(value), nodes.dtype(here))
+    return casts.cast(value if isinstance(value, Expr) else const(value), nodes.dtype(here))
 
 
 def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
@@ -187,7 +187,7 @@ def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
         return None
     first, mask = masks[0]
     chosen = pullback.value(mask, index[first : first + len(shape(mask))])
-    call = pointwise.Call(
+    call = casts.Call(
         args=(pullback.value(args["self"], index), chosen, pullback.value(args["values"], ())),
         kwargs={},
         dtype=nodes.dtype(here),
@@ -235,7 +235,7 @@ def literal(here: Node) -> Expr | None:
         tensor = getattr(tensor, part)
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1 or tensor.dtype.is_complex:
         return None
-    kind = pointwise.kind_of(tensor.dtype)
+    kind = casts.kind_of(tensor.dtype)
     return const(tensor.item(), kind)
 
 
@@ -245,7 +245,7 @@ _FILLED = {aten.zeros: 0, aten.ones: 1, aten.zeros_like: 0, aten.ones_like: 1, a
 def created(here: Node, index: Index) -> Expr | None:
     """Tensors made from nothing: arange, zeros, full, eye, ..."""
     kind = packet(here)
-    dtype = pointwise.kind_of(nodes.dtype(here))
+    dtype = casts.kind_of(nodes.dtype(here))
     if dtype is None:
         return None
     args = arguments(here)
@@ -257,7 +257,7 @@ def created(here: Node, index: Index) -> Expr | None:
             fill = nodes.value(fill)
         if not isinstance(fill, (bool, int, float)):
             return None
-        return pointwise.cast(const(fill), nodes.dtype(here))
+        return casts.cast(const(fill), nodes.dtype(here))
     if kind is aten.arange:
         start, step = args.get("start", 0), args.get("step", 1)
         if dtype is Kind.INT:
@@ -266,5 +266,5 @@ def created(here: Node, index: Index) -> Expr | None:
             scaled = apply("fmul", apply("to_float", index[0]), const(float(step)))
             return apply("fadd", scaled, const(float(start)))
     if kind is aten.eye:
-        return pointwise.cast(apply("ieq", *index), nodes.dtype(here))
+        return casts.cast(apply("ieq", *index), nodes.dtype(here))
     return None

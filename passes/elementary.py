@@ -1,18 +1,18 @@
-"""Elementary functions and activations of one score that are rarer than those of `pointwise`, and second names.
+"""Elementary functions and activations of one float, as compositions of score-language primitives.
 
-Importing this module adds them to `pointwise.BUILDERS`. Forms are chosen such that nothing cancels and nothing
-overflows where the function itself does not.
+Forms are chosen such that nothing cancels and nothing overflows where the function itself does not.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from fusion.ir.expr import Expr, Kind, const
 from fusion.ir.ops import apply, where
-from fusion.passes.pointwise import BUILDERS, Call, float_function, kind_of, not_above_zero, operand
+from fusion.passes.casts import Builder, Call, float_function, kind_of, operand
 
 aten = torch.ops.aten
 ONE, ZERO, INFINITY = const(1.0), const(0.0), const(math.inf)
@@ -52,6 +52,89 @@ def _softshrink(x: Expr, call: Call) -> Expr:
     limit = operand(call.get(1, "lambd", 0.5), Kind.FLOAT)
     rest = where(apply("flt", x, apply("neg", limit)), apply("fadd", x, limit), _times(x, 0.0))
     return where(apply("flt", limit, x), apply("fsub", x, limit), rest)
+
+
+def _relu(x: Expr, call: Call) -> Expr:
+    return where(apply("fle", x, const(0.0)), const(0.0), x)  # no gradient at 0
+
+
+def _leaky_relu(x: Expr, call: Call) -> Expr:
+    slope = operand(call.get(1, "negative_slope", 0.01), Kind.FLOAT)
+    return where(apply("flt", const(0.0), x), x, apply("fmul", x, slope))
+
+
+def _silu(x: Expr, call: Call) -> Expr:
+    return apply("fmul", x, apply("sigmoid", x))
+
+
+def _softplus(x: Expr, call: Call) -> Expr:
+    beta = operand(call.get(1, "beta", 1.0), Kind.FLOAT)
+    threshold = operand(call.get(2, "threshold", 20.0), Kind.FLOAT)
+    scaled = apply("fmul", x, beta)
+    linear = apply("flt", threshold, scaled)
+    soft = apply("div", apply("log1p", apply("exp", where(linear, const(0.0), scaled))), beta)
+    return where(linear, x, soft)
+
+
+def _gelu(x: Expr, call: Call) -> Expr:
+    half = apply("fmul", x, const(0.5))
+    if call.kwargs.get("approximate", "none") == "tanh":
+        cube = apply("fmul", apply("fmul", x, x), x)
+        inner = apply("fadd", x, apply("fmul", cube, const(0.044715)))
+        bump = apply("tanh", apply("fmul", inner, const(math.sqrt(2 / math.pi))))
+    else:
+        bump = apply("erf", apply("fmul", x, const(math.sqrt(0.5))))
+    return apply("fmul", half, apply("fadd", const(1.0), bump))
+
+
+def _elu(x: Expr, call: Call) -> Expr:
+    alpha, scale, input_scale = (operand(call.get(k, n, 1.0), Kind.FLOAT) for k, n in
+                                 ((1, "alpha"), (2, "scale"), (3, "input_scale")))  # fmt: skip
+    below = apply("fmul", alpha, apply("expm1", apply("fmul", not_above_zero(x), input_scale)))
+    return apply("fmul", scale, where(apply("flt", const(0.0), x), x, below))
+
+
+def not_above_zero(x: Expr) -> Expr:
+    """x, or 0 where it is above. What a selection does not take must not overflow: its gradient would be 0 * inf."""
+    return where(apply("flt", const(0.0), x), const(0.0), x)
+
+
+def _round(x: Expr, call: Call) -> Expr | None:
+    return apply("round", x) if call.get(1, "decimals", 0) == 0 else None
+
+
+def _sign(x: Expr, call: Call) -> Expr:
+    negative = where(apply("flt", x, const(0.0)), const(-1.0), const(0.0))
+    return where(apply("flt", const(0.0), x), const(1.0), negative)
+
+
+def _hardsigmoid(x: Expr, call: Call) -> Expr:
+    return apply("div", _between(apply("fadd", x, const(3.0)), const(0.0), const(6.0)), const(6.0))
+
+
+def _hardswish(x: Expr, call: Call) -> Expr:
+    return apply("div", apply("fmul", x, _between(apply("fadd", x, const(3.0)), const(0.0), const(6.0))), const(6.0))
+
+
+def _hardtanh(x: Expr, call: Call) -> Expr:
+    low, high = (operand(call.get(k, n, d), Kind.FLOAT) for k, n, d in ((1, "min_val", -1.0), (2, "max_val", 1.0)))
+    return _between(x, low, high)
+
+
+def _between(x: Expr, low: Expr, high: Expr) -> Expr:
+    """x clamped, without a gradient at the bounds (torch's `hardtanh`; its `clamp` has one there)."""
+    return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
+
+
+def _nan_to_num(x: Expr, call: Call) -> Expr:
+    limits = torch.finfo(call.dtype)
+    replace_nan = call.get(1, "nan")
+    high, low = call.get(2, "posinf"), call.get(3, "neginf")
+    high = limits.max if high is None else high
+    low = limits.min if low is None else low
+    value = where(apply("fne", x, x), const(float(replace_nan or 0.0)), x)
+    value = where(apply("feq", value, const(math.inf)), const(float(high)), value)
+    return where(apply("feq", value, const(-math.inf)), const(float(low)), value)
 
 
 def _halves(x: Expr) -> tuple[Expr, Expr]:
@@ -123,24 +206,29 @@ def _is_finite(call: Call) -> Expr:
     return apply("flt", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY)
 
 
-BUILDERS.update(
-    {
-        aten.celu: float_function(_celu), aten.selu: float_function(_selu),
-        aten.threshold: float_function(_threshold),
-        aten.hardshrink: float_function(_hardshrink), aten.softshrink: float_function(_softshrink),
-        aten.sinh: float_function(_sinh), aten.cosh: float_function(_cosh),
-        aten.asinh: float_function(_asinh), aten.atanh: float_function(_atanh),
-        aten.acos: float_function(_acos), aten.asin: float_function(_asin), aten.frac: float_function(_frac),
-        aten.erfc: float_function(lambda x, call: apply("fsub", ONE, apply("erf", x))),
-        aten.log10: float_function(lambda x, call: _times(apply("log", x), 1 / math.log(10))),
-        aten.deg2rad: float_function(lambda x, call: _times(x, math.pi / 180)),
-        aten.logaddexp: _log_add_exp,
-        aten.isposinf: _is(1.0), aten.isneginf: _is(-1.0), aten.isfinite: _is_finite,
-        aten.positive: lambda call: call.args[0],
-    }
-)  # fmt: skip
-_SECOND_NAMES = {
-    "multiply": "mul", "divide": "div", "subtract": "sub", "negative": "neg", "absolute": "abs", "fix": "trunc",
-    "sgn": "sign", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arcsinh": "asinh", "arctanh": "atanh",
+ELEMENTARY: dict[Any, Builder] = {
+    aten.celu: float_function(_celu), aten.selu: float_function(_selu),
+    aten.threshold: float_function(_threshold),
+    aten.hardshrink: float_function(_hardshrink), aten.softshrink: float_function(_softshrink),
+    aten.sinh: float_function(_sinh), aten.cosh: float_function(_cosh),
+    aten.asinh: float_function(_asinh), aten.atanh: float_function(_atanh),
+    aten.acos: float_function(_acos), aten.asin: float_function(_asin), aten.frac: float_function(_frac),
+    aten.erfc: float_function(lambda x, call: apply("fsub", ONE, apply("erf", x))),
+    aten.log10: float_function(lambda x, call: _times(apply("log", x), 1 / math.log(10))),
+    aten.deg2rad: float_function(lambda x, call: _times(x, math.pi / 180)),
+    aten.logaddexp: _log_add_exp,
+    aten.isposinf: _is(1.0), aten.isneginf: _is(-1.0), aten.isfinite: _is_finite,
+    aten.positive: lambda call: call.args[0],
+    aten.relu: float_function(_relu), aten.leaky_relu: float_function(_leaky_relu),
+    aten.silu: float_function(_silu), aten.softplus: float_function(_softplus),
+    aten.gelu: float_function(_gelu), aten.elu: float_function(_elu), aten.sign: float_function(_sign),
+    aten.hardsigmoid: float_function(_hardsigmoid), aten.hardtanh: float_function(_hardtanh),
+    aten.mish: float_function(lambda x, call: apply("fmul", x, apply("tanh", _softplus(x, call)))),
+    aten.hardswish: float_function(_hardswish),
+    aten.relu6: float_function(lambda x, call: _between(x, const(0.0), const(6.0))),
+    aten.log_sigmoid: float_function(lambda x, call: apply("neg", _softplus(apply("neg", x), call))),
+    aten.log2: float_function(lambda x, call: apply("fmul", apply("log", x), const(1 / math.log(2)))),
+    aten.exp2: float_function(lambda x, call: apply("exp", apply("fmul", x, const(math.log(2))))),
+    aten.tan: float_function(lambda x, call: apply("div", apply("sin", x), apply("cos", x))),
+    aten.round: float_function(_round), aten.nan_to_num: float_function(_nan_to_num),
 }  # fmt: skip
-BUILDERS.update({getattr(aten, second): BUILDERS[getattr(aten, first)] for second, first in _SECOND_NAMES.items()})

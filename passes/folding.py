@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, const
-from fusion.passes import marks, nodes, pointwise
+from fusion.passes import casts, marks, nodes
 from fusion.passes.views import Index
 
 LARGEST = 1 << 24
@@ -26,7 +26,7 @@ _UNKNOWN = "unknown"
 
 def folded(here: Node, index: Index) -> Expr | None:
     """The element `here[index]` as an expression of the index, or None where it is not known or not affine."""
-    if not nodes.is_tensor(here) or (kind := pointwise.kind_of(nodes.dtype(here))) is None:
+    if not nodes.is_tensor(here) or (kind := casts.kind_of(nodes.dtype(here))) is None:
         return None
     if here.op != "call_function" or (value := known(here)) is None or not value.numel():
         return None

@@ -19,7 +19,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ONE, C, Expr, Kind, const, coordinates, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
-from fusion.passes import marks, nodes, pointwise
+from fusion.passes import casts, marks, nodes
 from fusion.passes.contractions import strip_scale
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.views import Index, broadcast_index
@@ -167,7 +167,7 @@ def _stored(
     scale = ONE
     for op, factor, at in path.factors:
         value = walk_.value(factor, at) if isinstance(factor, Node) else const(float(factor))
-        scale = apply(op, scale, pointwise.operand(value, Kind.FLOAT))
+        scale = apply(op, scale, casts.operand(value, Kind.FLOAT))
     if any(part.op in ("dot", "softmax", "reduce") for part in walk(scale)):
         return None
     return Access(node=found[0], index=found[1], dtype=dtype), scale, passed[: found[2]]

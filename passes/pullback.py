@@ -28,8 +28,7 @@ from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, 
 from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED, cost
 from fusion.ir.widths import interval, is_exact, within
-from fusion.passes import assembling, marks, nodes, over_keys, pointwise
-from fusion.passes import elementary as elementary  # adds to what `pointwise` knows
+from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
 from fusion.passes.folding import folded
 from fusion.passes.inplace import may_copy
@@ -130,8 +129,8 @@ class PullBack:
             result = self._maximum_without_gradient(here, index)
         else:
             result = self._computed(here, index)
-        if result is not None and pointwise.kind_of(nodes.dtype(here)) is not result.kind:
-            result = pointwise.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
+        if result is not None and casts.kind_of(nodes.dtype(here)) is not result.kind:
+            result = casts.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
         if result is not None and result.kind is Kind.INT:
             result = within(result, nodes.dtype(here), self._limits(result))
         if result is None:
@@ -162,7 +161,7 @@ class PullBack:
 
     def load(self, here: Node, index: Index) -> Expr:
         """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""
-        kind = pointwise.kind_of(nodes.dtype(here))
+        kind = casts.kind_of(nodes.dtype(here))
         if kind is None:
             raise Unsupported(Ground.DTYPE, f"values of dtype {nodes.dtype(here)}")
         if here not in self.loaded:
@@ -203,7 +202,7 @@ class PullBack:
         kwargs = {name: self.argument(arg, index, extents) for name, arg in here.kwargs.items()}
         if kwargs.get("out") is not None:
             return None
-        result = pointwise.build(packet(here), pointwise.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
+        result = pointwise.build(packet(here), casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
         rounds = result is not None and nodes.dtype(here) is torch.float16 and depends_on_product(result)
         return self._with_rounded_sums(result) if rounds else result  # type: ignore[arg-type]
 
@@ -234,10 +233,10 @@ class PullBack:
         value = self.value(origin, index)
         if value.kind is Kind.INT and dtype in ROUNDED and not is_exact(self._limits(value), dtype):
             return apply(ROUNDED[dtype], as_float(value))
-        if value.op == "to_float" and pointwise.kind_of(dtype) is Kind.INT:
+        if value.op == "to_float" and casts.kind_of(dtype) is Kind.INT:
             whole = value.args[0]
             return whole if is_exact(self._limits(whole), nodes.dtype(origin)) else None
-        return pointwise.cast(value, dtype)
+        return casts.cast(value, dtype)
 
     def _dropout(self, here: Node, index: Index) -> Expr | None:
         """Dropout of scores or weights; that of anything else is computed by the graph and loaded."""
@@ -334,7 +333,7 @@ class PullBack:
         """What baddbmm adds to its product."""
         args = arguments(here)
         added = self.argument(args["self"], index, shape(here))
-        call = pointwise.Call(args=(product, added), kwargs={"alpha": args["beta"]}, dtype=nodes.dtype(here))
+        call = casts.Call(args=(product, added), kwargs={"alpha": args["beta"]}, dtype=nodes.dtype(here))
         combined = pointwise.build(aten.add, call)
         assert combined is not None
         return combined

@@ -13,7 +13,7 @@ from fusion.ir import integers
 from fusion.ir.expr import C, E, Expr, I, J, Kind, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
-from fusion.passes import marks, nodes, pointwise
+from fusion.passes import casts, marks, nodes, pointwise
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, locate, scale_of_values
 from fusion.passes.pullback import Product, PullBack
@@ -82,7 +82,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Foun
 
 def _scale(scale: Any, d: Expr) -> Expr:
     if scale is not None and (found := nodes.scalar(scale)) is not None:
-        return pointwise.operand(found, Kind.FLOAT)
+        return casts.operand(found, Kind.FLOAT)
     if scale is not None or not d.is_const:
         raise Unsupported(Ground.RUN_TIME_SCALAR, "a scale or head dimension that is computed at run time")
     return const(1 / math.sqrt(d.integer) if d.integer else 1.0)
@@ -102,7 +102,7 @@ def _masked(score: Expr, mask: Node, index: Index, anchor: Node, keys: Expr, pul
     value = pullback.value(mask, broadcast_index(extents, shape(mask), (*index[:-1], J)))
     if value.kind is Kind.BOOL:
         return where(value, score, const(-math.inf))
-    call = pointwise.Call(args=(score, value), kwargs={}, dtype=nodes.dtype(anchor))
+    call = casts.Call(args=(score, value), kwargs={}, dtype=nodes.dtype(anchor))
     added = pointwise.build(aten.add, call)
     assert added is not None
     return added

@@ -20,7 +20,7 @@ import torch
 from fusion.ir import AttentionSpec, Expr, Normalizer, integers
 from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
-from fusion.passes import assembling, inplace, marks, pointwise, pullback, recognize, rewrite, views
+from fusion.passes import assembling, casts, inplace, marks, pointwise, pullback, recognize, rewrite, views
 from tests.fuzz.campaign import BAD, Record
 from tests.fuzz.check import check
 from tests.fuzz.functions import program
@@ -117,11 +117,11 @@ FAULTS["scale twice"] = lambda: _scales(lambda scale: apply("fmul", scale, scale
 FAULTS["scale of operands dropped"] = lambda: _scales(lambda scale: ONE)
 
 
-def _builder(packet: Any, change: Callable[[pointwise.Call], Expr | None]) -> Fault:
+def _builder(packet: Any, change: Callable[[casts.Call], Expr | None]) -> Fault:
     return lambda: mock.patch.dict(pointwise.BUILDERS, {packet: change})
 
 
-def _without_loads(call: pointwise.Call) -> Expr | None:
+def _without_loads(call: casts.Call) -> Expr | None:
     """The sum without a bias that is read."""
     left, right = call.args[:2]
     read = isinstance(right, Expr) and any(part.op == "load" for part in walk(right))

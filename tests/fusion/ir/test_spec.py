@@ -10,7 +10,7 @@ from fusion.ir import AttentionSpec, Output, integers
 from fusion.ir.expr import FALSE, SCORE, TRUE, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply, as_float, evaluate
 from fusion.ir.primitives import PRIMITIVES
-from fusion.passes.pointwise import swallows
+from fusion.passes.casts import swallows
 from tests.numerics import assert_same_in_float64
 
 

@@ -11,7 +11,7 @@ from fusion.ir.expr import ONE, SCORE, ZERO, I, J, Kind, const, coord, load, loa
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import Normalizer
-from fusion.passes import pointwise, pullback, recognize, rewrite, views
+from fusion.passes import casts, pointwise, pullback, recognize, rewrite, views
 from fusion.passes.masks import understand
 
 aten = torch.ops.aten
@@ -262,12 +262,12 @@ def _permuted(right):
 
 
 def _lerp(call):
-    start, end, weight = (pointwise.operand(arg, Kind.FLOAT) for arg in call.args[:3])
+    start, end, weight = (casts.operand(arg, Kind.FLOAT) for arg in call.args[:3])
     return apply("fadd", start, apply("fmul", weight, apply("fsub", end, start)))
 
 
 def _sub_ignores_alpha(call):
-    left, right = (pointwise.operand(arg, Kind.FLOAT) for arg in call.args[:2])
+    left, right = (casts.operand(arg, Kind.FLOAT) for arg in call.args[:2])
     return apply("fsub", left, right)
 
 
