@@ -83,8 +83,9 @@ def prepare(entry: Entry, make: Callable[[], Callable[[], Tensor] | None], refer
         entry.note = f"fails: {type(failure).__name__}: {text[0][:160]}"
 
 
-def interleave(entries: list[Entry], *, seconds: float, rounds: int = 5) -> None:
-    """Time all entries that can run, in turns, for about `seconds` in all and at least `rounds` turns."""
+def interleave(entries: list[Entry], *, seconds: float, rounds: int = 5, settle: float = 0) -> None:
+    """Time all entries that can run, in turns, for about `seconds` in all and at least `rounds` turns. settle: seconds
+    for which each runs untimed before every sample, where threads of another OpenMP pool would still be spinning."""
     running = [entry for entry in entries if entry.call is not None]
     repeats = {}
     for entry in running:
@@ -102,6 +103,9 @@ def interleave(entries: list[Entry], *, seconds: float, rounds: int = 5) -> None
             for entry in running[turn % len(running) :] + running[: turn % len(running)]:
                 call, times = entry.call, repeats[entry.name]
                 assert call is not None
+                ready = time.perf_counter() + settle
+                while settle and time.perf_counter() < ready:
+                    call()
                 if times == 1:
                     call()  # not timed: threads of the one before may still be spinning, and its data fill the caches
                 start = time.perf_counter()

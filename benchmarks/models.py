@@ -120,6 +120,42 @@ MODELS: dict[str, Model] = {
     ),
 }
 
+_SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+
+SMALL: dict[str, Model] = {
+    "vit": Model(
+        title="ViT (192 wide, 3 heads, 12 layers)",
+        make=_build(
+            "ViTModel", "ViTConfig", "pixel_values", image_size=128, hidden_size=192, num_attention_heads=3,
+            intermediate_size=768,
+        ),
+        inputs=_pixels,
+        lengths=(65,),
+    ),
+    "gpt2": Model(
+        title="GPT-2 (256 wide, 4 heads, 4 layers)",
+        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_embd=256, n_head=4, n_layer=4),
+        inputs=_tokens,
+        lengths=(64, 16, 256),
+    ),
+    "bert": Model(
+        title="BERT (256 wide, 4 heads, 4 layers)",
+        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, **_SMALL),
+        inputs=_tokens,
+        lengths=(64, 16, 256),
+    ),
+    "llama": Model(
+        title="Llama-like (256 wide, 4/2 heads, 4 layers)",
+        make=_build(
+            "LlamaModel", "LlamaConfig", vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=512,
+            **_SMALL,
+        ),
+        inputs=_tokens,
+        lengths=(64, 16, 256),
+    ),
+}  # fmt: skip
+"""Models whose attentions are short."""
+
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,

@@ -7,7 +7,7 @@ is shared it moves from minute to minute.
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -105,14 +105,17 @@ def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[in
     with ir.Context():
         module = ir.Module.parse("module {\n" + function + "\n}")
         PassManager.parse(PASSES).run(module.operation)
-        engine = ExecutionEngine(module, opt_level=3)
+        engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp_library()])
     entry = ctypes.c_void_p(engine.raw_lookup("_mlir_ciface_loop"))
     launch = ctypes.CDLL(openmp_library()).GOMP_parallel
 
-    def run(trips: int, threads: int, engine: object = engine) -> None:  # the default keeps the engine alive
-        pointers = [ctypes.pointer(ctypes.pointer(get_ranked_memref_descriptor(x))) for x in operands]
-        arguments = [*pointers, ctypes.pointer(ctypes.c_int64(trips))]
-        packed = (ctypes.c_void_p * len(arguments))(*(ctypes.cast(x, ctypes.c_void_p) for x in arguments))
+    count = ctypes.c_int64(0)
+    pointers = [ctypes.pointer(ctypes.pointer(get_ranked_memref_descriptor(x))) for x in operands]
+    arguments = [*pointers, ctypes.pointer(count)]
+    packed = (ctypes.c_void_p * len(arguments))(*(ctypes.cast(x, ctypes.c_void_p) for x in arguments))
+
+    def run(trips: int, threads: int, kept: object = (engine, arguments)) -> None:  # the default keeps these alive
+        count.value = trips
         launch(entry, packed, threads, 0)
 
     return run
@@ -169,6 +172,60 @@ def loops(threads: int) -> list[Loop]:
     if "amx_bf16" in flags and torch.cpu._init_amx():
         found.append(_register_loop("tile_bf16", _tile_loop(), ((32, 32), (64, 16)), numpy.int16, threads))
     return found
+
+
+def _read_loop(lanes: int, chains: int = 8) -> str:
+    """MLIR of a loop in which every thread reads its part of an array of vectors, each vector once."""
+    vector, array = f"vector<{lanes}xf32>", f"memref<?x{lanes}xf32>"
+    names = [f"sum{i}" for i in range(chains)]
+    types = ", ".join([vector] * chains)
+    lines = [
+        "func.func private @omp_get_thread_num() -> i32",
+        "func.func private @omp_get_num_threads() -> i32",
+        f"func.func @loop(%in: {array}, %out: {array}, %steps: index) attributes {{llvm.emit_c_interface}} {{",
+        "  %c0 = arith.constant 0 : index",
+        *(f"  %at{i} = arith.constant {i} : index" for i in range(1, chains)),
+        f"  %step = arith.constant {chains} : index",
+        "  %me = func.call @omp_get_thread_num() : () -> i32",
+        "  %all = func.call @omp_get_num_threads() : () -> i32",
+        "  %t = arith.index_cast %me : i32 to index",
+        "  %threads = arith.index_cast %all : i32 to index",
+        "  %share = arith.ceildivui %steps, %threads : index",
+        "  %first = arith.muli %t, %share : index",
+        "  %reach = arith.addi %first, %share : index",
+        "  %last = arith.minui %reach, %steps : index",
+        "  %low = arith.muli %first, %step : index",
+        "  %high = arith.muli %last, %step : index",
+        f"  %zero = arith.constant dense<0.0> : {vector}",
+        f"  %end:{chains} = scf.for %r = %low to %high step %step",
+        f"      iter_args({', '.join(f'%{n} = %zero' for n in names)}) -> ({types}) {{",
+    ]
+    for i, name in enumerate(names):
+        lines.append(f"    %row{i} = arith.addi %r, {'%c0' if i == 0 else f'%at{i}'} : index")
+        lines.append(f"    %x{i} = vector.load %in[%row{i}, %c0] : {array}, {vector}")
+        lines.append(f"    %next_{name} = arith.addf %{name}, %x{i} : {vector}")
+    lines += [f"    scf.yield {', '.join(f'%next_{n}' for n in names)} : {types}", "  }"]
+    total = "%end#0"
+    for i in range(1, chains):
+        lines.append(f"  %total{i} = arith.addf {total}, %end#{i} : {vector}")
+        total = f"%total{i}"
+    lines.append(f"  vector.store {total}, %out[%t, %c0] : {array}, {vector}")
+    return "\n".join([*lines, "  return", "}"])
+
+
+def reading(tensors: Sequence[torch.Tensor], threads: int) -> Callable[[], None]:
+    """A call that reads the tensors (contiguous) once, the threads side by side, and does nothing else: what a kernel
+    that is bound by memory is held against."""
+    lanes, chains = 16, 8
+    flat = [x.view(torch.uint8).view(-1).view(torch.float32).view(-1, lanes).numpy() for x in tensors]
+    sums = numpy.zeros((threads, lanes), numpy.float32)
+    runs = [_compile(_read_loop(lanes, chains), (part, sums)) for part in flat]
+
+    def read() -> None:
+        for run, part in zip(runs, flat, strict=True):
+            run(len(part) // chains, threads)
+
+    return read
 
 
 def fastest(found: list[Loop], rates: dict[str, float], dtype: torch.dtype) -> Loop:

@@ -49,6 +49,7 @@ def environment(peaks: dict[str, float]) -> dict:
         "cpu": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "waiting": os.environ.get("OMP_WAIT_POLICY", "default"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in VERSIONS},
