@@ -41,14 +41,16 @@ class Outcome:
 
 
 class _Defects(logging.Handler):
-    """Collects what the compiler logs as a failure of its own: a kernel that fell back, an analysis that raised."""
+    """Collects what the compiler logs as a failure of its own: a kernel that fell back, an analysis that raised, a
+    spec that validation found to be wrong."""
 
     def __init__(self, found: list[str]):
         super().__init__(logging.WARNING)
         self.found = found
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and (text := f"{record.getMessage()} ({record.exc_info[1]!r})"[:300]) not in self.found:
+        about = f" ({record.exc_info[1]!r})" if record.exc_info else ""
+        if (about or record.levelno >= logging.ERROR) and (text := (record.getMessage() + about)[:300]) not in self.found:
             self.found.append(text)
 
 
@@ -66,9 +68,9 @@ def watching(outcome: Outcome) -> Iterator[None]:
         logger.handlers, logger.propagate = before, propagated
 
 
-def compiled(function: Function, given: Sequence[torch.Tensor], route: str, emitter: str) -> Outcome:
+def compiled(function: Function, given: Sequence[torch.Tensor], route: str, emitter: str, verify: bool) -> Outcome:
     """The function as compiled; by torch.compile at its first call, which belongs within `watching`, too."""
-    options = {"inner": "eager", "emitter": emitter}
+    options = {"inner": "eager", "emitter": emitter, "verify": verify}
     if route != "trace":
         torch._dynamo.reset()
         return Outcome(torch.compile(function, backend="fusion", options=options, dynamic=route == "dynamic" or None))

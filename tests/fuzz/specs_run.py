@@ -38,7 +38,8 @@ def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
             print(f"\nspec {seed} ({emitter}, trained: {trained}): {worst.message}\n{found.spec}", flush=True)
 
 
-SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVERFLOW, Verdict.OVER, Verdict.WRONG, Verdict.FAILED]
+SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVERFLOW, Verdict.UNSTABLE, Verdict.REFERENCE,
+            Verdict.OVER, Verdict.WRONG, Verdict.FAILED]  # fmt: skip
 
 
 def kernels(found: Drawn, emitter: str, trained: bool) -> Any:
