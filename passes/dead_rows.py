@@ -88,6 +88,13 @@ def may_be_lowest(value: Expr) -> bool:
                for part in walk(value))  # fmt: skip
 
 
+def may_be_far(value: Expr) -> bool:
+    """Whether a value may be a mask's finite fill, or what became of it: also one far above all scores."""
+    above = (arg.is_const and arg.kind is Kind.FLOAT and -_LOW <= float(arg.attr) < math.inf  # type: ignore[arg-type]
+             for part in walk(value) if part.op in ("where", "fadd", "fsub") for arg in part.args)  # fmt: skip
+    return may_be_lowest(value) or any(above)
+
+
 def _is_low(part: Expr) -> bool:
     return part.is_const and part.kind is Kind.FLOAT and -math.inf < float(part.attr) <= _LOW  # type: ignore[arg-type]
 

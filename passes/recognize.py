@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
-from fusion.passes.dead_rows import as_exponents, may_be_infinite, may_be_lowest, quotient_kind, selected
+from fusion.passes.dead_rows import as_exponents, may_be_far, may_be_infinite, may_be_lowest, quotient_kind, selected
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
@@ -87,9 +87,13 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     if exponent.op != "fsub":
         return None
     x, shift = exponent.args
-    if shift.op == "reduce" and shift.attr == "logsumexp" and shift.args[0] is x:
+    if shift.op != "reduce" or shift.attr != "logsumexp" or shift.args[0] is not x:
+        return None
+    if not any(map(may_be_far, shift.args)):
         return node("softmax", shift.args, Kind.FLOAT, "softmax")
-    return None
+    # In a row of nothing but such a fill the logarithm of the sum is lost: every weight is 1.
+    scale = apply("exp", apply("fsub", ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))))
+    return node("scaled_softmax", (scale, *shift.args), Kind.FLOAT, "softmax")
 
 
 def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
@@ -137,7 +141,8 @@ def _fill_last(column: Expr) -> Expr:
 def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
     """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do.
 
-    A weight masked after the exponential, exp(x) * mask, is exp(x if mask else -inf).
+    A weight masked after the exponential, exp(x) * mask, is exp(x if mask else x - inf): the gradient of a product is
+    NaN where that of the weight is.
     """
     if value.op == "exp" and value.args[0].op == "where":
         condition, *arms = value.args[0].args
@@ -156,9 +161,12 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
         condition, then, otherwise = value.args
     elif value.op == "fmul" and any(_is_indicator(arg) for arg in value.args):
         position = 0 if _is_indicator(value.args[0]) else 1
-        condition, then, otherwise = value.args[position].args[0], value.args[1 - position], ZERO
-        if is_number(value.args[position].args[1], 0.0):
-            then, otherwise = otherwise, then
+        condition, factor = value.args[position].args[:2]
+        if (found := _exponent_and_shift(value.args[1 - position])) is None:
+            return None
+        dead = apply("fadd", found[0], const(-math.inf))
+        arms = (dead, found[0]) if is_number(factor, 0.0) else (found[0], dead)
+        return where(condition, *arms), found[1]
     else:
         return None
     return _selected_exponent(condition, then, otherwise)
@@ -177,7 +185,7 @@ def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
     if not factor.is_const or not 0 < factor.value < math.inf or (found := _shifted(inner)) is None:
         return None
     x, shift = found
-    if factor.value > 1 and may_be_lowest(x):
+    if factor.value > 1 and may_be_far(x):
         return None
     if shift.op == "reduce" and shift.attr == "max":  # rounding is monotone: the largest stays the largest
         columns = tuple(apply("fmul", column, factor) for column in shift.args)
@@ -314,9 +322,18 @@ def _strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
         if factor is None or _has(factor, "reduce"):
             continue
         rest = _strip_shift(tuple(column.args[1 - position] for column in columns))
-        if rest is not None and (_shrinks(columns[0].op, factor) or not any(map(may_be_lowest, rest))):
-            return tuple(apply(columns[0].op, x, factor) for x in rest)
+        if rest is not None and (_shrinks(columns[0].op, factor) or not any(map(may_be_far, rest))):
+            return tuple(_scaled_or_nan(columns[0].op, x, factor) for x in rest)
     return None
+
+
+def _scaled_or_nan(op: str, x: Expr, factor: Expr) -> Expr:
+    """x * factor (or x / factor) in the place of (x - max of x) * factor: NaN where x is +inf, also if the factor is
+    below zero, and that would be the weight 0."""
+    scaled = apply(op, x, factor)
+    if factor.is_const and factor.value > 0:
+        return scaled
+    return where(apply("flt", x, const(math.inf)), scaled, const(math.nan))
 
 
 def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:

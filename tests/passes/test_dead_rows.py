@@ -128,12 +128,31 @@ def exponentials_under_a_written_mask(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
+def less_the_log_sum_of_the_lowest(q, k, v):
+    """log(n) is nothing beside the lowest number: every weight of a dead row is 1, and not 1 / n."""
+    s = lowest(q, k)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+def less_the_log_sum_of_two_fills(q, k, v):
+    s = (q @ k.mT).masked_fill(~keep(q, k), -1e30).masked_fill(torch.arange(k.shape[2]) < 2, -math.inf)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+def less_the_log_sum(q, k, v):
+    s = (q @ k.mT).masked_fill(~keep(q, k), -math.inf)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
 INFINITE, LOWEST = torch.zeros(2, 21, 21)
 INFINITE[:3] = -math.inf
 LOWEST[:3] = torch.finfo(torch.float32).min
 """Masks of which the compiler sees no values."""
 
 FUSED = [
+    less_the_log_sum,
+    less_the_log_sum_of_the_lowest,
+    less_the_log_sum_of_two_fills,
     written_mask_then_zero,
     exponentials_under_a_written_mask,
     shifted_and_halved,
@@ -203,7 +222,20 @@ def powers_of_two_of_the_lowest(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
+def shifted_and_scaled_below_zero(q, k, v):
+    """The fill is +2e38, which 1.5 times that is not, unless the maximum is taken off first."""
+    s = lowest(q, k) * -0.7
+    return ((s - s.amax(-1, keepdim=True)) * 1.5).softmax(-1) @ v
+
+
+def shifted_and_scaled_by_a_tensor_below_zero(q, k, v):
+    s = lowest(q, k) * -0.7
+    return ((s - s.amax(-1, keepdim=True)) * (q.abs().amax() + 1)).softmax(-1) @ v
+
+
 LEFT = {
+    shifted_and_scaled_below_zero: "another reduction",
+    shifted_and_scaled_by_a_tensor_below_zero: "another reduction",
     powers_of_two_of_the_lowest: "a softmax by hand",
     other_rows_zero: "masked after the softmax",
     mask_added_then_zero: "masked after the softmax",
@@ -243,15 +275,35 @@ def test_is_left_alone_where_dead_rows_are_not_seen_through(function):
     assert LEFT[function] in outcome(function).reason
 
 
-def test_gradients_of_dead_rows():
+def exponentials_times_mask(q, k, v):
+    """0 / 0, whose gradient is NaN, and stays it when it is multiplied by a mask of zeros."""
+    s = q @ k.mT
+    e = torch.exp(s - s.amax(-1, keepdim=True)) * keep(q, k)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def exponentials_or_zero(q, k, v):
+    """0 / 0, whose gradient a selection does not let through."""
+    s = q @ k.mT
+    e = torch.where(keep(q, k), torch.exp(s - s.amax(-1, keepdim=True)), 0.0)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "function",
+    [filled_with_zero, exponentials_times_mask, exponentials_or_zero, sum_and_epsilon],
+    ids=lambda f: f.__name__,
+)
+def test_gradients_of_dead_rows(function, emitter):
     given = [torch.randn(2, 2, 21, 8, requires_grad=True) for _ in range(3)]
-    compiled = torch.compile(filled_with_zero, backend="fusion", options={"inner": "eager"})
+    compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": emitter})
 
     def gradients(function, inputs):
         return torch.autograd.grad(function(*inputs).square().sum(), inputs)
 
-    exact = gradients(filled_with_zero, [x.detach().double().requires_grad_() for x in given])
-    assert_as_exact_as_eager(gradients(compiled, given), gradients(filled_with_zero, given), exact, torch.float32)
+    exact = gradients(function, [x.detach().double().requires_grad_() for x in given])
+    assert_as_exact_as_eager(gradients(compiled, given), gradients(function, given), exact, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -284,3 +336,21 @@ def test_the_distance_to_an_infinite_maximum(emitter, infinity):
         actual = torch.compile(farthest, backend="fusion", options={"inner": "eager", "emitter": emitter})(*given)
     assert reports[0].fused == 1
     assert_as_exact_as_eager(actual, farthest(*given), farthest(*(x.double() for x in given)))
+
+
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+@pytest.mark.parametrize("factor", [-0.5, 0.5])
+def test_an_infinite_score_less_an_infinite_maximum(emitter, factor):
+    """(s - max(s)) * c is NaN where s is +inf; s * c would be -inf, a key that is masked, where c is negative."""
+
+    def scaled(q, k, v, c):
+        s = q @ k.mT
+        return ((s - s.amax(-1, keepdim=True)) * c).softmax(-1) @ v
+
+    given = [torch.randn(1, 2, 9, 8) for _ in range(3)]
+    given[0][..., 0], given[1][0, 0, 4, 0] = 1.0, math.inf
+    given.append(torch.tensor(factor))
+    with fusion.collect_reports() as reports, torch.no_grad():
+        actual = torch.compile(scaled, backend="fusion", options={"inner": "eager", "emitter": emitter})(*given)
+    assert reports[0].fused == 1
+    assert_as_exact_as_eager(actual, scaled(*given), scaled(*(x.double() for x in given)))
