@@ -24,7 +24,7 @@ from fusion.passes import marks, nodes, pointwise
 from fusion.passes.folding import known
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
-from fusion.validation.worlds import Worlds
+from fusion.validation.worlds import Role, Worlds
 
 aten = torch.ops.aten
 MOST_ELEMENTS = 1 << 22
@@ -43,7 +43,7 @@ class Region:
     n_k: of how many.
     leaves: tensors whose elements are made up.
     interior: nodes that the analysis looked into.
-    factors: Q, K and V.
+    roles: of the leaves that are more than a bias or a mask.
     hints: example values of symbols.
     maps: of indices, per view.
     numbers: of the tensors that were read.
@@ -57,7 +57,7 @@ class Region:
     n_k: int
     leaves: frozenset[Node]
     interior: frozenset[Node]
-    factors: frozenset[Node]
+    roles: Mapping[Node, Role]
     hints: Mapping[str, int]
     worlds: Worlds
     maps: dict[Node, Any] = field(default_factory=dict)
@@ -135,7 +135,8 @@ class Replay:
         flat = layouts.number_of(index, region.shape(node))
         flat = flat.view([1] * (rank - flat.dim()) + list(flat.shape)) if flat.dim() < rank else flat
         dtype = nodes.dtype(node)
-        values = region.worlds.values(number, flat, dtype, node in region.factors).to(self.dtype(dtype))
+        role = region.roles.get(node, Role.OTHER)
+        values = region.worlds.values(number, flat, dtype, role).to(self.dtype(dtype))
         if dtype.is_floating_point:
             if marks.requires_grad(node) and node not in region.unknown:
                 values.requires_grad_()

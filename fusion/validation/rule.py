@@ -10,7 +10,7 @@ what exponentials make of the last bits of scores, and for what cancels in gradi
 
 Where eager is further than APART * the largest size from its float64 run, that run is another function: -1e9 + s is s
 up to a shift in float64, and -1e9 in float32. Ours must then be near one of the two: within a quarter of the distance
-between them.
+between them; for half precision also near a float32 run, since kernels compute in float32.
 
 NaN and infinities must stand where eager has them. Where eager and its float64 run disagree about that, eager
 overflowed or rounded to an infinity. It still is the law in worlds of ordinary values and masks, but for half
@@ -34,8 +34,8 @@ _KINDS = ("ordinary values", "masks and fills", "special values")
 class Values:
     """One quantity by three ways: what eager computes, the same in float64, and the spec. Flat, of one length.
 
-    worlds: of each element. kinds: of each world. strict: whether eager's overflows count. condition: see
-    above.
+    worlds: of each element. kinds: of each world. single: what eager would compute in float32, if that counts, too.
+    strict: whether eager's overflows count. condition: see above.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Values:
     ours: Tensor
     worlds: Tensor
     kinds: Tensor
+    single: Tensor | None = None
     strict: bool = True
     condition: float = 16
 
@@ -59,8 +60,10 @@ def difference(values: Values) -> str | None:
         return _told(values, int(wrong.nonzero()[0]), int(wrong.sum()), "")
     finite = (theirs == 0) & (true == 0) & (own == 0)
     count = len(values.kinds)
+    single = eager if values.single is None else values.single.detach().double()
+    far = torch.minimum((ours - eager).abs(), (ours - single).abs())
     error, eager_error, apart = (
-        _largest((a - b).abs(), finite, values.worlds, count) for a, b in ((ours, exact), (eager, exact), (ours, eager))
+        _largest(value, finite, values.worlds, count) for value in ((ours - exact).abs(), (eager - exact).abs(), far)
     )
     size = _at_least_median(_largest(exact.abs(), finite, values.worlds, count))
     bound = 2 * (_at_least_median(eager_error) + values.condition * torch.finfo(torch.float32).eps * size)
@@ -70,9 +73,9 @@ def difference(values: Values) -> str | None:
     if not bool((over := error > bound).any()):
         return None
     world = int((error / bound.clamp(min=1e-300)).argmax())
-    far = torch.where(elsewhere[values.worlds], torch.minimum((ours - exact).abs(), (ours - eager).abs()),
-                      (ours - exact).abs())  # fmt: skip
-    worst = int(torch.where(finite & (values.worlds == world), far, -1.0).argmax())
+    own_error = (ours - exact).abs()
+    own_error = torch.where(elsewhere[values.worlds], torch.minimum(own_error, far), own_error)
+    worst = int(torch.where(finite & (values.worlds == world), own_error, -1.0).argmax())
     return _told(values, worst, int(over.sum()), f", allowed {bound[world]:.1e}")
 
 

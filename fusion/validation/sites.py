@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,10 @@ from fusion.validation.program import Program, Sample
 from fusion.validation.replay import Read, Region, Replay
 from fusion.validation.rule import Values, difference
 from fusion.validation.structure import fingerprint
-from fusion.validation.worlds import SPECIAL, Worlds
+from fusion.validation.worlds import SPECIAL, Role, Worlds
 
 log = logging.getLogger(__name__)
+aten = torch.ops.aten
 _ROW = 1 << 40
 """Elements of a tensor are numbered below this."""
 
@@ -149,7 +150,7 @@ class _Comparison:
             n_k=n_k,
             leaves=frozenset(operands - interior),
             interior=frozenset(interior | set(_below(site))),
-            factors=frozenset(operand for part in parts for operand in part.operands[:3]),
+            roles=_roles(parts, operands, interior),
             hints=hints,
             worlds=worlds,
         )
@@ -160,7 +161,7 @@ class _Comparison:
                 return Verdict(wrong=problem)
         index = tuple(self.places[name] for name in self.dims)
         replays = Replay(self.region), Replay(self.region, torch.float64), Replay(self.region, torch.float32)
-        eager, exact = (replay.value(self.site.root, index, 2) for replay in replays[:2])
+        eager, exact, single = (replay.value(self.site.root, index, 2) for replay in replays)
         programs = [
             Program(part, Sample(places=self.places, sizes=sizes), replays[2])
             for part, sizes in zip(self.parts, self.sizes, strict=True)
@@ -168,47 +169,73 @@ class _Comparison:
         ours = sum((p.out for p in programs[1:]), programs[0].out)
         halves = (torch.float16, torch.bfloat16)
         strict = all(nodes.dtype(n) not in halves for n in (self.site.root, *self.region.leaves))
-        if problem := self._results(eager, exact, ours, strict):
+        single = None if strict else single
+        if problem := self._results(eager, exact, ours, single):
             return Verdict(wrong=problem)
         checked = f"values in {points.WORLDS} rows"
         if any(part.differentiable for part in self.parts):
-            if problem := self._gradients(replays, eager, exact, programs, strict):
+            if problem := self._gradients(replays, eager, exact, single, programs):
                 return Verdict(wrong=problem)
             checked += " and their gradients"
         return Verdict(checked=checked + (", key ranges of the mask" if self.parts[0].spec.mask is not None else ""))
 
-    def _results(self, eager: Tensor, exact: Tensor, ours: Tensor, strict: bool) -> str | None:
+    def _results(self, eager: Tensor, exact: Tensor, ours: Tensor, single: Tensor | None) -> str | None:
         shape = torch.broadcast_shapes(eager.shape, ours.shape)
         worlds = torch.arange(shape[0]).view(-1, 1).expand(shape)
         flat = [t.expand(shape).flatten() for t in (eager, exact, ours, worlds)]
         return difference(
             Values(name="the result", eager=flat[0], exact=flat[1], ours=flat[2], worlds=flat[3], kinds=self.kinds,
-                   strict=strict)
+                   single=None if single is None else single.expand(shape).flatten(), strict=single is None)
         )  # fmt: skip
 
     def _gradients(
-        self, replays, eager: Tensor, exact: Tensor, programs: Sequence[Program], strict: bool
+        self, replays, eager: Tensor, exact: Tensor, single: Tensor | None, programs: Sequence[Program]
     ) -> str | None:
         generator = torch.Generator().manual_seed(3)
         grad = torch.randn(eager.shape, generator=generator).to(eager.dtype)
         scalars = [(t * grad.to(t.dtype)).sum() for t in (eager, exact)]
         scalars.append(torch.stack([p.surrogate(grad.float()) for p in programs]).sum())
-        found = [_by_element(replay, scalar) for replay, scalar in zip(replays, scalars, strict=True)]
+        if single is not None:
+            scalars.append((single * grad.float()).sum())
+        found = [_by_element(replay, scalar) for replay, scalar in zip((*replays, replays[2]), scalars, strict=False)]
         for leaf in {node: None for one in found for node in one}:
             held = [one.get(leaf, _NOTHING) for one in found]
             keys, where = torch.cat([keys for keys, _ in held]).unique(return_inverse=True)
-            sums = []
+            kept, sums = self.kinds[keys // _ROW] != SPECIAL, []
             for (_, values), at in zip(held, where.split([len(k) for k, _ in held]), strict=True):
-                sums.append(torch.zeros(len(keys), dtype=torch.float64).index_add(0, at, values))
-            kept = self.kinds[keys // _ROW] != SPECIAL
-            problem = difference(
-                Values(name=f"the gradient of {leaf.name}", eager=sums[0][kept], exact=sums[1][kept],
-                       ours=sums[2][kept], worlds=(keys // _ROW)[kept], kinds=self.kinds, strict=strict,
-                       condition=64)
+                sums.append(torch.zeros(len(keys), dtype=torch.float64).index_add(0, at, values)[kept])
+            values = Values(
+                name=f"the gradient of {leaf.name}", eager=sums[0], exact=sums[1], ours=sums[2],
+                single=None if single is None else sums[3], worlds=(keys // _ROW)[kept], kinds=self.kinds,
+                strict=single is None, condition=64,
             )  # fmt: skip
-            if problem is not None:
+            if (problem := difference(values)) is not None:
                 return problem
         return None
+
+
+def _roles(parts: Sequence[Specified], operands: Iterable[Node], interior: Iterable[Node]) -> dict[Node, Role]:
+    """Q, K and V are factors; what meets scores in products and quotients only is a scale."""
+    factors = {operand for part in parts for operand in part.operands[:3]}
+    scores = _after(factors, interior)
+    roles = dict.fromkeys(factors, Role.FACTOR)
+    for operand in set(operands) - factors:
+        own = set(_after([operand], set(interior) - scores))
+        met = {user for node in (operand, *own) for user in node.users if user in scores}
+        if met and all(nodes.packet(user) in (aten.mul, aten.div) for user in met):
+            roles[operand] = Role.SCALE
+    return roles
+
+
+def _after(starts: Iterable[Node], among: Iterable[Node]) -> set[Node]:
+    """The nodes among these that depend on the starts, by nodes among these."""
+    found: set[Node] = set()
+    todo, among = list(starts), frozenset(among)
+    while todo:
+        new = [user for user in todo.pop().users if user in among and user not in found]
+        found.update(new)
+        todo += new
+    return found
 
 
 def _selects(spec: AttentionSpec) -> bool:

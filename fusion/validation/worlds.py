@@ -7,12 +7,23 @@ which all, some or no keys live, fills of every depth, or values among which spe
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+class Role(enum.Enum):
+    """What a tensor is to the scores: a factor of a product (Q, K, V), what they are multiplied or divided by, or
+    anything else, a bias or a mask say."""
+
+    FACTOR = enum.auto()
+    SCALE = enum.auto()
+    OTHER = enum.auto()
+
 
 ORDINARY, MASKED, SPECIAL = range(3)
 """Kinds of worlds."""
@@ -22,8 +33,9 @@ _TABLE = 1024
 _FILLS = (0.0, 0.0, 0.0, -math.inf, -1e4, -1e9)
 _SPECIALS = (0.0, -0.0, 1e-42, -1e-42, 1e-30, 1e-8, 0.5, -0.5, 1.0, -1.0, 30.0, -30.0, 100.0, -100.0,
              math.inf, -math.inf, math.nan)  # fmt: skip
-_NORMAL, _WIDE, _SPRINKLED, _FINITE, _FILLED, _ZERO, _LOWEST, _INFINITE = range(8)
-_OF_BIASES = (_NORMAL, _FILLED, _ZERO, _LOWEST, _INFINITE, _FILLED, _LOWEST)
+_NORMAL, _WIDE, _SPRINKLED, _FINITE, _FILLED, _BINARY, _ZERO, _LOWEST, _INFINITE = range(9)
+_OF_BIASES = (_NORMAL, _FILLED, _ZERO, _LOWEST, _INFINITE, _FILLED, _LOWEST, _BINARY)
+_OF_SCALES = (_NORMAL, _NORMAL, _BINARY)
 _LIVE_SHARES = (0.5, 0.0, 1.0, 0.9, 0.0, 0.5)
 
 
@@ -41,7 +53,8 @@ def _table(dtype: torch.dtype) -> Tensor:
     constants = [torch.full((_TABLE,), value, dtype=torch.float64) for value in (0.0, lowest, -math.inf)]
     sprinkled = torch.where(sparse, special, normal)
     finite = torch.where(sprinkled.isfinite(), sprinkled, normal).clamp(-2, 2)
-    rows = [normal, 2 * normal, sprinkled, finite, filled, *constants]
+    binary = (normal > 0).double()
+    rows = [normal, 2 * normal, sprinkled, finite, filled, binary, *constants]
     return torch.stack(rows).to(dtype).double()
 
 
@@ -60,22 +73,20 @@ class Worlds:
         """[count]: the kind of each."""
         return torch.tensor(_CYCLE).repeat(-(-self.count // len(_CYCLE)))[: self.count]
 
-    def values(self, leaf: int, flat: Tensor, dtype: torch.dtype, factor: bool) -> Tensor:
-        """The elements `flat` ([count or 1, ...]) of tensor number `leaf`; floats in float64.
-
-        factor: whether it is a factor of a product (Q, K, V) and no bias or mask.
-        """
+    def values(self, leaf: int, flat: Tensor, dtype: torch.dtype, role: Role) -> Tensor:
+        """The elements `flat` ([count or 1, ...]) of tensor number `leaf`; floats in float64."""
         drawn = _mixed(_mixed(flat + leaf * 0x51ED270B) + self._rows(flat.dim()) * 0x2545F491) & 0x7FFFFFFF
         if dtype is torch.bool:
             share = self._choice(leaf, torch.tensor(_LIVE_SHARES), flat.dim())
             return drawn < share * 0x80000000
         if not dtype.is_floating_point:
             return self._integers(leaf, drawn, dtype)
-        regime = self._choice(leaf, torch.tensor(_OF_BIASES), flat.dim())
+        masked = torch.tensor(_OF_SCALES if role is Role.SCALE else _OF_BIASES)
+        regime = self._choice(leaf, masked, flat.dim())
         kinds = self.kinds.view(-1, *[1] * (flat.dim() - 1))
         usual = self._choice(leaf, torch.tensor((_NORMAL, _NORMAL, _WIDE)), flat.dim())
-        regime = torch.where((kinds == MASKED) & (not factor), regime, usual)
-        regime = torch.where(kinds == SPECIAL, _FINITE if factor and self.finite else _SPRINKLED, regime)
+        regime = torch.where((kinds == MASKED) & (role is not Role.FACTOR), regime, usual)
+        regime = torch.where(kinds == SPECIAL, _FINITE if role is Role.FACTOR and self.finite else _SPRINKLED, regime)
         return _table(dtype)[regime, drawn % _TABLE]
 
     def _integers(self, leaf: int, drawn: Tensor, dtype: torch.dtype) -> Tensor:

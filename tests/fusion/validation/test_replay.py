@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map
 from fusion import backend
 from fusion.passes import nodes
 from fusion.validation import sites
+from fusion.validation.worlds import Role
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes import spellings
 
@@ -19,7 +20,9 @@ def _made(region, node):
     """A tensor at which a replay ends, in every world; floats in float64."""
     shape, own = region.shape(node), nodes.dtype(node)
     flat = torch.arange(max(torch.Size(shape).numel(), 1)).view(1, -1)
-    return region.worlds.values(region.numbers[node], flat, own, node in region.factors).unflatten(1, shape or (1,))
+    return region.worlds.values(region.numbers[node], flat, own, region.roles.get(node, Role.OTHER)).unflatten(
+        1, shape or (1,)
+    )
 
 
 def _run(region, made, world, dtype):
