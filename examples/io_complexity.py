@@ -109,12 +109,13 @@ def strassen_product() -> list[tuple[int, int, float]]:
 
 def draw(large: list, small: list, fast: list, directory: Path) -> Path:
     """One plot of all three."""
-    from fusion.planning.plots import COLOURS, figure, mark_crossing
+    from fusion.planning.plots import figure, mark_crossing
+    from fusion.planning.schedules import schedule
 
     canvas, axes = figure(8.5, 5.2)
 
     def curve(points: list[tuple[int, int]], name: str, label: str) -> None:
-        axes.plot(*zip(*sorted(set(points)), strict=True), "o-", color=COLOURS[name], linewidth=2, label=label)
+        axes.plot(*zip(*sorted(set(points)), strict=True), "o-", color=schedule(name).colour, linewidth=2, label=label)
 
     curve([(m, io) for m, io, _ in large] + [(m, io) for m, _, io, _ in small if io], "flash", "flash, counted")
     curve([(m, io) for m, io, _, _ in small], "small_cache", "small cache, counted")

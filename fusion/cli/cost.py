@@ -121,12 +121,12 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
         print(chosen.explain())
         return 0
     print(f"{problem}\n{target.name}: M = {chosen.capacity} elements; lower bound {chosen.bound:.4g} elements moved\n")
-    rows = [("", "schedule", "tile", "I/O", "bytes", "/ bound", "predicted")]
+    rows = [("", "schedule", "kernel", "tile", "I/O", "bytes", "/ bound", "predicted")]
     rows += [_row(item, chosen, problem, target) for item in weighed]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        left = [text.ljust(width) for text, width in zip(row[:3], widths, strict=False)]
-        right = [text.rjust(width) for text, width in zip(row[3:], widths[3:], strict=True)]
+        left = [text.ljust(width) for text, width in zip(row[:4], widths, strict=False)]
+        right = [text.rjust(width) for text, width in zip(row[4:], widths[4:], strict=True)]
         print("  ".join(left + right).rstrip())
     for item in weighed:
         if item.reason:
@@ -135,25 +135,30 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
     if crossing:
         print(f"\npolynomial, {crossing}")
     if target.kind != "model" and any(item.ideal for item in weighed):
-        print(">= no kernel of it here: its time if the busiest resource were never idle")
+        print(">= no model of a kernel's time: the time if the busiest resource were never idle")
     return 0
 
 
 def _row(item: Any, chosen: Any, problem: Any, target: Machine) -> tuple[str, ...]:
-    from fusion.planning.plan import bytes_text, tile_text
+    from fusion.planning.plan import bytes_text, find_schedule, tile_text
 
     mark = "*" if item.schedule == chosen.schedule else ""
+    kernel = ", ".join(find_schedule(item.schedule).kernels) or "none"
     if item.reason:
-        return mark, item.schedule, "does not fit", "-", "-", "-", "-"
+        return mark, item.schedule, kernel, "does not fit", "-", "-", "-", "-"
     moved = bytes_text(item.io * problem.element_bytes)
     time = "-" if target.kind == "model" else item.time_text
-    return mark, item.schedule, tile_text(item.tile), f"{item.io:.4g}", moved, f"{item.io / chosen.bound:.2f}", time
+    io, ratio = f"{item.io:.4g}", f"{item.io / chosen.bound:.2f}"
+    return mark, item.schedule, kernel, tile_text(item.tile), io, moved, ratio, time
 
 
 def _as_json(problem: Any, target: Machine, chosen: Any, weighed: tuple[Any, ...]) -> dict[str, Any]:
+    from fusion.planning.plan import find_schedule
+
     schedules = [
         {
             "schedule": item.schedule,
+            "kernels": find_schedule(item.schedule).kernels,
             "tile": dict(item.tile),
             "io": None if item.reason else item.io,
             "seconds": None if item.reason or target.kind == "model" else item.time,
@@ -177,9 +182,9 @@ def _symbolic(arguments: argparse.Namespace) -> int:
     from fusion.errors import UnknownScheduleError
     from fusion.planning.bounds import BOUNDS
     from fusion.planning.optimum import optimum
-    from fusion.planning.schedules import schedule, schedules
+    from fusion.planning.schedules import SCHEDULES, schedule
 
-    chosen = [item for item in schedules().values() if item.direction == _direction(arguments)]
+    chosen = [item for item in SCHEDULES.values() if item.direction == _direction(arguments)]
     for item in [schedule(arguments.schedule)] if arguments.schedule else chosen:
         print(f"{item}")
         for phase in item.phases:

@@ -1,4 +1,4 @@
-"""The backward passes as symbolic schedules, in the manner of `fusion.planning.schedules`.
+"""The backward passes as symbolic schedules, in the manner of `fusion.planning.forward`.
 
 All recompute P from Q, K and the stored log-sum-exp L, with delta_i = sum_e dO[i,e] O[i,e] and dS = P o (dP - delta),
 except the materialised one, which is handed P. Sources: FlashAttention (2205.14135, Alg. 3 and 4), FlashAttention-2
@@ -9,8 +9,25 @@ from __future__ import annotations
 
 import sympy
 
-from fusion.planning.schedules import DIMS, PAIRS, C, Phase, R, Schedule
-from fusion.planning.symbols import B_c, B_d, B_e, B_o, B_p, B_r, M, N_k, N_q, blocks, d, d_v
+from fusion.planning.schedule import Phase, Schedule
+from fusion.planning.symbols import (
+    DIMS,
+    PAIRS,
+    B_c,
+    B_d,
+    B_e,
+    B_o,
+    B_p,
+    B_r,
+    C,
+    M,
+    N_k,
+    N_q,
+    R,
+    blocks,
+    d,
+    d_v,
+)  # fmt: skip
 
 ZERO = sympy.Integer(0)
 
@@ -45,6 +62,8 @@ def _split_kernels() -> Schedule:
         order="(N^2 d^2 + N d^3) / M",
         slow=N_q,
         direction="backward",
+        kernels=("cpu", "gpu"),
+        colour="#0072B2",
     )
 
 
@@ -66,6 +85,8 @@ def _fused_kernel() -> Schedule:
         order="(N^2 d^2 + N d^3) / M",
         slow=N_q,
         direction="backward",
+        kernels=("cpu",),
+        colour="#56B4E9",
     )
 
 
@@ -94,6 +115,8 @@ def _materialized() -> Schedule:
         order="N d + N^2",
         slow=3 * PAIRS,
         direction="backward",
+        closed_form=False,
+        colour="#7F7F7F",
     )
 
 
@@ -126,6 +149,7 @@ def _small_cache() -> Schedule:
         order="(N^2 d + N d^2) / sqrt(M)",
         slow=2 * PAIRS + N_q,
         direction="backward",
+        colour="#D55E00",
     )
 
 

@@ -17,14 +17,8 @@ from fusion.planning.optimum import snapped_tile
 from fusion.planning.plan import Candidate, Given
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import schedule
-from fusion.planning.tiles import Tile, Tiles, cpu_tiles, gpu_tiles, grid, least_io, pick, sizes_of
+from fusion.planning.tiles import SEARCHED_WHOLE, Tile, Tiles, cpu_tiles, gpu_tiles, grid, least_io, pick, sizes_of
 from fusion.planning.timing import Times, gpu_time, shares_of, streaming_time
-
-# Schedules whose tile comes from the derived optimum; the others search their few balanced blocks.
-_CLOSED_FORM = ("flash", "block_sparse", "key_stationary", "split_k", "small_cache")
-_FLASH = ("flash", "block_sparse", "split_k")
-_SKIPPING = ("block_sparse", "split_k")
-"""Those that visit live tiles only."""
 
 
 def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) -> float:
@@ -80,7 +74,7 @@ def candidate(
 
 def _share(problem: Problem, machine: Machine, name: str, tile: Tile, multiples: tuple[int, int]) -> float:
     """s of the chosen tile. The CPU kernel ends a row block's keys on its register tile, others on whole key blocks."""
-    if name not in _SKIPPING:
+    if not schedule(name).skips:
         return 1.0
     return problem.live_share(tile.get("B_r", 1), multiples[1] if machine.kind == "cpu" else tile.get("B_c", 1))
 
@@ -97,35 +91,34 @@ def _tiles_and_times(
     features: int,
     given: Given,
 ) -> tuple[Tiles, Times]:
-    fixed = dict(given)
-    if machine.kind == "cpu" and name in ("flash", "block_sparse"):
+    fixed, chosen = dict(given), schedule(name)
+    modelled = chosen.query_stationary and chosen.runs_on(machine.kind)
+    if machine.kind == "cpu" and modelled:
         tiles = cpu_tiles(problem, machine, *multiples)
         if fixed:
             tiles = grid({"B_r": [fixed["B_r"]], "B_c": [fixed["B_c"]], "stages": [1]})
-        return tiles, cpu_time(machine, problem, tiles, multiples, skip=name == "block_sparse")
-    if machine.kind == "gpu" and name in _FLASH:
+        return tiles, cpu_time(machine, problem, tiles, multiples, skip=chosen.skips)
+    if machine.kind == "gpu" and modelled:
         tiles = _of_size(problem, machine, fixed) if fixed else gpu_tiles(problem, machine)
-        tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if name == "split_k" else tiles
-        splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if name == "split_k" else 1
-        return tiles, gpu_time(machine, problem, tiles, _shares(problem, tiles, name), splits)
+        tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if "B_s" in chosen.tile else tiles
+        splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if "B_s" in chosen.tile else 1
+        shares = shares_of(problem, tiles) if chosen.skips else np.ones(len(tiles["B_r"]))
+        return tiles, gpu_time(machine, problem, tiles, shares, splits)
     tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
     tiles = {key: np.array([size]) for key, size in tile.items()}
-    share = problem.live_share(tile["B_r"], tile["B_c"]) if name in _SKIPPING else 1.0
+    share = problem.live_share(tile["B_r"], tile["B_c"]) if chosen.skips else 1.0
     result = _counts(name, problem, machine, tile, share, features)
-    return tiles, streaming_time(machine, problem, result, len(schedule(name).phases))
+    return tiles, streaming_time(machine, problem, result, len(chosen.phases))
 
 
 @functools.lru_cache(maxsize=4096)
 def _least_io(name: str, problem: Problem, capacity: int, features: int) -> Tile:
-    if name in _CLOSED_FORM:
+    chosen = schedule(name)
+    if chosen.closed_form and max(problem.n_q, problem.n_k) > SEARCHED_WHOLE:
         with contextlib.suppress(NoFittingTileError):  # the derivation leaves out phases that bind only where d_v >> d
             return snapped_tile(name, problem, capacity)
-    share = problem.live_share(64, 1) if name in _SKIPPING else 1.0
-    return least_io(schedule(name), problem, capacity, share, features)
-
-
-def _shares(problem: Problem, tiles: Tiles, name: str) -> np.ndarray:
-    return shares_of(problem, tiles) if name in _SKIPPING else np.ones(len(tiles["B_r"]))
+    share = problem.live_share(64, 1) if chosen.skips else 1.0
+    return least_io(chosen, problem, capacity, share, features)
 
 
 def _of_size(problem: Problem, machine: Machine, fixed: Mapping[str, int]) -> Tiles:

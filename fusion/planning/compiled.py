@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import sympy
 
-from fusion.planning.schedules import Phase, schedule
+from fusion.planning.schedule import Phase
+from fusion.planning.schedules import schedule
 from fusion.planning.symbols import SIZES, TILES, smooth
 
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import sympy
 
-from fusion.errors import UnknownScheduleError
+from fusion.errors import NoFittingTileError, UnknownScheduleError
 from fusion.planning.compiled import io_variables, phase_counts
 from fusion.planning.problem import Problem
-from fusion.planning.schedules import Phase, Schedule, schedule
-from fusion.planning.symbols import SIZES, TILES, M, N, N_k, N_q, d, d_v, smooth
-from fusion.planning.tiles import CUTS, Tile, groups, least_of, sizes_of
+from fusion.planning.schedule import Phase, Schedule
+from fusion.planning.schedules import schedule
+from fusion.planning.symbols import CUTS, SIZES, TILES, M, N, N_k, N_q, d, d_v, smooth
+from fusion.planning.tiles import Tile, groups, least_of, sizes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,13 @@ class Optimum:
 
 @functools.cache
 def optimum(name: str) -> Optimum:
-    """Derives the optimum of the schedule of that name (not for `materialized` ones, whose N^2 does not depend on it,
-    nor for approximate ones).
+    """Derives the optimum of the schedule of that name.
+
+    Raises UnknownScheduleError where it has no closed form: the N^2 of materialised ones does not depend on the tile,
+    and approximate ones have other terms than a / x + b / y.
     """
     chosen = schedule(name)
-    if "materialized" in chosen.name or not chosen.exact:  # approximate ones have other terms than a / x + b / y
+    if not chosen.closed_form:
         raise UnknownScheduleError(f"the I/O of {chosen.name} has no stationary tile worth deriving; use least_io")
     tile: dict[str, sympy.Expr] = {}
     binding = []
@@ -125,10 +128,17 @@ def _compiled(name: str) -> tuple[tuple[str, ...], object]:
 
 
 def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, float]:
-    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size."""
+    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size.
+
+    Raises NoFittingTileError at a pole of the formula (at a capacity of few elements).
+    """
     names, function = _compiled(schedule(name).name)
     sizes = sizes_of(problem, capacity)
-    return dict(zip(names, function(*(sizes[str(symbol)] for symbol in SIZES)), strict=True))  # type: ignore[operator]
+    try:
+        values = function(*(sizes[str(symbol)] for symbol in SIZES))  # type: ignore[operator]
+    except ZeroDivisionError as error:
+        raise NoFittingTileError(f"the derived tile of {name} has a pole at M={capacity} elements") from error
+    return dict(zip(names, values, strict=True))
 
 
 def snapped_tile(name: str, problem: Problem, capacity: int, granularity: dict[str, int] | None = None) -> Tile:
@@ -141,7 +151,7 @@ def snapped_tile(name: str, problem: Problem, capacity: int, granularity: dict[s
     chosen: Schedule = schedule(name)
     steps, sizes = granularity or {}, sizes_of(problem, capacity)
     tile = continuous_tile(chosen.name, problem, capacity)
-    limits = {key: max(sizes[cut] for cut in CUTS[key]) if key in CUTS else math.inf for key in tile}
+    limits = {key: max((sizes[cut] for cut in CUTS.get(key, ())), default=math.inf) for key in tile}
     around = {key: set(_neighbours(min(value, limits[key]), steps.get(key, 1), problem)) for key, value in tile.items()}
     for group in groups(chosen):
         phase = max(group, key=lambda part: len(set(part.tile)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,7 @@ from fusion.planning.register_tiles import planes_of, target_of
 
 if TYPE_CHECKING:
     from fusion.ir.spec import AttentionSpec
-
-# What each kind of machine has kernels for. The two-level model runs everything that computes attention exactly.
-_RUNNABLE = {"cpu": ("flash", "block_sparse"), "gpu": ("flash", "block_sparse", "split_k")}
-
+    from fusion.planning.schedule import Schedule
 
 Given = tuple[tuple[str, int], ...]
 """(name, size) of the tile variables that are settled."""
@@ -38,9 +35,11 @@ Given = tuple[tuple[str, int], ...]
 class Candidate:
     """A schedule that was weighed.
 
-    io: elements moved for the whole problem. time: predicted s; with `ideal` set there is no kernel of it here, and it
-    is the time with the busiest resource never idle. reason: why it cannot be used, if so; needed: what its smallest
-    tile needs then, elements. share: s, the live share that io is counted with.
+    io: elements moved for the whole problem.
+    time: predicted s.
+    ideal: there is no model of a kernel's time, which is then that of the busiest resource, never idle.
+    reason: why it cannot be used, if so; needed: what its smallest tile needs then, elements.
+    share: s, the live share that io is counted with.
     """
 
     schedule: str
@@ -57,7 +56,12 @@ class Candidate:
     def __str__(self) -> str:
         if self.reason:
             return f"{self.schedule}: {self.reason}"
-        return f"{self.schedule} {tile_text(self.tile)}: I/O {self.io:.4g}, {self.time_text}"
+        return f"{self.schedule} {tile_text(self.tile)}: I/O {self.io:.4g}, {self.time_text}, {self.kernels_text}"
+
+    @property
+    def kernels_text(self) -> str:
+        """The kinds of machine that have a kernel of it, in words."""
+        return find_schedule(self.schedule).kernels_text
 
     @property
     def time_text(self) -> str:
@@ -131,9 +135,7 @@ class Plan:
     @property
     def symbolic(self) -> str:
         """The schedule's I/O for one head, in symbols."""
-        from fusion.planning.schedules import schedule
-
-        return str(schedule(self.schedule).io).replace("ceiling", "ceil")
+        return str(find_schedule(self.schedule).io).replace("ceiling", "ceil")
 
     @property
     def formula(self) -> str:
@@ -158,7 +160,8 @@ class Plan:
         lines = [
             f"problem    {self.problem}",
             f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
-            f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements",
+            f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements, "
+            f"{find_schedule(self.schedule).kernels_text}",
             f"I/O        {self.symbolic}",
             f"           = {self.formula} per head",
             f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
@@ -170,7 +173,7 @@ class Plan:
             lines.append(f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})")
         others = [f"{candidate}" for candidate in self.alternatives() if candidate.schedule != self.schedule]
         if self.machine.kind != "model" and any(candidate.ideal for candidate in self.alternatives()):
-            others.append("(>=: no kernel of it here; its time if the busiest resource were never idle)")
+            others.append("(>=: no model of a kernel's time; the time if the busiest resource were never idle)")
         return "\n".join(lines + [f"{'others' if index == 0 else '':10} {text}" for index, text in enumerate(others)])
 
     def __str__(self) -> str:
@@ -180,7 +183,8 @@ class Plan:
             if self.machine.kind == "model"
             else f", {seconds_text(self.time)} predicted, limited by {self.limited_by}"
         )
-        return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}{time}"
+        kernel = "" if find_schedule(self.schedule).runs_on(self.machine.kind) else ", no kernel of it"
+        return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}{time}{kernel}"
 
 
 def plan(
@@ -237,33 +241,47 @@ def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
     return problem_of(given, sizes)
 
 
-def _is_candidate(item: Any, features: int | None) -> bool:
-    """Whether a schedule takes part without being named: exact ones, and polynomials where r is known. What
-    certified_sparse leaves out only the data tell."""
-    return item.exact or (features is not None and item.name == "polynomial")
+def find_schedule(name: str) -> Schedule:
+    """The schedule of that name. Raises UnknownScheduleError."""
+    from fusion.planning.schedules import schedule  # with sympy: not where a plan is only read
+
+    return schedule(name)
+
+
+def _candidates(direction: str, features: int | None) -> list[Schedule]:
+    """What takes part without being named: exact schedules, and polynomials where r is known. What certified_sparse
+    leaves out only the data tell."""
+    from fusion.planning.schedules import SCHEDULES
+
+    every = [item for item in SCHEDULES.values() if item.direction == direction]
+    if not every:
+        raise UnknownScheduleError(f"direction {direction!r} is not known; known: forward, backward")
+    return [item for item in every if item.exact or (features is not None and item.takes_features)]
+
+
+def _weighed(problem: Problem, names: Iterable[str]) -> list[str]:
+    """Those of the names that say something of this problem: one that only skips tiles stands for the whole schedule
+    where nothing is masked."""
+    if problem.masked:
+        return list(names)
+    return list(dict.fromkeys(name for name in names if not find_schedule(name).unmasked)) or list(names)
 
 
 def _names(
     schedule: str | None, allow: Collection[str] | None, direction: str, target: Machine, features: int | None
 ) -> tuple[str, ...]:
     """Names of the schedules to choose from, in the table's order."""
-    from fusion.planning.schedules import schedule as find
-    from fusion.planning.schedules import schedules
-
     if schedule is not None:
-        chosen = find(schedule)
-        if chosen.name == "polynomial" and not features:
-            raise ProblemError("the polynomial schedule needs features=r, the number of polynomial features")
+        chosen = find_schedule(schedule)
+        if chosen.takes_features and not features:
+            raise ProblemError(f"the {chosen.name} schedule needs features=r, the number of polynomial features")
         return (chosen.name,)
-    wanted = allow if allow is not None else _RUNNABLE.get(target.kind)
-    every = [item for item in schedules().values() if item.direction == direction]
-    if not every:
-        raise UnknownScheduleError(f"direction {direction!r} is not known; known: forward, backward")
-    if direction == "backward" and allow is None:
-        wanted = None
-    if wanted is None:
-        return tuple(item.name for item in every if _is_candidate(item, features))
-    return tuple(find(name).name for name in wanted)
+    if allow is not None:
+        return tuple(find_schedule(name).name for name in allow)
+    every = _candidates(direction, features)
+    if target.kind != "model":
+        every = [item for item in every if item.runs_on(target.kind)]
+    return tuple(item.name for item in every)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -277,18 +295,13 @@ def _plan(
 ) -> Plan:
     from fusion.planning.choose import candidate, lower_bound
 
-    weighed = [
-        candidate(problem, target, name, multiples, features, tile)
-        for name in names
-        if problem.masked or name != "block_sparse"
-    ]
-    weighed = weighed or [candidate(problem, target, "block_sparse", multiples, features, tile)]
+    weighed = [candidate(problem, target, name, multiples, features, tile) for name in _weighed(problem, names)]
     usable = [item for item in weighed if not item.reason]
     if not usable:
         if len(weighed) == 1:
             raise NoFittingTileError(weighed[0].reason, weighed[0].needed)
         raise NoFittingTileError(_none_fits(problem, target, weighed))
-    best = min(usable, key=lambda item: (item.time, item.io))
+    best = min(usable, key=lambda item: (item.ideal, item.time, item.io))  # a lower limit beats no prediction
     capacity = target.fast_elements(problem.dtype)
     return Plan(
         problem=problem,
@@ -324,17 +337,10 @@ def compare(
     say why, last.
     """
     from fusion.planning.choose import candidate
-    from fusion.planning.schedules import schedules
 
-    names = [
-        item.name for item in schedules().values() if item.direction == direction and _is_candidate(item, features)
-    ]
+    names = _weighed(problem, [item.name for item in _candidates(direction, features)])
     multiples = _register_tile(target)
-    weighed = [
-        candidate(problem, target, name, multiples, features or 1)
-        for name in names
-        if problem.masked or name != "block_sparse"
-    ]
+    weighed = [candidate(problem, target, name, multiples, features or 1) for name in names]
     return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
 
 

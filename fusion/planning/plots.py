@@ -13,21 +13,8 @@ from fusion.errors import MissingPackageError, NoFittingTileError
 from fusion.planning import bounds
 from fusion.planning.compiled import counts
 from fusion.planning.problem import Problem
-from fusion.planning.schedules import schedules
+from fusion.planning.schedules import SCHEDULES, schedule
 from fusion.planning.tiles import least_io, sizes_of
-
-# One colour a schedule, the same in every plot (Okabe and Ito's set, told apart with any colour vision).
-COLOURS = {
-    "flash": "#0072B2",
-    "small_cache": "#D55E00",
-    "materialized": "#7F7F7F",
-    "key_stationary": "#56B4E9",
-    "rabe_staats": "#CC79A7",
-    "split_k": "#009E73",
-    "block_sparse": "#E69F00",
-    "polynomial": "#8C564B",
-}
-_BACKWARD = {"backward_split": "flash", "backward_fused": "key_stationary", "backward_small_cache": "small_cache"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +35,8 @@ def sweep(
     capacities = np.unique(
         np.geomspace(max(4, d * d / 64), problem.n_k * (problem.d + problem.d_v), points).astype(int)
     )
-    chosen = [item for item in schedules().values() if item.direction == direction and item.exact]
-    chosen = [item for item in chosen if item.name != "block_sparse" and (names is None or item.name in names)]
+    chosen = [item for item in SCHEDULES.values() if item.direction == direction and item.exact]
+    chosen = [item for item in chosen if not item.unmasked and (names is None or item.name in names)]
     io = {item.name: np.array([_io(item, problem, int(m)) for m in capacities]) for item in chosen}
     sizes = {"n_q": problem.n_q, "n_k": problem.n_k, "d": problem.d, "d_v": problem.d_v}
     wanted = ("trivial", "both_regimes") if direction == "forward" else ("trivial", "backward")
@@ -83,17 +70,14 @@ def figure(width: float = 8.0, height: float = 5.0) -> tuple[Any, Any]:
     return canvas, axes
 
 
-def colour(name: str) -> str:
-    """The schedule's colour."""
-    return COLOURS.get(_BACKWARD.get(name, name.removeprefix("backward_")), "#333333")
-
-
 def plot_sweep(found: Sweep, path: str | Path) -> Path:
     """I/O of each schedule against M with the bounds and the crossing at M = d^2; writes `path` (png, svg, pdf)."""
     canvas, axes = figure()
     problem, capacities = found.problem, found.capacities
     for name, io in found.io.items():
-        axes.plot(capacities, io, color=colour(name), linewidth=2, label=name)
+        found_here = schedule(name)
+        label = name if found_here.kernels else f"{name} (no kernel)"
+        axes.plot(capacities, io, color=found_here.colour, linewidth=2, label=label)
     imposed = next(name for name in found.bounds if name != "trivial")
     axes.plot(
         capacities, found.bounds[imposed], color="black", linewidth=1.5, linestyle="--", label="lower bound (order)"

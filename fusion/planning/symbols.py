@@ -30,6 +30,9 @@ stages = _positive("stages")  # key tiles in flight
 
 SIZES = (N_q, N_k, d, d_v, M, s, r)
 TILES = {str(symbol): symbol for symbol in (B_r, B_c, B_d, B_o, B_p, B_e, B_s, B_f, stages)}
+CUTS = {"B_r": ("N_q",), "B_c": ("N_k",), "B_d": ("d",), "B_o": ("N_q", "N_k"), "B_p": ("N_q", "N_k"),
+        "B_e": ("d", "d_v"), "B_s": ("N_k",), "B_f": ("r",)}  # fmt: skip
+"""What each tile variable cuts. The second product of a schedule cuts keys or queries, so both offer candidates."""
 
 
 def blocks(size: sympy.Expr, block: sympy.Expr) -> sympy.Expr:
@@ -40,3 +43,8 @@ def blocks(size: sympy.Expr, block: sympy.Expr) -> sympy.Expr:
 def smooth(expression: sympy.Expr) -> sympy.Expr:
     """The expression with every ceiling taken off: what it is where all blocks divide."""
     return expression.replace(sympy.ceiling, lambda inner: inner)
+
+
+R, C = blocks(N_q, B_r), blocks(N_k, B_c)
+PAIRS = N_q * N_k
+DIMS = d + d_v

@@ -12,17 +12,20 @@ from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.planning.compiled import io_variables, phase_counts
 from fusion.planning.problem import Problem
-from fusion.planning.schedules import Phase, Schedule
+from fusion.planning.schedule import Phase, Schedule
+from fusion.planning.symbols import CUTS
 
 Tile = dict[str, int]
 Tiles = dict[str, np.ndarray]
 
-# What each tile variable cuts. A small-cache output and the gradients cut keys or queries by B_o, so both sizes offer
-# candidates.
-CUTS = {"B_r": ("N_q",), "B_c": ("N_k",), "B_o": ("N_q", "N_k"), "B_s": ("N_k",), "B_e": ("d", "d_v"), "B_f": ("r",)}
+
+MOST_BLOCKS = 200
+"""Sizes of one tile variable that a search tries at most."""
+SEARCHED_WHOLE = (MOST_BLOCKS // 2) ** 2
+"""Up to so many queries and keys a search tries every balanced block: a size n has at most 2 sqrt(n) of them."""
 
 
-def balanced(size: int, limit: int = 400) -> list[int]:
+def balanced(size: int, limit: int = MOST_BLOCKS) -> list[int]:
     """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it.
 
     I/O depends on a block only through the number of blocks, so nothing is lost; above `limit` values the list is
@@ -129,7 +132,7 @@ def least_of(
 
 
 def _choices(name: str, sizes: Mapping[str, float], step: int) -> list[int]:
-    return sorted({_up(block, step) for cut in CUTS[name] for block in balanced(int(sizes[cut]), 200)})
+    return sorted({_up(block, step) for cut in CUTS[name] for block in balanced(int(sizes[cut]), MOST_BLOCKS)})
 
 
 def _up(size: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from fusion.planning.simulate.memory import TwoLevelMemory
-from fusion.planning.simulate.schedules import Tile, length, spans
+from fusion.planning.simulate.rows import Tile, length, spans
 
 Sizes = tuple[int, int, int, int]
 

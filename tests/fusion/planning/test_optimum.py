@@ -10,12 +10,12 @@ from fusion.errors import NoFittingTileError, UnknownScheduleError
 from fusion.planning.compiled import counts
 from fusion.planning.optimum import optimum, snapped_tile
 from fusion.planning.plan import Problem
-from fusion.planning.schedules import schedule, schedules
+from fusion.planning.schedules import SCHEDULES, schedule
 from fusion.planning.symbols import TILES, M, N, N_k, N_q, d, d_v
 from fusion.planning.tiles import least_io, sizes_of
 from tests.numerics import assert_same_in_float64
 
-DERIVED = [name for name, item in schedules().items() if item.exact and "materialized" not in name]
+DERIVED = [name for name, item in SCHEDULES.items() if item.closed_form]
 
 
 def test_flash_saturates_the_rows_and_moves_four_times_the_bound():

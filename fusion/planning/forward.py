@@ -1,0 +1,297 @@
+"""The forward schedules.
+
+Sources: FlashAttention (2205.14135), FlashAttention-2 (2307.08691), Rabe & Staats (2112.05682), Saha & Ye (2402.07443),
+Li et al. (2410.09397), Alman & Song (2302.13214); counts with constants are derived here.
+"""
+
+from __future__ import annotations
+
+import sympy
+
+from fusion.planning.schedule import Phase, Schedule
+from fusion.planning.symbols import (
+    DIMS,
+    PAIRS,
+    B_c,
+    B_d,
+    B_e,
+    B_f,
+    B_o,
+    B_p,
+    B_r,
+    B_s,
+    C,
+    M,
+    N_k,
+    N_q,
+    R,
+    blocks,
+    d,
+    d_v,
+    r,
+    s,
+    stages,
+)  # fmt: skip
+
+
+def _flash() -> Schedule:
+    """Query-stationary: a block of Q, its output and its statistics stay; K and V stream past."""
+    return Schedule(
+        name="flash",
+        title="query-stationary: Q, O stay, K, V stream",
+        source="2307.08691",
+        phases=(_attend(sympy.Integer(1)),),
+        order="N^2 d^2 / M",
+        slow=N_q,
+        kernels=("cpu", "gpu"),
+        colour="#0072B2",
+    )
+
+
+def _block_sparse() -> Schedule:
+    """The same over the live blocks of K and V alone."""
+    return Schedule(
+        name="block_sparse",
+        title="query-stationary over live tiles",
+        source="2205.14135, Prop. 4",
+        phases=(_attend(s),),
+        order="N d + s N^2 d^2 / M",
+        slow=N_q,
+        kernels=("cpu", "gpu"),
+        skips=True,
+        unmasked="flash",
+        colour="#E69F00",
+    )
+
+
+def _attend(share: sympy.Expr) -> Phase:
+    return Phase(
+        name="attend",
+        reads=N_q * d + share * R * N_k * DIMS,
+        writes=N_q * d_v + N_q,
+        footprint=B_r * DIMS + stages * B_c * DIMS + B_r * B_c + 2 * B_r,
+        flops=2 * share * PAIRS * DIMS,
+        exps=share * (PAIRS + N_q * C),
+    )
+
+
+def _key_stationary() -> Schedule:
+    """A block of K and V stays; Q and the unfinished output with its two statistics are read and written once per
+    block.
+    """
+    phase = Phase(
+        name="attend",
+        reads=N_k * DIMS + C * N_q * (DIMS + 2),
+        writes=(C + 1) * N_q * (d_v + 2),
+        footprint=B_c * DIMS + B_r * (DIMS + 2) + B_r * B_c,
+        flops=2 * PAIRS * DIMS,
+        exps=PAIRS + 2 * N_q * C,
+    )
+    return Schedule(
+        name="key_stationary",
+        title="FlashAttention-1: K, V blocks stay, Q and O stream",
+        source="2205.14135, Alg. 1, Thm 2",
+        phases=(phase,),
+        order="N^2 d^2 / M",
+        slow=2 * N_q,
+        colour="#56B4E9",
+    )
+
+
+def _rabe_staats() -> Schedule:
+    """Every (query, key) chunk leaves its own partial output and statistics in slow memory; they are merged per query
+    chunk.
+    """
+    partial = N_q * (d_v + 2) * C
+    attend = Phase(
+        name="partial outputs",
+        reads=N_q * d + R * N_k * DIMS,
+        writes=partial,
+        footprint=B_r * DIMS + B_c * DIMS + B_r * B_c + 2 * B_r,
+        flops=2 * PAIRS * DIMS,
+        exps=PAIRS,
+    )
+    merge = Phase(name="merge", reads=partial, writes=N_q * d_v + N_q, footprint=2 * B_r * (d_v + 2), exps=2 * N_q * C)
+    return Schedule(
+        name="rabe_staats",
+        title="Rabe & Staats: one partial output per chunk of keys",
+        source="2112.05682",
+        phases=(attend, merge),
+        order="N^2 d^2 / M",
+        slow=B_r * (d_v + 2) * C,
+        colour="#CC79A7",
+    )
+
+
+def _split_k() -> Schedule:
+    """The keys are cut into splits of B_s, of which the share s is live, each a query-stationary problem of its own
+    with log-sum-exp; then the splits are merged.
+    """
+    splits = blocks(N_k, B_s)
+    attend = Phase(
+        name="splits",
+        reads=splits * N_q * d + s * R * N_k * DIMS,
+        writes=splits * N_q * (d_v + 1),
+        footprint=B_r * DIMS + stages * B_c * DIMS + B_r * B_c + 2 * B_r,
+        flops=2 * s * PAIRS * DIMS,
+        exps=s * (PAIRS + N_q * C),
+    )
+    merge = Phase(
+        name="merge",
+        reads=splits * N_q * (d_v + 1),
+        writes=N_q * d_v + N_q,
+        footprint=2 * B_r * (d_v + 1),
+        exps=2 * N_q * splits,
+    )
+    return Schedule(
+        name="split_k",
+        title="query-stationary on splits of the keys, then a merge",
+        source="Flash-Decoding",
+        phases=(attend, merge),
+        order="N^2 d^2 / M + (N_k / B_s) N d",
+        slow=splits * N_q * (d_v + 1),
+        kernels=("gpu",),
+        skips=True,
+        colour="#009E73",
+    )
+
+
+def _small_cache() -> Schedule:
+    """S by a blocked product with the head dimension cut too, spilled with the row's log-sum-exp; then exp(S - L) V
+    the same way.
+    """
+    scores = Phase(
+        name="scores",
+        reads=N_q * d * C + N_k * d * R,
+        writes=PAIRS + N_q,
+        footprint=B_r * B_c + B_d * (B_r + B_c) + B_r,
+        flops=2 * PAIRS * d,
+        exps=PAIRS + 2 * N_q * C,
+    )
+    output = Phase(
+        name="output",
+        reads=PAIRS * blocks(d_v, B_e) + N_k * d_v * blocks(N_q, B_o) + N_q,
+        writes=N_q * d_v,
+        footprint=B_o * B_e + B_p * (B_o + B_e) + B_o,
+        flops=2 * PAIRS * d_v,
+        exps=PAIRS * blocks(d_v, B_e),
+    )
+    return Schedule(
+        name="small_cache",
+        title="head dimension tiled too, scores spilled (M < d^2)",
+        source="2402.07443, Sec. 3.2",
+        phases=(scores, output),
+        order="N^2 d / sqrt(M)",
+        slow=PAIRS + N_q,
+        colour="#D55E00",
+    )
+
+
+def _materialized() -> Schedule:
+    """S = Q K^T, P = softmax(S), O = P V as three kernels. A row that does not fit is read twice by the softmax."""
+    passes = sympy.Piecewise((1, N_k + 2 <= M), (2, True))
+    product = Phase(
+        name="scores",
+        reads=N_q * d + R * N_k * d,
+        writes=PAIRS,
+        footprint=(B_r + B_c) * d + B_r * B_c,
+        flops=2 * PAIRS * d,
+    )
+    softmax = Phase(
+        name="softmax",
+        reads=passes * PAIRS,
+        writes=PAIRS,
+        footprint=sympy.Piecewise((N_k + 2, N_k + 2 <= M), (B_c + 2, True)),
+        exps=passes * PAIRS,
+    )
+    output = Phase(
+        name="output",
+        reads=PAIRS + R * N_k * d_v,
+        writes=N_q * d_v,
+        footprint=(B_r + B_c) * d_v + B_r * B_c,
+        flops=2 * PAIRS * d_v,
+    )
+    return Schedule(
+        name="materialized",
+        title="standard: S and P stored",
+        source="2205.14135, Alg. 0, Thm 2",
+        phases=(product, softmax, output),
+        order="N d + N^2",
+        slow=2 * PAIRS,
+        closed_form=False,
+        colour="#7F7F7F",
+    )
+
+
+def _polynomial() -> Schedule:
+    """Polynomial features made in fast memory, B_f at a time: state = phi(K)^T [V, 1] over the keys, then the queries
+    read it out.
+    """
+    count = blocks(r, B_f)
+    state = Phase(
+        name="state",
+        reads=count * N_k * DIMS,
+        writes=sympy.Integer(0),
+        footprint=B_f * (d_v + 1) + B_c * (DIMS + B_f),
+        flops=2 * r * N_k * (d_v + 1) + r * N_k,
+    )
+    output = Phase(
+        name="output",
+        reads=count * N_q * d + (count - 1) * N_q * (d_v + 1),
+        writes=(count - 1) * N_q * (d_v + 1) + N_q * d_v,
+        footprint=B_f * (d_v + 1) + B_r * (DIMS + 1 + B_f),
+        flops=2 * r * N_q * (d_v + 1) + r * N_q,
+    )
+    return Schedule(
+        name="polynomial",
+        title="approximate: polynomial features, never stored",
+        source="after 2302.13214; schedule derived here",
+        phases=(state, output),
+        order="N d + N r d^2 / M",
+        slow=N_q,
+        exact=False,
+        kernels=("cpu", "gpu"),
+        closed_form=False,
+        colour="#8C564B",
+    )
+
+
+def _certified_sparse() -> Schedule:
+    """The smallest and the largest key of every block, coordinate by coordinate, bound its scores: query-stationary
+    over the blocks whose bounds do not rule them out, a share s of the tiles.
+    """
+    summaries = Phase(
+        name="summaries", reads=N_k * d, writes=2 * d * C, footprint=(B_c + 2) * d, flops=sympy.Integer(0)
+    )
+    attend = Phase(
+        name="attend",
+        reads=N_q * d + R * C * 2 * d + s * R * N_k * DIMS,
+        writes=N_q * d_v + N_q,
+        footprint=B_r * DIMS + B_c * DIMS + B_r * B_c + 3 * B_r + 2 * d,
+        flops=4 * N_q * C * d + 2 * s * PAIRS * DIMS,
+        exps=N_q * C + s * (PAIRS + N_q * C),
+    )
+    return Schedule(
+        name="certified_sparse",
+        title="approximate: key blocks that provably do not matter are left out",
+        source="derived here",
+        phases=(summaries, attend),
+        order="N d + (s + 1 / B_c) N^2 d^2 / M",
+        slow=N_q + 2 * d * C,
+        exact=False,
+        kernels=("cpu",),
+        closed_form=False,
+    )
+
+
+FORWARD = (
+    _flash(),
+    _key_stationary(),
+    _rabe_staats(),
+    _split_k(),
+    _small_cache(),
+    _block_sparse(),
+    _materialized(),
+    _polynomial(),
+    _certified_sparse(),
+)

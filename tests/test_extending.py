@@ -1,0 +1,72 @@
+"""The diffs of docs/extending.md, applied to a copy of the package and run."""
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.numerics import assert_same_in_float64
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+def diff(heading: str) -> str:
+    """The diff of a section. Blank lines of an indented block are lines of context."""
+    (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", PAGE, flags=re.M | re.S)
+    block = re.match(r"(?:    .*\n|\n)+", section[section.index("    --- a/") :])[0]
+    lines = textwrap.dedent(block).rstrip("\n").splitlines()
+    return "\n".join(line or " " for line in lines) + "\n"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package."""
+    for name in ("fusion", "passes", "codegen"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def applied(package: Path, heading: str) -> list[str]:
+    """Files that the diff of a section changes, in the copy."""
+    text = diff(heading)
+    subprocess.run(["git", "apply", "-"], input=text, text=True, check=True, cwd=package)
+    return re.findall(r"^\+\+\+ b/(.*)$", text, flags=re.M)
+
+
+def run(package: Path, *arguments: str) -> str:
+    """What Python prints, run on the copy."""
+    done = subprocess.run([sys.executable, *arguments], cwd=package, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+COUNTED = """
+import numpy as np
+from fusion.planning.compiled import counts
+from fusion.planning.simulate.schedules import run
+rng = np.random.default_rng(0)
+q, k, v = (rng.normal(size=shape) for shape in ((13, 5), (22, 5), (22, 3)))
+tile = {"B_r": 4, "B_c": 6}
+memory = run("two_pass", q, k, v, capacity=10**4, tile=tile)
+found = counts("two_pass", {"N_q": 13, "N_k": 22, "d": 5, "d_v": 3, "M": 10**4, "s": 1, "r": 1}, tile)
+weights = np.exp(q @ k.T / np.sqrt(5))
+assert (memory.loads, memory.stores) == (found.reads, found.writes) and memory.peak <= found.footprint
+print(abs(memory.result("O") - weights / weights.sum(1, keepdims=True) @ v).max())
+"""
+
+
+def test_a_schedule_takes_two_places_and_its_kernel_is_the_third(package):
+    assert len(applied(package, "A schedule")) == 2
+    table = run(package, "-m", "fusion.cli", "cost", "--N", "4096", "--M", "40000")
+    (row,) = [line.split() for line in table.splitlines() if line.split()[:1] == ["two_pass"]]
+    assert row[1] == "none"
+    text = run(package, "-m", "fusion.cli", "cost", "--symbolic", "--schedule", "two_pass")
+    assert "two_pass: statistics first" in text and "; no kernel (" in text and "B_r* = " in text
+    chosen = run(package, "-m", "fusion.cli", "cost", "--schedule", "two_pass", "--machine", "h200")
+    assert "elements, no kernel" in chosen
+    assert_same_in_float64(float(run(package, "-c", COUNTED)) + 1, 1)
