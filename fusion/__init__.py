@@ -3,7 +3,8 @@
     model = torch.compile(model, backend="fusion")
     print(fusion.explain(model, *inputs))
 
-Importing is light: torch loads the backend by its entry point at first use, and the names below load on access.
+Importing loads torch and little else: torch loads the backend by its entry point at first use, and the names below load
+on access.
 """
 
 from importlib import import_module
@@ -44,9 +45,11 @@ __all__ = [
 
 
 def _register() -> None:
-    """Make the backend known where the package is used without being installed (no entry point)."""
+    """Make the backend known where the package is used without being installed (no entry point), and to
+    `torch.compiler.load_cache_artifacts` what it may find."""
     from importlib.metadata import entry_points
 
+    import_module("fusion.disk_cache")
     if entry_points(group="torch_dynamo_backends", name="fusion"):
         return
     from torch._dynamo import register_backend

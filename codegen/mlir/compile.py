@@ -1,26 +1,45 @@
-"""From MLIR text to the address of machine code, in this process."""
+"""From MLIR text to the address of machine code, in this process.
+
+Where objects can be loaded (`object_file`), what LLVM makes of a text is kept on disk: later processes load it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import glob
+import hashlib
+import importlib.metadata
+import json
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
+from torch._dynamo.utils import counters
+
+from fusion import disk_cache
+from fusion.codegen.mlir import object_file
+from fusion.codegen.mlir.object_file import ObjectFileError
 from fusion.errors import KernelCompilationError
+from fusion.machine import cpu
+
+log = logging.getLogger(__name__)
 
 PIPELINE = (
     "builtin.module(canonicalize,cse,convert-scf-to-cf,convert-math-to-llvm,convert-vector-to-llvm,"
     "convert-func-to-llvm,convert-arith-to-llvm,convert-index-to-llvm,convert-cf-to-llvm,convert-ub-to-llvm,reconcile-unrealized-casts)"
 )
+OPTIMIZATION = 3
+FORMAT = 1
+"""Of objects on disk; to be raised when the same text comes to mean another object, or is called in another way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCode:
-    """An entry point; `engine` owns the memory it lies in and must outlive every call."""
+    """An entry point; `owner` has the memory it lies in and must outlive every call."""
 
-    engine: Any
+    owner: Any
     address: int
 
 
@@ -52,21 +71,99 @@ def openmp_library() -> str | None:
 
 
 def compile_text(source: str, entry: str) -> MachineCode:
-    """Parse, lower and compile a module. Raises KernelCompilationError."""
+    """The machine code of a module's function: from disk, or parsed, lowered and compiled now. Raises
+    KernelCompilationError."""
+    name = _object_name(source)
+    if name is not None and (content := disk_cache.stored(name)) is not None:
+        try:
+            code = _from_object(content, entry)
+            counters["fusion"]["kernel_cache_hit"] += 1
+            return code
+        except ObjectFileError as problem:
+            log.debug("%s is compiled anew: %s", name, problem)
+    counters["fusion"]["kernel_cache_miss"] += 1
+    try:
+        engine = _engine(source)
+        if name is not None and (code := _keep(name, engine, entry)) is not None:
+            return code
+        address = engine.raw_lookup(entry)
+    except Exception as error:
+        place = _numbered(source, str(error))
+        raise KernelCompilationError(f"the generated kernel does not compile: {error}\n{place}") from error
+    if not address:
+        raise KernelCompilationError(
+            f"the generated kernel has no function {entry!r}, or calls one that does not exist"
+        )
+    return MachineCode(owner=engine, address=address)
+
+
+def _engine(source: str) -> Any:
     from torch_mlir import ir
     from torch_mlir.execution_engine import ExecutionEngine
     from torch_mlir.passmanager import PassManager
 
+    with ir.Context():
+        module = ir.Module.parse(source)
+        PassManager.parse(PIPELINE).run(module.operation)
+        return ExecutionEngine(module, opt_level=OPTIMIZATION, shared_libs=[openmp_library()])
+
+
+def _keep(name: str, engine: Any, entry: str) -> MachineCode | None:
+    """The code of an engine by way of an object, which is kept on disk; None where that does not go."""
     try:
-        with ir.Context():
-            module = ir.Module.parse(source)
-            PassManager.parse(PIPELINE).run(module.operation)
-            engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp_library()])
-            address = engine.raw_lookup(entry)
-    except Exception as error:
-        place = _numbered(source, str(error))
-        raise KernelCompilationError(f"the generated kernel does not compile: {error}\n{place}") from error
-    return MachineCode(engine=engine, address=address)
+        content = _object(engine)
+        code = _from_object(content, entry)
+    except (ObjectFileError, OSError) as problem:
+        log.debug("%s is not kept: %s", name, problem)
+        return None
+    disk_cache.store(name, content)
+    return code
+
+
+def _object(engine: Any) -> bytes:
+    """The object file of an engine, written to memory: LLVM ends the process where it cannot write. Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)  # Python may have been built without os.memfd_create
+    handle = library.memfd_create(b"kernel", 1) if hasattr(library, "memfd_create") else -1
+    if handle < 0:
+        raise OSError(ctypes.get_errno(), "no file in memory")
+    with open(handle, "rb") as file:
+        engine.dump_to_object_file(f"/proc/self/fd/{handle}")
+        return file.read()
+
+
+def _from_object(content: bytes, entry: str) -> MachineCode:
+    loaded = object_file.load(content, _function)
+    packed = f"_mlir_{entry}"  # the form that takes an array of pointers to arguments
+    if packed not in loaded.addresses:
+        raise ObjectFileError(f"an object without the function {packed}")
+    return MachineCode(owner=loaded, address=loaded.addresses[packed])
+
+
+def _function(name: str) -> int:
+    """The address of a function of libgomp or the C library."""
+    for library in (openmp_library(), None, "libm.so.6"):
+        if (found := getattr(ctypes.CDLL(library), name, None)) is not None:
+            return ctypes.cast(found, ctypes.c_void_p).value or 0
+    raise ObjectFileError(f"an object that calls {name}, which is in no library")
+
+
+def _object_name(source: str) -> str | None:
+    """The file of a text's object; None where objects are not kept: they differ between processors, versions of LLVM
+    and ways to compile."""
+    if not disk_cache.enabled() or not object_file.loadable():
+        return None
+    parts = [FORMAT, PIPELINE, OPTIMIZATION, _compiler(), cpu.identity(), disk_cache.tag(), source]
+    return f"kernel_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.o" if all(parts[:5]) else None
+
+
+@functools.cache
+def _compiler() -> list[str]:
+    """The libraries of torch-mlir by their checksums; empty where the installation does not say."""
+    try:
+        record = importlib.metadata.distribution("torch-mlir").read_text("RECORD") or ""
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [line for line in record.splitlines() if ".so," in line]
 
 
 def _numbered(source: str, message: str) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
-from fusion.codegen.triton import module
+from fusion import disk_cache
 from fusion.codegen.triton.candidates import MOST, smaller
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import power
@@ -300,7 +300,7 @@ def _header(digest: str, device: torch.device) -> dict[str, Any]:
 def path_of(digest: str, device: torch.device) -> Path:
     """The file with the choices for one module on one kind of device."""
     key = hashlib.sha256(json.dumps(_header(digest, device)).encode()).hexdigest()[:16]
-    return module.directory() / f"tiles_{key}.json"
+    return disk_cache.directory() / f"tiles_{key}.json"
 
 
 def remembered(digest: str, device: torch.device) -> dict[str, Any]:
@@ -336,7 +336,8 @@ def remember(
     choice = {"tile": asdict(tile), "measured": measured, "failed": {str(t): text for t, text in failed.items()}}
     choices = remembered(digest, device) | {name: choice}
     try:
-        module.write(path_of(digest, device), json.dumps(_header(digest, device) | {"choices": choices}, indent=1))
+        text = json.dumps(_header(digest, device) | {"choices": choices}, indent=1)
+        disk_cache.write(path_of(digest, device), text.encode())
     except OSError as problem:
         log.info("what was measured is not remembered: %s", problem)
 

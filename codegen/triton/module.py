@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
-import tempfile
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 
+from fusion import disk_cache
 from fusion.codegen.triton import source
 from fusion.codegen.triton.forward import KernelText
 from fusion.codegen.triton.mathematics import HELPERS
@@ -70,29 +68,12 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 
-def directory() -> Path:
-    """Where modules are kept: `fusion/` in torch's cache directory."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    path = Path(cache_dir()) / "fusion"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file aside and rename it, so that another process never reads half of it."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(aside, path)
-
-
 def load(text: str) -> ModuleType:
     """The module with this text, from a file named after its content."""
     name = f"attention_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    path = directory() / f"{name}.py"
+    path = disk_cache.directory() / f"{name}.py"
     if not path.exists():
-        write(path, text)
+        disk_cache.write(path, text.encode())
     found = importlib.util.spec_from_file_location(f"fusion_generated_{name}", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

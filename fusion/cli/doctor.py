@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+from fusion.machine import MIB
 
 HELP = """What is installed, which targets work, and what to install otherwise.
 
@@ -110,18 +113,31 @@ def _cpp_compiler() -> Finding:
 
 
 def _cache() -> Finding:
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    from fusion import disk_cache
 
-    folder = None
     try:
-        folder = Path(cache_dir())
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = disk_cache.directory()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as problem:
         advice = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
-        return Finding(name="cache", state="broken", found=f"{folder or problem.filename}: {problem}", advice=advice)
-    return Finding(name="cache", state="ok", found=str(folder))
+        return Finding(name="cache", state="broken", found=str(problem), advice=advice)
+    ours, all_of_torch = _count(folder), _count(folder.parent)
+    found = f"{folder.parent}: {all_of_torch}, of which {ours} in fusion/"
+    if disk_cache.enabled():
+        return Finding(name="cache", state="ok", found=found)
+    advice = "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, to compile each kernel once and not in every process"
+    return Finding(name="cache", state="missing", found=f"{found}; not used", advice=advice)
+
+
+def _count(folder: Path) -> str:
+    """Number and size of the files below a folder."""
+    sizes = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if path.is_file():
+                sizes.append(path.stat().st_size)
+    return f"{len(sizes)} files, {sum(sizes) / MIB:.1f} MiB"
 
 
 def _cpu() -> Finding:

@@ -41,13 +41,28 @@ def _linux_caches() -> dict[str, int]:
     return caches
 
 
-def _linux_cpu() -> tuple[str, set[str], float]:
-    """Model name, flags, and clock in Hz from /proc/cpuinfo (0 where it does not say)."""
+def _cpuinfo() -> dict[str, str]:
+    """What /proc/cpuinfo says of the first processor; empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
+        return {}
+    return dict(re.findall(r"^([^\t:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.M))
+
+
+@functools.cache
+def identity() -> list[str]:
+    """What a compiler's choice of instructions depends on: maker, model and flags; empty where that is not known."""
+    fields = _cpuinfo()
+    known = [fields.get(name, "") for name in ("vendor_id", "cpu family", "model", "flags")]
+    return known if all(known) else []
+
+
+def _linux_cpu() -> tuple[str, set[str], float]:
+    """Model name, flags, and clock in Hz from /proc/cpuinfo (0 where it does not say)."""
+    fields = _cpuinfo()
+    if not fields:
         return platform.processor() or platform.machine(), set(), 0.0
-    fields = dict(re.findall(r"^([^\t:\n]+?)\s*:\s*(.*)$", text.split("\n\n")[0], flags=re.M))
     flags = {str(flag) for flag in (fields.get("flags") or fields.get("Features") or "").split()}
     if "asimd" in flags:
         flags.update(("neon", "fma"))

@@ -88,7 +88,7 @@ def test_strict_raises_what_would_be_left_unfused():
 def test_counters():
     counters.clear()
     run()
-    assert dict(counters["fusion"]) == {"sites": 1, "fused": 1, "unfused": 0}
+    assert counters["fusion"].items() >= {"sites": 1, "fused": 1, "unfused": 0}.items()
 
 
 def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, caplog):

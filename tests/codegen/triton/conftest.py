@@ -28,7 +28,7 @@ def emits(gpu_kernels: None) -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the test's own for what is remembered between processes."""
-    from fusion.codegen.triton import module
+    from fusion import disk_cache
 
-    monkeypatch.setattr(module, "directory", lambda: tmp_path)
+    monkeypatch.setattr(disk_cache, "directory", lambda: tmp_path)
     return tmp_path

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fusion import disk_cache
 from fusion.cli import COMMANDS, main
 from fusion.cli import doctor as doctor_command
 from fusion.runtime import kernels
@@ -199,6 +201,20 @@ def test_doctor_finds_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file))
     finding = doctor_command._cache()
     assert finding.state == "broken" and "set TORCHINDUCTOR_CACHE_DIR" in finding.advice
+
+
+def test_doctor_says_where_the_caches_are_and_how_large(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "other").write_bytes(bytes(1 << 20))
+    disk_cache.store("kernel.o", bytes(1 << 19))
+    finding = doctor_command._cache()
+    assert (finding.state, finding.found) == (
+        "ok",
+        f"{tmp_path}: 2 files, 1.5 MiB, of which 1 files, 0.5 MiB in fusion/",
+    )
+    with torch.compiler.config.patch(force_disable_caches=True):
+        finding = doctor_command._cache()
+    assert finding.state == "missing" and "not used" in finding.found and "FORCE_DISABLE_CACHES" in finding.advice
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,0 +1,199 @@
+"""Machine code from texts, from disk, and from object files without a linker."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+from fusion.codegen.mlir import object_file
+from fusion.codegen.mlir.compile import MachineCode, compile_text
+from fusion.errors import KernelCompilationError
+
+compiling = importlib.import_module("fusion.codegen.mlir.compile")
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.skipif(not object_file.loadable(), reason="objects are loaded on x86-64 Linux alone")
+
+
+def text(number: int = 1) -> str:
+    """A function that writes number * sqrt(7) + 2 and the thread's number, by way of constants and other libraries."""
+    return f"""module {{
+llvm.func @omp_get_thread_num() -> i32
+llvm.func @tanf(f32) -> f32
+func.func @f(%p: !llvm.ptr) {{
+  %seven = arith.constant 7.0 : f32
+  %root = math.sqrt %seven : f32
+  %factor = arith.constant dense<{number}.0> : vector<8xf32>
+  %two = arith.constant dense<[2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5]> : vector<8xf32>
+  %all = vector.broadcast %root : f32 to vector<8xf32>
+  %product = arith.mulf %all, %factor : vector<8xf32>
+  %sum = arith.addf %product, %two : vector<8xf32>
+  llvm.store %sum, %p : vector<8xf32>, !llvm.ptr
+  %thread = llvm.call @omp_get_thread_num() : () -> i32
+  %float = arith.sitofp %thread : i32 to f32
+  %tangent = llvm.call @tanf(%float) : (f32) -> f32
+  %last = llvm.getelementptr %p[8] : (!llvm.ptr) -> !llvm.ptr, f32
+  llvm.store %tangent, %last : f32, !llvm.ptr
+  return
+}}
+}}
+"""
+
+
+def result(code: MachineCode) -> torch.Tensor:
+    """What the function writes."""
+    found = torch.full((9,), torch.nan)
+    argument = ctypes.c_void_p(found.data_ptr())
+    packed = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)(ctypes.addressof(packed))
+    return found
+
+
+def expected(number: int = 1) -> torch.Tensor:
+    return torch.cat([number * torch.tensor(7.0).sqrt() + torch.arange(2, 6, 0.5), torch.zeros(1)])
+
+
+def compiled(source: str) -> bool:
+    """Whether LLVM is asked for a text's code; the result of which is checked."""
+    before = counters["fusion"]["kernel_cache_miss"]
+    assert torch.equal(result(compile_text(source, "f")), expected())
+    return counters["fusion"]["kernel_cache_miss"] > before
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "fusion"
+
+
+def test_a_text_is_compiled_once() -> None:
+    assert compiled(text())
+    before = counters["fusion"]["kernel_cache_hit"]
+    assert not compiled(text())
+    assert counters["fusion"]["kernel_cache_hit"] == before + 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-7]),
+        lambda path: path.write_bytes(b""),
+        lambda path: compiling.disk_cache.store(path.name, b"no object"),
+        lambda path: compiling.disk_cache.store(path.name, b"\x7fELF" + bytes(60)),
+        lambda path: compiling.disk_cache.store(path.name, (path.read_bytes()[32:])[:-200]),
+        lambda path: path.unlink(),
+    ],
+    ids=["cut off", "empty", "another file", "an empty object", "half an object", "gone"],
+)
+def test_what_is_damaged_is_compiled_again(folder: Path, damage: Callable[[Path], object]) -> None:
+    assert compiled(text())
+    (path,) = folder.iterdir()
+    damage(path)
+    assert compiled(text())
+    assert not compiled(text()), "and is on disk again"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (compiling, "FORMAT", compiling.FORMAT + 1),
+        (compiling, "PIPELINE", compiling.PIPELINE.replace("canonicalize,", "canonicalize,cse,")),
+        (compiling, "OPTIMIZATION", 2),
+        (compiling, "_compiler", lambda: ["another LLVM"]),
+        (compiling.cpu, "identity", lambda: ["another processor"]),
+        (compiling.disk_cache, "tag", lambda: "another tag"),
+    ],
+)
+def test_objects_are_of_one_version_and_processor(monkeypatch, owner: object, name: str, value: object) -> None:
+    assert compiled(text())
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        assert compiled(text())
+    assert not compiled(text())
+
+
+@pytest.mark.parametrize("unknown", ["_compiler", "identity", "loadable"])
+def test_nothing_is_kept_where_that_would_not_be_safe(monkeypatch, folder: Path, unknown: str) -> None:
+    owner = {"_compiler": compiling, "identity": compiling.cpu, "loadable": object_file}[unknown]
+    monkeypatch.setattr(owner, unknown, list)
+    assert compiled(text()) and compiled(text()) and not folder.exists()
+
+
+def test_a_full_disk_changes_nothing_for_the_kernel(monkeypatch, folder: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/full/folder")
+    assert compiled(text()) and compiled(text())
+
+
+VARIABLE = text().replace("module {", "module {\nllvm.mlir.global internal @count(1 : i32) : i32", 1).replace(
+    "  return", "  %g = llvm.mlir.addressof @count : !llvm.ptr\n  %c = llvm.load volatile %g : !llvm.ptr -> i32\n"
+    "  llvm.store volatile %c, %g : i32, !llvm.ptr\n  return", 1)  # fmt: skip
+
+
+def test_an_object_that_cannot_be_loaded_runs_as_llvm_loads_it(folder: Path) -> None:
+    assert compiled(VARIABLE) and compiled(VARIABLE) and not list(folder.iterdir())
+
+
+def test_without_files_in_memory_nothing_is_kept(monkeypatch, folder: Path) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
+    with pytest.raises(OSError, match="no file in memory"):
+        compiling._object(None)
+    assert compiled(text()) and compiled(text()) and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (text().replace("arith.mulf", "arith.mulx"), "mulx"),
+        (
+            text().replace("tanf", "no_such_function"),
+            "the generated kernel has no function 'f', or calls one that does not exist",
+        ),
+        (text().replace("@f(", "@g("), "the generated kernel has no function 'f', or calls one that does not exist"),
+    ],
+    ids=["not a program", "a function that does not exist", "no entry"],
+)
+def test_texts_that_do_not_compile(folder: Path, source: str, message: str) -> None:
+    with pytest.raises(KernelCompilationError, match=message):
+        compile_text(source, "f")
+    assert not list(folder.iterdir())
+
+
+MANY = """
+import sys
+from tests.codegen.mlir.test_compile import compile_text, expected, result, text, torch
+print("started", flush=True)
+for number in range(1, 13):
+    assert torch.equal(result(compile_text(text(number), "f")), expected(number)), number
+    print(number, flush=True)
+"""
+
+
+def many() -> subprocess.Popen:
+    """A process that compiles many texts into the folder."""
+    return subprocess.Popen([sys.executable, "-c", MANY], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_at_once_and_one_that_is_killed(folder: Path) -> None:
+    first, second, killed = many(), many(), many()
+    assert killed.stdout is not None
+    while (line := killed.stdout.readline()) and int(line if line.strip().isdigit() else 0) < 2:
+        pass
+    killed.send_signal(signal.SIGKILL)
+    for process in (first, second, killed):
+        process.communicate()
+    assert (first.returncode, second.returncode, killed.returncode) == (0, 0, -signal.SIGKILL)
+    before = counters["fusion"]["kernel_cache_miss"]
+    for number in range(1, 13):
+        assert torch.equal(result(compile_text(text(number), "f")), expected(number))
+    assert counters["fusion"]["kernel_cache_miss"] == before, "everything was there"

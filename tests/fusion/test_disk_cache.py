@@ -1,0 +1,143 @@
+"""Files that processes share: found whole or not at all, and never a reason to fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.compiler._cache import CacheArtifactManager
+
+from fusion import disk_cache
+from fusion.disk_cache import KernelArtifact, store, stored
+
+ROOT = Path(__file__).parents[2]
+CONTENT = bytes(range(256)) * 64
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "fusion"
+
+
+def process(code: str) -> subprocess.CompletedProcess:
+    """Another process that runs a piece of code in the same cache folder."""
+    command = [sys.executable, "-c", f"import os, signal\nfrom fusion import disk_cache\n{code}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_another_process_finds_what_was_kept(folder: Path) -> None:
+    assert stored("a.o") is None
+    store("a.o", CONTENT)
+    assert stored("a.o") == CONTENT and [path.name for path in folder.iterdir()] == ["a.o"]
+    done = process("assert disk_cache.stored('a.o') == bytes(range(256)) * 64; disk_cache.store('b.o', b'theirs')")
+    assert done.returncode == 0, done.stderr
+    assert stored("b.o") == b"theirs"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda sealed: b"",
+        lambda sealed: sealed[:20],
+        lambda sealed: sealed[:-1],
+        lambda sealed: sealed + b"\0",
+        lambda sealed: sealed[:5000] + bytes([sealed[5000] ^ 1]) + sealed[5001:],
+        lambda sealed: bytes(len(sealed)),
+    ],
+    ids=["empty", "cut in the seal", "cut off", "longer", "one bit", "zeros"],
+)
+def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    store("a.o", CONTENT)
+    (folder / "a.o").write_bytes(damage((folder / "a.o").read_bytes()))
+    assert stored("a.o") is None
+    store("a.o", CONTENT)
+    assert stored("a.o") == CONTENT, "and replaced"
+
+
+@contextmanager
+def _no_room() -> Iterator[None]:
+    """Files end after 1,000 bytes, as on a disk that is full; the operating system says so in the middle of writing."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_keeps_nothing_and_leaves_nothing(folder: Path) -> None:
+    with _no_room():
+        store("a.o", CONTENT)
+        with pytest.raises(OSError):
+            disk_cache.write(folder / "b.o", CONTENT)
+    assert not list(folder.iterdir()) and stored("a.o") is None
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ESTALE])
+@pytest.mark.parametrize("step", ["mkdir", "mkstemp", "replace"])
+def test_whatever_the_operating_system_refuses_is_no_error(monkeypatch, folder: Path, step: str, code: int) -> None:
+    def refuse(*arguments, **keywords):
+        raise OSError(code, os.strerror(code))
+
+    owner = {"mkdir": Path, "mkstemp": disk_cache.tempfile, "replace": os}[step]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, refuse)
+        store("a.o", CONTENT)
+        assert stored("a.o") is None
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_a_file_that_may_not_be_read_is_as_good_as_none(folder: Path) -> None:
+    (folder / "a.o").mkdir(parents=True)
+    assert stored("a.o") is None
+    store("a.o", CONTENT)
+    assert stored("a.o") is None
+
+
+def test_a_process_that_is_killed_in_the_middle_leaves_no_half_file(folder: Path) -> None:
+    kill = "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = process(kill + "disk_cache.store('a.o', b'half')")
+    assert done.returncode == -signal.SIGKILL
+    assert stored("a.o") is None
+    store("a.o", CONTENT)
+    assert stored("a.o") == CONTENT
+
+
+def test_torch_s_switch_holds_here(folder: Path) -> None:
+    store("a.o", CONTENT)
+    with torch.compiler.config.patch(force_disable_caches=True):
+        assert stored("a.o") is None
+        store("b.o", CONTENT)
+    assert stored("a.o") == CONTENT and stored("b.o") is None
+
+
+def test_files_travel_with_torch_s_artifacts(folder: Path) -> None:
+    with CacheArtifactManager.with_fresh_cache():
+        store("kept.o", CONTENT)
+        saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None and saved[1].artifacts["fusion"] == ["kept.o"]
+    with CacheArtifactManager.with_fresh_cache():
+        assert stored("kept.o") == CONTENT
+        assert torch.compiler.save_cache_artifacts() is not None, "what was only read travels too"
+    (folder / "kept.o").unlink()
+    assert torch.compiler.load_cache_artifacts(saved[0]) is not None
+    assert stored("kept.o") == CONTENT
+
+
+@pytest.mark.parametrize("name", ["../a.o", "/tmp/a.o", "", ".", "a/b.o", "a.o\n"])
+def test_an_artifact_with_a_name_that_is_not_ours_is_left_out(folder: Path, name: str) -> None:
+    store("good.o", CONTENT)
+    KernelArtifact(name, (folder / "good.o").read_bytes()).populate_cache()
+    KernelArtifact("bad.o", CONTENT).populate_cache()
+    files = [path.name for path in folder.parent.rglob("*") if path.is_file()]
+    assert files == ["good.o"] and not Path("/tmp/a.o").exists()
