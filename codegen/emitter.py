@@ -35,9 +35,8 @@ Planning = Callable[[Machine], Planner]
 class Kernel(Protocol):
     """What runs one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
 
-    @property
-    def source(self) -> str:
-        """The kernel's text; empty where there is none (yet)."""
+    def source(self, sizes: Sequence[int]) -> str:
+        """The text of what a call with these sizes runs, headed by its choice; empty where there is none."""
         ...
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor: ...
@@ -54,9 +53,8 @@ class Kernel(Protocol):
 class TrainingKernel(Protocol):
     """What trains with one spec."""
 
-    @property
-    def source(self) -> str:
-        """The forward kernel's text."""
+    def source(self, sizes: Sequence[int]) -> str:
+        """The text of the forward's kernel: see `Kernel.source`."""
         ...
 
     def choice(self, sizes: Sequence[int]) -> Choice | None:

@@ -227,12 +227,14 @@ def _report(
 
 
 def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:
+    sizes = _sizes(part, hints)
+    values, request = tuple(sizes.values()), _request(options)
     return AttentionReport(
         spec=part.spec,
-        sizes=_sizes(part, hints),
+        sizes=sizes,
         shapes=_shapes(part, hints),
         planned=_planned(part, hints, options),
-        source=kernels.kernel_source(part.spec, part.device, _request(options), part.differentiable),
+        source=kernels.kernel_source(part.spec, part.device, request, part.differentiable, values),
         approximation=_approximation(part, hints, options),
     )
 

@@ -3,7 +3,7 @@ OpenMP threads.
 
     supports(spec, machine)        why there is no kernel for it, or None
     reads(dtype, machine)          whether kernels read a float8 dtype
-    compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source` is its MLIR text
+    compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source(sizes)`: its text
     compile_training(spec, machine)
                                    the pair of `forward` (with row statistics) and `backward`; None where there is none
 

@@ -248,10 +248,13 @@ class Kernel:
             )
         return replace(base, groups=tile.rows // self.target.lanes, keys=tile.keys)
 
-    @property
-    def source(self) -> str:
-        """The MLIR text of the first variant; empty before the first call where d is known only then."""
-        return next((variant.text.source for variant in self._variants.values()), "")
+    def source(self, sizes: Sequence[int]) -> str:
+        """The MLIR text of what a call with these sizes runs, headed by its choice; empty where no kernel runs."""
+        *_, n_q, n_k, d, d_v = self._extents(sizes)
+        if not min(n_q, n_k, d, d_v):
+            return ""
+        choice = self.choice(sizes)
+        return choice.heading("//") + self.variant(d, d_v, self._tiling(choice)).text.source
 
     def variant(self, d: int, d_v: int, tiling: Tiling | None) -> Variant:
         """The variant for these sizes, compiled at first use."""

@@ -34,10 +34,12 @@ class TrainingKernel:
         self._compiled: dict[tuple, CompiledKernel] = {}
         self._lock = threading.Lock()
 
-    @property
-    def source(self) -> str:
-        """The MLIR text of the first kernel: the forward's."""
-        return next((kernel.text.source for kernel in self._compiled.values()), "")
+    def source(self, sizes: Sequence[int]) -> str:
+        """The MLIR text of the forward's kernel, headed by its choice; empty where no kernel runs."""
+        *_, n_q, n_k, d, d_v = self.extents(sizes)
+        if not min(n_q, n_k, d, d_v):
+            return ""
+        return self.choice(sizes).heading("//") + self._forward_kernel(d, d_v, 0).text.source
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Compile what a forward with these sizes will run. Backward kernels are compiled by the first backward."""

@@ -20,10 +20,12 @@ Run = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 class ReferenceKernel:
     """A spec, executed in plain torch."""
 
-    source = ""
-
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
+
+    def source(self, sizes: Sequence[int]) -> str:
+        """Nothing is written."""
+        return ""
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         return run(self.spec, operands, sizes)
@@ -38,10 +40,12 @@ class ReferenceKernel:
 class ReferenceGradient:
     """A forward kernel, and the gradient of the reference interpreter, which needs no statistics (they are zeros)."""
 
-    source = ""
-
     def __init__(self, spec: AttentionSpec, kernel: Run):
         self.spec, self.kernel = spec, kernel
+
+    def source(self, sizes: Sequence[int]) -> str:
+        """Nothing is written."""
+        return ""
 
     def choice(self, sizes: Sequence[int]) -> None:
         """Nothing is chosen for the gradient."""

@@ -2,7 +2,7 @@
 
     supports(spec)          why there is no kernel for it, or None
     reads(dtype, machine)   whether kernels on a machine read tensors of a float8 dtype
-    compile(spec)           the kernel: call it with operand tensors and sizes; `kernel.source` is the module's text
+    compile(spec)           the kernel: call it with operand tensors and sizes; `kernel.source(sizes)` is its text
     compile_training(spec)  forward with statistics, and the gradients
 
 `forward` writes the kernel around the loop of `key_loop`, `expressions` and `matrices` the values and addresses in it,

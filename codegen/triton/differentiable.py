@@ -57,9 +57,9 @@ class Differentiable:
         self._variants: dict[tuple, Variant] = {}
         self._lock = threading.Lock()
 
-    @property
-    def source(self) -> str:
-        return self.kernel.source
+    def source(self, sizes: Sequence[int]) -> str:
+        """The text of the forward's module (see `Kernel.source`)."""
+        return self.kernel.source(sizes)
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """What the forward of a call runs (see `Kernel.choice`)."""

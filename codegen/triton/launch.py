@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion.codegen import reference
-from fusion.codegen.triton import autotune, module
+from fusion.codegen.triton import autotune
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
 from fusion.codegen.triton.descriptors import boxes, descriptors
@@ -76,13 +76,17 @@ class Kernel:
         """What an operand is called in the modules."""
         return Writer(spec=self.spec).operand(number)
 
-    @property
-    def source(self) -> str:
-        """The module's text; of the first variant, where d is known only at a call; empty before it."""
-        if not self._variants and self.spec.d.op == "const" and self.spec.d_v.op == "const":
-            d, d_v = self.spec.d.integer, self.spec.d_v.integer
-            return module.module_text(self.spec, forward_kernels(self.spec, d, d_v, self.statistics), d, d_v)
-        return next((variant.source for variant in self._variants.values()), "")
+    def source(self, sizes: Sequence[int]) -> str:
+        """The text of the module that a call with these sizes and aligned tensors runs, headed by its choice; empty
+        where no kernel runs."""
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
+        if not min(n_q, n_k, d, d_v):
+            return ""
+        device = current_device()
+        if (other := self._packed(batch, n_q, device)) is not self:
+            return other.source(sizes)
+        choice = self.choice(sizes)
+        return choice.heading("#") + self._variant_of(choice, choice.tile, device, (d, d_v))[0].source
 
     def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order = PLAIN) -> Variant:
         """The module for these sizes, schedule and order, made at first use."""
@@ -172,19 +176,13 @@ class Kernel:
         d, d_v = extents[2:]
         planner = self.planner(device)
         choice = planner.choose(sizes)
-        table, split = choice.tile, choice.splits > 1
+        table = choice.tile
 
         def variant(tile: Tile) -> tuple[Variant, Tile]:
-            order = order_of(tile, split, shared, self.packed)
-            if not order.specialized or self._specializes(d, d_v):
-                found = self.variant(d, d_v, device.type == "cpu", split, order)
-                if reads(found):
-                    return found, tile
-            order = replace(order, described=False, specialized=False)
-            return self.variant(d, d_v, device.type == "cpu", split, order), table if tile.specialized else tile
+            return self._variant_of(choice, tile, device, (d, d_v), shared, reads)
 
         return Stage(
-            kernel="attention_split" if split else "attention_forward",
+            kernel="attention_split" if choice.splits > 1 else "attention_forward",
             variant=variant(table)[0],
             tile=table,
             launch=lambda tile: launch(*variant(tile)),
@@ -192,9 +190,29 @@ class Kernel:
             results=results,
         )
 
+    def _variant_of(
+        self,
+        choice: Choice,
+        tile: Tile,
+        device: torch.device,
+        widths: tuple[int, int],
+        shared: bool = False,
+        reads: Callable[[Variant], bool] = lambda _: True,
+    ) -> tuple[Variant, Tile]:
+        """The module for a tile in a choice's schedule, and the tile it runs in: without descriptors, and in the
+        choice's own tile where warps were to have roles, if `reads` says that they cannot describe the operands."""
+        split, interpreted = choice.splits > 1, device.type == "cpu"
+        order = order_of(tile, split, shared, self.packed)
+        if not order.specialized or self._specializes(*widths):
+            found = self.variant(*widths, interpreted, split, order)
+            if reads(found):
+                return found, tile
+        order = replace(order, described=False, specialized=False)
+        return self.variant(*widths, interpreted, split, order), choice.tile if tile.specialized else tile
+
     def choice(self, sizes: Sequence[int]) -> Choice:
         """What a call with these sizes and aligned tensors runs on the current device, as far as is known before it."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = current_device()
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         if (other := self._packed(batch, n_q, device)) is not self:
             return other.choice(sizes)
@@ -324,6 +342,11 @@ def machine_of(device: torch.device) -> Machine:
 
 
 @functools.cache
+def current_device() -> torch.device:
+    """Where kernels run: the current GPU, or the interpreter."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
     """How a kernel goes about a tile. split: parts of the keys have programs of their own. shared: V is the first
     columns of K."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusion.errors import ProblemError
 from fusion.machine import Machine, machine
+
+if TYPE_CHECKING:
+    from fusion.planning.choice import Choice
+    from fusion.planning.plan import Candidate, Plan
+    from fusion.planning.problem import Problem
 
 HELP = """I/O, lower bound, predicted time and tile of every schedule for one attention problem.
 
@@ -89,7 +94,7 @@ def _direction(arguments: argparse.Namespace) -> str:
     return "backward" if arguments.backward else "forward"
 
 
-def _approximation(arguments: argparse.Namespace, problem: Any, target: Machine) -> str:
+def _approximation(arguments: argparse.Namespace, problem: Problem, target: Machine) -> str:
     """With --bound: sets the number of features, and says where exact and polynomial attention cross."""
     from fusion.approximate import cost
     from fusion.codegen.mlir import polynomial as kernels
@@ -105,12 +110,13 @@ def _approximation(arguments: argparse.Namespace, problem: Any, target: Machine)
     return text + (f"\nby I/O alone from N = {n} on" if n else "\nby I/O alone never")
 
 
-def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
+def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> int:
     from fusion.planning.plan import compare, plan
 
     crossing = "" if arguments.bound is None else _approximation(arguments, problem, target)
     options = {"direction": _direction(arguments), "features": arguments.features}
-    chosen = plan(problem, target, arguments.schedule, **options)
+    choice = _choice(arguments, problem, target)
+    chosen = plan(problem, target, arguments.schedule, choice=choice, **options)
     weighed = compare(problem, target, **options)
     if arguments.schedule:
         weighed = tuple(item for item in weighed if item.schedule == chosen.schedule)
@@ -118,7 +124,7 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
         print(json.dumps(_as_json(problem, target, chosen, weighed), indent=2))
         return 0
     if arguments.schedule:
-        print(chosen.explain())
+        print(chosen.explain() + (f"\nruns       {choice}" if choice else ""))
         return 0
     print(f"{problem}\n{target.name}: M = {chosen.capacity} elements; lower bound {chosen.bound:.4g} elements moved\n")
     rows = [("", "schedule", "kernel", "tile", "I/O", "bytes", "/ bound", "predicted")]
@@ -131,7 +137,7 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
     for item in weighed:
         if item.reason:
             print(f"\n{item.schedule} does not fit: {item.reason}")
-    print(f"\n* chosen: {chosen}")
+    print(f"\n* chosen: {chosen}" + (f"\n  runs {choice}" if choice else ""))
     if crossing:
         print(f"\npolynomial, {crossing}")
     if target.kind != "model" and any(item.ideal for item in weighed):
@@ -139,7 +145,19 @@ def _table(arguments: argparse.Namespace, problem: Any, target: Machine) -> int:
     return 0
 
 
-def _row(item: Any, chosen: Any, problem: Any, target: Machine) -> tuple[str, ...]:
+def _choice(arguments: argparse.Namespace, problem: Problem, target: Machine) -> Choice | None:
+    """What the planner chooses for the forward's kernel on a processor. None where another schedule was asked for, and
+    for a mask of which only a density is known."""
+    from fusion.cli.attention import attention_of
+    from fusion.planning.planner import planner_for
+
+    if target.kind == "model" or arguments.backward or problem.density < 1:
+        return None
+    choice = planner_for(attention_of(problem), target).choose(())
+    return choice if arguments.schedule in (None, choice.schedule) else None
+
+
+def _row(item: Candidate, chosen: Plan, problem: Problem, target: Machine) -> tuple[str, ...]:
     from fusion.planning.plan import bytes_text, find_schedule, tile_text
 
     mark = "*" if item.schedule == chosen.schedule else ""
@@ -152,7 +170,7 @@ def _row(item: Any, chosen: Any, problem: Any, target: Machine) -> tuple[str, ..
     return mark, item.schedule, kernel, tile_text(item.tile), io, moved, ratio, time
 
 
-def _as_json(problem: Any, target: Machine, chosen: Any, weighed: tuple[Any, ...]) -> dict[str, Any]:
+def _as_json(problem: Problem, target: Machine, chosen: Plan, weighed: tuple[Candidate, ...]) -> dict[str, Any]:
     from fusion.planning.plan import find_schedule
 
     schedules = [
@@ -173,6 +191,7 @@ def _as_json(problem: Any, target: Machine, chosen: Any, weighed: tuple[Any, ...
         "M": chosen.capacity,
         "bound": chosen.bound,
         "chosen": chosen.schedule,
+        "runs": None if chosen.choice is None else str(chosen.choice),
         "formula": chosen.formula,
         "schedules": schedules,
     }

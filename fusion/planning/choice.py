@@ -51,7 +51,8 @@ class Tile:
 
     def __str__(self) -> str:
         switches = "".join(f", {name}" for name in FORM if getattr(self, name))
-        return f"{self.rows} x {self.keys}, {self.warps} warps, stages {self.stages}{switches}"
+        threads = "" if self.warps == self.stages == 1 else f", {self.warps} warps, stages {self.stages}"
+        return f"{self.rows} x {self.keys}{threads}{switches}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,10 @@ class Choice:
         """By the names of the cost model."""
         cut = {"B_s": -(-self.keys // self.splits)} if self.splits > 1 else {}
         return {"B_r": self.tile.rows, "B_c": self.tile.keys, "stages": self.tile.stages, **cut}
+
+    def heading(self, comment: str) -> str:
+        """The first line of a kernel's text: what was chosen for it."""
+        return f"{comment} {self.schedule}: {self}\n"
 
     def __str__(self) -> str:
         parts = "" if self.splits == 1 else f"keys in {self.splits} parts, "

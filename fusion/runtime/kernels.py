@@ -109,9 +109,9 @@ def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool 
     return found.kernel
 
 
-def kernel_source(spec: AttentionSpec, device: str, request: Request, trained: bool = False) -> str:
-    """The text of the kernel that runs a spec; empty where the reference interpreter does."""
-    return kernel_of(spec, device, request, trained).source
+def kernel_source(spec: AttentionSpec, device: str, request: Request, trained: bool, sizes: Sequence[int]) -> str:
+    """The text of what a call of a spec with these sizes runs; empty where the reference interpreter does."""
+    return kernel_of(spec, device, request, trained).source(sizes)
 
 
 def kernel_choice(

@@ -207,8 +207,10 @@ def test_a_module_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_same_spec_gives_the_same_text() -> None:
     spec = case("left_padded", d=16).spec
-    text = Kernel(spec).source
-    assert text == Kernel(spec.from_json(spec.to_json())).source
+    sizes = (1, 2, 33, 40)
+    text = Kernel(spec).source(sizes)
+    assert text == Kernel(spec.from_json(spec.to_json())).source(sizes)
+    assert text.startswith(f"# block_sparse: {Kernel(spec).choice(sizes)}\n")
     assert max(map(len, text.splitlines())) <= 120
 
 

@@ -4,9 +4,17 @@ import json
 import re
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from fusion.cli import COMMANDS, main
-from tests.numerics import assert_same_in_float64
+from fusion.cli.attention import attention_of
+from fusion.codegen import reference
+from fusion.machine import machine
+from fusion.planning.from_spec import problem_of
+from fusion.planning.plan import Problem, plan
+from fusion.planning.planner import planner_for
+from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 
 def test_table_for_the_two_level_model(capsys):
@@ -38,6 +46,44 @@ def test_a_machine_predicts_time_and_honours_the_dtype(capsys):
     assert "* chosen: block_sparse" in half and "bfloat16 causal" in half and "us" in half
     assert main([*arguments, "--dtype", "fp32"]) == 0
     assert capsys.readouterr().out != half
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("", {}),
+        ("--causal", {"causal": True}),
+        ("--causal --window 100", {"causal": True, "window": 100}),
+        ("--heads 4 --heads-kv 2", {"heads": 4, "heads_kv": 2}),
+    ],
+)
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_a_processors_plan_is_the_choice_that_kernels_take(capsys, name, words, sizes):
+    """The same object as in the report of a model that writes the attention out, and in its kernel's heading."""
+    arguments = ["cost", "--N", "512", "--d", "64", "--machine", name, *words.split()]
+    problem = Problem(n_q=512, n_k=512, d=64, d_v=64, **sizes)
+    choice = planner_for(attention_of(problem), machine(name)).choose(())
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert f"\n  runs {choice}\n" in text and f"* chosen: {plan(problem, name, choice=choice)}\n" in text
+    assert main([*arguments, "--schedule", choice.schedule]) == 0
+    assert capsys.readouterr().out.endswith(f"\nruns       {choice}\n")
+
+
+def test_the_attention_of_a_problem_is_that_problem():
+    problem = Problem(n_q=60, n_k=100, d=16, d_v=24, batch=2, heads=6, heads_kv=3, causal=True, diagonal=40, window=30)
+    spec = attention_of(problem)
+    found = problem_of(spec, ())
+    assert (found.batch, found.heads, found.heads_kv, found.d_v) == (2, 6, 3, 24)
+    q, k, v = torch.randn(2, 6, 60, 16), torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 24)
+    i, j = torch.arange(60)[:, None] + 40, torch.arange(100)
+    live = (j <= i) & (j > i - 30)
+
+    def eager(*qkv):
+        return F.scaled_dot_product_attention(*qkv, attn_mask=live, enable_gqa=True)
+
+    exact = eager(q.double(), k.double(), v.double())
+    assert_as_exact_as_eager(reference.run(spec, [q, k, v], ()), eager(q, k, v), exact)
 
 
 def test_json(capsys):
