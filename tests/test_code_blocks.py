@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.cli import main
+from fusion.cli import COMMANDS, main, parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,6 +26,11 @@ attend = Model()
 
 def inputs():
     return tuple(torch.randn(1, 2, 33, 16) for _ in range(3))
+
+batch = dict(zip("qkv", inputs()))
+
+def gram(x):
+    return torch.softmax(x @ x.mT, -1) @ x
 """
 
 
@@ -47,7 +53,10 @@ class Model(torch.nn.Module):
 def space(tmp_path: Path, monkeypatch) -> Iterator[dict]:
     """What the pages take for granted: a model, its inputs, and the imports. Files go to an empty folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "package").mkdir()
+    for name in ("model.py", "data.py", "package/model.py"):
+        (tmp_path / name).write_text(MODEL)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     model, inputs = Model(), tuple(torch.randn(1, 2, 33, 16) for _ in range(3))
     yield {"torch": torch, "fusion": fusion, "model": model, "inputs": inputs, "pipeline": lambda text: model(*inputs)}
 
@@ -64,14 +73,20 @@ def test_python_blocks_run_in_order(page: Path, space: dict, tmp_path: Path) -> 
             exec(compile(block, str(file), "exec"), space)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.name)
-def test_commands_run(page: Path, space: dict, capsys) -> None:
-    for line in commands(page):
-        words = shlex.split(line)[1:]
-        if words[0] == "doctor":  # has tests of its own; compiles for a while
-            words = ["cost", "--N", "64"]
-        assert main(words) == 0, line
+@pytest.mark.parametrize("line", dict.fromkeys(line for page in PAGES for line in commands(page)))
+def test_a_command_runs(line: str, space: dict, capsys) -> None:
+    assert main(shlex.split(line)[1:]) == 0
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_page_has_every_option_of_a_command(name: str) -> None:
+    """In a line that the test above runs."""
+    (found,) = [action.choices for action in parser()._actions if isinstance(action.choices, dict)]
+    options = {option for action in found[name]._actions for option in action.option_strings} - {"-h", "--help"}
+    lines = [line.split() for line in commands(ROOT / "docs" / "command-line.md")]
+    used = {word for line in lines if line[1] == name for word in line}
+    assert options - used == set()
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:

@@ -18,10 +18,10 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code (0 done, 1 the command says no, 2 the request was wrong)."""
-    parser = argparse.ArgumentParser(prog="fusion", description="An attention compiler: what it would do, and why.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """What parses the arguments of every command."""
+    whole = argparse.ArgumentParser(prog="fusion", description="An attention compiler: what it would do, and why.")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
         help_text = command.HELP
@@ -34,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
-    arguments = parser.parse_args(argv)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code (0 done, 1 the command says no, 2 the request was wrong)."""
+    arguments = parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except FusionError as error:
