@@ -53,56 +53,118 @@ def shares_of(problem: Problem, tiles: Tiles) -> np.ndarray:
     return np.array([cache[pair] for pair in pairs])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCosts:
+    """What the GPU model assumes of a kernel beyond the machine's own rates.
+
+    Where no source is named a value is an assumption: no GPU has been measured with it. The tiles of kernels are not
+    chosen by it (`fusion.planning.gpu_model` does that) but schedules are.
+
+    peak: share of the data sheet's matrix rate that whole tiles reach at best; FlashAttention-3 (2407.08608) reports
+        0.75 on an H100, FlashAttention-2 (2307.08691) 0.73 on an A100, their softmax included.
+    whole_rows, whole_keys: tiles of fewer rows or keys do not fill the matrix units.
+    row_power, key_power: their efficiency falls with that power of what is missing.
+    one_stage: share of the rate that is left where loads are not made ahead.
+    usable_registers: share of the register file that accumulators may take.
+    most_resident: programs that a processor runs side by side at most.
+    operations: operations on a score in the time of one exponential; 256 flop against 16 special functions per clock
+        (CUDA C++ Programming Guide, arithmetic throughput, compute capability 8.0 and 9.0).
+    exposed: share of the shorter of products and exponentials that does not run beside the longer.
+    saturating: share of the processors that together saturate the main memory.
+    partial_bytes: bytes of an element of a split's partial result (float32), which is written and read once.
+    block, tile: seconds to begin and end a block of rows, and a tile of keys.
+    """
+
+    peak: float = 0.8
+    whole_rows: int = 128
+    row_power: float = 0.5
+    whole_keys: int = 64
+    key_power: float = 0.3
+    one_stage: float = 0.7
+    usable_registers: float = 0.9
+    most_resident: int = 4
+    operations: float = 16.0
+    exposed: float = 0.3
+    saturating: float = 0.5
+    partial_bytes: int = 4
+    block: float = 1.5e-6
+    tile: float = 1e-7
+
+
+GPU_COSTS = GpuCosts()
+
+
 def gpu_time(
-    machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarray, splits: np.ndarray | int = 1
+    machine: Machine,
+    problem: Problem,
+    tiles: Tiles,
+    shares: np.ndarray,
+    splits: np.ndarray | int = 1,
+    costs: GpuCosts = GPU_COSTS,
 ) -> Times:
     """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1.
 
-    Small tiles run the matrix units below peak (their fill shows below 128 rows or 64 columns); one stage exposes the
-    memory latency. Re-reads of K and V by other query blocks are served by L2 as long as one wave's keys fit it.
+    Small tiles run the matrix units below peak; one stage exposes the memory latency. Re-reads of K and V by other
+    query blocks are served by L2 as long as one wave's keys fit it.
     """
     rows, cols, stages = (tiles[name].astype(float) for name in ("B_r", "B_c", "stages"))
-    d, d_v, size = max(1, problem.d), max(1, problem.d_v), problem.element_bytes
+    d, d_v = max(1, problem.d), max(1, problem.d_v)
     keys = np.ceil(shares * max(1, problem.n_k) / splits)
     blocks = problem.problems * np.ceil(max(1, problem.n_q) / rows) * splits
-    shared = rows * d * size + stages * cols * (d + d_v) * size
-    registers = 4 * rows * (d_v + cols) + size * rows * cols
-    resident = np.clip(np.floor(np.minimum(machine.shared_memory / shared, 0.9 * machine.registers / registers)), 1, 4)
-    wave = np.ceil(blocks / (machine.cores * resident)) * resident
-    busy = np.where(blocks < machine.cores * resident, np.ceil(blocks / machine.cores), wave)
-    efficiency = np.minimum(1, rows / 128) ** 0.5 * np.minimum(1, cols / 64) ** 0.3 * np.where(stages > 1, 1, 0.7) * 0.8
+    slots = machine.cores * _resident(machine, problem, rows, cols, stages, costs)
+    wave = np.ceil(blocks / slots) * (slots / machine.cores)
+    busy = np.where(blocks < slots, np.ceil(blocks / machine.cores), wave)
+    fill = np.minimum(1, rows / costs.whole_rows) ** costs.row_power
+    fill *= np.minimum(1, cols / costs.whole_keys) ** costs.key_power
+    efficiency = fill * np.where(stages > 1, 1, costs.one_stage) * costs.peak
     scores = rows * np.ceil(keys / cols) * cols
     products = busy * 2 * scores * (d + d_v) / (machine.flops(problem.dtype) / machine.cores * efficiency)
-    exponentials = busy * scores * (1 + problem.score_flops / 16) / (machine.exp_rate / machine.cores)
-    moved = blocks * (rows * (d + d_v) * size + keys * (d + d_v) * problem.key_bytes)
-    heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
-    compulsory = (d + d_v) * (problem.problems * problem.n_q * size + heads_kv * problem.n_k * problem.key_bytes)
-    in_flight = (
-        np.minimum(blocks, machine.cores * resident)
-        / np.ceil(max(1, problem.n_q) / rows)
-        * problem.n_k
-        * (d + d_v)
-        * problem.key_bytes
-    )
-    l2 = machine.level("L2")
-    dram = np.where(in_flight <= l2.capacity, np.minimum(compulsory, moved), moved)
-    used = np.minimum(1, blocks / machine.cores)
-    resources = {
-        "products": products,
-        "exponentials": exponentials,
-        "L2": moved / (l2.bandwidth * used),
-        "HBM": dram / (machine.main.bandwidth * np.minimum(1, used * 2)),
-    }
-    merge = np.where(
-        np.asarray(splits) > 1, machine.launch + 2 * blocks * rows * (d_v + 1) * 4 / machine.main.bandwidth, 0
-    )
-    overhead = machine.launch + merge + busy * (1.5e-6 + 1e-7 * np.ceil(keys / cols))
-    total = (
-        np.maximum.reduce(np.broadcast_arrays(*resources.values()))
-        + 0.3 * np.minimum(products, exponentials)
-        + overhead
-    )
+    operations = 1 + problem.score_flops / costs.operations
+    exponentials = busy * scores * operations / (machine.exp_rate / machine.cores)
+    memory = _memory_time(machine, problem, rows, keys, blocks, np.minimum(blocks, slots), costs)
+    resources = {"products": products, "exponentials": exponentials, **memory}
+    partial = 2 * blocks * rows * (d_v + 1) * costs.partial_bytes / machine.main.bandwidth
+    merge = np.where(np.asarray(splits) > 1, machine.launch + partial, 0)
+    overhead = machine.launch + merge + busy * (costs.block + costs.tile * np.ceil(keys / cols))
+    busiest = np.maximum.reduce(np.broadcast_arrays(*resources.values()))
+    total = busiest + costs.exposed * np.minimum(products, exponentials) + overhead
     return Times(total=total, resources=resources | {"overhead": overhead})
 
 
-__all__ = ["Times", "gpu_time", "shares_of", "streaming_time"]
+def _resident(
+    machine: Machine, problem: Problem, rows: np.ndarray, cols: np.ndarray, stages: np.ndarray, costs: GpuCosts
+) -> np.ndarray:
+    """How many programs a processor runs side by side."""
+    d, d_v, size = max(1, problem.d), max(1, problem.d_v), problem.element_bytes
+    shared = rows * d * size + stages * cols * (d + d_v) * size
+    registers = 4 * rows * (d_v + cols) + size * rows * cols
+    fitting = np.minimum(machine.shared_memory / shared, costs.usable_registers * machine.registers / registers)
+    return np.clip(np.floor(fitting), 1, costs.most_resident)
+
+
+def _memory_time(
+    machine: Machine,
+    problem: Problem,
+    rows: np.ndarray,
+    keys: np.ndarray,
+    blocks: np.ndarray,
+    together: np.ndarray,
+    costs: GpuCosts,
+) -> dict[str, np.ndarray]:
+    """Seconds of L2 and main memory. keys: that a block meets; together: blocks that run at the same time."""
+    dims, size = max(1, problem.d) + max(1, problem.d_v), problem.element_bytes
+    moved = blocks * (rows * dims * size + keys * dims * problem.key_bytes)
+    heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
+    compulsory = dims * (problem.problems * problem.n_q * size + heads_kv * problem.n_k * problem.key_bytes)
+    heads_together = together / np.ceil(max(1, problem.n_q) / rows)
+    in_flight = heads_together * problem.n_k * dims * problem.key_bytes
+    l2 = machine.level("L2")
+    main = np.where(in_flight <= l2.capacity, np.minimum(compulsory, moved), moved)
+    used = np.minimum(1, blocks / machine.cores)
+    return {
+        "L2": moved / (l2.bandwidth * used),
+        "HBM": main / (machine.main.bandwidth * np.minimum(1, used / costs.saturating)),
+    }
+
+
+__all__ = ["GpuCosts", "Times", "gpu_time", "shares_of", "streaming_time"]
