@@ -27,6 +27,9 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    from fusion.runtime.bound import teach_inductor
+
+    teach_inductor()
     patches = list_mode_options(mode) if mode else None
     with _without_fuse_attention(_process() if _has_dtensors(module) else ""):
         return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))

@@ -29,7 +29,9 @@ class _ThreadMemory(threading.local):
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
+        self._room = self._address = 0
         self.params = ctypes.create_string_buffer(8 * PARAMETER_SLOTS)
+        self.slots = memoryview(self.params).cast("B").cast("q")
         # The engine's entry points take an array of pointers to arguments; the one argument is the address of the
         # slots.
         self._argument = ctypes.c_void_p(ctypes.addressof(self.params))
@@ -42,9 +44,11 @@ class _ThreadMemory(threading.local):
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes, on a cache line."""
-        if self.workspace.numel() < size + 64:
-            self.workspace = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
-        return round_up(self.workspace.data_ptr(), 64)
+        if self._room < size:
+            self._room = size + size // 4
+            self.workspace = torch.empty(self._room + 64, dtype=torch.uint8)
+            self._address = round_up(self.workspace.data_ptr(), 64)
+        return self._address
 
     def flagged(self) -> bool:
         """Whether a kernel met values that its products cannot take; the flag is lowered."""
@@ -77,6 +81,10 @@ class Function:
     def __call__(self, slots: Sequence[int], threads: int) -> None:
         """Run it on so many threads; slots: the values of the parameters, in order."""
         self._layout.pack_into(memory.params, 0, *slots)
+        self.run(threads)
+
+    def run(self, threads: int) -> None:
+        """Run it on so many threads, with the parameters that lie in `memory.slots`."""
         if threads == 1:
             self._alone(memory.packed)
         else:

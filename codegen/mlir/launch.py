@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,13 +34,13 @@ from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import FEW_QUERIES, rows_choice
 
 
-def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple[int, ...]]:
-    """(operands, sizes, output, workspace, flag, counter, call, selection) -> parameter slots."""
-    computed = {
-        ("ptr", "workspace"): "workspace",
-        ("ptr", "flag"): "flag",
-        ("ptr", "counter"): "counter",
-        ("ptr", "out"): "out.data_ptr()",
+def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[..., list[int]], Callable[..., None]]:
+    """Two functions that make a call's parameters.
+
+    `fixed(sizes, strides of the operands, strides of the output, call)`: all slots, with 0 for addresses;
+    `vary(slots, operands, out, workspace, flag, counter, selection)`: writes the others into `slots`.
+    """
+    from_call = {
         ("workspace_bytes",): "call.per_thread",
         ("key_steps",): "call.steps",
         ("items",): "call.items",
@@ -47,29 +48,37 @@ def slots_function(text: KernelText, spec: AttentionSpec) -> Callable[..., tuple
         ("chunks",): "call.chunks",
         ("span",): "call.span",
         ("together",): "call.together",
-        ("ptr", "marks"): "selection[0]",
-        ("ptr", "skipped"): "selection[1]",
-        ("share",): "selection[2]",
     }
+    selected = {("ptr", "marks"): 0, ("ptr", "skipped"): 1, ("share",): 2}
 
-    def term(slot: tuple) -> str:
-        if slot in computed:
-            return computed[slot]
-        kind, which = slot[0], slot[1]
-        if kind == "ptr":
-            return f"o[{which}].data_ptr()"
-        if kind == "stride":
-            return f"t{which}[{slot[2]}]"
-        if kind == "size":
-            return f"s[{spec.sizes.index(which)}]"
-        return f"u[{spec.output.dims.index(which)}]"  # a stride of the output
+    def fixed(slot: tuple) -> str:
+        if slot in from_call:
+            return from_call[slot]
+        if slot in selected or slot[0] == "ptr":
+            return "0"
+        if slot[0] == "stride":
+            return f"t[{slot[1]}][{slot[2]}]"
+        return f"s[{spec.sizes.index(slot[1])}]" if slot[0] == "size" else f"u[{spec.output.dims.index(slot[1])}]"
 
-    strided = sorted({slot[1] for slot in text.slots if slot[0] == "stride"})
-    lines = [f"    t{number} = o[{number}].stride()" for number in strided]
-    body = "\n".join([*lines, "    u = out.stride()", f"    return ({', '.join(map(term, text.slots))},)"])
-    namespace: dict[str, Callable[..., tuple[int, ...]]] = {}
-    exec(f"def slots(o, s, out, workspace, flag, counter, call, selection):\n{body}", namespace)
-    return namespace["slots"]
+    def varying(slot: tuple) -> str | None:
+        if slot in selected:
+            return f"selection[{selected[slot]}]"
+        if slot[0] != "ptr":
+            return None
+        if isinstance(slot[1], int):
+            return f"o[{slot[1]}].data_ptr()"
+        return "out.data_ptr()" if slot[1] == "out" else slot[1]
+
+    written = [f"    slots[{n}] = {term}" for n, slot in enumerate(text.slots) if (term := varying(slot)) is not None]
+    lines = [
+        "def fixed(s, t, u, call):",
+        f"    return [{', '.join(map(fixed, text.slots))}]",
+        "def vary(slots, o, out, workspace, flag, counter, selection):",
+        *written,
+    ]
+    namespace: dict[str, Callable] = {}
+    exec("\n".join(lines), namespace)
+    return namespace["fixed"], namespace["vary"]
 
 
 class Variant:
@@ -86,7 +95,7 @@ class Variant:
         )
         self.function = Function(compile_text(self.text.source, "attention"), len(self.text.slots))
         self.spec, self.tiling = spec, tiling
-        self.slots = slots_function(self.text, spec)
+        self._fixed, self._vary = slot_functions(self.text, spec)
 
     def call(self, extents: Sequence[int], threads: int) -> Call:
         """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads."""
@@ -112,21 +121,29 @@ class Variant:
             together=-(-span // blocks),
         )
 
+    def fixed(
+        self, sizes: Sequence[int], strides: Sequence[Sequence[int]], out_strides: Sequence[int], call: Call
+    ) -> memoryview:
+        """The parameters that all calls with these sizes and strides (of the operands, of the output) share."""
+        return memoryview(array("q", self._fixed(sizes, strides, out_strides, call)))
+
     def __call__(
         self,
         operands: Sequence[torch.Tensor],
-        sizes: Sequence[int],
         out: torch.Tensor,
         call: Call,
+        fixed: memoryview,
         selection: tuple[int, ...] = (),
-    ) -> None:
-        """Write the attention to `out`. selection: what a selective kernel is given (see `sparse_kernel`)."""
-        workspace = memory.reserve(call.threads * call.per_thread)
-        memory.counter.value = 0
-        slots = self.slots(
-            operands, sizes, out, workspace, memory.flag_address, memory.counter_address, call, selection
-        )
-        self.function(slots, call.threads)
+    ) -> bool:
+        """Write the attention to `out`; False where values were met that the products cannot take. fixed: what `fixed`
+        returns. selection: what a selective kernel is given (see `sparse_kernel`)."""
+        mine = memory
+        workspace, slots = mine.reserve(call.threads * call.per_thread), mine.slots
+        mine.counter.value = 0
+        slots[: len(fixed)] = fixed
+        self._vary(slots, operands, out, workspace, mine.flag_address, mine.counter_address, selection)
+        self.function.run(call.threads)
+        return not (self.text.may_flag and mine.flagged())
 
 
 class Call(NamedTuple):
@@ -145,12 +162,14 @@ class Call(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """All that a call needs beside its tensors: what runs it, and the shape and strides of the output."""
+    """All that a call needs beside its tensors: what runs it, with which parameters, and the shape and strides of the
+    output."""
 
     variant: Variant
     call: Call
-    shape: list[int]
-    strides: list[int]
+    fixed: memoryview
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 #: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
@@ -158,6 +177,7 @@ WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
 FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
 ROWS = None  # in place of a tiling: the variant for few queries
 CALLS_KEPT = 4096
+empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # what Inductor's code calls: half the time of torch's own
 
 
 def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
@@ -192,7 +212,7 @@ class Kernel:
         self._extents = extents_function(spec)
         self._variants: dict[tuple[int, int, Tiling | None], Variant] = {}
         self._chosen: dict[tuple[int, ...], Choice] = {}
-        self._calls: dict[tuple[int, ...], _Prepared] = {}
+        self._calls: dict[tuple, _Prepared] = {}
         self._lock = threading.Lock()
         names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
         self._dims = [names.index(name) for name in spec.output.dims]
@@ -266,22 +286,19 @@ class Kernel:
         return found
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-        # A short call takes no longer than its bookkeeping: what follows from the sizes is derived once.
-        key = (torch.get_num_threads(), *sizes)
+        # A short call takes no longer than its bookkeeping: what follows from sizes and strides is derived once.
+        key = (torch.get_num_threads(), *sizes, *[tensor.stride() for tensor in operands])
         prepared = self._calls.get(key)
         if prepared is None:
             extents = self._extents(sizes)
             if not math.prod(extents):
                 return self._nothing(operands, sizes, extents)
-            prepared = self._prepare_call(key, sizes, extents)
-        variant, call, shape, strides = prepared
-        out = torch.empty_strided(shape, strides, dtype=self._out_dtype)
-        variant(operands, sizes, out, call)
-        if variant.text.may_flag and memory.flagged():
-            extents = self._extents(sizes)
-            *_, d, d_v = extents
-            other = self.variant(d, d_v, self.tilings[1])
-            other(operands, sizes, out, other.call(extents, torch.get_num_threads()))
+            prepared = self._keep(key, operands, sizes, self._tiling(self.choice(sizes)))
+        variant, call, fixed, shape, strides = prepared
+        out = empty_strided(shape, strides, self._out_dtype)
+        if not variant(operands, out, call, fixed):
+            other = self._prepare_call(operands, sizes, self.tilings[1])
+            other.variant(operands, out, other.call, other.fixed)
         return out
 
     def _nothing(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], extents: Sequence[int]) -> torch.Tensor:
@@ -290,22 +307,30 @@ class Kernel:
         if math.prod(batch) and n_q and d_v:
             return reference.run(self.spec, operands, sizes)
         shape, strides = self._layout([*batch, n_q, d_v])
-        return torch.empty_strided(shape, strides, dtype=self._out_dtype)
+        return empty_strided(shape, strides, self._out_dtype)
 
-    def _prepare_call(self, key: tuple[int, ...], sizes: Sequence[int], extents: Sequence[int]) -> _Prepared:
-        *batch, n_q, n_k, d, d_v = extents
-        check_sizes(n_q, n_k, *sizes)
-        variant = self.variant(d, d_v, self._tiling(self.choice(sizes)))
+    def _keep(
+        self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | None
+    ) -> _Prepared:
         if len(self._calls) >= CALLS_KEPT:
             self._calls.clear()
-        call = variant.call(extents, key[0])
-        return self._calls.setdefault(key, _Prepared(variant, call, *self._layout([*batch, n_q, d_v])))
+        return self._calls.setdefault(key, self._prepare_call(operands, sizes, tiling))
 
-    def _layout(self, extents: list[int]) -> tuple[list[int], list[int]]:
+    def _prepare_call(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | None) -> _Prepared:
+        extents = self._extents(sizes)
+        *batch, n_q, n_k, d, d_v = extents
+        check_sizes(n_q, n_k, *sizes)
+        variant = self.variant(d, d_v, tiling)
+        call = variant.call(extents, torch.get_num_threads())
+        shape, strides = self._layout([*batch, n_q, d_v])
+        fixed = variant.fixed(sizes, [tensor.stride() for tensor in operands], strides, call)
+        return _Prepared(variant, call, fixed, shape, strides)
+
+    def _layout(self, extents: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of the result; extents of the batch coordinates, i and e."""
         shape = [extents[axis] for axis in self._dims]
         strides, step = [0] * len(shape), 1
         for position in self._slowest_last:
             strides[position] = step
             step *= max(shape[position], 1)
-        return shape, strides
+        return tuple(shape), tuple(strides)

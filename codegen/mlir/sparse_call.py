@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.codegen.mlir.calling import memory
 from fusion.codegen.mlir.launch import Variant
 from fusion.codegen.mlir.sparse_kernel import share_bits
 from fusion.codegen.mlir.strategy import tilings_for
@@ -45,7 +44,7 @@ class SparseKernel:
         skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
         selection = (marks.data_ptr(), skipped.data_ptr(), share_bits(share))
         call = variant.call((heads, n_q, n_k, d, d_v), torch.get_num_threads())
-        variant([q, k, v], sizes, out, call, selection)
-        if variant.text.may_flag and memory.flagged():
+        fixed = variant.fixed(sizes, [x.stride() for x in (q, k, v)], out.stride(), call)
+        if not variant([q, k, v], out, call, fixed, selection):
             return None
         return out, skipped[..., 0].amax(1), skipped[..., 1].sum(1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -27,6 +29,17 @@ log = logging.getLogger(__name__)
 
 _forward: dict[tuple[str, str, str], Executor] = {}
 _training: dict[tuple[str, str, str], GuardedTraining] = {}
+
+
+class Holder(Protocol):
+    """What keeps an executor beside these tables."""
+
+    def forget(self) -> None:
+        """Ask for it again at the next use."""
+        ...
+
+
+holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def executor(spec: str, device: str, request: str = "auto") -> Executor:
@@ -52,6 +65,8 @@ def forget() -> None:
     """Build every kernel anew at its next use."""
     _forward.clear()
     _training.clear()
+    for holder in list(holders):
+        holder.forget()
 
 
 @contextlib.contextmanager

@@ -35,8 +35,9 @@ from fusion.ir.tile_map import MapSpec
 from fusion.runtime import autograd, executor
 from fusion.runtime.tile_map_op import tile_map
 
-VERSION = 10
-"""To be raised with every change of what the ops return: Inductor's caches are keyed by it."""
+VERSION = 11
+"""To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
+it."""
 
 _library = torch.library.Library("fusion", "DEF")
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)

@@ -1,0 +1,79 @@
+"""What a call of a compiled attention costs, step by step: one query over 64 keys of one head, of which the kernel has
+little to do.
+
+    python benchmarks/calls.py
+
+Times in microseconds, least and median of turns in which every step runs 500 times; steps contain those below them.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import fusion  # noqa: F401  registers the backend in a checkout that is not installed
+from fusion.codegen.mlir import launch
+from fusion.codegen.mlir.calling import memory
+from fusion.runtime import kernels
+from fusion.runtime.bound import bound_attention
+
+CALLS, TURNS = 500, 40
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.mT / 8, -1) @ v
+
+
+def steps() -> dict[str, Callable[[], object]]:
+    """A call of each step."""
+    q, k, v = operands = [torch.randn(1, 1, rows, 64) for rows in (1, 64, 64)]
+    run = torch.compile(attend, backend="fusion", dynamic=False)
+    other = torch.compile(lambda q, k, v: q + 1, dynamic=False)
+    run(q, k, v)
+    ((spec, device, request), guarded), sizes = next(iter(kernels._forward.items())), [1, 1, 1, 64]
+    bound, kernel = bound_attention(spec, device, request), guarded.kernel
+    variant, call, fixed, shape, strides = next(iter(kernel._calls.values()))
+    out = launch.empty_strided(shape, strides, torch.float32)
+
+    def key() -> None:
+        kernel._calls.get((torch.get_num_threads(), *sizes, *[x.stride() for x in operands]))
+
+    def slots() -> None:
+        memory.slots[: len(fixed)] = fixed
+        variant._vary(memory.slots, operands, out, 0, 0, 0, ())
+
+    return {
+        "the compiled function": lambda: run(q, k, v),
+        "a compiled q + 1, for comparison": lambda: other(q, k, v),
+        "the operator, which Inductor's code would call": lambda: torch.ops.fusion.attention_below_autograd.default(
+            operands, sizes, spec, request
+        ),
+        "the bound function, which it calls": lambda: bound(operands, sizes),
+        "the kernel object": lambda: kernel(operands, sizes),
+        "  finding what was derived for these sizes and strides": key,
+        "  the output tensor": lambda: launch.empty_strided(shape, strides, torch.float32),
+        "  the rest: workspace, parameters, machine code and its work": lambda: variant(operands, out, call, fixed),
+        "    parameters": slots,
+    }
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print the table."""
+    calls = steps()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    gc.disable()
+    for _ in range(TURNS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    for name, found in times.items():
+        print(f"{min(found):6.2f} {statistics.median(found):6.2f}  {name}")
+
+
+if __name__ == "__main__":
+    main()
