@@ -172,15 +172,27 @@ def _atanh(x: Expr, call: Call) -> Expr:
     return _times(apply("fsub", apply("log1p", x), apply("log1p", apply("neg", x))), 0.5)
 
 
+def _acos_of_magnitude(size: Expr) -> Expr:
+    """acos of 0 to 1: 2 atan(sqrt((1 - x) / 2) / sqrt((1 + x) / 2)), infinitely steep at 1."""
+    half = _times(apply("fsub", ONE, size), 0.5)
+    quotient = apply("div", apply("sqrt", half), apply("sqrt", apply("fsub", ONE, half)))
+    return _times(apply("atan", quotient), 2.0)
+
+
 def _acos(x: Expr, call: Call) -> Expr:
-    """2 atan(sqrt((1 - x) / (1 + x)))."""
-    quotient = apply("div", apply("fsub", ONE, x), apply("fadd", x, ONE))
-    return _times(apply("atan", apply("sqrt", quotient)), 2.0)
+    negative = apply("flt", x, ZERO)
+    near = _acos_of_magnitude(where(negative, apply("neg", x), x))
+    return where(negative, apply("fsub", const(math.pi), near), near)
 
 
 def _asin(x: Expr, call: Call) -> Expr:
-    square = apply("fmul", apply("fsub", ONE, x), apply("fadd", x, ONE))
-    return apply("atan", apply("div", x, apply("sqrt", square)))
+    """atan(x / sqrt(1 - x^2)), and from 1/2 on, where its derivative would be 0 * inf at the end, by acos."""
+    size = apply("abs", x)
+    small = apply("fle", size, const(0.5))
+    inner = where(small, x, ZERO)
+    square = apply("fmul", apply("fsub", ONE, inner), apply("fadd", inner, ONE))
+    outer = _odd(x, apply("fsub", const(math.pi / 2), _acos_of_magnitude(where(small, const(0.5), size))))
+    return where(small, apply("atan", apply("div", inner, apply("sqrt", square))), outer)
 
 
 def _frac(x: Expr, call: Call) -> Expr:

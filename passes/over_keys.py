@@ -16,7 +16,7 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates, node
 from fusion.ir.ops import apply
-from fusion.passes import casts, nodes
+from fusion.passes import nodes
 from fusion.passes.nodes import arguments, packet, shape
 from fusion.passes.views import Index
 
@@ -39,7 +39,7 @@ def _softmax(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     if columns is None:
         return None
     if (dtype := args.get("dtype")) is not None:  # the scores are cast before the softmax
-        columns = tuple(casts.cast(column, dtype) for column in columns)
+        columns = tuple(pullback.cast(column, dtype) for column in columns)
     kind = "safe_softmax" if packet(here) is aten._safe_softmax else "softmax"
     return node("softmax", columns, Kind.FLOAT, kind)
 

@@ -32,6 +32,7 @@ from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
 from fusion.passes.folding import folded
 from fusion.passes.inplace import may_copy
+from fusion.passes.narrow import Narrow
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.over_keys import depends_on_product
@@ -77,6 +78,7 @@ class PullBack:
         self.detached_maximum = False
         self.limit: str | None = None
         self._memo: dict[tuple[Node, Index], Expr] = {}
+        self._narrow = {dtype: Narrow(dtype, self._limits, lambda part: self.loaded[part.operand]) for dtype in ROUNDED}
         self._depth = 0
 
     def value(self, here: Node, index: Index) -> Expr:
@@ -130,7 +132,7 @@ class PullBack:
         else:
             result = self._computed(here, index)
         if result is not None and casts.kind_of(nodes.dtype(here)) is not result.kind:
-            result = casts.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
+            result = self.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
         if result is not None and result.kind is Kind.INT:
             result = within(result, nodes.dtype(here), self._limits(result))
         if result is None:
@@ -202,18 +204,18 @@ class PullBack:
         kwargs = {name: self.argument(arg, index, extents) for name, arg in here.kwargs.items()}
         if kwargs.get("out") is not None:
             return None
-        result = pointwise.build(packet(here), casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
-        rounds = result is not None and nodes.dtype(here) is torch.float16 and depends_on_product(result)
-        return self._with_rounded_sums(result) if rounds else result  # type: ignore[arg-type]
+        return self.built(packet(here), casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
 
-    def _with_rounded_sums(self, value: Expr) -> Expr:
-        """Sums with tensors that may be masks, as float16 rounds them: unlike that of other dtypes, its lowest value is
-        one that float32 can add scores to."""
-        if value.op == "where":
-            return where(value.args[0], *map(self._with_rounded_sums, value.args[1:]))
-        masks = [arg for arg in value.args if arg.op == "load" and "j" in coordinates(arg)]
-        fixed = any(not marks.requires_grad(self.loaded[mask.operand]) for mask in masks)
-        return apply(ROUNDED[torch.float16], value) if fixed and value.op in ("fadd", "fsub") else value
+    def built(self, operation: Any, call: casts.Call) -> Expr | None:
+        """The value of a pointwise call, as its dtype holds it."""
+        return self._held(pointwise.build(operation, call), call.dtype)
+
+    def cast(self, value: Expr, dtype: torch.dtype) -> Expr | None:
+        """`value.to(dtype)`, as that holds it."""
+        return self._held(casts.cast(value, dtype), dtype)
+
+    def _held(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
+        return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)
 
     def _maximum_without_gradient(self, here: Node, index: Index) -> Expr | None:
         """What no gradient flows through is loaded, but for `x.amax(-1).detach()`: a softmax ignores its shift."""
@@ -236,7 +238,7 @@ class PullBack:
         if value.op == "to_float" and casts.kind_of(dtype) is Kind.INT:
             whole = value.args[0]
             return whole if is_exact(self._limits(whole), nodes.dtype(origin)) else None
-        return casts.cast(value, dtype)
+        return self.cast(value, dtype)
 
     def _dropout(self, here: Node, index: Index) -> Expr | None:
         """Dropout of scores or weights; that of anything else is computed by the graph and loaded."""
@@ -334,7 +336,7 @@ class PullBack:
         args = arguments(here)
         added = self.argument(args["self"], index, shape(here))
         call = casts.Call(args=(product, added), kwargs={"alpha": args["beta"]}, dtype=nodes.dtype(here))
-        combined = pointwise.build(aten.add, call)
+        combined = self.built(aten.add, call)
         assert combined is not None
         return combined
 

@@ -18,6 +18,7 @@ from torch.fx import Node
 from fusion.ir import Operand
 from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, load, loads, rebuild, substitute, walk
 from fusion.ir.ops import apply, conjuncts
+from fusion.ir.primitives import ROUNDED
 from fusion.ir.spec import MaskFacts, Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
 from fusion.passes import marks, nodes
@@ -179,6 +180,8 @@ def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
         return [found for arg in score.args for found in _addends(arg, factor)]
     if score.op == "where":
         return [found for arg in score.args[1:] if not arg.is_const for found in _addends(arg, factor)]
+    if score.op in ROUNDED.values():
+        return _addends(score.args[0], factor)
     if score.op == "fmul":
         value, by = score.args if score.args[1].is_const else score.args[::-1]
         if by.is_const and by.value > 0:

@@ -51,7 +51,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 
 METHOD = "certified_sparse"
-UNCERTIFIED = "too many keys have weight, or rounding is not certified"
+UNCERTIFIED = "too many keys have weight, rounding is not certified, or inputs are not finite"
 GLANCED, OPTIMISM = (16, 128, 4), 0.85
 """Rows, keys and blocks of each head that are looked at before more are; by how much norms of so few are lowered."""
 FEW, PROMISING = 4, 0.6
@@ -116,6 +116,11 @@ class _Likely(NamedTuple):
 def _by_head(heads: Heads) -> list[Tensor]:
     """Q, K and V of every head, shared keys repeated."""
     return [heads.q, *(x[heads.owner] if len(x) < len(heads.q) else x for x in (heads.k, heads.v))]
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all of a tensor is: nothing is certified of NaN and infinities."""
+    return bool(x.abs().amax() < math.inf)
 
 
 class SparseAttention:
@@ -219,7 +224,8 @@ class SparseAttention:
         q, k, _ = rows = _by_head(heads)
         marks = {}
         for head, share in likely.items():
-            if (found := self._marks(q[head], k[head], share, fine)) is not None:
+            finite = all(_is_finite(x[head]) for x in rows)
+            if finite and (found := self._marks(q[head], k[head], share, fine)) is not None:
                 marks[head] = found
         selective = [*marks]
         certified = {head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN}

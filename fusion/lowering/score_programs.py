@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from fusion.ir import ops, primitives
-from fusion.ir.expr import SCORE, Expr, Kind, const, contains, rebuild, walk
+from fusion.ir.expr import SCORE, Expr, Kind, const, contains, coordinates, rebuild, walk
 from fusion.ir.fills import LARGEST, in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
 
@@ -106,6 +106,8 @@ def _factor(expr: Expr, folded: bool) -> float | None:
     if expr is SCORE:
         return 1.0
     if (parts := _split(expr)) is not None:
+        if parts[0] > 1 and _may_overflow(parts[1]):
+            return None
         inner = _factor(parts[1], folded)
         return parts[0] * (inner or 1.0) if folded or inner is not None else None
     if expr.op == "where" and not contains(expr.args[0], SCORE):
@@ -114,6 +116,15 @@ def _factor(expr: Expr, folded: bool) -> float | None:
             return _factor(then, folded)
         return _factor(otherwise, folded) if is_dead(then) else None
     return None
+
+
+def _may_overflow(expr: Expr) -> bool:
+    """Whether a value may be a fill that a factor above 1 takes beyond float32. A load over the keys may."""
+    return any(
+        1e30 < abs(part.value) < math.inf if part.is_const else part.op == "load" and "j" in coordinates(part)
+        for part in walk(expr)
+        if part.kind is Kind.FLOAT
+    )
 
 
 def _divided(expr: Expr, scale: float, folded: bool) -> Expr | None:
