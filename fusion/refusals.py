@@ -30,6 +30,10 @@ class Ground(enum.Enum):
     MASKED_AFTER = (
         "Mask the scores with the same predicate before the softmax, or by a large finite number instead of -inf."
     )
+    NAN_GRADIENT = (
+        "In training, keep rows without a live key out of the softmax: mask them by a large finite number, or call "
+        "scaled_dot_product_attention, which gives zeros and finite gradients."
+    )
     SOFTMAX_BY_HAND = "Call torch.softmax, or subtract the row's maximum before the exponential."
     ADDED_TO_PRODUCT = "Add after the product: torch.bmm, then `+`."
     FURTHER_REDUCTION = (

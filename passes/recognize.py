@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
+from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
 from fusion.passes.dead_rows import as_exponents, may_be_far, may_be_infinite, may_be_lowest, quotient_kind, selected
@@ -72,6 +72,8 @@ def _as_softmax(expr: Expr) -> Expr | None:
         return _from_logsumexp(expr)
     if expr.op == "div":
         return _from_quotient(*expr.args)
+    if expr.op in ("where", "feq"):
+        return _without_nan(expr)
     if expr.op == "fmul":
         for numerator, factor in (expr.args, expr.args[::-1]):
             if factor.op == "div" and is_number(factor.args[0], 1.0):
@@ -94,6 +96,20 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     # In a row of nothing but such a fill the logarithm of the sum is lost: every weight is 1.
     scale = apply("exp", apply("fsub", ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))))
     return node("scaled_softmax", (scale, *shift.args), Kind.FLOAT, "softmax")
+
+
+def _without_nan(expr: Expr) -> Expr | None:
+    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is."""
+    if expr.op == "feq":
+        weight, bound = expr.args
+        return FALSE if weight.op == "softmax" and bound.is_const and math.isinf(bound.value) else None
+    condition, replaced, kept = expr.args
+    if condition.op == "feq":
+        replaced, kept = kept, replaced
+    is_nan = condition.op in ("feq", "fne") and condition.args[0] is condition.args[1] is kept
+    if not is_nan or kept.op != "softmax" or not is_number(replaced, 0.0):
+        return None
+    return node("softmax", kept.args, Kind.FLOAT, Normalizer.ZERO_SOFTMAX.value)
 
 
 def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:

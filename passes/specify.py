@@ -58,6 +58,9 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
     resolve = _Resolver(products, main, attention.pullback.loaded, operands)
     core = _resolved(core, site, attention, resolve, block_mask)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
+    if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
+        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
+        raise Unsupported(Ground.NAN_GRADIENT, message)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
     spec = _spec(site, core, main, attention, _describe(operands, differentiable), rename)

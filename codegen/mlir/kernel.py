@@ -359,7 +359,7 @@ class AttentionKernel(TileKernel):
                 b.load(b.at(memory.output, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)
             ]
             if factor is not None:
-                cells = [b.mul(cell, factor) for cell in cells]
+                cells = [self._scaled(cell, factor) for cell in cells]
             for r, line in enumerate(transpose(b, cells)):
                 b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
         remaining = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)

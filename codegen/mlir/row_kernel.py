@@ -179,7 +179,7 @@ class _RowKernel(KernelFunction):
             factor = self._row_factor(scope, m, b.broadcast(total, lanes))
             with b.loop(0, self.e_padded, lanes, hint="e") as e:
                 at = b.at(output, e, "f32")
-                b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
+                b.store(self._scaled(b.load(at, self.vector, "o"), factor), at)
         self._write_row(output, self._row_address(batch, i))
 
     def _process_span(

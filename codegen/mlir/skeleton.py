@@ -222,7 +222,7 @@ class KernelFunction(ThreadFunction):
                 total = b.add(total, exp2(b.mul(b.sub(sink, base), LOG2E), 5), "l_all")
             m = highest
         nothing = b.compare("oeq", m, float("-inf"), "nothing")
-        if spec.normalizer is Normalizer.SOFTMAX:
+        if spec.normalizer is not Normalizer.SAFE_SOFTMAX:
             total = b.select(nothing, math.nan, total)  # exp(-inf - -inf)
         if spec.row_scale is None:
             factor = b.div(1.0, total, "factor")
@@ -235,3 +235,10 @@ class KernelFunction(ThreadFunction):
             dead = b.binary("arith.andi", nothing, b.compare("oeq", total, 0.0), "dead")
             factor = b.select(dead, 0.0, factor, "factor")  # a row of NaN has a NaN sum
         return factor
+
+    def _scaled(self, output: Value, factor: Value) -> Value:
+        """Elements of the output times the factors of their rows, which are NaN where the weights are."""
+        scaled = self.b.mul(output, factor)
+        if self.spec.normalizer is not Normalizer.ZERO_SOFTMAX:
+            return scaled
+        return self.b.select(self.b.compare("uno", factor, factor, "nothing"), 0.0, scaled)

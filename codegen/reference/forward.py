@@ -152,16 +152,17 @@ class Execution:
         if columns.shape[-1] == 0:  # no keys: an empty sum
             return x
         safe = self.spec.normalizer is Normalizer.SAFE_SOFTMAX
+        zero = self.spec.normalizer is Normalizer.ZERO_SOFTMAX
         if self.spec.row_scale is None:
             p = torch.ops.aten._safe_softmax(columns, -1) if safe else torch.softmax(columns, -1)
-            return p[..., : self.n_k] * weight
+            return (torch.where(p.isnan(), 0.0, p) if zero else p)[..., : self.n_k] * weight
         row_max = columns.amax(-1, keepdim=True)
         dead = row_max == -torch.inf
         p = torch.exp(columns - (torch.where(dead, 0.0, row_max) if safe else row_max))
         row_sum = p.sum(-1, keepdim=True)
         scale = self.value(self.spec.row_scale, positions | {ROW_MAX: row_max, ROW_SUM: row_sum})
         p = p[..., : self.n_k] * scale
-        return (torch.where(dead, 0.0, p) if safe else p) * weight
+        return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
 
     def store(self, out: torch.Tensor) -> torch.Tensor:
         """From [b.., i, e] to the dimensions and memory order that the spec asks for."""

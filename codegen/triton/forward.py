@@ -220,6 +220,8 @@ class Forward:
         lines.append(f"out_rows = {self._output_rows()}")
         for panel in self.values:
             result = f"acc{panel.suffix} * factor" if self.softmax else f"acc{panel.suffix}"
+            if self.spec.normalizer is Normalizer.ZERO_SOFTMAX:
+                result = f"tl.where(nothing, 0.0, {result})"
             lines += [
                 f"out{panel.suffix}_at = out_rows + tl.cast(e{panel.suffix}, tl.int64) * out_stride_e",
                 f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask={self._rows_inside(panel)})",
@@ -270,6 +272,8 @@ class Forward:
             lines += w.lines[Level.ROW][before:]
             del w.lines[Level.ROW][before:]
             lines.append(f"factor = {value}{rescaled}")
+        if spec.normalizer is Normalizer.ZERO_SOFTMAX:
+            lines.append('nothing = (row_max == float("-inf")) | (row_sum != row_sum)')
         if spec.normalizer is Normalizer.SAFE_SOFTMAX:
             lines.append('factor = tl.where((row_max == float("-inf")) & (row_sum == 0.0), 0.0, factor)')
         return lines

@@ -46,6 +46,7 @@ OPTIONS = [
     {"off_by_one": True},
     {"weight": True, "sinks": True, "off_by_one": True},
     {"normalizer": Normalizer.SAFE_SOFTMAX},
+    {"normalizer": Normalizer.ZERO_SOFTMAX},
     {"normalizer": Normalizer.NONE},
     {"d_v": 5, "order": ("b0", "i", "b1", "e")},
 ]

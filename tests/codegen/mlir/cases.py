@@ -355,7 +355,8 @@ def _normalized(c: Case, s: torch.Tensor, sink: torch.Tensor | None) -> torch.Te
         e = torch.exp(s - m)
         return (e / (e.sum(-1, keepdim=True) + torch.exp(-m)))[..., :n_k]
     safe = c.spec.normalizer is Normalizer.SAFE_SOFTMAX
-    return (torch.ops.aten._safe_softmax(s, -1) if safe else torch.softmax(s, -1))[..., :n_k]
+    w = (torch.ops.aten._safe_softmax(s, -1) if safe else torch.softmax(s, -1))[..., :n_k]
+    return w.nan_to_num() if c.spec.normalizer is Normalizer.ZERO_SOFTMAX else w
 
 
 def assert_as_exact_as_eager(got: torch.Tensor, c: Case, operands: list[torch.Tensor]) -> None:

@@ -82,9 +82,10 @@ def test_no_normaliser(name: str) -> None:
     check(c, kernel(c))
 
 
+@pytest.mark.parametrize("normalizer", [Normalizer.SAFE_SOFTMAX, Normalizer.ZERO_SOFTMAX])
 @pytest.mark.parametrize("name", ["left_padded_inf", "bool_mask", "plain"])
-def test_safe_softmax(name: str) -> None:
-    c = case(name, normalizer=Normalizer.SAFE_SOFTMAX)
+def test_rows_that_are_zero(name: str, normalizer: Normalizer) -> None:
+    c = case(name, normalizer=normalizer)
     check(c, kernel(c))
 
 

@@ -29,7 +29,7 @@ def test_in_the_operands(value: float, dtype: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])
+@pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX, Normalizer.ZERO_SOFTMAX])
 def test_in_a_bias(value: float, normalizer: Normalizer) -> None:
     c = case("bias", normalizer=normalizer)
     run = Kernel(c.spec, tilings_for(c.spec, TARGETS["best"]), TARGETS["best"])

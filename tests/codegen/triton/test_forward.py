@@ -78,7 +78,10 @@ def test_the_rotated_order(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{"weight": True}, {"sinks": True}, {"normalizer": Normalizer.SAFE_SOFTMAX}])
+ZERO = {"normalizer": Normalizer.ZERO_SOFTMAX}
+
+
+@pytest.mark.parametrize("options", [{"weight": True}, {"sinks": True}, {"normalizer": Normalizer.SAFE_SOFTMAX}, ZERO])
 def test_the_rotated_order_of_other_normalisers(options: dict) -> None:
     check(case("left_padded_inf", d=16, **options), tile=ROTATED)
 
@@ -144,9 +147,18 @@ def test_no_normaliser(name: str) -> None:
     check(c)
 
 
+@pytest.mark.parametrize("normalizer", [Normalizer.SAFE_SOFTMAX, Normalizer.ZERO_SOFTMAX])
 @pytest.mark.parametrize("name", ["left_padded_inf", "bool_mask", "plain"])
-def test_safe_softmax(name: str) -> None:
-    check(case(name, d=16, normalizer=Normalizer.SAFE_SOFTMAX))
+def test_rows_that_are_zero(name: str, normalizer: Normalizer) -> None:
+    check(case(name, d=16, normalizer=normalizer))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_of_nan_are_zero(value: float) -> None:
+    c = case("left_padded_inf", d=16, normalizer=Normalizer.ZERO_SOFTMAX)
+    operands, sizes = draw(c, SHAPES[0])
+    operands[0][0, 0, 3, 5], operands[1][-1, 0, 9, 2] = value, value
+    assert_as_exact_as_eager(Kernel(c.spec, SMALL)(operands, sizes), c, operands)
 
 
 @pytest.mark.parametrize("name", ["plain", "left_padded_inf", "alibi"])

@@ -111,7 +111,15 @@ def test_limits_that_only_data_tell() -> None:
     assert visited_function(replace(spec, mask=neither))(sizes, 16) == 4000
 
 
-@pytest.mark.parametrize("options", [{"sinks": True}, {"off_by_one": True}, {"normalizer": Normalizer.SAFE_SOFTMAX}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": True},
+        {"off_by_one": True},
+        {"normalizer": Normalizer.SAFE_SOFTMAX},
+        {"normalizer": Normalizer.ZERO_SOFTMAX},
+    ],
+)
 def test_rows_without_a_live_key(options) -> None:
     c = understood("causal_last_key", **options)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 20, "Nk": 7})

@@ -1,0 +1,116 @@
+"""Weights that are NaN and set to zero after the softmax, in any spelling: rows without a live key, and rows whose
+scores are NaN or infinite themselves."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from fusion.refusals import Ground
+from tests.numerics import assert_as_exact_as_eager
+from tests.passes.exactness import EMITTERS, as_exact_as_eager
+
+LENGTH = 37
+
+
+def weights(q, k, pad):
+    causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return (q @ k.mT * 0.3).masked_fill(~(pad[:, None, None] & causal), -math.inf).softmax(-1)
+
+
+def replaced(q, k, v, pad):
+    return weights(q, k, pad).nan_to_num() @ v
+
+
+def replaced_by_a_number(q, k, v, pad):
+    return torch.nan_to_num(weights(q, k, pad), 0.0, 1.0, 0.0) @ v
+
+
+def filled(q, k, v, pad):
+    w = weights(q, k, pad)
+    return w.masked_fill(w.isnan(), 0.0) @ v
+
+
+def selected(q, k, v, pad):
+    w = weights(q, k, pad)
+    return torch.where(torch.isnan(w), torch.zeros_like(w), w) @ v
+
+
+def equal_to_itself(q, k, v, pad):
+    w = weights(q, k, pad)
+    return torch.where(w == w, w, 0.0) @ v
+
+
+def then_dropped(q, k, v, pad):
+    keep = torch.arange(k.shape[-2]) % 3 > 0
+    return (weights(q, k, pad).nan_to_num() * keep) @ v
+
+
+def added_mask(q, k, v, pad):
+    mask = torch.zeros(pad.shape, dtype=q.dtype).masked_fill(~pad, -math.inf)
+    return (q @ k.mT * 0.3 + mask[:, None, None]).softmax(-1).nan_to_num() @ v
+
+
+def in_float32(q, k, v, pad):
+    w = (q @ k.mT).float().masked_fill(~pad[:, None, None], -math.inf).softmax(-1)
+    return w.nan_to_num().to(q.dtype) @ v
+
+
+def by_hand(q, k, v, pad):
+    s = (q @ k.mT * 0.3).masked_fill(~pad[:, None, None], -math.inf)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)).nan_to_num() @ v
+
+
+FUNCTIONS = [replaced, replaced_by_a_number, filled, selected, equal_to_itself, then_dropped, added_mask, in_float32,
+             by_hand]  # fmt: skip
+
+
+def given(dtype, special):
+    """Of a batch of four, one is padded on the left, one on the right, and one everywhere; special: what an element of
+    a query and of a key of the last is."""
+    pad = torch.ones(4, LENGTH, dtype=torch.bool)
+    pad[0, :11], pad[1, 30:], pad[2] = False, False, False
+    q, k, v = (torch.randn(4, 2, LENGTH, 8, dtype=dtype) for _ in range(3))
+    q[3, 0, 5, 2], k[3, 1, 30, 3] = special, special
+    return [q, k, v, pad]
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("special", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_rows_of_nan_are_zero(function, dtype, special, emitter):
+    (site,) = as_exact_as_eager(function, given(dtype, special), emitter)
+    assert site.fused
+
+
+def replaced_by_one(q, k, v, pad):
+    return weights(q, k, pad).nan_to_num(1.0) @ v
+
+
+def replaced_by_one_of_another(q, k, v, pad):
+    """Zero where the weights without the padding are NaN, which they are not where those with it are."""
+    other = (q @ k.mT * 0.3).softmax(-1)
+    return weights(q, k, pad).masked_fill(other.isnan(), 0.0) @ v
+
+
+@pytest.mark.parametrize("function", [replaced_by_one, replaced_by_one_of_another], ids=lambda f: f.__name__)
+def test_other_replacements_are_left_alone(function):
+    (site,) = as_exact_as_eager(function, given(torch.float32, math.nan))
+    assert not site.fused
+
+
+def test_in_training_it_is_left_alone():
+    """The gradient of such a row is NaN before the mask, whatever its weights are set to."""
+    q, k, v, pad = given(torch.float32, 1.0)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with fusion.collect_reports() as reports:
+        out = torch.compile(added_mask, backend="fusion", options={"inner": "eager"})(q, k, v, pad)
+    (site,) = reports[0].sites
+    assert site.refusal.kind is Ground.NAN_GRADIENT
+    eager = added_mask(q, k, v, pad)
+    ours, theirs = (torch.autograd.grad(x.sum(), leaves) for x in (out, eager))
+    exact = torch.autograd.grad(added_mask(*(x.double() for x in leaves), pad).sum(), leaves)
+    assert_as_exact_as_eager(ours, theirs, exact)
