@@ -97,27 +97,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
     started = time.perf_counter()
     dump = Dump()
     try:
-        dump.stage("dynamo", module)
-        bodies, inside = _fuse_checkpointed(module, options)
-        graph = normalize(module, example_inputs, bodies)
-        dump.stage("normalized", graph)
-        sites = find_sites(graph.graph, functools.partial(kernels.reads, request=_request(options)))
-        drawn = [graph_excerpt.before(site) for site in sites]
-        verdicts: dict[int, Verdict] = {}
-        specified = rewrite(
-            graph,
-            sites,
-            _supports(options),
-            str(_request(options)),
-            _pays(options),
-            options.block_mask,
-            functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
-        )
-        _check_block_mask(sites, options)
-        dump.stage("rewritten", graph)
-        report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
-        for site, told in zip(sites, report.sites, strict=True):
-            told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
+        graph, report, inside = _passes(module, example_inputs, options, dump)
     except Exception as problem:
         if options.strict or isinstance(problem, BlockMaskError | EmitterError):
             raise
@@ -137,6 +117,34 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
     dump.finish(report)
     report.graph_before, report.graph_after = module, graph
     return (graph if report.fused else module), report
+
+
+def _passes(
+    module: GraphModule, example_inputs: Sequence[Any], options: Options, dump: Dump
+) -> tuple[GraphModule, Report, Report]:
+    """(the rewritten graph, the report of its attentions, that of the graphs that it checkpoints)."""
+    dump.stage("dynamo", module)
+    bodies, inside = _fuse_checkpointed(module, options)
+    graph = normalize(module, example_inputs, bodies)
+    dump.stage("normalized", graph)
+    sites = find_sites(graph.graph, functools.partial(kernels.reads, request=_request(options)))
+    drawn = [graph_excerpt.before(site) for site in sites]
+    verdicts: dict[int, Verdict] = {}
+    specified = rewrite(
+        graph,
+        sites,
+        _supports(options),
+        str(_request(options)),
+        _pays(options),
+        options.block_mask,
+        functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
+    )
+    _check_block_mask(sites, options)
+    dump.stage("rewritten", graph)
+    report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
+    for site, told in zip(sites, report.sites, strict=True):
+        told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
+    return graph, report, inside
 
 
 def _unseen(graph: GraphModule, report: Report) -> list[str]:

@@ -23,12 +23,12 @@ from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, BoundedScores, near
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
+from fusion.codegen.mlir.overlap import OverlappingKernel
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.tile import TileKernel
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.ir.expr import I0, I1, J0, J1, Expr
@@ -44,7 +44,7 @@ def emit(
     return AttentionKernel(spec, tiling, target, d, d_v, with_statistics).text()
 
 
-class AttentionKernel(TileKernel):
+class AttentionKernel(OverlappingKernel):
     """Writes the function; see the module. A selective kernel is made from it (`sparse_kernel`)."""
 
     looks_ahead = True  # takes the range of the scores from the norms of their operands, where that helps

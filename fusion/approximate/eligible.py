@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from fusion.ir.expr import ROW_SUM, SCORE, Expr, I, J, Kind, const, node
 from fusion.ir.fills import is_dead
+from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 DEAD = -1e30
@@ -62,3 +64,12 @@ def _scale(score: Expr) -> float | None:
             factor = right.value
             return inner * factor if score.op == "fmul" else inner / factor
     return None
+
+
+def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
+    """The same attention with its score program written as one product, under one selection where it is masked."""
+    score = apply("fmul", SCORE, const(plain.scale))
+    if spec.mask is not None:
+        score = where(spec.mask.live, score, const(-math.inf))
+        return replace(spec, score=score, mask=replace(spec.mask, fill=-math.inf))
+    return replace(spec, score=score)

@@ -22,7 +22,6 @@ Heads in which nothing can be left out without looking run in fewer bfloat16 pla
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,12 +40,10 @@ from fusion.approximate.blocks import (
     tiles_of_rows,
 )
 from fusion.approximate.certificates import Certificate, output_error, record
-from fusion.approximate.eligible import Plain
+from fusion.approximate.eligible import Plain, canonical
 from fusion.approximate.head_batches import KEPT, ExactHeads, Executor, HeadPacker, Heads, ieee_products, problem_of
 from fusion.approximate.rounding import TwoPlanes
 from fusion.approximate.score_bounds import Inspection
-from fusion.ir.expr import SCORE, const
-from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 
@@ -64,7 +61,6 @@ SAMPLES, SAMPLED_BLOCKS, SAMPLED_TILES = 16, 4, 32
 HOPEFUL, WORTHWHILE, COARSE = 0.2, 0.6, 0.2
 """Shares of the keys that a perfect choice would need, and of the tiles that the bounds leave, up to which it pays; of
 the tiles that bounds of whole tiles leave, up to which nothing better is looked for."""
-CANDIDATES = cost.CANDIDATES
 TILES_TOGETHER = 64
 MARGIN = 0.99
 """Of epsilon, for the float32 rounding of the bounds."""
@@ -342,7 +338,7 @@ class SparseAttention:
         lower = (
             self._lower(tiles, blocks, first_row)
             if self.plain.causal or not coarse
-            else lower_by_means(tiles, blocks, CANDIDATES)
+            else lower_by_means(tiles, blocks, cost.CANDIDATES)
         )
         share = (tile_bounds if coarse else row_bounds)(tiles, lower, blocks).add_(math.log(keys))
         if self.plain.causal:
@@ -357,7 +353,7 @@ class SparseAttention:
         """[t, rows]: a lower bound of the logarithm of each row's normaliser: the exact scores of the few blocks whose
         means have the highest scores with the tile's mean."""
         rows, keys = self.kernel.rows, self.kernel.keys
-        count = min(CANDIDATES, len(blocks.whole))
+        count = min(cost.CANDIDATES, len(blocks.whole))
         if count == 0:
             return torch.full(tiles.shape[:2], -math.inf)
         likely = tiles.mean(1) @ blocks.mean[: len(blocks.whole)].T
@@ -396,12 +392,3 @@ class SparseAttention:
             method=METHOD, ran="exact", heads=heads.coordinates(chosen), epsilon=self.epsilon, n_q=heads.n_q,
             n_k=heads.n_k, reason=reason,
         )  # fmt: skip
-
-
-def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
-    """The same attention with its score program written as one product, under one selection where it is masked."""
-    score = apply("fmul", SCORE, const(plain.scale))
-    if spec.mask is not None:
-        score = where(spec.mask.live, score, const(-math.inf))
-        return dataclasses.replace(spec, score=score, mask=dataclasses.replace(spec.mask, fill=-math.inf))
-    return dataclasses.replace(spec, score=score)

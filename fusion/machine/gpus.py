@@ -99,21 +99,9 @@ def _number(name: str) -> int:
 
 
 def _gpu(
-    name: str,
-    target: str,
-    *,
-    cores: int,
-    l2: int,
-    l2_bandwidth: float,
-    memory: int,
-    bandwidth: float,
-    half: float,
-    tf32: float,
-    fp32: float,
-    fp8: float,
-    exp_rate: float,
-    launch: float = 4e-6,
-) -> Machine:
+    name: str, target: str, *, cores: int, l2: int, l2_bandwidth: float, memory: int, bandwidth: float,
+    half: float, tf32: float, fp32: float, fp8: float, exp_rate: float, launch: float = 4e-6,
+) -> Machine:  # fmt: skip
     """A GPU from its data sheet: sizes in bytes, bandwidths in bytes/s, rates in flop/s. Triton's default float32
     product runs as tf32.
     """
@@ -123,14 +111,8 @@ def _gpu(
         MemoryLevel(name="L2", capacity=l2, bandwidth=l2_bandwidth, shared=True),
         MemoryLevel(name="HBM", capacity=memory, bandwidth=bandwidth, shared=True),
     )
-    rates = {
-        "float16": half,
-        "bfloat16": half,
-        "tfloat32": tf32,
-        "float32": fp32,
-        "float8_e4m3fn": fp8,
-        "float8_e5m2": fp8,
-    }
+    rates = {"float16": half, "bfloat16": half, "tfloat32": tf32, "float32": fp32}
+    rates |= {"float8_e4m3fn": fp8, "float8_e5m2": fp8}
     return Machine(
         name=name,
         kind="gpu",
@@ -138,110 +120,49 @@ def _gpu(
         levels=levels,
         fast="shared",
         cores=cores,
-        vector_bytes=4 * limits.wave,
-        isa=limits.isa,
         matrix_flops=tuple((dtype, rate) for dtype, rate in rates.items() if rate),
         exp_rate=exp_rate,
         launch=launch,
+        vector_bytes=4 * limits.wave,
+        isa=limits.isa,
         shared_memory=limits.shared_memory,
         registers=limits.registers,
     )
 
 
 _A100 = _gpu(
-    "a100",
-    "sm_80",
-    cores=108,
-    l2=40 * MIB,
-    l2_bandwidth=5120 * 1.41e9,
-    memory=80 * GIB,
-    bandwidth=2.039e12,
-    half=312e12,
-    tf32=156e12,
-    fp32=19.5e12,
-    fp8=0,
-    exp_rate=108 * 16 * 1.41e9,
-)
+    "a100", "sm_80", cores=108, l2=40 * MIB, l2_bandwidth=5120 * 1.41e9, memory=80 * GIB, bandwidth=2.039e12,
+    half=312e12, tf32=156e12, fp32=19.5e12, fp8=0, exp_rate=108 * 16 * 1.41e9,
+)  # fmt: skip
 _H100 = _gpu(
-    "h100",
-    "sm_90",
-    cores=132,
-    l2=50 * MIB,
-    l2_bandwidth=5.5e12,
-    memory=80 * GIB,
-    bandwidth=3.35e12,
-    half=989.4e12,
-    tf32=494.7e12,
-    fp32=66.9e12,
-    fp8=1978.9e12,
-    exp_rate=3.9e12,
-)
+    "h100", "sm_90", cores=132, l2=50 * MIB, l2_bandwidth=5.5e12, memory=80 * GIB, bandwidth=3.35e12,
+    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12,
+)  # fmt: skip
 _H200 = _gpu(
-    "h200",
-    "sm_90",
-    cores=132,
-    l2=50 * MIB,
-    l2_bandwidth=5.5e12,
-    memory=141 * GIB,
-    bandwidth=4.8e12,
-    half=989.4e12,
-    tf32=494.7e12,
-    fp32=66.9e12,
-    fp8=1978.9e12,
-    exp_rate=3.9e12,
-)
+    "h200", "sm_90", cores=132, l2=50 * MIB, l2_bandwidth=5.5e12, memory=141 * GIB, bandwidth=4.8e12,
+    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12,
+)  # fmt: skip
 _B200 = _gpu(
-    "b200",
-    "sm_100",
-    cores=148,
-    l2=126 * MIB,
-    l2_bandwidth=10e12,
-    memory=180 * GIB,
-    bandwidth=7.7e12,
-    half=2250e12,
-    tf32=1125e12,
-    fp32=75e12,
-    fp8=4500e12,
-    exp_rate=148 * 16 * 1.85e9,
-)
+    "b200", "sm_100", cores=148, l2=126 * MIB, l2_bandwidth=10e12, memory=180 * GIB, bandwidth=7.7e12,
+    half=2250e12, tf32=1125e12, fp32=75e12, fp8=4500e12, exp_rate=148 * 16 * 1.85e9,
+)  # fmt: skip
 _MI300X = _gpu(
-    "mi300x",
-    "gfx942",
-    cores=304,
-    l2=256 * MIB,
-    l2_bandwidth=17.2e12,
-    memory=192 * GIB,
-    bandwidth=5.3e12,
-    half=1307.4e12,
-    tf32=653.7e12,
-    fp32=163.4e12,
-    fp8=2614.9e12,
-    exp_rate=304 * 16 * 2.1e9,
-    launch=6e-6,
-)
+    "mi300x", "gfx942", cores=304, l2=256 * MIB, l2_bandwidth=17.2e12, memory=192 * GIB, bandwidth=5.3e12,
+    half=1307.4e12, tf32=653.7e12, fp32=163.4e12, fp8=2614.9e12, exp_rate=304 * 16 * 2.1e9, launch=6e-6,
+)  # fmt: skip
 
 NAMED = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200, "mi300x": _MI300X}
 
 _WITHOUT_LIMIT = 1 << 40
 INTERPRETER = replace(
     _gpu(
-        "interpreter",
-        "sm_90",
-        cores=1,
-        l2=50 * MIB,
-        l2_bandwidth=1e9,
-        memory=GIB,
-        bandwidth=1e9,
-        half=1e9,
-        tf32=1e9,
-        fp32=1e9,
-        fp8=1e9,
-        exp_rate=1e9,
+        "interpreter", "sm_90", cores=1, l2=50 * MIB, memory=GIB,
+        **dict.fromkeys(("l2_bandwidth", "bandwidth", "half", "tf32", "fp32", "fp8", "exp_rate"), 1e9),
     ),
     architecture="interpreter",
     shared_memory=_WITHOUT_LIMIT,
     registers=_WITHOUT_LIMIT,
-)
+)  # fmt: skip
 """Triton's interpreter, which runs GPU kernels on CPU tensors: every form of a kernel, in tiles of any size."""
 
 

@@ -35,6 +35,7 @@ HIDDEN_FROM = 64  # multiply-adds a score
 #: Seconds without work after which a matrix unit sleeps. With one plane its work and the vectors' take turns, tile by
 #: tile; with several they are mixed.
 SLEEPS_AFTER = 6e-7
+LINE = 64  # bytes of a cache line
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
 
@@ -185,15 +186,7 @@ def _item_counts(
         return np.bincount(item, np.broadcast_to(values, met.shape))
 
     vectors = _up(here, lanes) / lanes * taken
-    nearest, second = (level.capacity for level in machine.levels[:2])
-    scores, block = step * keys * kernel.score, keys * dims * kernel.size
-    own = rows * (kernel.d * kernel.size + 4 * kernel.e)
-    again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
-    streamed = np.where(np.arange(sets) % max(1, rows // step) == 0, 1.0, again) * taken * dims * kernel.size
-    # Products hide that scores come from the second cache, the better the more of them there are to a score.
-    exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
-    rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
-    beyond = widest * dims * kernel.size * _spilled(n_k * dims * kernel.size + own + scores, second)
+    near, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k)
     costs = COSTS[kernel.planes]
     vector_work = keys * step / lanes * (costs.softmax + costs.operation * problem.score_flops)  # between products
     asleep = kernel.planes == 1 and vector_work > SLEEPS_AFTER * clock
@@ -203,13 +196,30 @@ def _item_counts(
         "softmax": per_item(vectors),
         "operation": per_item(vectors * problem.score_flops),
         "output": per_item(blocks * step / lanes * kernel.e),
-        "near": per_item((streamed + rewritten) / 64),
-        "far": beyond / 64,
+        "near": per_item(near / LINE),
+        "far": widest * dims * kernel.size * beyond_share / LINE,
         "end": np.minimum(keys, widest) * step / lanes,
         "wake": per_item(blocks * asleep),
         "item": np.ones(len(widest)),
         "packed": per_item(here * dims / lanes),
     }
+
+
+def _cache_traffic(
+    machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, n_k: int
+) -> tuple[np.ndarray, float]:
+    """(bytes that each set moves between the first and the second cache, share of K and V that comes from beyond)."""
+    (rows, keys), step, dims = tile, kernel.row_step, kernel.d + kernel.e
+    nearest, second = (level.capacity for level in machine.levels[:2])
+    scores, block = step * keys * kernel.score, keys * dims * kernel.size
+    own = rows * (kernel.d * kernel.size + 4 * kernel.e)
+    again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
+    first = np.arange(len(taken)) % max(1, rows // step) == 0
+    streamed = np.where(first, 1.0, again) * taken * dims * kernel.size
+    # Products hide that scores come from the second cache, the better the more of them there are to a score.
+    exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
+    rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
+    return streamed + rewritten, _spilled(n_k * dims * kernel.size + own + scores, second)
 
 
 def _all_keys(n_q: int, n_k: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,162 @@
+"""How operations are replayed that pick elements of tensors, put tensors together, or make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusion.passes import nodes
+from fusion.validation.layouts import Index
+from fusion.validation.replay import NotReplayable, Replay, rule
+
+aten = torch.ops.aten
+
+
+@rule(aten.tril, aten.triu)
+def _triangle(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args = nodes.arguments(node)
+    above = index[-1] - index[-2] - replay.plain(args["diagonal"])
+    keep = above <= 0 if nodes.packet(node) is aten.tril else above >= 0
+    value = replay.value(args["self"], index, rank)
+    return torch.where(keep, value, torch.zeros((), dtype=value.dtype))
+
+
+@rule(aten.cat, aten.concat)
+def _cat(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args = nodes.arguments(node)
+    dim, first, pieces = nodes.normalize_dim(args.get("dim", 0), len(index)), 0, []
+    for tensor in args["tensors"]:
+        shape = replay.region.shape(tensor)
+        if shape == (0,):
+            continue
+        pieces.append((tensor, first, shape[dim]))
+        first += shape[dim]
+    return _chosen(replay, node, index, dim, pieces, rank)
+
+
+@rule(aten.stack)
+def _stack(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args = nodes.arguments(node)
+    dim = nodes.normalize_dim(args.get("dim", 0), len(index))
+    result = None
+    for k, tensor in enumerate(args["tensors"]):
+        inside = index[dim] == k
+        if bool(inside.any()):
+            value = replay.value(tensor, (*index[:dim], *index[dim + 1 :]), rank)
+            result = value if result is None else torch.where(inside, value, result)
+    assert result is not None
+    return result.to(replay.dtype(nodes.dtype(node)))
+
+
+def _chosen(replay: Replay, node: Node, index: Index, dim: int, pieces: Any, rank: int) -> Tensor:
+    """Of pieces (tensor, first position, extent) along a dimension, that which holds each element."""
+    result = None
+    for tensor, first, extent in pieces:
+        place = index[dim] - first
+        inside = (place >= 0) & (place < extent)
+        if bool(inside.any()):
+            at = (*index[:dim], place.clamp(0, extent - 1), *index[dim + 1 :])
+            value = replay.value(tensor, at, rank)
+            result = value if result is None else torch.where(inside, value, result)
+    assert result is not None
+    return result.to(replay.dtype(nodes.dtype(node)))
+
+
+@rule(aten.constant_pad_nd, aten.pad)
+def _pad(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args = nodes.arguments(node)
+    pad, shape = replay.plain(args["pad"]), replay.region.shape(args["self"])
+    at, inside = list(index), torch.ones((), dtype=torch.bool)
+    for k in range(len(pad) // 2):
+        dim = len(index) - 1 - k
+        place = index[dim] - pad[2 * k]
+        inside = inside & (place >= 0) & (place < shape[dim])
+        at[dim] = place.clamp(0, shape[dim] - 1)
+    if args.get("mode", "constant") != "constant":
+        raise NotReplayable
+    value = replay.value(args["self"], tuple(at), rank)
+    return torch.where(inside, value, torch.tensor(replay.plain(args.get("value")) or 0, dtype=value.dtype))
+
+
+@rule(aten.index)
+def _index(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args, region = nodes.arguments(node), replay.region
+    tensors, shape = args["indices"], region.shape(args["self"])
+    given = [k for k, t in enumerate(tensors) if t is not None]
+    if given != list(range(given[0], given[-1] + 1)) or any(nodes.dtype(tensors[k]) is torch.bool for k in given):
+        raise NotReplayable
+    wide = max(len(region.shape(tensors[k])) for k in given)
+    common = region.shape(node)[given[0] : given[0] + wide]
+    own = index[given[0] : given[0] + wide]
+    picked = []
+    for k in given:
+        place = replay.value(tensors[k], replay.broadcast(own, common, region.shape(tensors[k])), rank).to(torch.int64)
+        picked.append(torch.where(place < 0, place + shape[k], place))
+    return replay.value(args["self"], (*index[: given[0]], *picked, *index[given[0] + wide :]), rank)
+
+
+@rule(aten.index_put)
+def _index_put(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args, region = nodes.arguments(node), replay.region
+    masks = [(k, t) for k, t in enumerate(args["indices"]) if t is not None]
+    if len(masks) != 1 or nodes.dtype(masks[0][1]) is not torch.bool or region.shape(args["values"]) != ():
+        raise NotReplayable
+    first, mask = masks[0]
+    inside = replay.value(mask, index[first : first + len(region.shape(mask))], rank)
+    value = replay.value(args["self"], index, rank)
+    return torch.where(inside, replay.value(args["values"], (), rank).to(value.dtype), value)
+
+
+@rule(aten.slice_scatter, aten.select_scatter)
+def _scatter(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    """A tensor of which a slice, or what one position of a dimension holds, is written."""
+    args, region = nodes.arguments(node), replay.region
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    extent, place = region.shape(node)[dim], index[dim]
+    if nodes.packet(node) is aten.select_scatter:
+        inside, at = place == replay.plain(args["index"]) % extent, (*index[:dim], *index[dim + 1 :])
+    else:
+        start, end, step = (replay.plain(args[name]) for name in ("start", "end", "step"))
+        first, last, step = slice(start, end, step).indices(extent)
+        inside = (place >= first) & (place < last) & ((place - first) % step == 0)
+        at = (*index[:dim], torch.where(inside, (place - first) // step, 0), *index[dim + 1 :])
+    whole = replay.value(args["self"], index, rank)
+    if not bool(inside.any()):
+        return whole
+    written = replay.argument(args["src"], at, region.shape(args["src"]), rank)
+    return torch.where(inside, written.to(whole.dtype), whole)
+
+
+@rule(aten.copy, aten.fill)
+def _overwritten(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args, shape = nodes.arguments(node), replay.region.shape(node)
+    written = replay.argument(args["src"] if "src" in args else args["value"], index, shape, rank)
+    if not isinstance(written, Tensor):
+        written = torch.full([1] * rank, written, dtype=nodes.dtype(node))
+    return written.to(replay.dtype(nodes.dtype(node)))
+
+
+@rule(aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like,
+      aten.full_like, aten.scalar_tensor)  # fmt: skip
+def _filled(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    packet, args = nodes.packet(node), nodes.arguments(node)
+    ones = packet in (aten.ones, aten.new_ones, aten.ones_like)
+    zeros = packet in (aten.zeros, aten.new_zeros, aten.zeros_like)
+    fill = 1 if ones else 0 if zeros else replay.plain(args.get("fill_value", args.get("s")))
+    return torch.full([1] * rank, fill, dtype=nodes.dtype(node)).to(replay.dtype(nodes.dtype(node)))
+
+
+@rule(aten.arange, aten.linspace)
+def _range(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    kwargs = {name: replay.plain(value) for name, value in node.kwargs.items()} | {"device": torch.device("cpu")}
+    kwargs.pop("pin_memory", None)
+    made = node.target(*replay.plain(tuple(node.args)), **kwargs)  # type: ignore[operator]
+    return made[index[0]].to(replay.dtype(nodes.dtype(node)))
+
+
+@rule(aten.eye)
+def _eye(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    return (index[0] == index[1]).to(replay.dtype(nodes.dtype(node)))

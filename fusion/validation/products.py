@@ -1,0 +1,129 @@
+"""How contractions are replayed: matrix products, einsum, and attention as one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusion.passes import nodes
+from fusion.validation.layouts import Index
+from fusion.validation.operations import at_keys, kept
+from fusion.validation.replay import NotReplayable, Replay, rule
+
+aten = torch.ops.aten
+
+
+@rule(aten.matmul, aten.bmm, aten.mm, aten.baddbmm)
+def _product(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args, region = nodes.arguments(node), replay.region
+    added = nodes.packet(node) is aten.baddbmm
+    left, right = (
+        (args["batch1"], args["batch2"]) if added else (args["self"], args["mat2" if "mat2" in args else "other"])
+    )
+    shapes, batch = [region.shape(t) for t in (left, right)], region.shape(node)[:-2]
+    if min(map(len, shapes)) < 2:
+        raise NotReplayable
+    at = replay.further(index)
+    summed = _positions(replay, node, shapes[0][-1], rank)
+    one, other = (replay.broadcast(at[:-2], batch, shape[:-2]) for shape in shapes)
+    result = _sum_of_products(replay, node, (left, (*one, at[-2], summed)), (right, (*other, summed, at[-1])), rank)
+    if not added:
+        return result
+    bias = replay.argument(args["self"], index, region.shape(node), rank)
+    alpha, beta = replay.plain(args["alpha"]), replay.plain(args["beta"])
+    return result * alpha if beta == 0 else beta * bias + alpha * result
+
+
+def _positions(replay: Replay, node: Node, extent: int, rank: int) -> Tensor:
+    """The positions that a product sums over, on one more axis."""
+    if node is not replay.region.anchor:
+        return replay.region.positions(extent).view([1] * rank + [-1])
+    return at_keys(replay, extent, rank)
+
+
+def _sum_of_products(replay: Replay, node: Node, left: Any, right: Any, rank: int) -> Tensor:
+    one, other = (replay.value(tensor, at, rank + 1) for tensor, at in (left, right))
+    dtype = replay.dtype(nodes.dtype(node))
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    return (one.to(wide) * other.to(wide)).sum(-1).to(dtype)
+
+
+@rule(aten.einsum)
+def _einsum(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args, region = nodes.arguments(node), replay.region
+    tensors = args["tensors"]
+    shapes = [region.shape(t) for t in tensors]
+    if len(tensors) != 2:
+        raise NotReplayable
+    left, right, output = _einsum_letters(args["equation"], [len(s) for s in shapes])
+    summed = (set(left) | set(right)) - set(output)
+    if len(summed) != 1 or not summed <= set(left) & set(right):
+        raise NotReplayable
+    (letter,) = summed
+    extent = shapes[0][left.index(letter)]
+    at = dict(zip(output, replay.further(index), strict=True)) | {letter: _positions(replay, node, extent, rank)}
+    places = [
+        tuple(replay.zero if n == 1 and x != letter else at[x] for x, n in zip(letters, shape, strict=True))
+        for letters, shape in zip((left, right), shapes, strict=True)
+    ]
+    return _sum_of_products(replay, node, (tensors[0], places[0]), (tensors[1], places[1]), rank)
+
+
+def _einsum_letters(equation: str, ranks: list[int]) -> list[list[str]]:
+    """Names of the dimensions of two operands and of the result; those of an ellipsis are numbers from the right."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    dots = max(rank - len(t) + 3 if "..." in t else 0 for t, rank in zip(terms, ranks, strict=True))
+
+    def names(term: str, count: int) -> list[str]:
+        before, ellipsis, after = term.partition("...")
+        return [*before, *(str(k) for k in range(count, 0, -1) if ellipsis), *after]
+
+    found = [names(t, rank - len(t) + 3) for t, rank in zip(terms, ranks, strict=True)]
+    if arrow:
+        return [*found, names(output, dots)]
+    letters = [x for t in found for x in t]
+    alone = sorted(x for x in set(letters) if not x.isdigit() and letters.count(x) == 1)
+    return [*found, [str(k) for k in range(dots, 0, -1)] + alone]
+
+
+@rule(aten.scaled_dot_product_attention)
+def _sdpa(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    """Scores, mask, softmax, dropout and product, as its documentation says."""
+    args, region = nodes.arguments(node), replay.region
+    query, key, value = args["query"], args["key"], args["value"]
+    (n_k, d), batch = region.shape(key)[-2:], region.shape(node)[:-2]
+    at = replay.further(index)
+    keys = at_keys(replay, n_k, rank)
+    inner = (*replay.further(at), region.positions(d).view([1] * (rank + 1) + [-1]))
+    places = [_sdpa_batch(replay, t, inner[:-3], batch, args["enable_gqa"], query) for t in (query, key)]
+    row, column = (*places[0], inner[-3], inner[-1]), (*places[1], keys.unsqueeze(-1), inner[-1])
+    score = _sum_of_products(replay, node, (query, row), (key, column), rank + 1)
+    scale = replay.plain(args["scale"])
+    score = score * (d**-0.5 if scale is None else scale)
+    if args["is_causal"]:
+        score = score.masked_fill(keys > at[-2], -torch.inf)
+    extents = (*batch, region.shape(query)[-2], n_k)
+    weights_at = (*at[:-1], keys)
+    if (mask := args["attn_mask"]) is not None:
+        added = replay.argument(mask, weights_at, extents, rank + 1)
+        score = score.masked_fill(~added, -torch.inf) if added.dtype is torch.bool else score + added
+    weights = aten._safe_softmax(score, -1)
+    if args["dropout_p"]:
+        remaining = kept(replay, node, replay.plain(args["dropout_p"]), weights_at, extents)
+        weights = torch.where(remaining, weights / (1 - replay.plain(args["dropout_p"])), 0.0)
+    place = _sdpa_batch(replay, value, at[:-2], batch, args["enable_gqa"], query)
+    held = replay.value(value, (*place, keys, at[-1]), rank + 1)
+    dtype = replay.dtype(nodes.dtype(node))
+    wide = torch.promote_types(dtype, torch.float32)
+    return (weights.to(wide) * held.to(wide)).sum(-1).to(dtype)
+
+
+def _sdpa_batch(replay: Replay, tensor: Node, index: Index, batch: Any, grouped: bool, query: Node) -> Index:
+    own = replay.region.shape(tensor)[:-2]
+    if grouped and own and own[-1] != (heads := replay.region.shape(query)[-3]):
+        return (*replay.broadcast(index[:-1], batch[:-1], own[:-1]), index[-1] // (heads // own[-1]))
+    return replay.broadcast(index, batch, own)
