@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, J, Kind, coordinates, node
+from fusion.ir.expr import Expr, J, Kind, coordinates, node, rebuild
 from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.nodes import arguments, packet, shape
@@ -84,8 +84,17 @@ def reduction(
     for offset in sorted({0, further.integer}):
         columns = _columns(pullback, origin, inner, dim, offset)
         if columns is not None and depends_on_product(columns[0]):
+            if name == "max":
+                columns = tuple(_attached(pullback, column) for column in columns)
             return node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
     return None
+
+
+def _attached(pullback: PullBack, column: Expr) -> Expr:
+    """A score of which the largest is taken, as if nothing in it were detached: a softmax ignores its shift."""
+    bare = rebuild(column, lambda part: _attached(pullback, part.args[0]) if part.op == "detach" else None)
+    pullback.detached_maximum |= bare is not column
+    return bare
 
 
 def _norm(pullback: PullBack, here: Node, index: Index) -> Expr | None:

@@ -128,7 +128,7 @@ class PullBack:
         if marks.mutations(here) or marks.attention_root(here):
             result = None
         elif marks.stop_gradient(here):
-            result = self._maximum_without_gradient(here, index)
+            result = self._without_gradient(here, index)
         else:
             result = self._computed(here, index)
         if result is not None and casts.kind_of(nodes.dtype(here)) is not result.kind:
@@ -217,16 +217,17 @@ class PullBack:
     def _held(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
         return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)
 
-    def _maximum_without_gradient(self, here: Node, index: Index) -> Expr | None:
-        """What no gradient flows through is loaded, but for `x.amax(-1).detach()`: a softmax ignores its shift."""
-        origin = here.all_input_nodes[0]
-        if packet(here) not in (aten.detach, aten.alias) or not nodes.is_tensor(origin):
+    def _without_gradient(self, here: Node, index: Index) -> Expr | None:
+        """The value of a node through which no gradient flows, where it is made from a product. Of a maximum over the
+        keys that is the maximum: a softmax ignores its shift, and so does its gradient."""
+        copies = packet(here) in (aten.detach, aten.alias) and nodes.is_tensor(here.all_input_nodes[0])
+        result = self.value(here.all_input_nodes[0], index) if copies else self._computed(here, index)
+        if result is None or not depends_on_product(result):
             return None
-        result = self.value(origin, index)
-        if result.op != "reduce" or result.attr != "max":
-            return None
-        self.detached_maximum = True
-        return result
+        self.detached_maximum |= any(part.op == "reduce" for part in walk(result))
+        if result.op == "reduce":
+            return result if result.attr == "max" else None
+        return apply("detach", result)
 
     def _cast(self, here: Node, index: Index) -> Expr | None:
         origin, dtype = arguments(here)["self"], nodes.dtype(here)

@@ -189,6 +189,8 @@ class VectorMath:
         }  # fmt: skip
         if name in _ROUNDED:
             return lambda x: b.convert("arith.extf", b.convert("arith.truncf", x, _ROUNDED[name]), "f32", name)
+        if name == "detach":
+            return lambda x: x
         if name in LIBM:
             return lambda x: self.by_lane(LIBM[name], x)
         if name == "rsqrt":

@@ -230,6 +230,8 @@ class Writer:
                 for (text, own), arg in zip(args, expr.args, strict=True)
             ]
         texts = [text for text, _ in args]
+        if op == "detach":
+            return args[0]
         if op in _INFIX:
             return self._infix(op, args)
         if op in _FUNCTIONS:

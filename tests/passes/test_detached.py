@@ -1,0 +1,134 @@
+"""Scores through which, in training, no gradient flows on one of several ways."""
+
+import math
+
+import pytest
+import torch
+
+from fusion.refusals import Ground
+from tests.passes.exactness import EMITTERS, as_exact_as_eager
+
+LENGTH = 37
+
+
+def scores(q, k, pad):
+    causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return (q @ k.mT * 0.3).masked_fill(~(pad[:, None, None] & causal), -math.inf)
+
+
+def finite(q, k, pad):
+    return (q @ k.mT * 0.3).masked_fill(~pad[:, None, None], torch.finfo(q.dtype).min)
+
+
+def less_the_largest_of_the_detached(q, k, v, pad):
+    s = scores(q, k, pad)
+    return (s - s.detach().amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+def less_the_detached_largest(q, k, v, pad):
+    s = finite(q, k, pad)
+    return (s - s.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+
+
+def less_the_largest_without_grad(q, k, v, pad):
+    s = finite(q, k, pad)
+    with torch.no_grad():
+        top = s.amax(-1, keepdim=True)
+    return (s - top).softmax(-1) @ v
+
+
+def by_hand(q, k, v, pad):
+    s = scores(q, k, pad)
+    e = (s - s.detach().max(-1, keepdim=True).values).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def by_hand_with_a_clamped_shift(q, k, v, pad):
+    s = finite(q, k, pad)
+    e = (s - s.amax(-1, keepdim=True).clamp(min=-5.0).detach()).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def more_of_the_detached(q, k, v, pad):
+    s = scores(q, k, pad)
+    return (s + 0.5 * s.detach()).softmax(-1) @ v
+
+
+def more_of_the_detached_and_finite(q, k, v, pad):
+    s = finite(q, k, pad)
+    return (s * 0.5 + s.detach() * 0.25).softmax(-1) @ v
+
+
+def gated_by_the_detached(q, k, v, pad):
+    s = q @ k.mT * 0.3
+    return (s * torch.sigmoid(s.detach())).masked_fill(~pad[:, None, None], -1e4).softmax(-1) @ v
+
+
+def straight_through(q, k, v, pad):
+    """The value is rounded, the gradient is not."""
+    s = q @ k.mT
+    return (s + (s.round() - s).detach()).masked_fill(~pad[:, None, None], -1e4).softmax(-1) @ v
+
+
+def without_grad(q, k, v, pad):
+    s = q @ k.mT * 0.3
+    with torch.no_grad():
+        twice = s * 2
+    return (s + twice).softmax(-1) @ v
+
+
+FUSED = [less_the_largest_of_the_detached, less_the_detached_largest, less_the_largest_without_grad, by_hand,
+         by_hand_with_a_clamped_shift, more_of_the_detached, more_of_the_detached_and_finite, gated_by_the_detached,
+         straight_through, without_grad]  # fmt: skip
+
+
+def given(dtype):
+    """The first of the batch padded on the left, the second on the right, the third everywhere."""
+    pad = torch.ones(3, LENGTH, dtype=torch.bool)
+    pad[0, :11], pad[1, 30:], pad[2] = False, False, False
+    return [*(torch.randn(3, 2, LENGTH, 8, dtype=dtype) for _ in range(3)), pad]
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
+def test_is_fused_in_training(function, dtype, emitter):
+    (site,) = as_exact_as_eager(function, given(dtype), emitter, gradients=True)
+    assert site.reason is None
+
+
+def largest_in_the_normaliser(q, k, v, pad):
+    s = q @ k.mT
+    e = (s - s.detach().amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-2)) @ v
+
+
+def clamped_largest_in_the_normaliser(q, k, v, pad):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True).clamp(min=0).detach()).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-2)) @ v
+
+
+def detached_sum(q, k, v, pad):
+    e = (q @ k.mT * 0.3).exp()
+    return (e / e.sum(-1, keepdim=True).detach()) @ v
+
+
+def sum_of_the_detached(q, k, v, pad):
+    e = (q @ k.mT * 0.3).exp()
+    return (e / e.detach().sum(-1, keepdim=True)) @ v
+
+
+def detached_weights(q, k, v, pad):
+    w = (q @ k.mT).softmax(-1)
+    return (w + w.detach()) @ v
+
+
+LEFT = [largest_in_the_normaliser, clamped_largest_in_the_normaliser, detached_sum, sum_of_the_detached,
+        detached_weights]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", LEFT, ids=lambda f: f.__name__)
+def test_is_left_alone_where_the_gradient_would_differ(function):
+    (site,) = as_exact_as_eager(function, given(torch.float32), gradients=True)
+    assert not site.fused and site.refusal.kind is not Ground.DEFECT
