@@ -24,6 +24,10 @@ CHUNKS_PER_THREAD = 4
 """Work items are handed out in so many chunks per thread, to even out blocks of unequal work."""
 
 
+MOST_CUT = 1024
+"""Work items of a call whose keys can be cut into parts."""
+
+
 class _ThreadMemory(threading.local):
     """Workspace and parameter block of one calling thread; kept between calls, grown when needed."""
 
@@ -41,6 +45,9 @@ class _ThreadMemory(threading.local):
         self.flag_address = ctypes.addressof(self.flag)
         self.counter = ctypes.c_int64(0)
         self.counter_address = ctypes.addressof(self.counter)
+        # Parts of every item that are done: 0 between calls, since the last of an item puts it back.
+        self.arrivals = (ctypes.c_int64 * MOST_CUT)()
+        self.arrivals_address = ctypes.addressof(self.arrivals)
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes, on a cache line."""

@@ -20,7 +20,7 @@ import torch
 from fusion.codegen.mlir.calling import CHUNKS_PER_THREAD, bytes_per_thread, extents_function
 from fusion.codegen.mlir.compile import PIPELINE, openmp_library
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import FEW_QUERIES, span_of
+from fusion.codegen.mlir.launch import span_of
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
@@ -28,6 +28,7 @@ from fusion.codegen.mlir.target import target_of
 from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+from fusion.planning.cpu_rows import FEW_QUERIES
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip
@@ -182,6 +183,11 @@ class _Writer:
             ("ptr", "workspace"): lambda: self.address(workspace, "memref<?xi8>"),
             ("ptr", "counter"): lambda: self.address(counter, "memref<1xi64>"),
             ("ptr", "flag"): lambda: self.address(flag, "memref<1xi64>"),
+            **dict.fromkeys(
+                (("ptr", "partials"), ("ptr", "arrivals")), lambda: self.address(workspace, "memref<?xi8>")
+            ),  # of keys that are cut into parts
+            ("parts",): lambda: self.constant(1),
+            ("part_keys",): lambda: self.constant(n_k),
             ("ptr", "out"): lambda: self.address(out, memref),
             ("workspace_bytes",): lambda: self.constant(per_thread),
             ("key_steps",): lambda: self.constant(steps),

@@ -15,6 +15,7 @@ import torch
 from fusion.codegen import reference
 from fusion.codegen.mlir.calling import (
     CHUNKS_PER_THREAD,
+    MOST_CUT,
     Function,
     bytes_per_thread,
     check_sizes,
@@ -23,6 +24,7 @@ from fusion.codegen.mlir.calling import (
 )
 from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.kernel import emit
+from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
@@ -31,14 +33,15 @@ from fusion.codegen.mlir.work_items import Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
-from fusion.planning.cpu_planner import FEW_QUERIES, rows_choice
+from fusion.planning.cpu_planner import rows_choice
+from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 
 
 def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[..., list[int]], Callable[..., None]]:
     """Two functions that make a call's parameters.
 
     `fixed(sizes, strides of the operands, strides of the output, call)`: all slots, with 0 for addresses;
-    `vary(slots, operands, out, workspace, flag, counter, selection)`: writes the others into `slots`.
+    `vary(slots, operands, out, workspace, partials, memory, selection)`: writes the others into `slots`.
     """
     from_call = {
         ("workspace_bytes",): "call.per_thread",
@@ -48,7 +51,10 @@ def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[...,
         ("chunks",): "call.chunks",
         ("span",): "call.span",
         ("together",): "call.together",
+        ("parts",): "call.parts",
+        ("part_keys",): "call.part_keys",
     }
+    places = {name: f"memory.{name}_address" for name in ("flag", "counter", "arrivals")} | {"out": "out.data_ptr()"}
     selected = {("ptr", "marks"): 0, ("ptr", "skipped"): 1, ("share",): 2}
 
     def fixed(slot: tuple) -> str:
@@ -67,13 +73,13 @@ def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[...,
             return None
         if isinstance(slot[1], int):
             return f"o[{slot[1]}].data_ptr()"
-        return "out.data_ptr()" if slot[1] == "out" else slot[1]
+        return places.get(slot[1], slot[1])
 
     written = [f"    slots[{n}] = {term}" for n, slot in enumerate(text.slots) if (term := varying(slot)) is not None]
     lines = [
         "def fixed(s, t, u, call):",
         f"    return [{', '.join(map(fixed, text.slots))}]",
-        "def vary(slots, o, out, workspace, flag, counter, selection):",
+        "def vary(slots, o, out, workspace, partials, memory, selection):",
         *written,
     ]
     namespace: dict[str, Callable] = {}
@@ -97,18 +103,24 @@ class Variant:
         self.spec, self.tiling = spec, tiling
         self._fixed, self._vary = slot_functions(self.text, spec)
 
-    def call(self, extents: Sequence[int], threads: int) -> Call:
-        """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads."""
+    def call(self, extents: Sequence[int], threads: int, splits: int = 1) -> Call:
+        """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads, keys in
+        about `splits` parts."""
         *batch, n_q, n_k, d, d_v = extents
         text, rows = self.text, math.prod(batch) * n_q
         span, steps = span_of(text, self.spec, batch, n_q), -(-n_k // text.key_step)
         # Rows of a tile are computed whether they exist or not.
         work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiling else rows
         work *= steps * text.key_step * (d + d_v)
-        threads = min(threads, rows, work // WORK_PER_THREAD[self.tiling is not None] + 1)
-        together = min(text.rows, span if self.tiling else -(-rows // threads))
-        blocks = -(-span // together)
-        items = rows // span * blocks
+        threads = min(threads, work // WORK_PER_THREAD[self.tiling is not None] + 1)
+        blocks = -(-span // text.rows)
+        part_keys, parts = n_k, 1
+        if splits > 1 and rows // span * blocks <= MOST_CUT:
+            part_keys = round_up(-(-n_k // splits), text.part_step)
+            parts = -(-n_k // part_keys)
+        if parts == 1:
+            blocks = -(-span // min(text.rows, span if self.tiling else -(-rows // min(threads, rows))))
+        items = rows // span * blocks * parts
         threads = min(threads, items)
         return Call(
             threads=threads,
@@ -116,9 +128,12 @@ class Variant:
             steps=steps,
             items=items,
             blocks=blocks,
-            chunks=chunks_of(rows // span, blocks, threads),
+            chunks=items if parts > 1 else chunks_of(rows // span, blocks, threads),
             span=span,
             together=-(-span // blocks),
+            parts=parts,
+            part_keys=part_keys,
+            shared=items * text.part_bytes if parts > 1 else 0,
         )
 
     def fixed(
@@ -138,18 +153,19 @@ class Variant:
         """Write the attention to `out`; False where values were met that the products cannot take. fixed: what `fixed`
         returns. selection: what a selective kernel is given (see `sparse_kernel`)."""
         mine = memory
-        workspace, slots = mine.reserve(call.threads * call.per_thread), mine.slots
+        own = call.threads * call.per_thread
+        workspace, slots = mine.reserve(own + call.shared), mine.slots
         mine.counter.value = 0
         slots[: len(fixed)] = fixed
-        self._vary(slots, operands, out, workspace, mine.flag_address, mine.counter_address, selection)
+        self._vary(slots, operands, out, workspace, workspace + own, mine, selection)
         self.function.run(call.threads)
         return not (self.text.may_flag and mine.flagged())
 
 
 class Call(NamedTuple):
     """What a variant derives from the sizes of a call: threads, bytes of each one's workspace, key steps, work items
-    (`blocks` per `span` of rows that read the same keys, of at most `together` rows), and in how many chunks threads
-    take them."""
+    (`blocks` per `span` of rows that read the same keys, of at most `together` rows, times `parts` of `part_keys`
+    keys), in how many chunks threads take them, and bytes that parts leave for each other."""
 
     threads: int
     per_thread: int
@@ -159,6 +175,9 @@ class Call(NamedTuple):
     chunks: int
     span: int
     together: int
+    parts: int
+    part_keys: int
+    shared: int
 
 
 class _Prepared(NamedTuple):
@@ -173,7 +192,7 @@ class _Prepared(NamedTuple):
 
 
 #: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
-WORK_PER_THREAD = {True: 1 << 20, False: 1 << 18}
+WORK_PER_THREAD = {True: 1 << 20, False: WORTH_WAKING}
 FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
 ROWS = None  # in place of a tiling: the variant for few queries
 CALLS_KEPT = 4096
@@ -264,7 +283,7 @@ class Kernel:
         if choice.splits > 1 or tile.rows % rows or tile.keys % keys:
             raise RefusedChoiceError(
                 f"{choice.schedule} in {choice} cannot run: CPU kernels take whole multiples of {rows} x {keys}, and "
-                "do not cut keys into parts"
+                "cut keys into parts only row by row"
             )
         return replace(base, groups=tile.rows // self.target.lanes, keys=tile.keys)
 
@@ -293,11 +312,11 @@ class Kernel:
             extents = self._extents(sizes)
             if not math.prod(extents):
                 return self._nothing(operands, sizes, extents)
-            prepared = self._keep(key, operands, sizes, self._tiling(self.choice(sizes)))
+            prepared = self._keep(key, operands, sizes)
         variant, call, fixed, shape, strides = prepared
         out = empty_strided(shape, strides, self._out_dtype)
         if not variant(operands, out, call, fixed):
-            other = self._prepare_call(operands, sizes, self.tilings[1])
+            other = self._prepare_call(operands, sizes, self.tilings[1], 1)
             other.variant(operands, out, other.call, other.fixed)
         return out
 
@@ -309,19 +328,20 @@ class Kernel:
         shape, strides = self._layout([*batch, n_q, d_v])
         return empty_strided(shape, strides, self._out_dtype)
 
-    def _keep(
-        self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | None
-    ) -> _Prepared:
+    def _keep(self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> _Prepared:
         if len(self._calls) >= CALLS_KEPT:
             self._calls.clear()
-        return self._calls.setdefault(key, self._prepare_call(operands, sizes, tiling))
+        choice = self.choice(sizes)
+        return self._calls.setdefault(key, self._prepare_call(operands, sizes, self._tiling(choice), choice.splits))
 
-    def _prepare_call(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | None) -> _Prepared:
+    def _prepare_call(
+        self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | None, splits: int
+    ) -> _Prepared:
         extents = self._extents(sizes)
         *batch, n_q, n_k, d, d_v = extents
         check_sizes(n_q, n_k, *sizes)
         variant = self.variant(d, d_v, tiling)
-        call = variant.call(extents, torch.get_num_threads())
+        call = variant.call(extents, torch.get_num_threads(), splits)
         shape, strides = self._layout([*batch, n_q, d_v])
         fixed = variant.fixed(sizes, [tensor.stride() for tensor in operands], strides, call)
         return _Prepared(variant, call, fixed, shape, strides)

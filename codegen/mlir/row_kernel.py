@@ -9,13 +9,19 @@ cache holds, so that K and V come from memory once for all of them, in their own
     o += p V          one weight at a time against a row of V, columns in registers
 
 Output and sum begin anew with every stretch (see `tile` for why).
+
+Where there are fewer items than threads (`parts` > 1), the keys of an item are cut into parts, each a piece of work of
+its own: it leaves maximum, sum and output of its keys in memory that all threads share, and whoever is the last of an
+item merges them, in the order of the keys, so that results do not depend on who that was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
-from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.scope import Lanes, Scope
@@ -26,6 +32,7 @@ from fusion.codegen.mlir.transpose import sum_rows
 from fusion.ir.expr import SCORE, I, J, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import LOG2E
+from fusion.planning.cpu_rows import MOST_ROWS
 
 
 def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelText:
@@ -33,7 +40,6 @@ def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelTe
     return _RowKernel(spec, target, d, d_v).text()
 
 
-MOST_ROWS = 8
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
 STRETCH_BYTES = 1 << 19  # of K and V, as float32: well inside second-level caches
 
@@ -47,9 +53,9 @@ class _RowKernel(KernelFunction):
             self.stretch //= 2
         # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
         self.queries = self.area(4 * MOST_ROWS * self.d_padded, "queries")
-        self.outputs = self.area(4 * MOST_ROWS * self.e_padded, "outputs")
-        self.maxima = self.area(4 * MOST_ROWS * self.lanes, "maxima")
-        self.totals = self.area(4 * MOST_ROWS * self.lanes, "totals")
+        self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
+        self.sums = self.area(self.record_bytes, "sums")
+        self.alone = self.area(64, "alone")
         self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
         self.span_output = self.area(4 * self.e_padded, "chapter")
         self.scores = self.area(4 * (self.stretch + self.lanes), "scores")
@@ -63,24 +69,78 @@ class _RowKernel(KernelFunction):
         return KernelText(
             source=self.function(), slots=self.slots(), rows=MOST_ROWS, key_step=self.lanes,
             fixed_bytes=self.workspace_bytes, step_bytes=0, may_flag=False, across_heads=True,
+            part_bytes=self.record_bytes, part_step=4 * self.lanes,
         )  # fmt: skip
 
-    def _rows(self, top: Scope, item: Value) -> None:
-        """One item: rows that follow each other in the order (batch coordinates.., query)."""
-        b, blocks = self.b, self.params[("blocks",)]
+    def _rows(self, top: Scope, number: Value) -> None:
+        """One part of the keys of one item: rows that follow each other in the order (batch coordinates.., query)."""
+        b, blocks, parts = self.b, self.params[("blocks",)], self.params[("parts",)]
+        item, part = b.div(number, parts), b.rem(number, parts)
         span, most = self.params[("span",)], self.params[("together",)]
         start = b.mul(b.rem(item, blocks), most)
         first, count = b.add(b.mul(b.div(item, blocks), span), start, "first"), b.least(most, b.sub(span, start))
+        cut = b.compare("sgt", parts, 1, "cut")
+        self._sum_in(b.select(cut, self._record(number), self.sums))
         with b.loop(0, count, hint="r") as r:
-            self._begin(*self._row_scope(top, b.add(first, r)), r)
+            self._begin(*self._row_scope(top, b.add(first, r)), r, part)
         self._visit(top, first, count)
-        if self._may_skip():
-            # Rows for which all the keys that the mask leaves are dead count every key.
+        with self._last_of(item, cut):
+            self._sum_in(self.sums)
+            with b.when(cut):
+                self._merge(item, count)
+            if self._may_skip():
+                # Rows for which all the keys that the mask leaves are dead count every key.
+                with b.loop(0, count, hint="r") as r:
+                    self._begin_again(r)
+                self._visit(top, first, count)
             with b.loop(0, count, hint="r") as r:
-                self._begin_again(r)
-            self._visit(top, first, count)
+                self._finish(*self._row_scope(top, b.add(first, r)), r)
+
+    def _record(self, number: Value) -> Value:
+        """What a piece of work leaves for the one that merges."""
+        return self.b.at(self.params[("ptr", "partials")], self.b.mul(number, self.record_bytes), "i8", "record")
+
+    def _sum_in(self, record: Value) -> None:
+        """Output, maximum and sum (vectors) of every row are in this record from here on."""
+        self.outputs = record
+        self.maxima = self.b.at(record, MOST_ROWS * self.e_padded, "f32", "maxima")
+        self.totals = self.b.at(record, MOST_ROWS * (self.e_padded + self.lanes), "f32", "totals")
+
+    @contextlib.contextmanager
+    def _last_of(self, item: Value, cut: Value) -> Iterator[None]:
+        """Only where all other parts of the item have arrived, what they wrote is seen, and the count is 0 again."""
+        b, one, nothing = self.b, self.b.constant(1, "i64"), self.b.constant(0, "i64")
+        b.store(nothing, self.alone)
+        arrivals = b.select(cut, b.at(self.params[("ptr", "arrivals")], item, "i64"), self.alone)
+        before = b.op(f"llvm.atomicrmw add {arrivals}, {one} acq_rel : {PTR}, i64", "i64", "before")
+        with b.when(b.compare("eq", b.add(before, 1), self.params[("parts",)])):
+            b.store(nothing, arrivals)
+            yield
+
+    def _merge(self, item: Value, count: Value) -> None:
+        """Sum up what the parts of an item have left, in the order of the keys."""
+        b, lanes, parts = self.b, self.lanes, self.params[("parts",)]
+        own = self.outputs, self.maxima, self.totals
         with b.loop(0, count, hint="r") as r:
-            self._finish(*self._row_scope(top, b.add(first, r)), r)
+            self._clear(r, b.constant(0, "i64"), b.constant(0, "i64"))
+            with b.loop(0, parts, hint="part") as part:
+                self._sum_in(self._record(b.add(b.mul(item, parts), part)))
+                theirs = self.outputs, self.maxima, self.totals
+                m, other = (b.load(self._own(x, r, lanes), self.vector, "m") for x in (own[1], theirs[1]))
+                m_new = b.select(b.compare("ogt", other, m), other, m, "m_new")
+                plain = self.spec.normalizer is Normalizer.NONE
+                factors = (1.0, 1.0) if plain else (self._factor(m, m_new), self._factor(other, m_new))
+
+                def add(at: Value, more: Value, factors: tuple = factors) -> None:
+                    x, y = (b.load(place, self.vector, "x") for place in (at, more))
+                    b.store(b.add(b.mul(x, factors[0]), b.mul(y, factors[1])), at)
+
+                add(self._own(own[2], r, lanes), self._own(theirs[2], r, lanes))
+                rows = [self._own(x, r, self.e_padded) for x in (own[0], theirs[0])]
+                with b.loop(0, self.e_padded, lanes, hint="e") as e:
+                    add(*(b.at(row, e, "f32") for row in rows))
+                b.store(m_new, self._own(own[1], r, lanes))
+        self.outputs, self.maxima, self.totals = own
 
     def _may_skip(self) -> bool:
         mask = self.spec.mask
@@ -99,15 +159,16 @@ class _RowKernel(KernelFunction):
         """Row r's part of an area of `size` float32 elements per row."""
         return self.b.at(area, self.b.mul(r, size), "f32")
 
-    def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
-        """Read the query, find the keys to visit, clear what is summed."""
+    def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
+        """Read the query, find the keys of the part to visit, clear what is summed."""
         b, mask, lanes = self.b, self.spec.mask, self.lanes
         source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.staging)
         query = self._own(self.queries, r, self.d_padded)
         with b.loop(0, self.d_padded, lanes, hint="c") as c:
             b.store(load_f32(b, source, 0, c, lanes), b.at(query, c, "f32"))
         low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, 1)
-        self._clear(r, b.as_value(low, "i64"), high)
+        first = b.mul(part, self.params[("part_keys",)])
+        self._clear(r, b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)])))
 
     def _clear(self, r: Value, low: Value, high: Value) -> None:
         b, lanes = self.b, self.lanes

@@ -40,6 +40,8 @@ class KernelText:
     fixed_bytes, step_bytes: a thread's workspace is fixed_bytes + step_bytes * ceil(n_k / key_step)
     may_flag: whether the kernel may raise the flag for large values
     across_heads: an item's rows may be of several heads that read the same keys
+    part_bytes, part_step: the keys of an item may be cut into parts of a multiple of part_step keys, each of which
+        leaves part_bytes in memory (0: they may not)
     """
 
     source: str
@@ -50,6 +52,8 @@ class KernelText:
     step_bytes: int
     may_flag: bool
     across_heads: bool = False
+    part_bytes: int = 0
+    part_step: int = 1
 
 
 class KernelFunction(ThreadFunction):

@@ -13,6 +13,7 @@ from fusion.machine import Machine
 from fusion.planning import bounds
 from fusion.planning.compiled import Counts, counts
 from fusion.planning.cpu import cpu_time
+from fusion.planning.cpu_rows import row_tiles, row_time
 from fusion.planning.optimum import snapped_tile
 from fusion.planning.plan import Candidate, Given
 from fusion.planning.problem import Problem
@@ -93,6 +94,10 @@ def _tiles_and_times(
 ) -> tuple[Tiles, Times]:
     fixed, chosen = dict(given), schedule(name)
     modelled = chosen.query_stationary and chosen.runs_on(machine.kind)
+    if machine.kind == "cpu" and modelled and "B_s" in chosen.tile:
+        tiles = row_tiles(problem, machine, fixed.get("B_s"))
+        splits = np.ceil(max(1, problem.n_k) / tiles["B_s"])
+        return tiles, row_time(machine, problem, splits, ragged=problem.masked)
     if machine.kind == "cpu" and modelled:
         tiles = cpu_tiles(problem, machine, *multiples)
         if fixed:

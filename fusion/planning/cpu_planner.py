@@ -1,4 +1,5 @@
-"""Choices on CPUs: row by row for few queries, else the tile of least predicted time."""
+"""Choices on CPUs: row by row for few queries, their keys in parts where that fills the cores, else the tile of least
+predicted time."""
 
 from __future__ import annotations
 
@@ -8,11 +9,9 @@ from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
-from fusion.planning.from_spec import tile_times
+from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, best_parts
+from fusion.planning.from_spec import problem_of, tile_times
 from fusion.planning.register_tiles import planes_of, target_of
-
-FEW_QUERIES = 8
-"""Queries up to which a row at a time is faster than a tile that is mostly empty."""
 
 WORTH_COMPILING = 2e-4
 """Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
@@ -35,16 +34,19 @@ class CpuPlanner:
         register_tile: Pair | None = None,
     ):
         unit = target_of(machine)
-        self.spec, self.lanes, self.times = spec, unit.lanes, times or tile_times(spec, machine)
+        self.spec, self.machine, self.lanes = spec, machine, unit.lanes
+        self.times = times or tile_times(spec, machine)
         self.register_tile = register_tile or unit.register_tile(planes_of(spec, unit))
         self.schedule = query_stationary(spec)
-        self._extents = size_function((spec.n_q, spec.n_k), spec.sizes)
+        self._extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+        self._parts: dict[tuple[int, ...], int] = {}
 
     def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
         """The choice for a call with these sizes: a tile whose kernel exists unless another saves WORTH_COMPILING."""
-        n_q, n_k = self._extents(sizes)
+        *batch, n_q, n_k, d, d_v = self._extents(sizes)
         if n_q <= FEW_QUERIES:
-            return rows_choice(self.schedule, self.lanes, n_k)
+            parts = self._parts_of((*batch, n_q, n_k, d, d_v), sizes)
+            return rows_choice(self.schedule if parts == 1 else "split_k", self.lanes, n_k, parts)
         compiled = [(choice.tile.rows, choice.tile.keys) for choice in made]
         seconds = self.times(sizes, self.register_tile, compiled)
         best = min(seconds, key=seconds.__getitem__)
@@ -53,7 +55,18 @@ class CpuPlanner:
             best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
         return Choice(schedule=self.schedule, tile=Tile(rows=best[0], keys=best[1]), keys=n_k)
 
+    def _parts_of(self, extents: tuple[int, ...], sizes: Sequence[int]) -> int:
+        """Into how many parts the keys of a call with few queries are cut: by the machine's cores, so that results do
+        not depend on the number of threads. Looked at once for all lengths of a kind, so that a cache that grows is
+        not planned anew with every token."""
+        *others, n_k, d, d_v = extents
+        key = (*others, n_k // LEAST_PART, d, d_v)
+        if (found := self._parts.get(key)) is None:
+            ragged = self.spec.mask is not None and self.spec.mask.skips
+            found = self._parts[key] = best_parts(self.machine, problem_of(self.spec, sizes), ragged=ragged)
+        return found
 
-def rows_choice(schedule: str, lanes: int, n_k: int) -> Choice:
+
+def rows_choice(schedule: str, lanes: int, n_k: int, parts: int = 1) -> Choice:
     """Row by row, with keys in lanes."""
-    return Choice(schedule=schedule, tile=Tile(rows=1, keys=lanes), keys=n_k)
+    return Choice(schedule=schedule, tile=Tile(rows=1, keys=lanes), keys=n_k, splits=parts)

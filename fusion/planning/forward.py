@@ -150,7 +150,7 @@ def _split_k() -> Schedule:
         phases=(attend, merge),
         order="N^2 d^2 / M + (N_k / B_s) N d",
         slow=splits * N_q * (d_v + 1),
-        kernels=("gpu",),
+        kernels=("cpu", "gpu"),
         skips=True,
         colour="#009E73",
     )

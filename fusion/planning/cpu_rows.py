@@ -1,0 +1,86 @@
+"""Predicted time of the CPU kernel for few queries, which goes row by row with keys in lanes, and into how many parts
+it cuts the keys.
+
+Threads take pieces of work (rows that read the same keys; a part of these keys) from a common counter. A piece costs
+the larger of its vector work and of its share of the reading; whoever ends last decides. Where all keys count, pieces
+are equal, and what is lost beside whole rounds is that threads do not begin together; where a mask leaves keys out that
+are known only at run time, up to a whole piece is lost (Graham's bound on list scheduling).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fusion.errors import NoFittingTileError
+from fusion.machine import Machine
+from fusion.planning.problem import Problem
+from fusion.planning.tiles import Tiles, grid
+from fusion.planning.timing import Times
+
+FEW_QUERIES = 8
+"""Queries up to which a row at a time is faster than a tile that is mostly empty."""
+
+MOST_ROWS = 8
+"""Rows that share keys in a piece of work."""
+
+LEAST_PART = 512
+"""Keys of a part at least."""
+
+VECTOR = 1.1
+"""Cycles of the stated clock for a vector of K or V and a row: measured over 16384 keys at d = 64, bfloat16 and grouped
+heads, where reading is not the limit (Zen 5)."""
+
+WORTH_WAKING = 1 << 18
+"""Multiply-adds that are worth waking a thread for (some 20 us)."""
+
+MERGED = 1.5e-7
+"""Seconds for what a row of a part leaves behind, written and merged."""
+
+BEGUN_APART = 0.1
+"""Share of a piece by which threads begin apart."""
+
+
+def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: bool) -> Times:
+    """Seconds with the keys cut into so many parts. ragged: a mask leaves out keys that are known at run time only."""
+    kv_heads = max(1, problem.batch) * max(1, problem.heads_kv)
+    rows = max(1, problem.problems * problem.n_q // kv_heads)  # that share keys
+    items = kv_heads * -(-rows // MOST_ROWS)
+    elements = max(1, problem.n_k) * (problem.d + problem.d_v) * problem.density
+    cores = max(1, min(machine.cores, int(kv_heads * rows * elements) // WORTH_WAKING + 1))
+    pieces = items * splits
+    rounds = np.ceil(pieces / cores)
+    lost = 0.0 if cores == 1 else 1 - 1 / cores if ragged else BEGUN_APART
+    share = (pieces / cores if ragged else rounds) / pieces + lost / pieces
+    vectors = kv_heads * rows * elements / machine.lanes()
+    moved = items * elements * problem.key_bytes
+    level = next((level for level in machine.levels if moved <= level.capacity), machine.levels[-1])
+    resources = {
+        "vectors": vectors * VECTOR / (machine.clock or 2.5e9) * share,
+        "keys": moved / (level.bandwidth / max(1, machine.cores)) * share,
+        "merge": np.where(splits > 1, rounds * min(rows, MOST_ROWS) * MERGED, 0.0),
+        "launch": np.full(len(splits), machine.launch),
+    }
+    total = np.maximum(resources["vectors"], resources["keys"]) + resources["merge"] + resources["launch"]
+    return Times(total=total, resources=resources)
+
+
+def row_tiles(problem: Problem, machine: Machine, size: int | None = None) -> Tiles:
+    """A row against a vector of keys, with every number of parts that keys can be cut into; or with parts of a size.
+    Raises NoFittingTileError for more queries: tiles of these walk all keys."""
+    if problem.n_q > FEW_QUERIES or problem.training:
+        raise NoFittingTileError(f"CPU kernels cut keys into parts for up to {FEW_QUERIES} queries, without training")
+    sizes = [size] if size is not None else [-(-max(1, problem.n_k) // count) for count in part_counts(problem.n_k)[1:]]
+    if not sizes:
+        raise NoFittingTileError(f"parts of at least {LEAST_PART} keys: {problem.n_k} keys are too few to be cut")
+    return grid({"B_r": [1], "B_c": [machine.lanes()], "stages": [1], "B_s": sizes})
+
+
+def part_counts(n_k: int) -> list[int]:
+    """The numbers of parts that are weighed: powers of two."""
+    return [1 << power for power in range(max(1, n_k // LEAST_PART).bit_length())]
+
+
+def best_parts(machine: Machine, problem: Problem, *, ragged: bool) -> int:
+    """Into how many parts the keys are cut: 1 where that gains nothing."""
+    counts = np.array(part_counts(problem.n_k))
+    return int(counts[np.argmin(row_time(machine, problem, counts, ragged=ragged).total)])

@@ -1,0 +1,124 @@
+"""Decoding on CPUs with the keys of a head cut into parts, which threads take in any order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.ir import Normalizer
+from fusion.machine import Machine, with_cores
+from fusion.planning.choice import Choice
+from fusion.planning.cpu_planner import CpuPlanner, rows_choice
+from fusion.planning.cpu_rows import LEAST_PART
+from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
+from tests.numerics import assert_same
+
+
+class Parts:
+    """A planner that cuts the keys into so many parts."""
+
+    def __init__(self, parts: int):
+        self.parts = parts
+
+    def choose(self, sizes, made=()) -> Choice:
+        return rows_choice("split_k", 16, sizes[-1], self.parts)
+
+
+def kernel(c: Case, parts: int, target: str = "best") -> Kernel:
+    return Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target], Parts(parts))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 16])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("plain", {}),
+        ("plain", {"normalizer": Normalizer.NONE}),
+        ("plain", {"normalizer": Normalizer.SAFE_SOFTMAX, "dtype": "bfloat16"}),
+        ("causal_last_key", {"group": 3}),
+        ("window", {"group": 2, "dtype": "bfloat16"}),
+        ("left_padded_inf", {}),
+        ("left_padded", {"sinks": True}),
+        ("documents", {"weight": True}),
+        ("alibi", {"off_by_one": True}),
+        ("soft_cap", {"d_v": 24, "group": 12}),
+    ],
+)
+def test_parts_of_the_keys_are_merged(name: str, fields: dict, parts: int) -> None:
+    c = case(name, **fields)
+    run = kernel(c, parts)
+    for n_q, n_k in ((1, 1), (1, 70), (1, 1300), (3, 2000), (8, 333)):
+        operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": n_q, "Nk": n_k}, "heads_inside")
+        assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("target", ["avx2", "generic"])
+def test_other_vectors(target: str) -> None:
+    c = case("left_padded_inf", group=2)
+    operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 2, "Nk": 900})
+    assert_as_exact_as_eager(kernel(c, 4, target)(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38])
+@pytest.mark.parametrize("where", [0, 2], ids=["q", "v"])
+def test_special_values_in_one_part(where: int, value: float, parts: int) -> None:
+    c = case("plain")
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 2, "Nk": 800})
+    operands[where][0, 0, -1, 3] = value
+    assert_as_exact_as_eager(kernel(c, parts)(operands, sizes), c, operands)
+
+
+def test_whoever_merges_the_result_is_the_same() -> None:
+    c = case("left_padded_inf", group=2)
+    run = kernel(c, 8)
+    operands, sizes = draw(c, {"B": 2, "H": 1, "Nq": 2, "Nk": 4000})
+    first, *others = [out for _ in range(20) for out in on_threads(run, operands, sizes)]
+    for other in others:
+        assert_same(other, first)
+
+
+def test_keys_beyond_a_row_are_not_read() -> None:
+    c = case("window")
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 1, "Nk": 5000})
+    expected = kernel(c, 1)(operands, sizes)
+    seen = [x.clone() for x in operands]
+    for x in seen[1:3]:
+        x[:, :, 64:] = float("nan")  # the window of the first query ends with the first key
+    assert_same(kernel(c, 7)(seen, sizes), expected)
+
+
+def test_planned_parts_do_not_depend_on_the_number_of_threads() -> None:
+    c, target = case("causal_last_key"), TARGETS["best"]
+    machine = replace(with_cores(Machine.detect(), 2), cores=2)
+    run = Kernel(c.spec, tilings_for(c.spec, target), target, CpuPlanner(c.spec, machine))
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 1, "Nk": 20_000})
+    assert run.choice(sizes).splits > 1
+    outs = on_threads(run, operands, sizes)
+    assert_as_exact_as_eager(outs[0], c, operands)
+    assert_same(outs[1], outs[0])
+    assert_same(outs[2], outs[0])
+
+
+def splits(name: str, cores: int, heads: int, n_k: int) -> Choice:
+    machine = replace(Machine.detect(), cores=cores)
+    return CpuPlanner(case(name).spec, machine).choose((1, heads, 1, n_k))
+
+
+def test_keys_are_cut_where_heads_do_not_fill_the_cores() -> None:
+    assert splits("plain", 2, 1, 16384).splits > 1 and splits("plain", 2, 1, 16384).schedule == "split_k"
+    assert splits("plain", 8, 4, 16384).splits >= 2
+    assert splits("plain", 1, 1, 16384).splits == 1
+    assert splits("plain", 2, 512, 1024).splits == 1
+    assert splits("plain", 2, 1, 2 * LEAST_PART - 1).splits == 1
+    assert splits("plain", 2, 1, LEAST_PART).schedule == "flash"
+
+
+def test_a_mask_that_makes_pieces_unequal_makes_them_smaller() -> None:
+    assert splits("causal_last_key", 2, 4, 16384).splits > splits("plain", 2, 4, 16384).splits
+    assert splits("window", 2, 1, 16384).splits == 1  # its one key is too little work
