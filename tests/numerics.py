@@ -1,18 +1,6 @@
 """The house rule for numbers, used by all tests: as exact as eager.
 
-    error(actual, reference) <= 2 * (error(eager, reference) + eps * size(reference))
-
-`reference` is computed in float64, `eager` by plain torch in the dtype under test, eps is that dtype's. The rule holds
-per tensor in two norms, because each is blind to something:
-
-- the largest absolute error sees a single wrong element (a tail column, a mask's corner, a dead row), which a mean over
-  a whole tensor hides; size(reference) is its largest magnitude;
-- the root mean square sees a small error everywhere (a scale off by 1e-3, statistics kept in half precision), which
-  hides below the largest error of eager, an extreme of many roundings; size(reference) is its root mean square.
-  Being a mean of many roundings it also barely depends on luck, so a factor of two is a real bound.
-
-Errors are absolute within a tensor: attention averages, so elements near zero carry the rounding of large ones, and
-relative errors of single elements say nothing. NaN and infinities must stand where eager has them.
+The rule itself is `fusion.exactness`, which the product uses too.
 
     assert_as_exact_as_eager(actual, eager, reference)   the rule
     assert_runs_as_exact_as_eager(run, eager, *inputs)   the rule, for a function or module and its inputs
@@ -30,25 +18,11 @@ from typing import Any
 
 import torch
 
+from fusion.exactness import Errors, errors, norms, special
+
 ROUNDING = 2.0**-36
 """Of a computation in float64, relative to its largest number."""
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """How one tensor compares: errors and bounds in both norms; `share` is the larger error / bound (at most 1)."""
-
-    path: str
-    max_error: float
-    max_bound: float
-    rms_error: float
-    rms_bound: float
-
-    @property
-    def share(self) -> float:
-        pairs = [(self.max_error, self.max_bound), (self.rms_error, self.rms_bound)]
-        return max(0.0 if error == 0 else error / bound if bound else float("inf") for error, bound in pairs)
 
 
 def leaves(value: Any, path: str = "output") -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,19 +44,6 @@ def leaves(value: Any, path: str = "output") -> Iterator[tuple[str, torch.Tensor
                 yield from leaves(inner, f"{path}.{name}")
 
 
-def _eps(eager: torch.Tensor, dtype: torch.dtype | None) -> float:
-    own = torch.finfo(eager.dtype).eps
-    return max(own, torch.finfo(dtype).eps) if dtype is not None else own
-
-
-def _error(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """(largest, root mean square) of the difference; complex numbers by magnitude."""
-    if value.numel() == 0:
-        return 0.0, 0.0
-    difference = (value - reference).abs()
-    return float(difference.max()), float(difference.square().mean().sqrt())
-
-
 def _describe(path: str, actual, eager, reference, bound: float) -> str:
     wide = torch.complex128 if reference.is_complex() else torch.float64
     difference = (actual.to(wide) - reference.to(wide)).abs().nan_to_num(0.0, posinf=0.0)
@@ -92,26 +53,6 @@ def _describe(path: str, actual, eager, reference, bound: float) -> str:
         f"{path}{list(worst)} of {list(actual.shape)}: actual {actual[worst].item():.9g}, "
         f"eager {eager[worst].item():.9g}, float64 {reference[worst].item():.9g}; "
         f"{beyond} of {actual.numel()} elements beyond the bound"
-    )
-
-
-def compare(
-    path: str, actual: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype | None = None
-) -> Comparison:
-    """Errors and bounds of one floating-point tensor, over the elements that are finite in eager and in float64."""
-    wide = torch.complex128 if eager.is_complex() else torch.float64
-    finite = eager.isfinite() & reference.isfinite()
-    actual, eager64, reference = (t.detach().to(wide)[finite] for t in (actual, eager, reference))
-    max_error, rms_error = _error(actual, reference)
-    max_eager, rms_eager = _error(eager64, reference)
-    max_size, rms_size = _error(reference, torch.zeros_like(reference))
-    eps = _eps(eager, dtype)
-    return Comparison(
-        path=path,
-        max_error=max_error,
-        max_bound=2 * (max_eager + eps * max_size),
-        rms_error=rms_error,
-        rms_bound=2 * (rms_eager + eps * rms_size),
     )
 
 
@@ -125,16 +66,13 @@ def _assert_same_kind(path: str, actual: torch.Tensor, eager: torch.Tensor, *, d
 
 
 def _assert_same_specials(path: str, actual: torch.Tensor, eager: torch.Tensor) -> None:
-    kinds = [("NaN", torch.isnan)] + (
-        [] if eager.is_complex() else [("+inf", torch.isposinf), ("-inf", torch.isneginf)]
-    )
-    for name, where in kinds:
-        ours, theirs = where(actual), where(eager)
-        if not torch.equal(ours, theirs):
-            first = (ours != theirs).nonzero()[0].tolist()
+    ours, theirs = special(actual), special(eager)
+    for number, name in enumerate(("NaN", "+inf", "-inf"), 1):
+        if (differ := (ours == number) != (theirs == number)).any():
+            first = differ.nonzero()[0].tolist()
             raise AssertionError(
-                f"{path}: {name} at {int(ours.sum())} elements, eager at {int(theirs.sum())}; first difference at "
-                f"{first}: {actual[tuple(first)].item()} against {eager[tuple(first)].item()}"
+                f"{path}: {name} at {int((ours == number).sum())} elements, eager at {int((theirs == number).sum())}; "
+                f"first difference at {first}: {actual[tuple(first)].item()} against {eager[tuple(first)].item()}"
             )
 
 
@@ -147,7 +85,7 @@ def assert_as_exact_as_eager(
     name: str = "output",
     check_dtype: bool = True,
     check_strides: bool = False,
-) -> list[Comparison]:
+) -> list[Errors]:
     """Assert the house rule (see the module) for every tensor of nested outputs; returns the comparisons.
 
     `reference64` is the same nesting computed in float64. `dtype` is the dtype that the computation ran in, where a
@@ -158,7 +96,7 @@ def assert_as_exact_as_eager(
     assert ours.keys() == theirs.keys(), f"outputs {sorted(ours)}, eager has {sorted(theirs)}"
     assert theirs.keys() == exact.keys(), f"the reference has outputs {sorted(exact)}, eager {sorted(theirs)}"
     assert theirs, "no tensors to compare"
-    comparisons = []
+    compared = []
     for path, want in theirs.items():
         got, reference = ours[path].detach().cpu(), exact[path].detach().cpu()
         want = want.detach().cpu()
@@ -168,8 +106,8 @@ def assert_as_exact_as_eager(
             assert torch.equal(got, want), f"{path}: {int((got != want).sum())} integers differ from eager's"
             continue
         _assert_same_specials(path, got, want)
-        result = compare(path, got, want, reference, dtype)
-        comparisons.append(result)
+        result = errors(got, want, reference, dtype)
+        compared.append(result)
         for norm, error, bound in (
             ("largest", result.max_error, result.max_bound),
             ("root mean square", result.rms_error, result.rms_bound),
@@ -177,7 +115,7 @@ def assert_as_exact_as_eager(
             if not error <= bound:
                 where = _describe(path, got, want, reference, result.max_bound)
                 raise AssertionError(f"{path}: {norm} error {error:.3e} exceeds {bound:.3e} (2x eager's). {where}")
-    return comparisons
+    return compared
 
 
 def wide(value: Any) -> Any:
@@ -193,7 +131,7 @@ def wide(value: Any) -> Any:
 
 def assert_runs_as_exact_as_eager(
     run: Callable, eager: Callable, *inputs: Any, dtype: torch.dtype | None = None
-) -> list[Comparison]:
+) -> list[Errors]:
     """Assert the house rule for `run(*inputs)`. eager: the function or module itself, also the reference in float64."""
     exact = copy.deepcopy(eager).double() if isinstance(eager, torch.nn.Module) else eager
     return assert_as_exact_as_eager(run(*inputs), eager(*inputs), exact(*wide(inputs)), dtype)
@@ -221,14 +159,14 @@ def assert_same_in_float64(actual: Any, expected: Any, terms: Any = 0, name: str
     _assert_same_kind(name, ours, theirs, dtype=True, strides=False)
     _assert_same_specials(name, ours, theirs)
     finite = theirs.isfinite()
-    error, size = _error(ours[finite], theirs[finite])[0], _error(theirs[finite], torch.zeros(()))[0]
+    error, size = norms(ours[finite] - theirs[finite])[0], norms(theirs[finite])[0]
     size = max(size, float(torch.as_tensor(terms).abs().max()))
     assert error <= ROUNDING * size, f"{name}: float64 computations differ by {error:.3e}, the largest is {size:.3e}"
 
 
 def allowance(eager: torch.Tensor, reference: torch.Tensor) -> float:
     """The largest error that the house rule allows, for a test that adds a certified error to it."""
-    return compare("", eager, eager, reference).max_bound
+    return errors(eager, eager, reference).max_bound
 
 
 def assert_within(error: torch.Tensor | float, bound: torch.Tensor | float) -> None:

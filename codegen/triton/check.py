@@ -10,6 +10,7 @@ import torch
 
 from fusion.codegen import reference
 from fusion.codegen.triton.launch import Kernel
+from fusion.exactness import errors
 from fusion.ir.expr import C, E, Expr, I, J, coord, loads, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.spec import AttentionSpec
@@ -38,10 +39,10 @@ def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -
     if not regular.any():
         print(f"{device}, sizes {dict(zip(spec.sizes, sizes, strict=True))}: nothing finite to compare")
         return
-    error, allowed = ((x - exact)[regular].abs().max().item() for x in (got, eager))
-    allowed = 2 * (allowed + torch.finfo(getattr(torch, spec.out_dtype)).eps * exact[regular].abs().max().item())
-    print(f"{device}, sizes {dict(zip(spec.sizes, sizes, strict=True))}: error {error:.3g}, allowed {allowed:.3g}")
-    if not error <= allowed:
+    found = errors(got[regular], eager[regular], exact[regular], getattr(torch, spec.out_dtype))
+    told = f"error {found.max_error:.3g}, allowed {found.max_bound:.3g}"
+    print(f"{device}, sizes {dict(zip(spec.sizes, sizes, strict=True))}: {told}")
+    if not found.share <= 1:
         raise SystemExit(1)
 
 

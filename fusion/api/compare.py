@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import statistics
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.errors import ComparisonError
+from fusion.exactness import errors
 from fusion.planning.plan import bytes_text, seconds_text
 
 COMPETITORS = ("eager", "inductor", "fusion")
@@ -105,8 +107,7 @@ def compare(
                 "inputs that it takes"
             )
         exact, note = _exact(original, args, kwargs)
-        errors = {name: _error(result, exact) for name, result in results.items()}
-        allowed = _allowed(results["eager"], exact, errors["eager"])
+        found = {name: _error(result, results["eager"], exact) for name, result in results.items()}
         working = {name: run for name, run in runs.items() if name not in failures}
         peaks = {name: peak_memory(lambda run=run: run(*args, **kwargs)) for name, run in working.items()}
         times, turns = _in_turns(
@@ -115,8 +116,8 @@ def compare(
     entries = tuple(
         Measured(name=name, failure=failures[name])
         if name in failures
-        else Measured(name=name, seconds=times[name], first=first[name], peak=peaks[name], error=errors[name],
-                      allowed=None if name == "eager" else allowed)
+        else Measured(name=name, seconds=times[name], first=first[name], peak=peaks[name], error=found[name][0],
+                      allowed=None if name == "eager" else found[name][1])
         for name in COMPETITORS
     )  # fmt: skip
     device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
@@ -163,24 +164,17 @@ def _exact(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[T
         return None, f"There is no float64 reference ({type(problem).__name__}: {str(problem).splitlines()[0]})."
 
 
-def _error(result: Sequence[Tensor], exact: Sequence[Tensor] | None) -> float | None:
+def _error(
+    result: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None
+) -> tuple[float | None, float | None]:
+    """(largest error, what the rule of `fusion.exactness` allows) of the tensor that comes nearest to its bound."""
     if exact is None:
-        return None
-    differences = [
-        torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a.double() - b.double()).abs()).max().item()
-        for a, b in zip(result, exact, strict=True)
-        if a.numel()
-    ]
-    return max(differences, default=0.0)
-
-
-def _allowed(eager: Sequence[Tensor], exact: Sequence[Tensor] | None, error: float | None) -> float | None:
-    """2 * (eager's error + eps * max|reference|), the rule that everything here is held to."""
-    if exact is None or error is None:
-        return None
-    eps = max((torch.finfo(t.dtype).eps for t in eager), default=0.0)
-    finite = [t[t.isfinite()].abs() for t in exact]
-    return 2 * (error + eps * max((t.max().item() for t in finite if t.numel()), default=0.0))
+        return None, None
+    found = [errors(a, b, c) for a, b, c in zip(result, eager, exact, strict=True)]
+    worst = max(found, key=lambda item: item.share, default=None)
+    if worst is None:
+        return 0.0, 0.0
+    return math.inf if worst.misplaced else worst.max_error, worst.max_bound
 
 
 def peak_memory(call: Callable[[], Any]) -> int | None:

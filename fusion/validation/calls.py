@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from fusion.exactness import errors
+
 log = logging.getLogger(__name__)
 
 
@@ -71,19 +73,12 @@ def _floats(result: Any) -> list[Tensor]:
 
 
 def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:
-    """How the outputs break the rule of DESIGN (twice eager's error), in words. Without a float64 run, eager's error is
-    taken for 16 times the dtype's precision."""
+    """How the outputs break the rule of `fusion.exactness`, in words. Without a float64 run, eager's error is taken for
+    16 times the dtype's precision."""
     for number, (a, b) in enumerate(zip(ours, eager, strict=True)):
-        if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
+        found = errors(a, b, b, condition=16) if exact is None else errors(a, b, exact[number])
+        if found.misplaced:
             return f"NaN or infinities of output {number} stand elsewhere"
-        true = (b if exact is None else exact[number]).double()
-        finite = b.isfinite() & true.isfinite()
-        size, own, theirs = (_largest(t[finite]) for t in (true, a.double() - true, b.double() - true))
-        eps = torch.finfo(b.dtype).eps * (16 if exact is None else 1)
-        if own > (allowed := 2 * (theirs + eps * size)):
-            return f"output {number} is off by {own:.3g}, where {allowed:.3g} is allowed"
+        if found.share > 1:
+            return f"output {number} is off by {found.max_error:.3g}, where {found.max_bound:.3g} is allowed"
     return None
-
-
-def _largest(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() else 0.0

@@ -13,10 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from fusion.exactness import errors
 from tests.fuzz.normalizers import UNSHIFTED
 from tests.fuzz.routes import Outcome, compiled, watching
 from tests.fuzz.writer import Program
-from tests.numerics import assert_as_exact_as_eager, compare, leaves
+from tests.numerics import assert_as_exact_as_eager, leaves
 
 Tensors = dict[str, torch.Tensor]
 DRAWS = 8
@@ -268,7 +269,7 @@ def _magnitude(value: torch.Tensor) -> float:
 
 def _share(ours: Tensors, eager: Tensors, exact: Tensors, dtype: torch.dtype) -> float:
     floats = [name for name, value in eager.items() if value.is_floating_point()]
-    return max(compare(name, ours[name], eager[name], exact[name], dtype).share for name in floats)
+    return max(errors(ours[name], eager[name], exact[name], dtype).share for name in floats)
 
 
 def _without_unstable(eager: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

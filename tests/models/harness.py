@@ -11,7 +11,7 @@ import fusion
 from tests.models import oracle
 from tests.models.build import Entropy, cast
 from tests.models.zoo import Entry
-from tests.numerics import Comparison, assert_as_exact_as_eager, leaves
+from tests.numerics import Errors, assert_as_exact_as_eager, leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _outcome(
     entry: Entry,
     witness: Witness,
     reports: list,
-    comparisons: list[Comparison],
+    comparisons: list[Errors],
     entropies: list[float],
     seconds: float,
 ) -> Outcome:

@@ -1,0 +1,82 @@
+"""The rule for numbers that everything here is held to: as exact as eager.
+
+    error(actual, reference) <= 2 * (error(eager, reference) + eps * size(reference))
+
+`reference` is computed in float64, `eager` by plain torch in the dtype under test, eps is that dtype's. The rule holds
+per tensor in two norms, because each is blind to something:
+
+- the largest absolute error sees a single wrong element (a tail column, a mask's corner, a dead row), which a mean over
+  a whole tensor hides; size(reference) is its largest magnitude;
+- the root mean square sees a small error everywhere (a scale off by 1e-3, statistics kept in half precision), which
+  hides below the largest error of eager, an extreme of many roundings; size(reference) is its root mean square.
+  Being a mean of many roundings it also barely depends on luck, so a factor of two is a real bound.
+
+Errors are absolute within a tensor: attention averages, so elements near zero carry the rounding of large ones, and
+relative errors of single elements say nothing. NaN and infinities must stand where eager has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Number = TypeVar("Number", float, Tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How a tensor compares with eager's: errors and bounds in both norms, over elements that are finite in eager and
+    in the reference. misplaced: elements where NaN and infinities stand otherwise than in eager."""
+
+    max_error: float
+    max_bound: float
+    rms_error: float
+    rms_bound: float
+    misplaced: int
+
+    @property
+    def share(self) -> float:
+        """The larger error / bound; at most 1 where the rule holds."""
+        pairs = [(self.max_error, self.max_bound), (self.rms_error, self.rms_bound)]
+        shares = [0.0 if error == 0 else error / bound if bound else float("inf") for error, bound in pairs]
+        return float("inf") if self.misplaced or any(share != share for share in shares) else max(shares)
+
+
+def bound(eager_error: Number, eps: float, size: Number) -> Number:
+    """The error that is allowed."""
+    return 2 * (eager_error + eps * size)
+
+
+def special(value: Tensor) -> Tensor:
+    """0 for finite elements, 1 for NaN, 2 and 3 for the infinities (of complex numbers 2)."""
+    if value.is_complex():
+        return value.isnan() * 1 + (value.isinf() & ~value.isnan()) * 2
+    return value.isnan() * 1 + value.isposinf() * 2 + value.isneginf() * 3
+
+
+def norms(value: Tensor) -> tuple[float, float]:
+    """(largest, root mean square) of the magnitudes; 0 of nothing."""
+    return (float(value.abs().max()), float(value.abs().square().mean().sqrt())) if value.numel() else (0.0, 0.0)
+
+
+def errors(
+    actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype | None = None, condition: float = 1.0
+) -> Errors:
+    """Compares one floating-point tensor. dtype: that the computation ran in, where that is coarser than its own.
+    condition: of the computation, by which eps is multiplied."""
+    wide = torch.complex128 if eager.is_complex() else torch.float64
+    finite = eager.isfinite() & reference.isfinite()
+    eps = condition * max(torch.finfo(t).eps for t in (eager.dtype, dtype or eager.dtype))
+    misplaced = int((special(actual) != special(eager)).sum())
+    own, theirs, true = (t.detach().to(wide)[finite] for t in (actual, eager, reference))
+    (max_error, rms_error), (max_eager, rms_eager), (max_size, rms_size) = map(norms, (own - true, theirs - true, true))
+    return Errors(
+        max_error=max_error,
+        max_bound=bound(max_eager, eps, max_size),
+        rms_error=rms_error,
+        rms_bound=bound(rms_eager, eps, rms_size),
+        misplaced=misplaced,
+    )
