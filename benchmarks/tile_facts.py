@@ -3,18 +3,16 @@ found as data of the planner.
 
     python benchmarks/tile_facts.py [--targets sm_90] [--rows causal] [--widths 64 128 256] [--most 6]
 
-The data (`fusion/planning/gpu_facts.py`) are facts, not choices: shared memory, registers, spills inside the main loop,
-serialised products. `fusion.planning.gpu_model` chooses by them. Cells that are there already are kept, those compiled
-now are added. Run it after every update of Triton. Needs no GPU.
+The data (`fusion/planning/gpu_facts.json`) are facts, not choices: shared memory, registers, spills inside the main
+loop, serialised products. `fusion.planning.gpu_model` chooses by them. Cells that are there already are kept, those
+compiled now are added. Run it after every update of Triton. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import triton
 
@@ -78,32 +76,6 @@ def explore(cell: Cell, kernel: str, machine: Machine, most: int) -> None:
         print(machine.architecture, cell, kernel, work.program, tile, fact, f"x {fact.slowed:.2f}", flush=True)
 
 
-def write() -> None:
-    """Replace the data."""
-    head = f'''"""Facts of compiled GPU kernels, written by `benchmarks/tile_facts.py` on {datetime.date.today()} with
-Triton {triton.__version__}; not to be edited.
-
-FACTS: (architecture, kernel, kind of program, d, d_v) -> (rows, keys, warps, stages, rotated) -> (bytes of shared
-memory, registers of a thread, instructions of the main loop, those of them that spill, serialised products); 16-bit
-products, d and d_v as they are computed. `fusion.planning.gpu_feasible` reads them.
-"""
-
-TRITON = "{triton.__version__}"
-
-Facts = dict[tuple[int, int, int, int, bool], tuple[int, int, int, int, bool]]
-
-# fmt: off
-FACTS: dict[tuple[str, str, str, int, int], Facts] = '''
-    lines = []
-    for cell, facts in sorted(gpu_facts.FACTS.items()):
-        lines += [
-            f"    {cell}: {{",
-            *(f"        {sizes}: {tuple(fact)}," for sizes, fact in sorted(facts.items())),
-            "    },",
-        ]
-    Path(gpu_facts.__file__).write_text(head + "\n".join(["{", *lines, "}"]) + "\n")
-
-
 def main() -> None:
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -121,7 +93,7 @@ def main() -> None:
                 kernels = [Forward.name] if name in FORWARD_ONLY else [Forward.name, Queries.name, Keys.name]
                 for kernel in kernels:
                     explore(Cell(name=name, d=d), kernel, of_target(target), options.most)
-                write()
+                gpu_facts.FILE.write_text(gpu_facts.to_json(triton.__version__, gpu_facts.FACTS))
 
 
 if __name__ == "__main__":

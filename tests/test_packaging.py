@@ -73,7 +73,10 @@ def test_wheel(tmp_path: Path) -> None:
             parts = file.relative_to(ROOT).parts
             if not (top == "fusion" and parts[1] in LINKED):
                 expected.add("/".join(parts if top == "fusion" else ("fusion", *parts)))
-    assert {name for name in names if name.endswith(".py")} == expected
+    data = {name for name in names if not name.endswith(".py")}
+    assert set(names) - data == expected
+    listed = PROJECT["tool"]["setuptools"]["package-data"].items()
+    assert data == {f"{package.replace('.', '/')}/{file}" for package, files in listed for file in files}
     assert {name.split("/")[0] for name in names} == {"fusion"}
 
 
