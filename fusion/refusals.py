@@ -18,6 +18,10 @@ class Ground(enum.Enum):
         "If it is meant, this is another computation than attention and stays as it is; if it is pointwise, it can be "
         "added (docs/extending.md)."
     )
+    DISTANCES = (
+        "Write the distance by a product: the square is |q|^2 + |k|^2 - 2 q @ k.T, of which a softmax over the keys "
+        "ignores |q|^2. It rounds otherwise than the difference does."
+    )
     HEADS_MIXED = (
         "Weights or scores of different heads are mixed between the two products. If that is meant, this is another "
         "computation than attention and stays as it is."

@@ -1,4 +1,5 @@
-"""Products of two tensors that sum over one index: matmul, bmm, mm, baddbmm, addmm, einsum, in one form."""
+"""Products of two tensors that sum over one index, in one form: matmul, bmm, mm, baddbmm, addmm, einsum, vecdot, and
+sums of a product that is broadcast."""
 
 from __future__ import annotations
 
@@ -44,7 +45,68 @@ def is_contraction(node: Node) -> bool:
         return False
     if packet(node) is aten.addmm:
         return not is_parameter(arguments(node)["mat2"])
-    return packet(node) in _MATMUL or packet(node) is aten.einsum
+    return packet(node) in _MATMUL or packet(node) is aten.einsum or _summed(node) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Summed:
+    """(left op right).sum(dim): extents: of what is summed. keepdim: whether the result has a dimension of size 1."""
+
+    op: Any
+    left: Node
+    right: Node
+    extents: Index
+    dim: int
+    keepdim: bool
+
+
+def _summed(node: Node, ops: tuple[Any, ...] = (aten.mul,)) -> _Summed | None:
+    """The factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: a sum over one dimension of both, each of which is
+    broadcast along a dimension of the other; None for any other node."""
+    if packet(node) is aten.linalg_vecdot:
+        args = arguments(node)
+        op, operands, dims, keepdim = aten.mul, (args["x"], args["y"]), args["dim"], False
+    elif packet(node) in _SUMS:
+        args = arguments(node)
+        inner, dims, keepdim = args["self"], args.get("dim"), bool(args.get("keepdim"))
+        while ops != (aten.mul,) and packet(inner) in _OF_DIFFERENCES and inner.all_input_nodes:
+            inner = inner.all_input_nodes[0]
+        op, operands = packet(inner), inner.args
+    else:
+        return None
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    if op not in ops or len(operands) != 2 or len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    if not all(nodes.is_tensor(x) and nodes.dtype(x) is nodes.dtype(node) for x in operands):
+        return None
+    left, right = operands
+    found = _broadcast(shape(left), shape(right))
+    if found is None:
+        return None
+    dim = nodes.normalize_dim(dims[0], len(found))
+    if any(len(x) < len(found) - dim or x[dim - len(found)] is not found[dim] for x in map(shape, operands)):
+        return None
+    return _Summed(op=op, left=left, right=right, extents=found, dim=dim, keepdim=keepdim)
+
+
+_SUMS = {aten.sum, aten.linalg_vector_norm, aten.norm}
+_OF_DIFFERENCES = {aten.square, aten.pow, aten.abs}
+_DISTANCES = {aten.cdist, aten._cdist_forward, aten._euclidean_dist}
+
+
+def is_distance(node: Node) -> bool:
+    """Whether this node holds distances of all pairs of two tensors: a score to a person, and no product."""
+    return packet(node) in _DISTANCES or _summed(node, (aten.sub,)) is not None
+
+
+def _broadcast(left: Index, right: Index) -> Index | None:
+    """The extents of a pointwise operation that extends both of its operands; None where one has its shape."""
+    one, rank = integers.integer(1), max(len(left), len(right))
+    left, right = (one,) * (rank - len(left)) + left, (one,) * (rank - len(right)) + right
+    pairs = list(zip(left, right, strict=True))
+    if not (any(x is one is not y for x, y in pairs) and any(y is one is not x for x, y in pairs)):
+        return None
+    return tuple(y if x is one else x for x, y in pairs)
 
 
 _MOVES = {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.contiguous, aten.clone,
@@ -71,6 +133,15 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
     """
     if packet(node) is aten.einsum:
         return _einsum(node, index, contracted)
+    if (summed := _summed(node)) is not None:
+        inner = (*index[: summed.dim], contracted, *index[summed.dim + summed.keepdim :])
+        return Factors(
+            left=summed.left,
+            left_index=broadcast_index(summed.extents, shape(summed.left), inner),
+            right=summed.right,
+            right_index=broadcast_index(summed.extents, shape(summed.right), inner),
+            extent=summed.extents[summed.dim],
+        )
     args = arguments(node)
     left, right = _pair(args)
     left_shape, right_shape = shape(left), shape(right)

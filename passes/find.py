@@ -101,7 +101,7 @@ def _is_candidate(node: Node, met: Upstream) -> bool:
 
 
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer")
-_PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner")
+_PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 """Names that count beside a softmax only: products that linear layers and much else are made of, too."""
 
 

@@ -17,16 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import autocast, dtensor, marks, nodes
+from fusion.passes import autocast, dtensor, einsums, encoder, marks, nodes
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
-from fusion.passes.encoder import DECOMPOSITIONS
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
 from fusion.passes.outline import is_outlined, outline, record
 from fusion.passes.vmap import VmapAsBroadcast
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
+
+_DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS
 
 
 def normalize(
@@ -99,7 +100,7 @@ class _Retrace(torch.fx.Interpreter):
             return region
         if target is autocast.leave:
             return args[0].__exit__(None, None, None)
-        decomposition = DECOMPOSITIONS.get(target)
+        decomposition = _DECOMPOSITIONS.get(target)
         if decomposition is not None:
             result = decomposition(*args, **kwargs)
             if result is not NotImplemented:

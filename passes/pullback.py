@@ -29,7 +29,7 @@ from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED, cost
 from fusion.ir.widths import interval, is_exact, within
 from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
-from fusion.passes.contractions import ADDING, Factors, factors, is_contraction
+from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_distance
 from fusion.passes.folding import folded
 from fusion.passes.inplace import may_copy
 from fusion.passes.narrow import Narrow
@@ -106,6 +106,10 @@ class PullBack:
     def explained(self, problem: Unsupported) -> Unsupported:
         """A problem with what the walk has found, with the node at fault and the limit that the walk ran into."""
         node = self.suspect(problem)
+        if problem.expr is None and node is not None and is_distance(node):
+            return Unsupported(
+                Ground.DISTANCES, "the scores are distances, and no products of queries and keys", None, node
+            )
         if self.limit is None or problem.refusal.kind is not Ground.NOT_POINTWISE:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         message = f"{problem.refusal.message}, as far as was looked: there are {self.limit}"
@@ -190,8 +194,8 @@ class PullBack:
         kind = packet(here)
         if kind in pointwise.BUILDERS:
             return self._pointwise(here, index)
-        if is_contraction(here):
-            return self._contraction(here, index)
+        if is_contraction(here) and ((product := self._contraction(here, index)) or kind not in _OPERATIONS):
+            return product
         if operation := _OPERATIONS.get(kind):
             return operation(self, here, index)
         return assembling.created(here, index)
@@ -375,7 +379,7 @@ def is_made_from_product(node: Node) -> bool:
         if here in seen or here.op != "call_function":
             continue
         seen.add(here)
-        if is_contraction(here):
+        if is_contraction(here) or is_distance(here):
             return True
         if packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
             stack.extend(here.all_input_nodes)

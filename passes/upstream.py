@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fusion.ir.expr import coord, coordinates
 from fusion.passes import nodes
-from fusion.passes.contractions import is_contraction
+from fusion.passes.contractions import is_contraction, is_distance
 from fusion.passes.nodes import packet, shape
 from fusion.passes.sdpa import is_sdpa
 from fusion.passes.views import source
@@ -64,7 +64,7 @@ class Upstream:
 
     def _of(self, node: Node) -> Met:
         kind = packet(node)
-        if is_contraction(node):
+        if is_contraction(node) or is_distance(node):
             return Met.PRODUCT
         if kind in LINEAR:
             return self.inputs(node) | Met.MIXED_HEADS if mixes_heads(node) else _NOTHING

@@ -1,0 +1,163 @@
+"""Products that are written as a multiplication and a sum, einsums that multiply no matrices, and distances, which are
+no products but listed."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from fusion.passes.einsums import without_matrices
+from fusion.refusals import Ground
+from tests.numerics import assert_same
+from tests.passes.exactness import EMITTERS, as_exact_as_eager
+
+LENGTH = 23
+
+
+def weights(s, pad):
+    return (s * 0.3).masked_fill(~pad[:, None, None], -1e4).softmax(-1)
+
+
+def scores_by_a_sum(q, k, v, pad):
+    return weights((q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), pad) @ v
+
+
+def kept_dimension(q, k, v, pad):
+    s = (q[:, :, :, None] * k[:, :, None]).sum(-1, keepdim=True)
+    return weights(s[..., 0], pad) @ v
+
+
+def features_in_front(q, k, v, pad):
+    s = (q.permute(3, 0, 1, 2)[..., None] * k.permute(3, 0, 1, 2)[..., None, :]).sum(0)
+    return weights(s, pad) @ v
+
+
+def scores_by_vecdot(q, k, v, pad):
+    return weights(torch.linalg.vecdot(q.unsqueeze(-2), k.unsqueeze(-3)), pad) @ v
+
+
+def values_by_a_sum(q, k, v, pad):
+    return (weights(q @ k.mT, pad).unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)
+
+
+def both_by_sums(q, k, v, pad):
+    s = (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1).masked_fill(~pad[:, None, None], -math.inf)
+    return (s.softmax(-1)[..., None] * v[..., None, :, :]).sum(3)
+
+
+def keys_of_all_heads(q, k, v, pad):
+    """One head of keys, broadcast as well."""
+    return weights((q.unsqueeze(-2) * k[:, :1].unsqueeze(-3)).sum(-1), pad) @ v
+
+
+def exponentials_by_einsums(q, k, v, pad):
+    e = (q @ k.mT * 0.3).exp() * pad[:, None, None]
+    return torch.einsum("bhid,bhi->bihd", torch.einsum("bhij,bhjd->bhid", e, v), 1 / (e.sum(-1) + 1.0))
+
+
+def sum_of_exponentials_by_an_einsum(q, k, v, pad):
+    s = q @ k.mT * 0.3
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return torch.einsum("bhij,bhjd->bihd", e, v) / torch.einsum("bhij->bih", e)[..., None] * pad.any()
+
+
+FUSED = [scores_by_a_sum, kept_dimension, features_in_front, scores_by_vecdot, values_by_a_sum, both_by_sums,
+         keys_of_all_heads, exponentials_by_einsums, sum_of_exponentials_by_an_einsum]  # fmt: skip
+
+
+def given(dtype):
+    """The first of the batch padded on the left, the second on the right, the third everywhere."""
+    pad = torch.ones(3, LENGTH, dtype=torch.bool)
+    pad[0, :11], pad[1, 20:], pad[2] = False, False, False
+    return [*(torch.randn(3, 2, LENGTH, 8, dtype=dtype) for _ in range(3)), pad]
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
+def test_is_fused(function, dtype, emitter):
+    (site,) = as_exact_as_eager(function, given(dtype), emitter, gradients=True)
+    assert site.reason is None
+
+
+def cdist(q, k, v, pad):
+    return weights(-torch.cdist(q, k), pad) @ v
+
+
+def squared_cdist(q, k, v, pad):
+    return weights(-(torch.cdist(q, k) ** 2), pad) @ v
+
+
+def squared_differences(q, k, v, pad):
+    return weights(-(q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1), pad) @ v
+
+
+def norms_of_differences(q, k, v, pad):
+    return weights(-torch.linalg.vector_norm(q.unsqueeze(-2) - k.unsqueeze(-3), dim=-1), pad) @ v
+
+
+def sums_of_magnitudes(q, k, v, pad):
+    return weights(-(q[:, :, :, None] - k[:, :, None]).abs().sum(-1), pad) @ v
+
+
+DISTANCES = [cdist, squared_cdist, squared_differences, norms_of_differences, sums_of_magnitudes]
+
+
+@pytest.mark.parametrize("function", DISTANCES, ids=lambda f: f.__name__)
+def test_distances_are_listed(function):
+    (site,) = as_exact_as_eager(function, given(torch.float32))
+    assert site.refusal.kind is Ground.DISTANCES
+
+
+def with_a_distance(q, k, v, pad):
+    """Beside a product, a distance is a tensor like any other."""
+    where = q[:, :1, :, :2]
+    return weights(q @ k.mT - torch.cdist(where, where), pad) @ v
+
+
+def test_a_bias_of_distances_is_read():
+    (site,) = as_exact_as_eager(with_a_distance, given(torch.float32))
+    assert site.fused
+
+
+def test_sums_of_elements_are_no_products():
+    """The entropy of weights, and a norm: nothing is broadcast."""
+
+    def function(x, y):
+        w = torch.softmax(x * y, -1)
+        return (w * w.log()).sum(-1), (x * x).sum(-1, keepdim=True).sqrt(), (w * y[:1]).sum()
+
+    with fusion.collect_reports() as reports:
+        torch.compile(function, backend="fusion", options={"inner": "eager"})(torch.rand(4, 5), torch.rand(4, 5))
+    assert not [site for report in reports for site in report.sites]
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bhij->bih", [(2, 3, 4, 5)]),
+        ("abc -> ca", [(2, 3, 4)]),
+        ("abc->cab", [(2, 3, 4)]),
+        ("bhid,bhi->bihd", [(2, 3, 4, 5), (2, 3, 4)]),
+        ("i,j->ji", [(4,), (5,)]),
+        ("ab,ba->ab", [(2, 3), (3, 2)]),
+        ("ab,ab->ab", [(2, 3), (1, 3)]),
+    ],
+)
+def test_einsums_without_matrices(equation, shapes):
+    operands = [torch.randn(shape) for shape in shapes]
+    found, eager = without_matrices(equation, *operands), torch.einsum(equation, *operands)
+    assert_same(found, eager)
+    assert found.stride() == eager.stride()
+
+
+@pytest.mark.parametrize(
+    "equation, shapes",
+    [
+        ("ij,jk->ik", [(2, 3), (3, 4)]), ("...i->...", [(2, 3)]), ("ii->i", [(3, 3)]), ("ij->", [(3, 3)]),
+        ("i,i,i->i", [(3,), (3,), (3,)]), ("ij", [(2, 3)]), ("ia,ib->i", [(2, 3), (2, 3)]),
+    ],
+)  # fmt: skip
+def test_other_einsums_stay(equation, shapes):
+    assert without_matrices(equation, *(torch.randn(shape) for shape in shapes)) is NotImplemented
