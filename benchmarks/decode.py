@@ -31,7 +31,7 @@ from measuring import Entry, allowed_error, interleave, prepare
 from models import SMALL, reference, with_sdpa
 from rows import ROWS, Problem, Row, sdpa_call
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PARTS = ("short", "decode", "models")
 HEADS = ("1/1", "2/2", "4/4", "8/8", "8/2", "32/32", "32/8")  # query heads / key heads
 SETTLE = 6e-3  # s
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", default=list(HEADS), help="query heads / key heads in decoding")
     parser.add_argument("--models", nargs="+", choices=[*SMALL], default=[*SMALL])
     parser.add_argument("--d", type=int, default=64, help="head dimension")
-    parser.add_argument("--dtype", nargs="+", choices=[*DTYPES], default=[*DTYPES])
+    parser.add_argument("--dtype", nargs="+", choices=[*DTYPES], default=["fp32", "bf16"])
     parser.add_argument("--seconds", type=float, default=2.0, help="timing per cell, all competitors together")
     parser.add_argument("--quick", action="store_true", help="few sizes, short timing")
     parser.add_argument("--no-save", action="store_true", help="print only")

@@ -191,8 +191,8 @@ class _Prepared(NamedTuple):
     strides: tuple[int, ...]
 
 
-#: Padded multiply-adds that are worth waking a thread for (some 20 microseconds), in tiles and row by row
-WORK_PER_THREAD = {True: 1 << 20, False: WORTH_WAKING}
+#: Padded multiply-adds that are worth waking a thread for (some 10 microseconds), in tiles and row by row
+WORK_PER_THREAD = {True: 1 << 19, False: WORTH_WAKING}
 FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
 ROWS = None  # in place of a tiling: the variant for few queries
 CALLS_KEPT = 4096

@@ -1,8 +1,8 @@
 """The kernel for few queries (decoding): lanes are keys, K and V are read in place.
 
 Packing K and V pays off only over many queries. Here a work item is a few rows that read the same keys: those of one
-head, or of all heads that share its keys (grouped queries). They take turns at a stretch of keys that the second-level
-cache holds, so that K and V come from memory once for all of them, in their own dtype. For a row
+head, or of all heads that share its keys (grouped queries). They take turns at a stretch of keys that a cache holds, so
+that K and V come from memory once for all of them, in their own dtype. For a row
 
     x = K q           for every L keys L dot products, their partial sums added across by a transposition that adds
     score program     with the key as the lane coordinate, statistics for the whole row
@@ -41,7 +41,10 @@ def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelTe
 
 
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
-STRETCH_BYTES = 1 << 19  # of K and V, as float32: well inside second-level caches
+# Bytes of K and V, as float32, of a stretch that rows take turns at. Where they are float32 reading them is what takes
+# the time, from the second-level cache twice as long as from the first; others have to be widened, which takes longer
+# than that, and longer stretches cost less.
+FIRST_CACHE, SECOND_CACHE = 1 << 15, 1 << 19
 
 
 class _RowKernel(KernelFunction):
@@ -49,7 +52,8 @@ class _RowKernel(KernelFunction):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         self.stretch = KEY_SPAN
-        while self.stretch > 4 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > STRETCH_BYTES:
+        room = FIRST_CACHE if spec.operands[1].dtype == spec.operands[2].dtype == "float32" else SECOND_CACHE
+        while self.stretch > 2 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > room:
             self.stretch //= 2
         # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
         self.queries = self.area(4 * MOST_ROWS * self.d_padded, "queries")

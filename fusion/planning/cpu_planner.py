@@ -1,15 +1,18 @@
-"""Choices on CPUs: row by row for few queries, their keys in parts where that fills the cores, else the tile of least
-predicted time."""
+"""Choices on CPUs: row by row for few queries, their keys in parts where that fills the cores; else the tile of least
+predicted time, or row by row where that is predicted to take less."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
+import torch
+
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
-from fusion.machine import Machine
+from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
-from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, best_parts
+from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, WEIGHED, best_parts, row_time
 from fusion.planning.from_spec import problem_of, tile_times
 from fusion.planning.register_tiles import planes_of, target_of
 
@@ -50,10 +53,17 @@ class CpuPlanner:
         compiled = [(choice.tile.rows, choice.tile.keys) for choice in made]
         seconds = self.times(sizes, self.register_tile, compiled)
         best = min(seconds, key=seconds.__getitem__)
+        if not compiled and n_q <= WEIGHED and self._by_rows(sizes) < seconds[best]:
+            return rows_choice(self.schedule, self.lanes, n_k)
         if compiled:
             kept = min(compiled, key=seconds.__getitem__)
             best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
         return Choice(schedule=self.schedule, tile=Tile(rows=best[0], keys=best[1]), keys=n_k)
+
+    def _by_rows(self, sizes: Sequence[int]) -> float:
+        """Predicted seconds row by row, with whole keys."""
+        machine = with_cores(self.machine, torch.get_num_threads())
+        return float(row_time(machine, problem_of(self.spec, sizes), np.ones(1), ragged=False).total[0])
 
     def _parts_of(self, extents: tuple[int, ...], sizes: Sequence[int]) -> int:
         """Into how many parts the keys of a call with few queries are cut: by the machine's cores, so that results do

@@ -20,6 +20,9 @@ from fusion.planning.timing import Times
 FEW_QUERIES = 8
 """Queries up to which a row at a time is faster than a tile that is mostly empty."""
 
+WEIGHED = 32
+"""Queries up to which it may be."""
+
 MOST_ROWS = 8
 """Rows that share keys in a piece of work."""
 
@@ -30,8 +33,11 @@ VECTOR = 1.1
 """Cycles of the stated clock for a vector of K or V and a row: measured over 16384 keys at d = 64, bfloat16 and grouped
 heads, where reading is not the limit (Zen 5)."""
 
-WORTH_WAKING = 1 << 18
-"""Multiply-adds that are worth waking a thread for (some 20 us)."""
+WORTH_WAKING = 1 << 17
+"""Multiply-adds that are worth waking a thread for (some 10 us): what SDPA's threads do, too."""
+
+STAGED = 1.5e-7
+"""Seconds of a row for keys that do not fill a vector: copied to where zeros follow them."""
 
 MERGED = 1.5e-7
 """Seconds for what a row of a part leaves behind, written and merged."""
@@ -58,9 +64,11 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
         "vectors": vectors * VECTOR / (machine.clock or 2.5e9) * share,
         "keys": moved / (level.bandwidth / max(1, machine.cores)) * share,
         "merge": np.where(splits > 1, rounds * min(rows, MOST_ROWS) * MERGED, 0.0),
+        "staging": np.full(len(splits), STAGED * kv_heads * rows / cores if problem.n_k % machine.lanes() else 0.0),
         "launch": np.full(len(splits), machine.launch),
     }
-    total = np.maximum(resources["vectors"], resources["keys"]) + resources["merge"] + resources["launch"]
+    total = np.maximum(resources["vectors"], resources["keys"])
+    total = total + resources["merge"] + resources["staging"] + resources["launch"]
     return Times(total=total, resources=resources)
 
 

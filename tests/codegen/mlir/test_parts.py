@@ -12,7 +12,7 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.ir import Normalizer
 from fusion.machine import Machine, with_cores
-from fusion.planning.choice import Choice
+from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import CpuPlanner, rows_choice
 from fusion.planning.cpu_rows import LEAST_PART
 from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
@@ -122,3 +122,18 @@ def test_keys_are_cut_where_heads_do_not_fill_the_cores() -> None:
 def test_a_mask_that_makes_pieces_unequal_makes_them_smaller() -> None:
     assert splits("causal_last_key", 2, 4, 16384).splits > splits("plain", 2, 4, 16384).splits
     assert splits("window", 2, 1, 16384).splits == 1  # its one key is too little work
+
+
+def test_more_queries_go_row_by_row_where_that_is_predicted_to_take_less() -> None:
+    tile, c = (48, 8), case("plain")
+
+    def chosen(seconds: float, n_q: int, made: tuple[Choice, ...] = ()) -> int:
+        planner = CpuPlanner(c.spec, Machine.detect(), lambda *_: {tile: seconds}, tile)
+        return planner.choose((1, 8, n_q, 16), made).tile.rows
+
+    assert [chosen(1.0, n_q) for n_q in (9, 32, 33)] == [1, 1, 48]
+    assert [chosen(1e-9, n_q) for n_q in (8, 9, 32)] == [1, 48, 48]
+    compiled = Choice(schedule="flash", tile=Tile(rows=48, keys=8), keys=16)
+    assert chosen(1.0, 16, (compiled,)) == 48  # a tile that exists is kept
+    operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 31, "Nk": 45})
+    assert_as_exact_as_eager(kernel(c, 1)(operands, sizes), c, operands)
