@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
+from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_pair
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
@@ -55,6 +55,9 @@ class _RowKernel(KernelFunction):
         room = FIRST_CACHE if spec.operands[1].dtype == spec.operands[2].dtype == "float32" else SECOND_CACHE
         while self.stretch > 2 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > room:
             self.stretch //= 2
+        in_pairs = [o.dtype == "bfloat16" for o in spec.operands[:3]]
+        self.key_pairs = in_pairs[0] and in_pairs[1] and self.d_padded % (2 * self.lanes) == 0
+        self.value_pairs = in_pairs[2] and self.e_padded % (2 * self.lanes) == 0
         # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
         self.queries = self.area(4 * MOST_ROWS * self.d_padded, "queries")
         self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
@@ -168,11 +171,21 @@ class _RowKernel(KernelFunction):
         b, mask, lanes = self.b, self.spec.mask, self.lanes
         source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.staging)
         query = self._own(self.queries, r, self.d_padded)
-        with b.loop(0, self.d_padded, lanes, hint="c") as c:
-            b.store(load_f32(b, source, 0, c, lanes), b.at(query, c, "f32"))
+        width = 2 * lanes if self.key_pairs else lanes
+        with b.loop(0, self.d_padded, width, hint="c") as c:
+            for n, x in enumerate(self._columns(source, 0, c, width // lanes, self.key_pairs)):
+                b.store(x, b.at(b.at(query, c, "f32"), n * lanes, "f32"))
         low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, 1)
         first = b.mul(part, self.params[("part_keys",)])
         self._clear(r, b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)])))
+
+    def _columns(self, rows: Rows, row: Value | int, column: Value | int, count: int, pairs: bool) -> list[Value]:
+        """`count` vectors of a row from a column on; with pairs every two are elements at even and at odd places."""
+        b, lanes = self.b, self.lanes
+        if not pairs:
+            return [load_f32(b, rows, row, b.add(column, n * lanes), lanes) for n in range(count)]
+        both = [load_pair(b, rows, row, b.add(column, n * lanes), lanes) for n in range(0, count, 2)]
+        return [x for pair in both for x in pair]
 
     def _clear(self, r: Value, low: Value, high: Value) -> None:
         b, lanes = self.b, self.lanes
@@ -209,12 +222,12 @@ class _RowKernel(KernelFunction):
             ends.yields(b.least(lowest, low), b.most(highest, high))
         # Stretches begin where no other row of the item has a say, so that a row's sums do not depend on these.
         lowest = b.mul(b.div(ends.results[0], self.stretch), self.stretch)
+        readers = self._readers(self._row_scope(top, first)[1])  # of K and V those of all rows of the item
         with b.loop(lowest, ends.results[1], self.stretch, hint="start") as start, b.loop(0, count, hint="r") as r:
             low, high = self._range(r)
             low, high = b.most(low, start), b.least(high, b.add(start, self.stretch))
             with b.when(b.compare("slt", low, high)):
-                scope, batch, _ = self._row_scope(top, b.add(first, r))
-                self._advance(scope, self._readers(batch), r, low, high)
+                self._advance(self._row_scope(top, b.add(first, r))[0], readers, r, low, high)
 
     def _advance(self, scope: Scope, readers: list[RowReader], r: Value, low: Value, high: Value) -> None:
         """Keys [low, high) of row r: its maximum, sum and output with them."""
@@ -303,10 +316,14 @@ class _RowKernel(KernelFunction):
     def _dot_products(self, rows: Rows, query: Value) -> list[Value]:
         """For each of L keys the products with the query, summed within lanes only."""
         b, lanes = self.b, self.lanes
-        zero = b.constant(0.0, self.vector)
-        with b.carry(0, self.d_padded, lanes, [zero] * lanes, hint="c") as (loop, c, sums):
-            q = b.load(b.at(query, c, "f32"), self.vector, "q")
-            loop.yields(*(b.fma(load_f32(b, rows, r, c, lanes), q, s, "s") for r, s in enumerate(sums)))
+        zero, count = b.constant(0.0, self.vector), 2 if self.key_pairs else 1
+        with b.carry(0, self.d_padded, count * lanes, [zero] * lanes, hint="c") as (loop, c, sums):
+            at, sums = b.at(query, c, "f32"), list(sums)
+            q = [b.load(b.at(at, n * lanes, "f32"), self.vector, "q") for n in range(count)]
+            for r in range(lanes):
+                for part, x in zip(q, self._columns(rows, r, c, count, self.key_pairs), strict=True):
+                    sums[r] = b.fma(x, part, sums[r], "s")
+            loop.yields(*sums)
         return loop.results
 
     def _factor(self, m: Value, m_new: Value) -> Value:
@@ -336,10 +353,17 @@ class _RowKernel(KernelFunction):
             sums, at = list(sums), self._at(self.scores, j0, low)
             for r in range(lanes):
                 p = b.broadcast(b.load(b.at(at, r, "f32"), "f32", "p"), lanes)
-                for n in range(count):
+                for n, x in enumerate(self._columns(rows, r, e, count, self.value_pairs)):
                     place = r % sets * count + n
-                    sums[place] = b.fma(load_f32(b, rows, r, b.add(e, n * lanes), lanes), p, sums[place], "o")
+                    sums[place] = b.fma(x, p, sums[place], "o")
             loop.yields(*sums)
-        for n in range(count):
-            own = [loop.results[place * count + n] for place in range(sets)]
-            b.store(functools.reduce(b.add, own), b.at(b.at(self.span_output, e, "f32"), n * lanes, "f32"))
+        found = [functools.reduce(b.add, loop.results[n::count]) for n in range(count)]
+        if self.value_pairs:
+            found = [x for even, odd in zip(found[::2], found[1::2], strict=True) for x in self._in_order(even, odd)]
+        for n, x in enumerate(found):
+            b.store(x, b.at(b.at(self.span_output, e, "f32"), n * lanes, "f32"))
+
+    def _in_order(self, even: Value, odd: Value) -> list[Value]:
+        """Two vectors of elements that stood at even and at odd places, as they stood."""
+        half = [place for lane in range(self.lanes // 2) for place in (lane, lane + self.lanes)]
+        return [self.b.shuffle(even, odd, [p + first for p in half], "o") for first in (0, self.lanes // 2)]

@@ -135,6 +135,17 @@ class RowReader:
         return b.at(self.context.params[("ptr", self.access.operand)], offset, self.memory)
 
 
+def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> tuple[Value, Value]:
+    """2 `lanes` consecutive elements of a row in bfloat16 as float32, those at even places and those at odd ones: one
+    operation for each, where elements in order take two."""
+    words = f"vector<{lanes}xi32>"
+    address = b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory)
+    both = b.load(address, words, "x", align=2)
+    even = b.binary("arith.shli", both, b.constant(16, words), "even")
+    odd = b.binary("arith.andi", both, b.constant(-65536, words), "odd")
+    return b.convert("arith.bitcast", even, "f32"), b.convert("arith.bitcast", odd, "f32")
+
+
 def load_f32(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> Value:
     """`lanes` consecutive elements of a row as float32."""
     address = b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory)

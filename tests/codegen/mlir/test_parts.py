@@ -137,3 +137,12 @@ def test_more_queries_go_row_by_row_where_that_is_predicted_to_take_less() -> No
     assert chosen(1.0, 16, (compiled,)) == 48  # a tile that exists is kept
     operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 31, "Nk": 45})
     assert_as_exact_as_eager(kernel(c, 1)(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("target", ["best", "avx2"])
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (32, 96), (48, 64), (64, 24), (8, 256)])
+def test_bfloat16_in_pairs_of_elements(d: int, d_v: int, target: str) -> None:
+    c = case("bias", "bfloat16", d, d_v, group=2)
+    for layout in ("packed", "columns", "gaps"):
+        operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 2, "Nk": 77}, layout)
+        assert_as_exact_as_eager(kernel(c, 1, target)(operands, sizes), c, operands)
