@@ -18,6 +18,10 @@ import torch
 
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 
+# pytest listens to loggers that do not propagate. Torch takes a listener to its structured log for TORCH_TRACE, and
+# writes every graph, guard and kernel of every compilation as text.
+torch._logging._internal.trace_log.propagate = True
+
 # Compilation makes single examples slow and their times uneven, so there is no deadline. Examples are derived from the
 # test itself (derandomize): the same checkout fails or passes everywhere. HYPOTHESIS_PROFILE=search looks for new ones.
 _SLOW = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
