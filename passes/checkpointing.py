@@ -57,7 +57,7 @@ class Checkpoints:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call; what happens in it is not."""
         body, *given = args
-        body = self.fused.get(id(body), body)
+        body: GraphModule = self.fused.get(id(body), body)
         mode = get_proxy_mode()
         if mode is None:
             raise nodes.Unsupported(Ground.DEFECT, "a checkpointed part outside of a trace")
@@ -72,5 +72,8 @@ class Checkpoints:
         if not any(map(dtensor.is_dtensor, result)):
             return track_tensor_tree(result, call, constant=None, tracer=tracer)
         # One by one: of DTensors that are not tracked yet, torch cannot note a copy.
-        made = [track_tensor_tree(value, call[k], constant=None, tracer=tracer) for k, value in enumerate(result)]
+        made = [
+            track_tensor_tree(value, call[k], constant=None, tracer=tracer)  # pyright: ignore[reportIndexIssue]
+            for k, value in enumerate(result)
+        ]
         return type(result)(made)

@@ -162,7 +162,7 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
 def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
     if "beta" in args:
         return (args["batch1"], args["batch2"]) if "batch1" in args else (args["mat1"], args["mat2"])
-    return args["self"], args.get("mat2", args.get("other"))
+    return args["self"], args["mat2" if "mat2" in args else "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,5 +237,5 @@ def strip_scale(node: Node) -> tuple[Node, float]:
         if not 0 < abs(factor) < math.inf:
             break
         scale = scale * factor if packet(node) is aten.mul else scale / factor
-        node = tensor
+        node = tensor  # pyright: ignore[reportAssignmentType]
     return node, scale

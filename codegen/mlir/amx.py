@@ -242,7 +242,7 @@ class Amx:
         def body(block: Value | int, count: int) -> None:
             odd = isinstance(block, int) and self.e_blocks > 1  # the block that is left over has nothing beside it
             part = self.b.div(block, 2)
-            call = None if beside is None or odd else lambda step: beside(step, part, parts)
+            call = None if beside is None or odd else lambda step, work=beside: work(step, part, parts)
             self._accumulate(values, (first, steps), weights, output, block, count, call)
 
         self._for_blocks(body)

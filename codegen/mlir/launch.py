@@ -268,7 +268,7 @@ class Kernel:
         return [
             Choice(schedule=schedule, tile=self._tile(tiling), keys=0)
             for *widths, tiling in list(self._variants)
-            if tiling is not ROWS and widths == [d, d_v] and tiling.planes == planes
+            if tiling is not None and widths == [d, d_v] and tiling.planes == planes
         ]
 
     def _tile(self, tiling: Tiling) -> Tile:

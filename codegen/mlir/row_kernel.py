@@ -142,7 +142,7 @@ class _RowKernel(KernelFunction):
                     x, y = (b.load(place, self.vector, "x") for place in (at, more))
                     b.store(b.add(b.mul(x, factors[0]), b.mul(y, factors[1])), at)
 
-                add(self._own(own[2], r, lanes), self._own(theirs[2], r, lanes))
+                add(self._own(own[2], r, lanes), self._own(theirs[2], r, lanes))  # pyright: ignore[reportGeneralTypeIssues]
                 rows = [self._own(x, r, self.e_padded) for x in (own[0], theirs[0])]
                 with b.loop(0, self.e_padded, lanes, hint="e") as e:
                     add(*(b.at(row, e, "f32") for row in rows))

@@ -323,9 +323,8 @@ class Scope:
                     predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes)
                 )
         if all(forms) and forms:
-            return b.broadcast(
-                b.compare(predicate, b.as_value(forms[0][0], "i64"), b.as_value(forms[1][0], "i64")), lanes
-            )  # type: ignore[index]
+            bounds = [b.as_value(form[0], "i64") for form in forms if form]
+            return b.broadcast(b.compare(predicate, *bounds), lanes)
         return b.compare(predicate, *self._same_shape([self.value(left), self.value(right)]))
 
     def _load(self, expr: Expr) -> Value:

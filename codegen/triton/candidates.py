@@ -60,11 +60,13 @@ def candidates(
     stages = [count for count in (tile.stages, tile.stages - 1, tile.stages + 1) if 1 <= count <= 4]
     if kernel == "attention_backward_prepare":  # has no loop
         sizes[1], stages = [tile.keys], [tile.stages]
-    depths = itertools.product(warps, stages) if not machine.interpreted else [(tile.warps, tile.stages)]
+    depths = [(tile.warps, tile.stages)] if machine.interpreted else list(itertools.product(warps, stages))
     schedules = _schedules(kernel, spec, d, d_v, tile, machine)
     around = [
-        replace(tile, rows=rows, keys=keys, stages=stages, **{"warps": warps, **schedule})
-        for rows, keys, (warps, stages), schedule in itertools.product(*sizes, depths, schedules)
+        replace(tile, rows=rows, keys=keys, **{"warps": warps, "stages": stages, **schedule})
+        for rows, keys in itertools.product(*sizes)
+        for warps, stages in depths
+        for schedule in schedules
     ]
     around = sorted(dict.fromkeys(around), key=lambda other: _distance(tile, other))
     return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, machine)]

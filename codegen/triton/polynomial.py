@@ -106,7 +106,7 @@ class FeatureKernels:
         (heads, n, _), tile, table = k.shape, self.tile, self.table
         pieces, features = -(-n // piece), table.parents * padded(self.d)
         shapes = (features, self.d_v), (features,), (self.d_v,)
-        found = state, sums, values = tuple(torch.empty(heads, pieces, *shape, device=k.device) for shape in shapes)
+        state, sums, values = (torch.empty(heads, pieces, *shape, device=k.device) for shape in shapes)
         self._launch(
             "polynomial_state", heads * table.blocks * pieces,
             (
@@ -115,7 +115,7 @@ class FeatureKernels:
             ),
             KEYS=tile.keys, PARENTS=tile.parents, TOP_PLANES=self.planes,
         )  # fmt: skip
-        return found
+        return state, sums, values
 
     def _piece(self, heads: int, n: int, device: torch.device) -> int:
         """Keys of a piece: all of them, or fewer where that would leave processors idle."""
