@@ -36,6 +36,11 @@ from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 
+FROM_CALL = {"workspace_bytes": "per_thread", "key_steps": "steps"} | {
+    name: name for name in ("items", "blocks", "chunks", "span", "together", "parts", "part_keys")
+}
+"""Parameters that are fields of a `Call`, and which."""
+
 
 def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[..., list[int]], Callable[..., None]]:
     """Two functions that make a call's parameters.
@@ -43,23 +48,12 @@ def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[...,
     `fixed(sizes, strides of the operands, strides of the output, call)`: all slots, with 0 for addresses;
     `vary(slots, operands, out, workspace, partials, memory, selection)`: writes the others into `slots`.
     """
-    from_call = {
-        ("workspace_bytes",): "call.per_thread",
-        ("key_steps",): "call.steps",
-        ("items",): "call.items",
-        ("blocks",): "call.blocks",
-        ("chunks",): "call.chunks",
-        ("span",): "call.span",
-        ("together",): "call.together",
-        ("parts",): "call.parts",
-        ("part_keys",): "call.part_keys",
-    }
     places = {name: f"memory.{name}_address" for name in ("flag", "counter", "arrivals")} | {"out": "out.data_ptr()"}
     selected = {("ptr", "marks"): 0, ("ptr", "skipped"): 1, ("share",): 2}
 
     def fixed(slot: tuple) -> str:
-        if slot in from_call:
-            return from_call[slot]
+        if slot[0] in FROM_CALL:
+            return f"call.{FROM_CALL[slot[0]]}"
         if slot in selected or slot[0] == "ptr":
             return "0"
         if slot[0] == "stride":
