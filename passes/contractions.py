@@ -204,9 +204,10 @@ def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
     equation = _parsed(args["equation"], tuple(len(shape(tensor)) for tensor in tensors), len(index))
     where = dict(zip(equation.output, index, strict=True)) | {equation.summed: contracted}
     one, zero = integers.integer(1), integers.integer(0)
+    broadcast = {letter for letter, extent in zip(equation.output, shape(node), strict=True) if extent is not one}
     left, right = (
         tuple(
-            zero if extent is one and where[letter] is not contracted else where[letter]
+            zero if extent is one and letter in broadcast else where[letter]
             for letter, extent in zip(term, shape(tensor), strict=True)
         )
         for term, tensor in zip(equation.inputs, tensors, strict=True)
