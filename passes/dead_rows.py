@@ -11,7 +11,7 @@ import math
 
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake
-from fusion.ir.primitives import is_bounded
+from fusion.ir.primitives import ROUNDED, is_bounded
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
@@ -64,18 +64,26 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
         raise Unsupported(
             Ground.SOFTMAX_BY_HAND, "a softmax by hand whose rows without a live key depend on a mask that is a tensor"
         )
-    return tuple(_with_vanishing_fills(column, shift) for column in columns)
+    found = tuple(_with_vanishing_fills(column, shift, 1.0) for column in columns)
+    if any(map(may_be_lowest, found)):
+        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand whose mask's fill is not seen through")
+    return found
 
 
-def _with_vanishing_fills(column: Expr, shift: Expr) -> Expr:
-    if column.op in ("where", "fadd"):
-        args = (arg if arg.kind is not Kind.FLOAT else _with_vanishing_fills(arg, shift) for arg in column.args)
+def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
+    """A column times `factor`, less the shift, vanishes where the column is a fill: -inf there instead."""
+    if column.op == "fmul" and column.args[1].is_const and column.args[1].value > 0:
+        inner = _with_vanishing_fills(column.args[0], shift, factor * column.args[1].value)
+        return remake(column, (inner, column.args[1]))
+    if column.op in ("where", "fadd", *ROUNDED.values()):
+        args = (arg if arg.kind is not Kind.FLOAT else _with_vanishing_fills(arg, shift, factor) for arg in column.args)
         return remake(column, tuple(args))
     if not _is_low(column):
         return column
-    there = rebuild(shift, lambda part: column if part is ROW_MAX else None)
-    distance = apply("fsub", column, there)
-    if distance.is_const and float(distance.attr) >= _VANISHES or (there is not shift and not there.is_const):  # type: ignore[arg-type]
+    fill = const(column.value * factor)
+    there = rebuild(shift, lambda part: fill if part is ROW_MAX else None)
+    distance = apply("fsub", fill, there)
+    if distance.is_const and distance.value >= _VANISHES or (there is not shift and not there.is_const):
         raise Unsupported(
             Ground.SOFTMAX_BY_HAND, "a softmax by hand, less something that depends on a mask's finite fill", column
         )

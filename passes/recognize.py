@@ -91,7 +91,7 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     x, shift = exponent.args
     if shift.op != "reduce" or shift.attr != "logsumexp" or shift.args[0] is not x:
         return None
-    if not any(map(may_be_far, shift.args)):
+    if not any(may_be_far(arg) or _has(arg, "load") for arg in shift.args):
         return node("softmax", shift.args, Kind.FLOAT, "softmax")
     # In a row of nothing but such a fill the logarithm of the sum is lost: every weight is 1.
     scale = apply("exp", apply("fsub", ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))))

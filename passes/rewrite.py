@@ -250,6 +250,8 @@ def _replace(
             result = _derived(graph, root, aten.add.Tensor, (result, term))
         if nodes.dtype(result) != nodes.dtype(root):
             result = _derived(graph, root, aten.to.dtype, (result, nodes.dtype(root)))
+        if marks.mutations(root) and marks.requires_grad(root):  # the backward reads what the call returned
+            result = _derived(graph, root, aten.clone.default, (result,))
     root.replace_all_uses_with(result)
     graph.erase_node(root)
     return result

@@ -102,6 +102,13 @@ def exponentials_of_the_lowest_and_epsilon(q, k, v):
     return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
 
 
+def powers_of_two_under_a_low_fill(q, k, v):
+    """Without the maximum: 0 / 0."""
+    s = (q @ k.mT) / 2 + torch.where(keep(q, k), 0.0, -1e9)
+    e = torch.exp2(s * 1.4426950408889634)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
 def exponentials_less_the_maximum_of_the_lowest(q, k, v):
     s = lowest(q, k)
     e = (s - s.amax(-1, keepdim=True)).exp()
@@ -160,6 +167,7 @@ FUSED = [
     shifted_by_the_unmasked,
     shifted_by_a_clamped_maximum,
     exponentials_of_the_lowest,
+    powers_of_two_under_a_low_fill,
     exponentials_of_the_lowest_and_epsilon,
     exponentials_less_the_maximum_of_the_lowest,
     exponentials_less_a_clamped_maximum,

@@ -198,3 +198,24 @@ def test_lengths_that_change(n):
         inputs = [torch.randn(1, 2, length, 16) for _ in range(3)]
         exact = first_keys_masked(*(x.double() for x in inputs))
         assert_as_exact_as_eager(compiled(*inputs), first_keys_masked(*inputs), exact)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_the_result_changes_in_training(inner):
+    """The backward needs the result as it was."""
+
+    def moved(q, k, v):
+        out = scores(q, k).softmax(-1) @ v
+        out.mT.add_(0.3)
+        return out.mul_(2.0)
+
+    given = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    with fusion.collect_reports() as reports:
+        out = torch.compile(moved, backend="fusion", options={"inner": inner})(*given)
+    assert reports[0].fused == 1
+
+    def results(out, inputs):
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    wide = [x.detach().double().requires_grad_() for x in given]
+    assert_as_exact_as_eager(results(out, given), results(moved(*given), given), results(moved(*wide), wide))
