@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 PYTEST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long lint format types bench clean
+.PHONY: help demo test test-long fuzz lint format types bench clean
 
 help:
 	@echo "make demo    real text through a trained model: eager, Inductor and fusion side by side"
 	@echo "make test    the test suite           (ARGS='-k mask' passes options on to pytest)"
 	@echo "make test-long  with the exhaustive cases (over an hour)"
+	@echo "make fuzz    300 random functions, others at every commit"
 	@echo "make lint    ruff: lint and format    (make format mends what it can)"
 	@echo "make types   pyright"
 	@echo "make bench   benchmarks/cpu.py        (ARGS='--quick' passes options on to it)"
@@ -36,6 +37,9 @@ test: $(VENV)/.installed-test
 
 test-long: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST) -m "long or not long" $(ARGS)
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz functions --seeds new:300 --reduce 10 --minutes 5 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

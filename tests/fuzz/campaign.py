@@ -19,7 +19,7 @@ import torch
 from tests.fuzz.check import Verdict
 
 BAD = (Verdict.WRONG, Verdict.FAILED)
-NOTED = (*BAD, Verdict.OVER, Verdict.OVERFLOW, Verdict.LUCK, Verdict.UNSTABLE, Verdict.REFERENCE)
+NOTED = (*BAD, Verdict.OVER, Verdict.OVERFLOW, Verdict.LUCK, Verdict.UNSTABLE, Verdict.REFERENCE, Verdict.POISONED)
 
 
 @dataclass

@@ -22,7 +22,8 @@ SIZES = ("B", "H", "Nq", "Nk")
 B, H, NQ, NK = map(size, SIZES)
 B0, B1 = coord("b0"), coord("b1")
 EXTENT = {B0: "B", B1: "H", I: "Nq", J: "Nk"}
-FILLS = (-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4)
+FILLS = (-math.inf, torch.finfo(torch.bfloat16).min, -1e9, -1e4)
+"""Of masks; each but the last is too large for float16."""
 Shape = dict[str, int]
 
 

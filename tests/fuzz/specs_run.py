@@ -39,7 +39,7 @@ def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
 
 
 SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVERFLOW, Verdict.UNSTABLE, Verdict.REFERENCE,
-            Verdict.OVER, Verdict.WRONG, Verdict.FAILED]  # fmt: skip
+            Verdict.POISONED, Verdict.OVER, Verdict.WRONG, Verdict.FAILED]  # fmt: skip
 
 
 def kernels(found: Drawn, emitter: str, trained: bool) -> Any:
