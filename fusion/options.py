@@ -11,7 +11,7 @@ from fusion.errors import OptionError
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 TileMaps = Literal["auto", "always", "never"]
-Verify = Literal[False, True, "run"]
+Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
 
 
@@ -46,7 +46,7 @@ class Options:
     block_mask: Any = None
     autotune: bool = False
     strict: bool = False
-    verify: Verify = False
+    verify: Verify = True
     approximate: Approximate = None
     epsilon: float = 1e-2
 

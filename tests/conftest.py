@@ -1,6 +1,7 @@
 """What holds for every test: fixed seeds, two threads at most, the same random cases, no state of Dynamo left over."""
 
 import importlib.util
+import logging
 import os
 import pickle
 import random
@@ -127,3 +128,26 @@ def _same_start() -> Iterator[None]:
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
     yield
+
+
+class _Defects(logging.Handler):
+    """What the compiler says of its own defects."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "a defect of fusion" in record.getMessage():
+            self.told.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def _validation_finds_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No attention of any test is refused by validation, but where faults are put into the compiler."""
+    logger, handler = logging.getLogger("fusion"), _Defects()
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    if not _place(request.node).startswith(("fusion/validation/", "fuzz/")):
+        assert not handler.told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -79,8 +80,9 @@ class _Facts:
         shape = self.known[SCORE].shape
         live = self._value(mask.live).expand(shape)
         score = self._value(self.spec.score).expand(shape)
-        if bool((~live & ~(score <= mask.fill)).any()):
-            return f"a key that is not live has a score above {mask.fill}"
+        limit = mask.fill / 2 if math.isfinite(mask.fill) else mask.fill  # from which on kernels take rows for live
+        if bool((~live & ~(score <= limit)).any()):
+            return f"a key that is not live has a score above {limit}"
         visited = self._between(mask.key_lo, mask.key_hi, keys)
         if bool((live & ~visited).any()):
             return "a live key is outside of the range of keys that a block of rows visits"

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from fusion.passes import marks, nodes, pointwise
 from fusion.passes.folding import known
+from fusion.passes.inplace import may_copy
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
 from fusion.validation.worlds import Role, Worlds
@@ -69,9 +70,11 @@ class Region:
 
     def is_leaf(self, node: Node) -> bool:
         """Whether a tensor is read as it is: an operand, or a value that is not what its operation made."""
-        made_elsewhere = marks.mutations(node) or marks.is_seed(node) or node.op == "placeholder"
-        another = marks.attention_root(node) and node is not self.root
-        return bool(node in self.leaves or made_elsewhere or another)
+        if node is self.root:  # before anything changes it
+            return False
+        changed = marks.mutations(node) and (may_copy(node) or node.target._schema.is_mutable)  # a view of it is read
+        made_elsewhere = changed or marks.is_seed(node) or node.op == "placeholder"
+        return bool(node in self.leaves or made_elsewhere or marks.attention_root(node))
 
     def positions(self, extent: int) -> Tensor:
         """Which of the positions of a contraction are summed over: all or a sample, the same for all."""

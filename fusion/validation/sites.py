@@ -91,6 +91,8 @@ def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) 
         n_k = _size(parts[0].spec.n_k, sizes[0])
         if 0 in (*shape, n_k):
             return Verdict(skipped="the example has no elements")
+        if "float64" in {operand.dtype for part in parts for operand in part.spec.operands}:
+            return Verdict(skipped="specs are evaluated in float32")
         compared = _Comparison(site, parts, sizes, shape, n_k, hints)
         found = compared.verdict()
         doubt = next(iter(compared.region.unknown.values()), None)
@@ -137,12 +139,11 @@ class _Comparison:
         self.dims = spec.output.dims
         self.places = points.places(self.dims, shape)
         n_q = shape[self.dims.index("i")]
-        worlds = Worlds(
-            count=points.WORLDS, longest=max(n_q, n_k), finite=len(parts) > 1 or any(_selects(p.spec) for p in parts)
-        )
-        self.kinds = worlds.kinds
         operands = {operand for part in parts for operand in part.operands}
         interior = site.interior()
+        finite = len(parts) > 1 or any(_selects(p.spec) for p in parts) or _loses_infinities(interior)
+        worlds = Worlds(count=points.WORLDS, longest=max(n_q, n_k), finite=finite)
+        self.kinds = worlds.kinds
         self.region = Region(
             root=site.root,
             anchor=site.anchor,
@@ -150,7 +151,7 @@ class _Comparison:
             n_k=n_k,
             leaves=frozenset(operands - interior),
             interior=frozenset(interior | set(_below(site))),
-            roles=_roles(parts, operands, interior),
+            roles=_roles(parts, interior),
             hints=hints,
             worlds=worlds,
         )
@@ -167,13 +168,13 @@ class _Comparison:
             for part, sizes in zip(self.parts, self.sizes, strict=True)
         ]
         ours = sum((p.out for p in programs[1:]), programs[0].out)
-        halves = (torch.float16, torch.bfloat16)
-        strict = all(nodes.dtype(n) not in halves for n in (self.site.root, *self.region.leaves))
-        single = None if strict else single
+        held = {nodes.dtype(node) for node in (self.site.root, *self.region.leaves)}
+        self.coarse = max((torch.finfo(d).eps for d in held & {torch.float16, torch.bfloat16}), default=0.0)
+        single = single if self.coarse else None
         if problem := self._results(eager, exact, ours, single):
             return Verdict(wrong=problem)
         checked = f"values in {points.WORLDS} rows"
-        if any(part.differentiable for part in self.parts):
+        if any(part.differentiable and part.spec.row_scale is None for part in self.parts):  # kernels have no others
             if problem := self._gradients(replays, eager, exact, single, programs):
                 return Verdict(wrong=problem)
             checked += " and their gradients"
@@ -185,7 +186,8 @@ class _Comparison:
         flat = [t.expand(shape).flatten() for t in (eager, exact, ours, worlds)]
         return difference(
             Values(name="the result", eager=flat[0], exact=flat[1], ours=flat[2], worlds=flat[3], kinds=self.kinds,
-                   single=None if single is None else single.expand(shape).flatten(), strict=single is None)
+                   single=None if single is None else single.expand(shape).flatten(), strict=single is None,
+                   coarse=self.coarse)
         )  # fmt: skip
 
     def _gradients(
@@ -198,6 +200,7 @@ class _Comparison:
         if single is not None:
             scalars.append((single * grad.float()).sum())
         found = [_by_element(replay, scalar) for replay, scalar in zip((*replays, replays[2]), scalars, strict=False)]
+        largest = self._largest_gradients(found[1])
         for leaf in {node: None for one in found for node in one}:
             held = [one.get(leaf, _NOTHING) for one in found]
             keys, where = torch.cat([keys for keys, _ in held]).unique(return_inverse=True)
@@ -207,24 +210,37 @@ class _Comparison:
             values = Values(
                 name=f"the gradient of {leaf.name}", eager=sums[0], exact=sums[1], ours=sums[2],
                 single=None if single is None else sums[3], worlds=(keys // _ROW)[kept], kinds=self.kinds,
-                strict=single is None, condition=64,
+                strict=single is None, condition=64, floor=largest, coarse=self.coarse,
             )  # fmt: skip
             if (problem := difference(values)) is not None:
                 return problem
         return None
 
+    def _largest_gradients(self, exact: Mapping[Node, tuple[Tensor, Tensor]]) -> Tensor:
+        """[worlds]: of all leaves, which a gradient that cancels to nothing is measured by."""
+        found = torch.zeros(len(self.kinds), dtype=torch.float64)
+        for keys, values in exact.values():
+            found.scatter_reduce_(0, keys // _ROW, values.abs().nan_to_num(0.0, 0.0, 0.0), "amax")
+        return found
 
-def _roles(parts: Sequence[Specified], operands: Iterable[Node], interior: Iterable[Node]) -> dict[Node, Role]:
-    """Q, K and V are factors; what meets scores in products and quotients only is a scale."""
+
+def _roles(parts: Sequence[Specified], interior: Iterable[Node]) -> dict[Node, Role]:
+    """Q, K, V and what else is multiplied as a matrix are factors; what scores are only multiplied or divided by is a
+    scale."""
     factors = {operand for part in parts for operand in part.operands[:3]}
     scores = _after(factors, interior)
     roles = dict.fromkeys(factors, Role.FACTOR)
-    for operand in set(operands) - factors:
-        own = set(_after([operand], set(interior) - scores))
-        met = {user for node in (operand, *own) for user in node.users if user in scores}
-        if met and all(nodes.packet(user) in (aten.mul, aten.div) for user in met):
-            roles[operand] = Role.SCALE
+    for leaf in {node for inner in interior for node in (inner, *inner.all_input_nodes)} - factors - scores:
+        own = _after([leaf], set(interior) - scores)
+        met = {nodes.packet(user) for node in (leaf, *own) for user in node.users if user in scores}
+        if met and met <= _MATRIX_PRODUCTS:
+            roles[leaf] = Role.FACTOR
+        elif met and met <= {aten.mul, aten.div}:
+            roles[leaf] = Role.SCALE
     return roles
+
+
+_MATRIX_PRODUCTS = {aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear}
 
 
 def _after(starts: Iterable[Node], among: Iterable[Node]) -> set[Node]:
@@ -241,6 +257,18 @@ def _after(starts: Iterable[Node], among: Iterable[Node]) -> set[Node]:
 def _selects(spec: AttentionSpec) -> bool:
     """Whether a score may be left out of account."""
     return any(part.op == "where" for part in walk(spec.score))
+
+
+def _loses_infinities(interior: Iterable[Node]) -> bool:
+    """Whether infinite scores make rows NaN that are not with a softmax: exponentials without a maximum, and shifts by
+    sums over the keys."""
+    called = {nodes.packet(node) for node in interior}
+    shifts = any(
+        nodes.packet(node) in (aten.sum, aten.mean) and any(nodes.packet(u) in (aten.add, aten.sub) for u in node.users)
+        for node in interior
+    )
+    unshifted = {aten.exp, aten.exp2} & called and not {aten.amax, aten.max, aten.logsumexp} & called
+    return shifts or bool(unshifted)
 
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
