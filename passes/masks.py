@@ -175,6 +175,8 @@ def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
         ends = [_at_most(arm, right, side) for arm in (left.args[0], integers.neg(left.args[0]))]
         return (None, None) if side is Side.ALL and (None, None) in ends else _joined(ends)
     difference = integers.sub(right, left)
+    if (found := _of_extremum(difference, side)) is not None:
+        return found
     holder, coefficient, rest = _isolate(difference)
     if holder is None or not coefficient:
         return None, None
@@ -184,6 +186,20 @@ def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
     if coefficient < 0:  # holder <= rest / -coefficient
         return None, _below(holder, integers.floordiv(rest, -coefficient))
     return _above(holder, integers.neg(integers.floordiv(rest, coefficient))), None
+
+
+def _of_extremum(difference: Expr, side: Side) -> Ends | None:
+    """The keys with difference >= 0 where a maximum or minimum that varies is a term of it: x + max(a, b) >= 0 is
+    x + a >= 0 or x + b >= 0, and a minimum takes both. None where there is no such term."""
+    for monomial, coefficient in integers.terms(difference).items():
+        if len(monomial) == 1 and monomial[0].op in ("imax", "imin") and coordinates(monomial[0]) & {"i", "j"}:
+            (atom,), zero = monomial, integers.integer(0)
+            arms = (integers.sub(difference, integers.mul(coefficient, integers.sub(atom, arm))) for arm in atom.args)
+            ends = [_at_most(zero, arm, side) for arm in arms]
+            if (atom.op == "imax") == (coefficient > 0):
+                return _either(*ends, side)
+            return (None, None) if side is Side.ALL and (None, None) in ends else _joined(ends)
+    return None
 
 
 def _isolate(difference: Expr) -> tuple[Expr | None, int, Expr]:

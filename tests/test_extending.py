@@ -32,10 +32,10 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def applied(package: Path, heading: str) -> list[str]:
+def applied(package: Path, heading: str, *options: str) -> list[str]:
     """Files that the diff of a section changes, in the copy."""
     text = diff(heading)
-    subprocess.run(["git", "apply", "-"], input=text, text=True, check=True, cwd=package)
+    subprocess.run(["git", "apply", *options, "-"], input=text, text=True, check=True, cwd=package)
     return re.findall(r"^\+\+\+ b/(.*)$", text, flags=re.M)
 
 
@@ -71,3 +71,21 @@ def test_a_schedule_takes_two_places_and_its_kernel_is_the_third(package):
     chosen = run(package, "-m", "fusion.cli", "cost", "--schedule", "two_pass", "--machine", "h200")
     assert "elements, no kernel" in chosen
     assert_same_in_float64(float(run(package, "-c", COUNTED)) + 1, 1)
+
+
+UNDERSTOOD = """
+import math
+from fusion.ir.expr import SCORE, I, J, const
+from fusion.ir.integers import add
+from fusion.ir.ops import apply, where
+from fusion.passes.masks import understand
+live = apply("ilt", J, apply("imax", add(I, 1), const(7)))
+print(understand(where(live, SCORE, const(-math.inf))).key_hi)
+"""
+
+
+def test_a_predicate_that_bounds_keys_takes_one_place(package):
+    """The page shows one that is there: without it the mask bounds nothing."""
+    assert run(package, "-c", UNDERSTOOD) == "max(i1 + 1, 7)\n"
+    assert applied(package, "A mask fact", "-R") == ["passes/masks.py"]
+    assert run(package, "-c", UNDERSTOOD) == "None\n"

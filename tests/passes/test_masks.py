@@ -57,6 +57,15 @@ OTHERS = {
         lambda s: s.masked_fill(~((_positions()[1] <= _positions()[0]) | (_positions()[1] < 9)), -math.inf),
         lambda i, j: j <= i or j < 9,
     ),
+    "prefix by a maximum": (
+        lambda s: torch.where(_positions()[1] < torch.clamp(_positions()[0] + 1, min=9), s, -math.inf),
+        lambda i, j: j < max(i + 1, 9),
+    ),
+    "window by a minimum": (
+        lambda s: torch.where(
+            torch.maximum(_positions()[1], _positions()[0] - 5) <= torch.clamp(_positions()[0], max=30), s, -math.inf),
+        lambda i, j: max(j, i - 5) <= min(i, 30),
+    ),
     "chunked": (
         lambda s: s.masked_fill(_positions()[0] // 8 != _positions()[1] // 8, -math.inf),
         lambda i, j: i // 8 == j // 8,
@@ -162,7 +171,7 @@ def test_other_masks_are_understood(name):
     _check_range(mask, live, N)
     _check_tiles(mask, live)
     _check_full(mask, spec.score)
-    assert (mask.full is None) == (name == "dilated")
+    assert (mask.full is None) == (name in ("dilated", "window by a minimum"))
     for i in range(0, N, 3):
         for j in range(N):
             got = evaluate(mask.live, lambda leaf, i=i, j=j: torch.tensor({"i": i, "j": j}[str(leaf.attr)]))
@@ -203,6 +212,25 @@ def test_random_affine_predicates_bound_their_keys(terms, divisor, divide):
     where = evaluate(live, lambda leaf: {"i": i, "j": j}[str(leaf.attr)]).expand(N, N)
     assert torch.equal(evaluate(simple, lambda leaf: {"i": i, "j": j}[str(leaf.attr)]).expand(N, N), where)
     if mask is not None and mask.live.op != "const":
+        _check_range(mask, lambda i, j: bool(where[i, j]), N)
+        _check_full(mask, score)
+
+
+_affine = st.tuples(st.integers(-2, 2), st.integers(-2, 2), st.integers(-25, 25))
+
+
+@hypothesis.given(_affine, _affine, _affine, st.sampled_from(["imax", "imin"]), st.integers(-2, 2), st.booleans())
+@hypothesis.settings(max_examples=150)
+def test_random_extrema_bound_their_keys(one, other, rest, extremum, factor, strict):
+    """rest + factor * max(one, other) compared with 0, each affine in i and j."""
+    one, other, rest = (integers.add(integers.mul(a, I), integers.mul(b, J), c) for a, b, c in (one, other, rest))
+    value = integers.add(rest, integers.mul(factor, apply(extremum, one, other)))
+    live = decided(apply("ilt" if strict else "ile", value, const(0)), {I: integers.integer(N), J: integers.integer(N)})
+    score = apply("where", live, SCORE, const(-math.inf))
+    mask = understand(score)
+    if mask is not None and mask.live.op != "const":
+        i, j = torch.meshgrid(torch.arange(N), torch.arange(N), indexing="ij")
+        where = evaluate(live, lambda leaf: {"i": i, "j": j}[str(leaf.attr)]).expand(N, N)
         _check_range(mask, lambda i, j: bool(where[i, j]), N)
         _check_full(mask, score)
 
