@@ -45,9 +45,9 @@ class Errors:
         return float("inf") if self.misplaced or any(share != share for share in shares) else max(shares)
 
 
-def bound(eager_error: Number, eps: float, size: Number) -> Number:
+def bound(eager_error: Number, eps: float, size: Number, slack: float = 2) -> Number:
     """The error that is allowed."""
-    return 2 * (eager_error + eps * size)
+    return slack * (eager_error + eps * size)
 
 
 def special(value: Tensor) -> Tensor:

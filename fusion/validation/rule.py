@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusion import exactness
 from fusion.validation.worlds import SPECIAL
 
 APART = 0.02
@@ -58,7 +59,7 @@ def difference(values: Values) -> str | None:
     """The first disagreement, in words; None where there is none."""
     eager, exact, ours = (t.detach().double() for t in (values.eager, values.exact, values.ours))
     kinds = values.kinds[values.worlds]
-    theirs, true, own = (_special(t) for t in (eager, exact, ours))
+    theirs, true, own = (exactness.special(t) for t in (eager, exact, ours))
     free = (theirs != true) & (kinds == SPECIAL)
     allowed = (own == theirs) | free | ((own == true) & (not values.strict))
     if bool((wrong := ~allowed).any()):
@@ -73,7 +74,7 @@ def difference(values: Values) -> str | None:
     size = _largest(exact.abs(), finite, values.worlds, count)
     size = _at_least_median(size if values.floor is None else torch.maximum(size, values.floor))
     precision = max(values.condition * torch.finfo(torch.float32).eps, values.coarse)
-    bound = 4 * (_at_least_median(eager_error) + precision * size)
+    bound = exactness.bound(_at_least_median(eager_error), precision, size, slack=4)
     elsewhere = eager_error > APART * size.max()
     error = torch.where(elsewhere, torch.minimum(error, apart), error)
     bound = torch.where(elsewhere, eager_error / 4, bound)
@@ -84,11 +85,6 @@ def difference(values: Values) -> str | None:
     own_error = torch.where(elsewhere[values.worlds], torch.minimum(own_error, far), own_error)
     worst = int(torch.where(finite & (values.worlds == world), own_error, -1.0).argmax())
     return _told(values, worst, int(over.sum()), f", allowed {bound[world]:.1e}")
-
-
-def _special(value: Tensor) -> Tensor:
-    """0 for finite elements, then NaN and the infinities."""
-    return value.isnan() * 1 + value.isposinf() * 2 + value.isneginf() * 3
 
 
 def _largest(value: Tensor, where: Tensor, worlds: Tensor, count: int) -> Tensor:
