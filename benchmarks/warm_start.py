@@ -56,7 +56,7 @@ def run(backend: str, cache: Path, arguments: argparse.Namespace) -> dict[str, f
     command = [sys.executable, __file__, "--process", backend, "--model", arguments.model]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache / backend)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second process does not parse Python again
-    environment["PYTHONPYCACHEPREFIX"] = str(cache / "bytecode")
+    environment["PYTHONPYCACHEPREFIX"] = str(cache / backend / "bytecode")
     command += ["--layers", str(arguments.layers)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
