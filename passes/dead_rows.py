@@ -60,7 +60,7 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
     """
     if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
         return columns
-    if any(part.op in ("load", "reduce") for column in columns for part in walk(column) if may_be_lowest(part)):
+    if any(may_be_lowest(part) for part in walk(shift, *columns) if part.op in ("load", "reduce")):
         raise Unsupported(
             Ground.SOFTMAX_BY_HAND, "a softmax by hand whose rows without a live key depend on a mask that is a tensor"
         )
@@ -91,9 +91,17 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
 
 
 def may_be_lowest(value: Expr) -> bool:
-    """Whether a value may be a mask's finite fill: it has such a constant, or a load over the keys."""
-    return any(_is_low(part) or (part.op == "load" and part.kind is Kind.FLOAT and "j" in coordinates(part))
-               for part in walk(value))  # fmt: skip
+    """Whether a value may be a mask's finite fill: it is such a constant, or a tensor that is read, or a sum or a
+    selection with one. What scores are only multiplied by is no mask."""
+    if value.kind is not Kind.FLOAT or value.op in ("dot", "score"):
+        return False
+    if value.op in ("fmul", "div"):
+        return any(may_be_lowest(arg) for arg in value.args if not _is_function_of_load(arg))
+    return _is_low(value) or value.op == "load" or any(map(may_be_lowest, value.args))
+
+
+def _is_function_of_load(value: Expr) -> bool:
+    return value.op == "load" or (len(value.args) == 1 and _is_function_of_load(value.args[0]))
 
 
 def may_be_far(value: Expr) -> bool:

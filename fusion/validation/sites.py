@@ -225,17 +225,15 @@ class _Comparison:
 
 
 def _roles(parts: Sequence[Specified], interior: Iterable[Node]) -> dict[Node, Role]:
-    """Q, K, V and what else is multiplied as a matrix are factors; what scores are only multiplied or divided by is a
-    scale."""
-    factors = {operand for part in parts for operand in part.operands[:3]}
-    scores = _after(factors, interior)
-    roles = dict.fromkeys(factors, Role.FACTOR)
-    for leaf in {node for inner in interior for node in (inner, *inner.all_input_nodes)} - factors - scores:
-        own = _after([leaf], set(interior) - scores)
-        met = {nodes.packet(user) for node in (leaf, *own) for user in node.users if user in scores}
-        if met and met <= _MATRIX_PRODUCTS:
+    """Q, K, V and what else is multiplied as a matrix are factors; what is multiplied or divided by tensors, or divides
+    them, is a scale."""
+    interior = set(interior)
+    roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
+    for leaf in {node for inner in interior for node in (inner, *inner.all_input_nodes)} - roles.keys():
+        met = _met(leaf, interior)
+        if met and all(nodes.packet(node) in _MATRIX_PRODUCTS for node in met):
             roles[leaf] = Role.FACTOR
-        elif met and met <= {aten.mul, aten.div}:
+        elif met and all(nodes.packet(node) in (aten.mul, aten.div) for node in met):
             roles[leaf] = Role.SCALE
     return roles
 
@@ -243,14 +241,13 @@ def _roles(parts: Sequence[Specified], interior: Iterable[Node]) -> dict[Node, R
 _MATRIX_PRODUCTS = {aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear}
 
 
-def _after(starts: Iterable[Node], among: Iterable[Node]) -> set[Node]:
-    """The nodes among these that depend on the starts, by nodes among these."""
-    found: set[Node] = set()
-    todo, among = list(starts), frozenset(among)
+def _met(leaf: Node, among: set[Node]) -> list[Node]:
+    """Where a tensor first meets another, after operations on it alone (views, casts, functions)."""
+    found, todo = [], [leaf]
     while todo:
-        new = [user for user in todo.pop().users if user in among and user not in found]
-        found.update(new)
-        todo += new
+        for user in todo.pop().users:
+            if user in among:
+                (todo if len(user.all_input_nodes) == 1 else found).append(user)
     return found
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 class Role(enum.Enum):
-    """What a tensor is to the scores: a factor of a product (Q, K, V), what they are multiplied or divided by, or
-    anything else, a bias or a mask say."""
+    """What a tensor is to the scores: a factor of a matrix product (Q, K, V), of a pointwise one, or anything else, a
+    bias or a mask say."""
 
     FACTOR = enum.auto()
     SCALE = enum.auto()
@@ -87,7 +87,8 @@ class Worlds:
         usual = self._choice(leaf, torch.tensor((_NORMAL, _NORMAL, _WIDE)), flat.dim())
         regime = torch.where((kinds == MASKED) & (role is not Role.FACTOR), regime, usual)
         regime = torch.where(kinds == SPECIAL, _FINITE if role is Role.FACTOR and self.finite else _SPRINKLED, regime)
-        return _table(dtype)[regime, drawn % _TABLE]
+        found = _table(dtype)[regime, drawn % _TABLE]
+        return torch.where((kinds != ORDINARY) & (role is Role.SCALE), found.abs(), found)
 
     def _integers(self, leaf: int, drawn: Tensor, dtype: torch.dtype) -> Tensor:
         """Positions, or a few numbers that often agree; every value of narrow dtypes."""
