@@ -95,7 +95,7 @@ def may_be_lowest(value: Expr) -> bool:
     selection with one. What scores are only multiplied by is no mask."""
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score"):
         return False
-    if value.op in ("fmul", "div"):
+    if value.op in ("fmul", "div") and not any(arg.is_const for arg in value.args):
         return any(may_be_lowest(arg) for arg in value.args if not _is_function_of_load(arg))
     return _is_low(value) or value.op == "load" or any(map(may_be_lowest, value.args))
 
