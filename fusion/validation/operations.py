@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from fusion.ir.primitives import hashed
 from fusion.passes import marks, nodes
+from fusion.passes.contractions import is_contraction
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
 from fusion.validation.replay import MOST_ELEMENTS, NotReplayable, Replay, rule
@@ -177,6 +178,8 @@ def _reduction(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
         at.insert(dim, replay.zero)
     if extent == replay.region.n_k:
         at[dim] = at_keys(replay, extent, rank)
+    elif is_contraction(node):  # of a product that is written as a sum
+        at[dim] = replay.region.positions(extent).view([1] * rank + [-1])
     elif extent <= 64:
         at[dim] = torch.arange(extent).view([1] * rank + [-1])
     else:
