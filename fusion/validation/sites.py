@@ -77,9 +77,15 @@ def _undisturbed() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         recording(),
+        torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
         torch.autocast("cpu", enabled=False),
     ):
         yield
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    """In the place of what the caller does with tensors that autograd saves."""
+    return saved
 
 
 def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
@@ -151,7 +157,7 @@ class _Comparison:
             n_k=n_k,
             leaves=frozenset(operands - interior),
             interior=frozenset(interior | set(_below(site))),
-            roles=_roles(parts, interior),
+            roles=_roles(site, parts),
             hints=hints,
             worlds=worlds,
         )
@@ -224,31 +230,38 @@ class _Comparison:
         return found
 
 
-def _roles(parts: Sequence[Specified], interior: Iterable[Node]) -> dict[Node, Role]:
+def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
     """Q, K, V and what else is multiplied as a matrix are factors; what is multiplied or divided by tensors, or divides
     them, is a scale."""
-    interior = set(interior)
+    among = {*site.interior(), site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
-    for leaf in {node for inner in interior for node in (inner, *inner.all_input_nodes)} - roles.keys():
-        met = _met(leaf, interior)
-        if met and all(nodes.packet(node) in _MATRIX_PRODUCTS for node in met):
+    for leaf in {node for inner in among for node in (inner, *inner.all_input_nodes)} - roles.keys():
+        met = list(_met(leaf, among))
+        if met and all(_multiplies(node, product) for node, product in met):
             roles[leaf] = Role.FACTOR
-        elif met and all(nodes.packet(node) in (aten.mul, aten.div) for node in met):
+        elif met and all(nodes.packet(user) in (aten.mul, aten.div) for _, user in met):
             roles[leaf] = Role.SCALE
     return roles
 
 
-_MATRIX_PRODUCTS = {aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear}
-
-
-def _met(leaf: Node, among: set[Node]) -> list[Node]:
-    """Where a tensor first meets another, after operations on it alone (views, casts, functions)."""
-    found, todo = [], [leaf]
+def _met(leaf: Node, among: set[Node]) -> Iterator[tuple[Node, Node]]:
+    """Where a tensor first meets another, after operations on it alone (views, casts, functions): what became of it,
+    and the node."""
+    todo = [leaf]
     while todo:
-        for user in todo.pop().users:
-            if user in among:
-                (todo if len(user.all_input_nodes) == 1 else found).append(user)
-    return found
+        here = todo.pop()
+        for user in here.users:
+            if user in among and len(user.all_input_nodes) == 1:
+                todo.append(user)
+            elif user in among:
+                yield here, user
+
+
+def _multiplies(node: Node, product: Node) -> bool:
+    """Whether `product` multiplies `node` as a matrix."""
+    if nodes.packet(product) in (aten.baddbmm, aten.addmm):
+        return node in product.args[1:]
+    return nodes.packet(product) in (aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear)
 
 
 def _selects(spec: AttentionSpec) -> bool:

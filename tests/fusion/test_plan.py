@@ -10,6 +10,7 @@ import fusion
 import fusion.planning.plan as planner
 from fusion.errors import FusionError, NoFittingTileError, ProblemError, UnknownMachineError, UnknownScheduleError
 from fusion.machine import Machine
+from fusion.planning.cpu_rows import row_tiles
 from fusion.planning.from_spec import problem_of
 from fusion.planning.plan import Problem, compare, plan
 from tests.codegen.mlir.cases import case
@@ -156,6 +157,16 @@ def test_planning_is_cached():
         (lambda: plan(problem(), Machine.two_level(200), "flash"), NoFittingTileError, "small_cache"),
         (lambda: plan(problem(d=8192, d_v=8192), "h200"), NoFittingTileError, "shared memory"),
         (lambda: plan("attention"), ProblemError, "give a Problem"),
+        (
+            lambda: row_tiles(problem(n_q=64), Machine.two_level(200)),
+            NoFittingTileError,
+            "CPU kernels cut keys into parts for up to",
+        ),
+        (
+            lambda: row_tiles(problem(n_q=1, n_k=3), Machine.two_level(200)),
+            NoFittingTileError,
+            "3 keys are too few to",
+        ),
     ],
 )
 def test_impossible_requests_are_clear_errors(call, error, message):
