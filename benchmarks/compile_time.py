@@ -1,0 +1,142 @@
+"""What the analysis adds to the time of a compilation: models with attention, and models without.
+
+    python benchmarks/compile_time.py                     # every model, each in a process of its own
+    python benchmarks/compile_time.py --models bert mamba --output benchmarks/results/<date>-compile-time.md
+
+Inductor compiles with empty caches. Times are of the processor, children included, which depends less on what else the
+machine does; analysis, validation and planning run in one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from warm_start import _processor_time
+
+LENGTH = 64
+
+
+def _transformers(kind: str, **sizes: int) -> nn.Module:
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    return AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+
+
+def _convolutions() -> nn.Module:
+    from transformers import ConvNextConfig, ConvNextModel
+
+    torch.manual_seed(0)
+    return ConvNextModel(ConvNextConfig()).eval()
+
+
+_SMALL = {"hidden_size": 128, "vocab_size": 1000}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bert": lambda: _transformers("bert"),
+    "llama, 40 layers": lambda: _transformers(
+        "llama", num_hidden_layers=40, num_attention_heads=4, num_key_value_heads=4, intermediate_size=256, **_SMALL
+    ),
+    "xlstm": lambda: _transformers("xlstm", num_hidden_layers=2, num_heads=4, **_SMALL),
+    "recurrent_gemma": lambda: _transformers(
+        "recurrent_gemma", num_hidden_layers=3, num_attention_heads=4, intermediate_size=256, lru_width=128, **_SMALL
+    ),
+    "mamba": lambda: _transformers("mamba", num_hidden_layers=4, **_SMALL),
+    "convnext": _convolutions,
+}
+
+
+def inputs(name: str) -> Tensor:
+    """Token numbers, or an image."""
+    return torch.randn(1, 3, 224, 224) if name == "convnext" else torch.randint(3, 999, (1, LENGTH))
+
+
+def measure(name: str) -> dict[str, float]:
+    """Processor seconds of one compilation with its first call, and of our part of it."""
+    from fusion import backend
+    from fusion.validation import sites
+
+    spent = {"analysis": 0.0, "sites": 0.0, "fused": 0.0}
+    fuse = backend.fuse
+
+    def timed(*arguments):
+        start = time.process_time()
+        found, report = fuse(*arguments)
+        spent["analysis"] += time.process_time() - start
+        spent["sites"] += len(report.sites)
+        spent["fused"] += report.fused
+        return found, report
+
+    backend.fuse = timed
+    model, given = MODELS[name](), inputs(name)
+    with torch.no_grad():
+        model(given)
+        start = _processor_time()
+        torch.compile(model, backend="fusion")(given)
+    spent["total"] = _processor_time() - start
+    spent["validation"] = sum(verdict.seconds for verdict in sites._verdicts.values())
+    return spent
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """Markdown: a line per model."""
+    lines = ["| model | sites | fused | all, s | without fusion's part, s | fusion's part, s | share | validation, s |"]
+    lines.append("|---" * 8 + "|")
+    for name, spent in found.items():
+        rest = spent["total"] - spent["analysis"]
+        lines.append(
+            f"| {name} | {spent['sites']:.0f} | {spent['fused']:.0f} | {spent['total']:.1f} | {rest:.1f} "
+            f"| {spent['analysis']:.2f} | {spent['analysis'] / rest:.1%} | {spent['validation']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def heading() -> str:
+    """What was measured, where and with which versions."""
+    from results import environment
+
+    about = environment({})
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+    return (
+        "# What the analysis adds to compilation\n\n"
+        f"{about['date']}, {about['cpu']}, {about['cores']} cores, Python {about['python']}, {versions}, commit "
+        f"{about['commit']}. Seconds of the processor.\n`python benchmarks/compile_time.py`\n\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--output", type=Path, help="a file for the table, with machine and versions")
+    parser.add_argument("--process", choices=MODELS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.process:
+        print(json.dumps(measure(arguments.process)))
+        return
+    found = {}
+    for name in arguments.models:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+            command = [sys.executable, __file__, "--process", name]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{name}: {done.stderr}")
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name}: {found[name]}", file=sys.stderr)
+    print(table(found))
+    if arguments.output:
+        arguments.output.write_text(heading() + table(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
