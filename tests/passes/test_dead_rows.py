@@ -362,3 +362,25 @@ def test_an_infinite_score_less_an_infinite_maximum(emitter, factor):
         actual = torch.compile(scaled, backend="fusion", options={"inner": "eager", "emitter": emitter})(*given)
     assert reports[0].fused == 1
     assert_as_exact_as_eager(actual, scaled(*given), scaled(*(x.double() for x in given)))
+
+
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+@pytest.mark.parametrize("level", [0.0, 95.0, 300.0])
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min, -math.inf])
+def test_gradients_of_sinks_far_above_all_scores(fill, level, emitter):
+    """A row without a live key gives all its weight to the sink, and so does one whose scores are far below it."""
+
+    def sunken(q, k, v, sink):
+        s = (q @ k.mT).masked_fill(~keep(q, k), fill)
+        p = torch.cat([s, sink.view(-1, 1, 1).expand(*s.shape[:-1], 1)], -1).softmax(-1)
+        return p[..., :-1] @ v
+
+    given = [torch.randn(2, 2, 21, 8, requires_grad=True) for _ in range(3)]
+    given.append(torch.tensor([level, level / 2], requires_grad=True))
+    wide = [x.detach().double().requires_grad_() for x in given]
+
+    def gradients(function, inputs):
+        return torch.autograd.grad(function(*inputs).square().sum(), inputs)
+
+    compiled = torch.compile(sunken, backend="fusion", options={"inner": "eager", "emitter": emitter})
+    assert_as_exact_as_eager(gradients(compiled, given), gradients(sunken, given), gradients(sunken, wide))

@@ -259,7 +259,11 @@ class BackwardCall:
         count = math.prod(self.batch) * self.n_q
         unit, shift, factor = (row[:count].view(*self.batch, self.n_q, 1) for row in self.rows[:3])
         value = pulled.value(self.spec, self.operands, self.sizes, sink)
-        return torch.exp2(value / self.plan.programs.scale * unit + shift) * factor
+        exponent = value / self.plan.programs.scale * unit + shift
+        # Far above all scores of a row, a dead one say, sinks share it among themselves: its factor is 0 or nearly.
+        sinks = [pulled.value(self.spec, self.operands, self.sizes, other) for other in self.spec.sinks]
+        alone = torch.exp(value - torch.logsumexp(torch.stack(torch.broadcast_tensors(*sinks)), 0))
+        return torch.where(exponent > 64, alone, torch.exp2(exponent) * factor)
 
     def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""

@@ -97,6 +97,7 @@ def test_heads_of_two_panels(name: str, dtype: str, d: int, d_v: int) -> None:
 def test_weights_and_sinks() -> None:
     check(case("causal", d=16, weight=True))
     check(case("alibi", d=16, sinks=True))
+    check(case("left_padded", d=16, sinks=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}], ids=str)
