@@ -18,9 +18,8 @@ PAGE = (ROOT / "docs" / "extending.md").read_text()
 def diff(heading: str) -> str:
     """The diff of a section. Blank lines of an indented block are lines of context."""
     (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", PAGE, flags=re.M | re.S)
-    block = re.match(r"(?:    .*\n|\n)+", section[section.index("    --- a/") :])
-    assert block is not None
-    lines = textwrap.dedent(block[0]).rstrip("\n").splitlines()
+    block = re.findall(r"(?:    .*\n|\n)+", section[section.index("    --- a/") :])[0]
+    lines = textwrap.dedent(block).rstrip("\n").splitlines()
     return "\n".join(line or " " for line in lines) + "\n"
 
 

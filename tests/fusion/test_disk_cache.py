@@ -125,19 +125,22 @@ def test_files_travel_with_torch_s_artifacts(folder: Path) -> None:
     with CacheArtifactManager.with_fresh_cache():
         store("kept.o", CONTENT)
         saved = torch.compiler.save_cache_artifacts()
-    assert saved is not None and saved[1].artifacts["fusion"] == ["kept.o"]
+    assert saved and saved[1].artifacts["fusion"] == ["kept.o"]
     with CacheArtifactManager.with_fresh_cache():
         assert stored("kept.o") == CONTENT
-        assert torch.compiler.save_cache_artifacts() is not None, "what was only read travels too"
+        read = torch.compiler.save_cache_artifacts()
+    assert read and read[1].artifacts["fusion"] == ["kept.o"], "what was only read travels too"
     (folder / "kept.o").unlink()
-    assert torch.compiler.load_cache_artifacts(saved[0]) is not None
+    loaded = torch.compiler.load_cache_artifacts(saved[0])
+    assert loaded and loaded.artifacts["fusion"] == ["kept.o"]
     assert stored("kept.o") == CONTENT
 
 
-@pytest.mark.parametrize("name", ["../a.o", "/tmp/a.o", "", ".", "a/b.o", "a.o\n"])
+@pytest.mark.parametrize("name", ["../a.o", "{outside}/a.o", "", ".", "a/b.o", "a.o\n"])
 def test_an_artifact_with_a_name_that_is_not_ours_is_left_out(folder: Path, name: str) -> None:
+    name = name.format(outside=folder.parent)
     store("good.o", CONTENT)
     KernelArtifact(name, (folder / "good.o").read_bytes()).populate_cache()
     KernelArtifact("bad.o", CONTENT).populate_cache()
     files = [path.name for path in folder.parent.rglob("*") if path.is_file()]
-    assert files == ["good.o"] and not Path("/tmp/a.o").exists()
+    assert files == ["good.o"]

@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 load, save, result = sys.argv[1:]
 if load:
     with open(load, "rb") as file:
-        assert torch.compiler.load_cache_artifacts(file.read()) is not None
+        assert torch.compiler.load_cache_artifacts(file.read()).artifacts["fusion"]
 torch.manual_seed(0)
 x, keys = torch.randn(2, 2, 40, 16), torch.nn.Linear(16, 16)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, cast
 
 import pytest
 import torch
@@ -186,8 +187,8 @@ def many() -> subprocess.Popen:
 
 def test_two_processes_at_once_and_one_that_is_killed(folder: Path) -> None:
     first, second, killed = many(), many(), many()
-    assert killed.stdout is not None
-    while (line := killed.stdout.readline()) and int(line if line.strip().isdigit() else 0) < 2:
+    output = cast(IO[str], killed.stdout)
+    while (line := output.readline()) and int(line if line.strip().isdigit() else 0) < 2:
         pass
     killed.send_signal(signal.SIGKILL)
     for process in (first, second, killed):
