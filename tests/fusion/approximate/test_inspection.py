@@ -1,0 +1,88 @@
+"""What is known of the data before a method is chosen: a glance at a sample, and all of it by a kernel."""
+
+import pytest
+import torch
+
+import fusion
+from fusion.approximate.head_batches import HeadPacker
+from fusion.approximate.score_bounds import MOMENT_MARGIN, Inspection
+from fusion.codegen import mlir
+from tests.fusion.approximate.cases import cached_spec, executor, sizes_of
+from tests.numerics import assert_within
+
+
+@pytest.mark.parametrize("method", ["polynomial", "certified_sparse"])
+def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
+    """Without looking at all of the data, which costs more than the exact kernel may become slower."""
+    if mlir.unavailable() is not None:
+        pytest.skip(mlir.unavailable())
+    x = torch.randn(3, 1, 4, 4096, 16) * 16
+    spec = cached_spec(*x, False)
+    run = executor(method, spec, 1e-2)
+    run.always = False
+    exact = run.exact([*x], sizes_of(spec, x[0], x[1]))
+    monkeypatch.setattr(Inspection, "whole", lambda *a, **k: 1 / 0)
+    for _ in range(2):
+        assert torch.equal(run([*x], sizes_of(spec, x[0], x[1])), exact)
+    assert fusion.last_certificates()[-1].reason.startswith(("a sample of", "too many keys"))
+    few = torch.randn(3, 1, 4, 300, 16) * 1e-3
+    run([*few], sizes_of(spec, few[0], few[1]))
+    assert fusion.last_certificates()[-1].reason.endswith("at this length")
+
+
+@pytest.mark.parametrize(
+    ("groups", "dtype", "causal"), [(1, torch.float32, False), (2, torch.float32, True), (2, torch.bfloat16, False)]
+)
+def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
+    """In tensors of any layout, in all rows and in a few; torch's operations run where it cannot read them."""
+    if mlir.unavailable() is not None:
+        pytest.skip(mlir.unavailable())
+    n = 2300 if causal else 333
+    q, k = (torch.randn(2, n, 4 // g, 20).transpose(1, 2).to(dtype) + 1 for g in (1, groups))
+    spec = cached_spec(q, k, k, causal)
+    looks = [Inspection(HeadPacker(spec), 0.1, causal, native) for native in (True, False)]
+    sizes = sizes_of(spec, q, k)
+    for operands in ([q, k, k], [q + 1, k + 1, k], [q.contiguous(), k, k]):
+        assert looks[0].gather.places(operands, sizes) is not None
+        for found, expected in (
+            [look.whole(operands, sizes) for look in looks],
+            [look.sample(operands, sizes, 12, 10) for look in looks],
+        ):
+            for one, other in zip(found, expected, strict=True):
+                one, other = (torch.as_tensor(x).double() for x in (one, other))
+                # Certificates have this much room for the rounding of what was looked at.
+                assert_within((one - other).abs(), MOMENT_MARGIN * other.abs().max())
+    known, found = looks[0].whole([q, k, k], sizes), looks[0].whole([q, k, k], sizes, limit=1e-3)  # given up at once
+    assert found.moments == found.bounds == [torch.inf] * 8
+    found = looks[0].whole([q, k, k], sizes, limit=0.999 * min(known.bounds))  # later
+    assert all(a <= b <= 3 * a for a, b in zip(known.bounds, found.bounds, strict=True))
+    assert torch.inf in found.moments
+    operands = [q.mT.contiguous().mT, k, k]
+    assert looks[0].gather.places(operands, sizes) is None
+    assert looks[0].whole(operands, sizes).bounds == looks[1].whole(operands, sizes).bounds
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_glance_counts_blocks_that_their_boxes_rule_out(causal):
+    if mlir.unavailable() is not None:
+        pytest.skip(mlir.unavailable())
+    q, k = torch.randn(2, 2, 2, 704, 24).bfloat16()
+    q[1, 1] *= 9
+    k[1, 1, :] = k[1, 1, ::8].repeat_interleave(8, 0)  # boxes that are points
+    spec, gap = cached_spec(q, k, k, causal), 20.0
+    found = Inspection(HeadPacker(spec), 0.5, causal, True).ruled_out(
+        [q, k, k], sizes_of(spec, q, k), (16, 128, 4, 8), gap
+    )
+    step, block_step = 42, 704 // 8 // 4 * 8  # queries at places of the keys 0, 6, 12, ..
+    q, k = q[:, :, ::step][:, :, :16].flatten(0, 1).double(), k.flatten(0, 1).double()
+    rows = torch.arange(16) * step
+    scores = q @ k[:, ::6].mT
+    if causal:
+        scores.masked_fill_(rows[:, None] < torch.arange(0, 704, 6), -torch.inf)
+    blocks = torch.stack([k[:, first : first + 8] for first in range(0, 704, block_step)], 1)[:, :, None]
+    upper = torch.maximum(q[:, None] * blocks.amax(3), q[:, None] * blocks.amin(3)).sum(-1)
+    seen = (rows >= torch.arange(blocks.shape[1])[:, None] * block_step) & (rows >= rows[len(rows) // 2])
+    seen = seen if causal else torch.ones_like(seen)
+    ruled_out = (upper <= scores.amax(-1)[:, None] - gap / 0.5) & seen
+    assert [round(share * int(seen.sum())) for share in found] == ruled_out.sum((1, 2)).tolist()
+    assert found[0] == 0 < found[3]
