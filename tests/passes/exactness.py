@@ -8,6 +8,14 @@ from tests.numerics import assert_as_exact_as_eager
 EMITTERS = ("reference", "auto")
 
 
+def padded(dtype: torch.dtype, length: int, batch: int = 3) -> list[torch.Tensor]:
+    """Q, K, V of two heads, and which keys are live: the first of the batch is padded on the left, the second on the
+    right, the third everywhere."""
+    live = torch.ones(batch, length, dtype=torch.bool)
+    live[0, :11], live[1, length - 7 :], live[2] = False, False, False
+    return [*(torch.randn(batch, 2, length, 8, dtype=dtype) for _ in range(3)), live]
+
+
 def as_exact_as_eager(function, given, emitter: str = "auto", gradients: bool = False, dtype=None):
     """Assert that the compiled function is as exact as eager; returns the report's sites.
 

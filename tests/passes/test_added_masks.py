@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.passes.exactness import as_exact_as_eager
+from tests.passes.exactness import as_exact_as_eager, padded
 
 LENGTH = 37
 
@@ -98,31 +98,24 @@ FUNCTIONS = [padding_and_causal, one_after_the_other, selection_and_padding, pad
              moderate, large_scores, in_float32]  # fmt: skip
 
 
-def given(dtype):
-    """The first of the batch padded on the left, the second on the right, the third everywhere."""
-    pad = torch.ones(3, LENGTH, dtype=torch.bool)
-    pad[0, :11], pad[1, 30:], pad[2] = False, False, False
-    return [*(torch.randn(3, 2, LENGTH, 8, dtype=dtype) for _ in range(3)), pad]
-
-
 NARROW = [padding_and_causal, three_masks, loaded_and_causal]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_added_masks_are_as_in_eager_mode(function, dtype):
-    (site,) = as_exact_as_eager(function, given(dtype), "reference", gradients=True)
+    (site,) = as_exact_as_eager(function, padded(dtype, LENGTH), "reference", gradients=True)
     assert site.reason is None
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_in_kernels_too(function):
-    (site,) = as_exact_as_eager(function, given(torch.float32), gradients=True)
+    (site,) = as_exact_as_eager(function, padded(torch.float32, LENGTH), gradients=True)
     assert site.fused
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", NARROW, ids=lambda f: f.__name__)
 def test_in_kernels_of_narrow_dtypes(function, dtype):
-    (site,) = as_exact_as_eager(function, given(dtype), gradients=True)
+    (site,) = as_exact_as_eager(function, padded(dtype, LENGTH), gradients=True)
     assert site.fused

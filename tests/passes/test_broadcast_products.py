@@ -10,7 +10,7 @@ import fusion
 from fusion.passes.einsums import without_matrices
 from fusion.refusals import Ground
 from tests.numerics import assert_same
-from tests.passes.exactness import EMITTERS, as_exact_as_eager
+from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 
 LENGTH = 23
 
@@ -66,18 +66,11 @@ FUSED = [scores_by_a_sum, kept_dimension, features_in_front, scores_by_vecdot, v
          keys_of_all_heads, exponentials_by_einsums, sum_of_exponentials_by_an_einsum]  # fmt: skip
 
 
-def given(dtype):
-    """The first of the batch padded on the left, the second on the right, the third everywhere."""
-    pad = torch.ones(3, LENGTH, dtype=torch.bool)
-    pad[0, :11], pad[1, 20:], pad[2] = False, False, False
-    return [*(torch.randn(3, 2, LENGTH, 8, dtype=dtype) for _ in range(3)), pad]
-
-
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
 def test_is_fused(function, dtype, emitter):
-    (site,) = as_exact_as_eager(function, given(dtype), emitter, gradients=True)
+    (site,) = as_exact_as_eager(function, padded(dtype, LENGTH), emitter, gradients=True)
     assert site.reason is None
 
 
@@ -106,7 +99,7 @@ DISTANCES = [cdist, squared_cdist, squared_differences, norms_of_differences, su
 
 @pytest.mark.parametrize("function", DISTANCES, ids=lambda f: f.__name__)
 def test_distances_are_listed(function):
-    (site,) = as_exact_as_eager(function, given(torch.float32))
+    (site,) = as_exact_as_eager(function, padded(torch.float32, LENGTH))
     assert site.refusal.kind is Ground.DISTANCES
 
 
@@ -117,7 +110,7 @@ def with_a_distance(q, k, v, pad):
 
 
 def test_a_bias_of_distances_is_read():
-    (site,) = as_exact_as_eager(with_a_distance, given(torch.float32))
+    (site,) = as_exact_as_eager(with_a_distance, padded(torch.float32, LENGTH))
     assert site.fused
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion.refusals import Ground
-from tests.passes.exactness import EMITTERS, as_exact_as_eager
+from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 
 LENGTH = 37
 
@@ -82,18 +82,11 @@ FUSED = [less_the_largest_of_the_detached, less_the_detached_largest, less_the_l
          straight_through, without_grad]  # fmt: skip
 
 
-def given(dtype):
-    """The first of the batch padded on the left, the second on the right, the third everywhere."""
-    pad = torch.ones(3, LENGTH, dtype=torch.bool)
-    pad[0, :11], pad[1, 30:], pad[2] = False, False, False
-    return [*(torch.randn(3, 2, LENGTH, 8, dtype=dtype) for _ in range(3)), pad]
-
-
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
 def test_is_fused_in_training(function, dtype, emitter):
-    (site,) = as_exact_as_eager(function, given(dtype), emitter, gradients=True)
+    (site,) = as_exact_as_eager(function, padded(dtype, LENGTH), emitter, gradients=True)
     assert site.reason is None
 
 
@@ -130,5 +123,5 @@ LEFT = [largest_in_the_normaliser, clamped_largest_in_the_normaliser, detached_s
 
 @pytest.mark.parametrize("function", LEFT, ids=lambda f: f.__name__)
 def test_is_left_alone_where_the_gradient_would_differ(function):
-    (site,) = as_exact_as_eager(function, given(torch.float32), gradients=True)
+    (site,) = as_exact_as_eager(function, padded(torch.float32, LENGTH), gradients=True)
     assert not site.fused and site.refusal.kind is not Ground.DEFECT

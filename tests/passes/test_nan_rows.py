@@ -9,7 +9,7 @@ import torch
 import fusion
 from fusion.refusals import Ground
 from tests.numerics import assert_as_exact_as_eager
-from tests.passes.exactness import EMITTERS, as_exact_as_eager
+from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 
 LENGTH = 37
 
@@ -68,11 +68,8 @@ FUNCTIONS = [replaced, replaced_by_a_number, filled, selected, equal_to_itself, 
 
 
 def given(dtype, special):
-    """Of a batch of four, one is padded on the left, one on the right, and one everywhere; special: what an element of
-    a query and of a key of the last is."""
-    pad = torch.ones(4, LENGTH, dtype=torch.bool)
-    pad[0, :11], pad[1, 30:], pad[2] = False, False, False
-    q, k, v = (torch.randn(4, 2, LENGTH, 8, dtype=dtype) for _ in range(3))
+    """Of a batch of four, three are padded; special: what an element of a query and of a key of the last is."""
+    q, k, v, pad = padded(dtype, LENGTH, batch=4)
     q[3, 0, 5, 2], k[3, 1, 30, 3] = special, special
     return [q, k, v, pad]
 

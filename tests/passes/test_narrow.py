@@ -12,7 +12,7 @@ from fusion.ir.expr import ROW_MAX, SCORE, Kind, coord, load, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import ROUNDED
 from fusion.passes.narrow import Narrow, first_infinite
-from tests.passes.exactness import as_exact_as_eager
+from tests.passes.exactness import as_exact_as_eager, padded
 
 LENGTH = 37
 NARROW = [torch.float16, torch.bfloat16]
@@ -104,10 +104,8 @@ CASTS = [cast, cast_and_called, cast_with_the_scores, cast_and_doubled, selected
 
 
 def given(dtype):
-    """The first of the batch padded on the left, the second on the right, the third everywhere."""
-    pad = torch.ones(3, LENGTH, dtype=torch.bool)
-    pad[0, :11], pad[1, 30:], pad[2] = False, False, False
-    q, k, v = (torch.randn(3, 2, LENGTH, 8, dtype=dtype) for _ in range(3))
+    """Padded Q, K, V, their live keys, and a mask in float32."""
+    q, k, v, pad = padded(dtype, LENGTH)
     wide = torch.zeros(3, 1, LENGTH, LENGTH).masked_fill(~keep(q, pad), WIDEST.min)
     return q, k, v, pad, wide
 
