@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch._dynamo.utils import counters
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
@@ -163,29 +162,11 @@ def run(options: argparse.Namespace, console: Console) -> dict:
     console.print("peaks, GFLOP/s:", ", ".join(f"{name} {rate:.0f}" for name, rate in peaks.items()), highlight=False)
     options.peak = {dtype: peak.fastest(loops, peaks, DTYPES[dtype]) for dtype in options.dtype}
     data = {"environment": results.environment(peaks), "rows": [], "models": []}
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    todo = list(cells(options))
-    with bar:
-        task = bar.add_task("", total=len(todo))
-        try:
-            for line, measure in todo:
-                bar.update(task, description=line)
-                cell = measure()
-                data["rows" if "row" in cell else "models"].append(cell)
-                for name, entry in cell["entries"].items():
-                    if entry["note"] and entry["note"] != "cannot express it":
-                        bar.print(f"[yellow]{line}: {name}: {entry['note']}", soft_wrap=True)
-                bar.advance(task)
-        except KeyboardInterrupt:
-            bar.print("[red]interrupted: what has been measured so far follows")
+    for line, cell in results.measured(cells(options), console, str):
+        data["rows" if "row" in cell else "models"].append(cell)
+        for name, entry in cell["entries"].items():
+            if entry["note"] and entry["note"] != "cannot express it":
+                console.print(f"[yellow]{line}: {name}: {entry['note']}", soft_wrap=True)
     return data
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 import peak
@@ -186,18 +185,9 @@ def save(data: dict) -> Path:
 def run(options: argparse.Namespace, console: Console) -> dict:
     """Measure all cells; interrupted runs keep what they have."""
     data: dict[str, Any] = {"environment": results.environment({}), "cells": []}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    todo = list(cells(options))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(todo))
-        try:
-            for where, measure in todo:
-                bar.update(task, description=" ".join(map(str, where.values())))
-                data["cells"].append(where | measure())
-                bar.print(" | ".join(line(data["cells"][-1])), soft_wrap=True, highlight=False)
-                bar.advance(task)
-        except KeyboardInterrupt:
-            bar.print("[red]interrupted: what has been measured so far follows")
+    for where, found in results.measured(cells(options), console, lambda where: " ".join(map(str, where.values()))):
+        data["cells"].append(where | found)
+        console.print(" | ".join(line(where | found)), soft_wrap=True, highlight=False)
     return data
 
 

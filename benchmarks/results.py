@@ -7,13 +7,17 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parent / "results"
+What = TypeVar("What")
 VERSIONS = ("torch", "torch-mlir", "triton", "transformers", "numpy")
 
 
@@ -130,6 +134,26 @@ LEGEND = (
     "pairs only; `vs full` is that speed over full attention's own; the peak is the best multiply-add rate of these "
     "cores for the dtype, measured in turns with the kernels."
 )
+
+
+def measured(
+    todo: Iterable[tuple[What, Callable[[], dict]]], console: Console, title: Callable[[What], str]
+) -> Iterator[tuple[What, dict]]:
+    """What was measured and what came of it, one after the other behind a progress bar.
+
+    todo: pairs of what is to be measured, and the call that does it. An interrupted run ends early, without an error.
+    """
+    todo = list(todo)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(todo))
+        try:
+            for what, measure in todo:
+                bar.update(task, description=title(what))
+                yield what, measure()
+                bar.advance(task)
+        except KeyboardInterrupt:
+            console.print("[red]interrupted: what has been measured so far follows")
 
 
 def show(console: Console, title: str, header: list[str], lines: list[list[str]]) -> None:
