@@ -17,10 +17,10 @@ from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
-from fusion.ir.expr import J0, J1, ROW_MAX, ROW_SUM, C, E, Expr, I, J, const, coord
+from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.numbers import LOG2E
+from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
 HEADER = """module {
@@ -201,11 +201,11 @@ class KernelFunction(ThreadFunction):
         return x if memory == "f32" else self.b.convert("arith.extf" if memory == "f64" else "arith.truncf", x, memory)
 
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
-        """What each lane's output is multiplied by; sinks and the spec's own row scale included.
+        """What each lane's output is multiplied by.
 
         raw: the running maximum in units of the programs' scale; total: the sum.
         """
-        b, spec, exp2 = self.b, self.spec, self.context.math.exp2
+        b, spec = self.b, self.spec
         m = b.mul(raw, self.programs.scale)
         if self.programs.scale > 1:  # the lowest finite fill, in these units, may round beyond float32
             finite = b.select(b.compare("ogt", m, -LARGEST), m, -LARGEST)
@@ -214,31 +214,11 @@ class KernelFunction(ThreadFunction):
         if spec.sinks or spec.row_scale is not None:
             shift = b.div(1.0, self.exponent.excess(raw))
             total = b.mul(total, shift)
-        if spec.sinks:
-            highest = m
-            sinks = [rows.vector(sink) for sink in spec.sinks]
-            for sink in sinks:
-                highest = b.select(b.compare("ogt", sink, highest), sink, highest, "m_all")
-            base = b.select(b.compare("oeq", highest, float("-inf")), 0.0, highest)
-            down = exp2(b.mul(b.sub(m, base), LOG2E), 5)
-            shift, total = b.mul(shift, down), b.mul(total, down)
-            for sink in sinks:
-                total = b.add(total, exp2(b.mul(b.sub(sink, base), LOG2E), 5), "l_all")
-            m = highest
-        nothing = b.compare("oeq", m, float("-inf"), "nothing")
-        if spec.normalizer is not Normalizer.SAFE_SOFTMAX:
-            total = b.select(nothing, math.nan, total)  # exp(-inf - -inf)
-        if spec.row_scale is None:
-            factor = b.div(1.0, total, "factor")
-        else:
-            rows.known |= {ROW_MAX: m, ROW_SUM: total}
-            factor = rows.vector(spec.row_scale)
-        if shift is not None:
-            factor = b.mul(factor, shift)
-        if spec.normalizer is Normalizer.SAFE_SOFTMAX:
-            dead = b.binary("arith.andi", nothing, b.compare("oeq", total, 0.0), "dead")
-            factor = b.select(dead, 0.0, factor, "factor")  # a row of NaN has a NaN sum
-        return factor
+        rows.known |= {KEY_MAX: m, KEY_SUM: total}
+        for _, leaf, value in row_epilogue(spec):
+            rows.known[leaf] = rows.vector(value)
+        factor = rows.known[FACTOR]
+        return factor if shift is None else b.mul(factor, shift)
 
     def _scaled(self, output: Value, factor: Value) -> Value:
         """Elements of the output times the factors of their rows, which are NaN where the weights are."""

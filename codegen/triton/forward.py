@@ -26,7 +26,7 @@ from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinat
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_matter, first_key_lives
-from fusion.lowering.numbers import LOG2E
+from fusion.lowering.rows import KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.head_dims import panelled
 
@@ -72,7 +72,8 @@ class Forward:
         self.listed = mask is not None and mask.tile_live is not None
         # Warp specialisation takes one loop only; with two Triton 3.6 to 3.9 fail.
         self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM or self.order.specialized
-        self.writer.count(self.programs.masked, self.programs.full, spec.weight, *spec.sinks, spec.row_scale)
+        values = [value for *_, value in row_epilogue(spec)] if self.softmax else []
+        self.writer.count(self.programs.masked, self.programs.full, spec.weight, *values)
 
     def text(self) -> KernelText:
         """The functions: those of the loop over keys, and the kernel itself."""
@@ -221,7 +222,7 @@ class Forward:
         for panel in self.values:
             result = f"acc{panel.suffix} * factor" if self.softmax else f"acc{panel.suffix}"
             if self.spec.normalizer is Normalizer.ZERO_SOFTMAX:
-                result = f"tl.where(nothing, 0.0, {result})"
+                result = f"tl.where(factor == factor, {result}, 0.0)"
             lines += [
                 f"out{panel.suffix}_at = out_rows + tl.cast(e{panel.suffix}, tl.int64) * out_stride_e",
                 f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask={self._rows_inside(panel)})",
@@ -247,35 +248,19 @@ class Forward:
         return [f"row_max = {in_own_units('m[:, None]', self.programs)}", "row_sum = l[:, None]"]
 
     def _row_factor(self) -> list[str]:
-        """`factor`, what each row of the output is multiplied by; sinks and the spec's own row scale included."""
-        spec, w = self.spec, self.writer
-        lines = self._maximum_and_sum()
-        rescaled = ""
-        if spec.sinks:
-            sinks = [w.bind(sink, "sink") for sink in spec.sinks]
-            lines.append(f"highest = {_nested('tl.maximum', ['row_max', *sinks])}")
-            lines.append('base = tl.where(highest == float("-inf"), 0.0, highest)')
-            lines.append(f"shrink = tl.exp2((row_max - base) * {LOG2E})")
-            terms = [f"tl.exp2(({sink} - base) * {LOG2E})" for sink in sinks]
-            lines += [f"row_sum = row_sum * shrink + {' + '.join(terms)}", "row_max = highest"]
-            rescaled = " * shrink"
-        if self.statistics:
-            lines += self._write_statistics()
-        if spec.row_scale is not None and spec.normalizer is Normalizer.SOFTMAX:
-            lines.append('row_sum = tl.where(row_max == float("-inf"), float("nan"), row_sum)')
-        if spec.row_scale is None:
-            lines.append(f"factor = 1.0 / row_sum{rescaled}")
-        else:
-            w.known |= {ROW_MAX: "row_max", ROW_SUM: "row_sum"}
+        """`factor`, what each row of the output is multiplied by; the statistics as soon as they are there."""
+        lines, w = self._maximum_and_sum(), self.writer
+        w.known |= {KEY_MAX: "row_max", KEY_SUM: "row_sum"}
+        for name, leaf, value in row_epilogue(self.spec):
             before = len(w.lines[Level.ROW])
-            value = w.value(spec.row_scale)
+            text = w.value(value)
             lines += w.lines[Level.ROW][before:]
             del w.lines[Level.ROW][before:]
-            lines.append(f"factor = {value}{rescaled}")
-        if spec.normalizer is Normalizer.ZERO_SOFTMAX:
-            lines.append('nothing = (row_max == float("-inf")) | (row_sum != row_sum)')
-        if spec.normalizer is Normalizer.SAFE_SOFTMAX:
-            lines.append('factor = tl.where((row_max == float("-inf")) & (row_sum == 0.0), 0.0, factor)')
+            if not text.isidentifier():
+                lines.append(f"{name} = {text}")
+            w.known[leaf] = text if text.isidentifier() else name
+            if leaf is ROW_SUM and self.statistics:
+                lines += self._write_statistics()
         return lines
 
     def _write_statistics(self) -> list[str]:
@@ -284,7 +269,7 @@ class Forward:
         heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         return [
             f"statistics_at = statistics_ptr + tl.cast({place_of(self.writer)}, tl.int64) * {n_q} + rows[:, None]",
-            "tl.store(statistics_at, row_max, mask=(rows <= i1)[:, None])",
+            f"tl.store(statistics_at, {self.writer.known[ROW_MAX]}, mask=(rows <= i1)[:, None])",
             f"tl.store(statistics_at + tl.cast({heads}, tl.int64) * {n_q}, row_sum, mask=(rows <= i1)[:, None])",
         ]
 
@@ -325,13 +310,6 @@ def axes_of(spec: AttentionSpec) -> list[int]:
     facts = (mask.key_lo, mask.key_hi, mask.full_lo, mask.full_hi, mask.tile_live, mask.tile_mixed)
     names = {name for fact in facts if fact is not None for name in coordinates(fact)}
     return sorted(int(name[1:]) for name in names if name.startswith("b"))
-
-
-def _nested(function: str, values: list[str]) -> str:
-    text = values[0]
-    for value in values[1:]:
-        text = f"{function}({text}, {value})"
-    return text
 
 
 def kernel_text(name: str, doc: str, body: str, writer: Writer, functions: Sequence[str] = ()) -> KernelText:

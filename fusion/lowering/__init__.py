@@ -3,6 +3,7 @@
     score_programs   variants of the score program, in units of a scale that costs nothing
     dead_rows        whether a row may need keys that its mask lets a kernel skip
     numbers          constants of float32, and how large an integer can be
+    rows             the end of a row: its maximum and sum, and what its output is multiplied by
     gradients        which gradients a backward computes, as expressions, and over what each is summed
 
 What a mask says of a tile is asked of the mask itself (`MaskFacts.visits`, `MaskFacts.whole`).

@@ -1,0 +1,49 @@
+"""The end of a row: its maximum and sum with the sinks, and what its output is multiplied by.
+
+A kernel leaves its loop over the keys with `KEY_MAX`, the largest score of a row, `KEY_SUM`, the sum of exp(score -
+KEY_MAX), and the output for these weights. `row_epilogue` says what is left to be computed, in order.
+
+Rows without a live key, of which KEY_MAX is -inf and KEY_SUM is 0: a softmax is NaN there, as exp(-inf - -inf) is. With
+the default factor that is 0 * (1 / 0), and needs no rule. A safe softmax is 0. Of `Normalizer.ZERO_SOFTMAX` a row is 0
+wherever the factor is NaN, which is the emitters' to see to: their output may be NaN as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, node
+from fusion.ir.ops import apply, where
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+KEY_MAX = node("row_max", (), Kind.FLOAT, "keys")
+KEY_SUM = node("row_sum", (), Kind.FLOAT, "keys")
+BASE = node("row_max", (), Kind.FLOAT, "base")
+SHRINK = node("row_sum", (), Kind.FLOAT, "shrink")
+"""What sums relative to KEY_MAX are multiplied by to be relative to BASE, ROW_MAX where that is finite: a sink may have
+raised it."""
+FACTOR = node("row_sum", (), Kind.FLOAT, "factor")
+"""What the output of a row is multiplied by."""
+
+
+def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
+    """(name for people, leaf, value in terms of the leaves before it), ROW_MAX, ROW_SUM and at last FACTOR among the
+    leaves."""
+    yield "highest", ROW_MAX, functools.reduce(lambda m, x: where(apply("flt", m, x), x, m), spec.sinks, KEY_MAX)
+    dead, total = apply("feq", ROW_MAX, const(-math.inf)), KEY_SUM
+    if spec.sinks:
+        yield "base", BASE, where(dead, ZERO, ROW_MAX)
+        yield "shrink", SHRINK, apply("exp", apply("fsub", KEY_MAX, BASE))
+        terms = (apply("exp", apply("fsub", sink, BASE)) for sink in spec.sinks)
+        total = functools.reduce(lambda x, y: apply("fadd", x, y), terms, apply("fmul", KEY_SUM, SHRINK))
+    zero = spec.normalizer is Normalizer.ZERO_SOFTMAX
+    if zero or (spec.normalizer is Normalizer.SOFTMAX and spec.row_scale is not None):
+        total = where(dead, const(math.nan), total)
+    yield "row_sum", ROW_SUM, total
+    factor = apply("div", ONE, ROW_SUM) if spec.row_scale is None else spec.row_scale
+    factor = apply("fmul", factor, SHRINK) if spec.sinks else factor
+    if spec.normalizer is Normalizer.SAFE_SOFTMAX:
+        factor = where(apply("and", dead, apply("feq", ROW_SUM, ZERO)), ZERO, factor)
+    yield "factor", FACTOR, factor
