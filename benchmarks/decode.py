@@ -41,19 +41,21 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--N", nargs="+", type=int, default=[16, 32, 64, 128], help="queries and keys of short calls")
-    parser.add_argument("--keys", nargs="+", type=int, default=[512, 2048, 8192, 16384], help="keys in decoding")
-    parser.add_argument("--heads", nargs="+", default=list(HEADS), help="query heads / key heads in decoding")
+    parser.add_argument("--N", nargs="+", type=int, help="queries and keys of short calls")
+    parser.add_argument("--keys", nargs="+", type=int, help="keys in decoding")
+    parser.add_argument("--heads", nargs="+", help="query heads / key heads in decoding")
     parser.add_argument("--models", nargs="+", choices=[*SMALL], default=[*SMALL])
     parser.add_argument("--d", type=int, default=64, help="head dimension")
     parser.add_argument("--dtype", nargs="+", choices=[*DTYPES], default=["fp32", "bf16"])
     parser.add_argument("--seconds", type=float, default=2.0, help="timing per cell, all competitors together")
-    parser.add_argument("--quick", action="store_true", help="few sizes, short timing")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, where none are given, and short timing")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     if options.quick:
         options.seconds = min(options.seconds, 0.7)
-        options.N, options.keys, options.heads = [16, 128], [512, 16384], ["1/1", "8/2", "32/8"]
+    options.N = options.N or ([16, 128] if options.quick else [16, 32, 64, 128])
+    options.keys = options.keys or ([512, 16384] if options.quick else [512, 2048, 8192, 16384])
+    options.heads = options.heads or (["1/1", "8/2", "32/8"] if options.quick else list(HEADS))
     return options
 
 

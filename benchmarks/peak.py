@@ -114,7 +114,7 @@ def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[in
     arguments = [*pointers, ctypes.pointer(count)]
     packed = (ctypes.c_void_p * len(arguments))(*(ctypes.cast(x, ctypes.c_void_p) for x in arguments))
 
-    def run(trips: int, threads: int, kept: object = (engine, arguments)) -> None:  # the default keeps these alive
+    def run(trips: int, threads: int, kept: object = (engine, operands, arguments)) -> None:  # alive as long as this
         count.value = trips
         launch(entry, packed, threads, 0)
 
