@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
             from tests.fuzz import specs_run as runner
         else:
             runner = functions_run
-        runner.run(record, campaign.until(seeds, chosen.minutes, record), chosen.reduce)
+        campaign.in_workers(runner, record, seeds, chosen.reduce, chosen.minutes)
         print(json.dumps(record.finish(), indent=1))
     return 1 if record.bad else 0
 

@@ -2,73 +2,101 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion.codegen import mlir, reference, triton
+from tests.fuzz import quick
 from tests.fuzz.campaign import BAD, NOTED, Record
 from tests.fuzz.check import DRAWS, Result, Tensors, Verdict, verdict
 from tests.fuzz.specs import Drawn, drawn, tensors
 
-CALLS = 24
-"""Calls of a compiled kernel, each of other lengths, layouts and values."""
-INTERPRETED = 2
-"""Calls of a kernel in Triton's interpreter, which takes a thousand times as long."""
+SHARES = {"triton": 0.01, "as for users": 0.01, "trained": 0.08, "by rows": 0.25}
+"""Of the specs: in Triton's interpreter; with the kernels that users get, where others have random targets and tiles
+(`quick`); with gradients; with the kernel that goes row by row."""
+CALLS = {"quick": 5, "as for users": 24, "triton": 2}
+"""Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter take a thousand
+times as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a spec is run: on a kernel that is made quickly, or (no plan) as for users, or by Triton's interpreter."""
+
+    emitter: str
+    trained: bool
+    plan: quick.Plan | None
+
+    @property
+    def kind(self) -> str:
+        return "triton" if self.emitter == "triton" else "quick" if self.plan else "as for users"
+
+
+def way(found: Drawn, rng: random.Random) -> Way:
+    """One at random."""
+    drawn = {name: rng.random() < share for name, share in SHARES.items()}
+    fast = not drawn["triton"] and not drawn["as for users"]
+    plan = quick.plan(found.spec, rng, by_rows=drawn["by rows"] and not drawn["trained"]) if fast else None
+    return Way(emitter="triton" if drawn["triton"] else "mlir", trained=drawn["trained"], plan=plan)
 
 
 def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
     """Check the spec of each seed."""
     for seed in seeds:
         found, rng = drawn(seed), random.Random(f"calls {seed}")
-        emitter = "triton" if rng.random() < 0.06 else "mlir"
-        trained = rng.random() < 0.12
-        results = check(found, emitter, trained, rng, seed)
+        how = way(found, rng)
+        results = check(found, how, rng, seed)
         worst = max(results, key=lambda result: SEVERITY.index(result.verdict))
         calls = sum(result.verdict is not Verdict.INVALID for result in results)
         record.count(seed, worst.verdict, calls=calls)
-        record.counts.update({f"calls of {emitter}": calls, "calls trained": calls * trained})
+        record.counts.update({f"{how.kind} specs": 1, f"{how.kind} calls": calls, "calls trained": calls * how.trained})
         if worst.verdict in NOTED:
-            about = {"emitter": emitter, "trained": trained, "spec": str(found.spec)}
+            about = {"way": str(how), "spec": str(found.spec)}
             told = {"verdict": worst.verdict.value, "share": min(worst.share, 1e300), "message": worst.message}
             record.write({"seed": seed, **told, **about})
         if worst.verdict in BAD:
-            print(f"\nspec {seed} ({emitter}, trained: {trained}): {worst.message}\n{found.spec}", flush=True)
+            print(f"\nspec {seed} ({how}): {worst.message}\n{found.spec}", flush=True)
 
 
 SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVERFLOW, Verdict.UNSTABLE, Verdict.REFERENCE,
             Verdict.POISONED, Verdict.OVER, Verdict.WRONG, Verdict.FAILED]  # fmt: skip
 
 
-def kernels(found: Drawn, emitter: str, trained: bool) -> Any:
+def kernel(found: Drawn, how: Way) -> Any:
     """What runs the spec; None where the emitter has no kernel for it."""
-    if emitter == "triton":
+    if how.plan is not None:
+        return quick.kernel(found.spec, how.plan, how.trained)
+    if how.emitter == "triton":
         if triton.supports(found.spec) is not None:
             return None
-        return triton.Differentiable(found.spec) if trained else triton.compile(found.spec)
+        return triton.Differentiable(found.spec) if how.trained else triton.compile(found.spec)
     try:
-        return mlir.compile_training(found.spec) if trained else mlir.compile(found.spec)
+        return mlir.compile_training(found.spec) if how.trained else mlir.compile(found.spec)
     except ValueError:
         return None
 
 
-def check(found: Drawn, emitter: str, trained: bool, rng: random.Random, seed: int) -> list[Result]:
+def check(found: Drawn, how: Way, rng: random.Random, seed: int) -> list[Result]:
     """The results of some calls; the first that is bad ends them."""
     torch.manual_seed(seed)
-    try:
-        kernel = kernels(found, emitter, trained)
-    except Exception as problem:
-        return [Result(Verdict.FAILED, f"{type(problem).__name__}: {problem}")]
-    if kernel is None:
-        return [Result(Verdict.INVALID, "no kernel")]
-    results = []
-    for _ in range(INTERPRETED if emitter == "triton" else CALLS):
-        results.append(_call(found, kernel, trained, rng))
-        if results[-1].verdict in BAD:
-            break
-    return results
+    with quick.compiling_for(how.plan) if how.plan else contextlib.nullcontext():
+        try:
+            made = kernel(found, how)
+        except Exception as problem:
+            return [Result(Verdict.FAILED, f"{type(problem).__name__}: {problem}")]
+        if made is None:
+            return [Result(Verdict.INVALID, "no kernel")]
+        results = []
+        for _ in range(CALLS[how.kind]):
+            results.append(_call(found, made, how.trained, rng))
+            if results[-1].verdict in BAD:
+                break
+        return results
 
 
 def _call(found: Drawn, kernel: Any, trained: bool, rng: random.Random) -> Result:

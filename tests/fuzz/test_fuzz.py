@@ -1,15 +1,20 @@
 """Fuzzing in small: some seeds through the whole of it, and a failure made short."""
 
+import io
+import os
 import random
 from dataclasses import replace
 
 import pytest
 
+from tests.fuzz import quick
+from tests.fuzz.campaign import Record, in_workers
 from tests.fuzz.check import Verdict, check
 from tests.fuzz.faults import FAULTS, found_by
 from tests.fuzz.functions import program
 from tests.fuzz.reduce import reduced
 from tests.fuzz.specs import drawn
+from tests.fuzz.specs_run import CALLS, Way, way
 from tests.fuzz.specs_run import check as check_spec
 
 WRONG = """B, H, N, M, D, E = 1, 2, 6, 6, 4, 4
@@ -53,10 +58,40 @@ def test_faults_are_found_soon(name, seeds):
 
 
 def test_random_specs_run_on_cpu_kernels():
+    """One as for users; the others on kernels that are made quickly, among them such that go row by row."""
     pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
-    for seed in range(2):
-        results = check_spec(drawn(seed), "mlir", False, random.Random(seed), seed)
-        assert {result.verdict for result in results} <= {Verdict.RIGHT, Verdict.LUCK, Verdict.INVALID}
+    found, rng = drawn(0), random.Random(0)
+    ways = [Way(emitter="mlir", trained=False, plan=None)]
+    ways += [Way(emitter="mlir", trained=False, plan=quick.plan(found.spec, rng, by_rows=n > 3)) for n in range(6)]
+    for how in ways:
+        results = check_spec(found, how, rng, 0)
+        assert {result.verdict for result in results} <= {Verdict.RIGHT, Verdict.LUCK}
+        assert len(results) == CALLS[how.kind]
+
+
+def test_specs_are_tried_in_every_way():
+    kinds = {(how.kind, how.trained) for how in (way(drawn(seed), random.Random(seed)) for seed in range(500))}
+    assert kinds >= {("quick", False), ("quick", True), ("as for users", False), ("triton", False)}
+
+
+class Dying:
+    """A runner that ends its process at seed 3."""
+
+    @staticmethod
+    def run(record, seeds, seconds):
+        for seed in seeds:
+            if seed == 3:
+                os._exit(11)
+            record.count(seed, Verdict.RIGHT, pid=os.getpid())
+
+
+def test_workers_end_and_what_ends_one_is_a_failure():
+    out = io.StringIO()
+    record = Record("functions", "0:7", out)
+    in_workers(Dying, record, iter(range(7)), 0.0, None, each=2)
+    assert record.counts["run"] == 7 and record.counts["right"] == 6 and record.counts["failed"] == 1
+    assert record.last == 6 and record.bad == 1
+    assert '"seed": 3' in out.getvalue()
 
 
 def test_a_failure_is_made_short():

@@ -1,0 +1,114 @@
+"""CPU kernels that are made in a tenth of the time: of random targets and tiles, and most not optimised by LLVM.
+
+What takes the time of a kernel is LLVM, which optimises 100 to 200 KB of text. What is tried here is the text. So LLVM
+takes each instruction as it stands (`optnone`), and most kernels have fewer lanes and smaller register tiles than this
+processor, which makes them shorter; those of AVX2 and of Arm are among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from fusion.codegen import mlir
+from fusion.codegen.mlir.backward.plan import unsupported
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.mlir.work_items import Tiling
+from fusion.ir import AttentionSpec
+from fusion.machine import Machine
+from fusion.planning.choice import Choice, Tile, query_stationary
+from fusion.planning.cpu_planner import rows_choice
+
+compiling = importlib.import_module("fusion.codegen.mlir.compile")
+
+TARGETS = {
+    Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3): 1,
+    Target(lanes=8, tile_rows=4, tile_groups=3): 2,
+    Target(lanes=4, tile_rows=4, tile_groups=2): 3,
+    Target(lanes=4, tile_rows=2, tile_groups=1): 8,
+}
+"""How often each is drawn: AVX-512, AVX2, Arm, and the smallest."""
+OPTIMISED = 1 / 20
+"""Share of the kernels that LLVM optimises all the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a spec's kernel is made for. It is a planner as well: every call gets the same tile, and its keys are cut
+    into parts where the kernel goes row by row.
+
+    tiling: None for the kernel that goes row by row
+    optimised: by LLVM, as it is for users
+    """
+
+    target: Target
+    tiling: Tiling | None
+    schedule: str
+    optimised: bool
+
+    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
+        """By the sizes alone; the last is the number of keys."""
+        if self.tiling is None:
+            return rows_choice(self.schedule, self.target.lanes, sizes[-1], 1 + sum(sizes) % 3)
+        tile = Tile(rows=self.tiling.groups * self.target.lanes, keys=self.tiling.keys)
+        return Choice(schedule=self.schedule, tile=tile, keys=sizes[-1])
+
+
+def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
+    """A target and a tile at random."""
+    target = rng.choices([*TARGETS], [*TARGETS.values()])[0]
+    groups, keys = rng.choice([1, 1, 2]) * target.tile_groups, rng.choice([1, 2, 5, 12]) * target.tile_rows
+    tiling = None if by_rows else Tiling(groups=groups, together=target.tile_groups, keys=keys, planes=0)
+    optimised = rng.random() < OPTIMISED
+    return Plan(target=target, tiling=tiling, schedule=query_stationary(spec), optimised=optimised)
+
+
+def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | TrainingKernel | None:
+    """What runs the spec; None where there is no kernel for it. No cache knows of it."""
+    if mlir.supports(spec, Machine.detect()) is not None:
+        return None
+    tilings = [chosen.tiling] if chosen.tiling else tilings_for(spec, chosen.target)
+    if not trained:
+        return Kernel(spec, tilings, chosen.target, chosen)
+    return None if unsupported(spec) is not None else TrainingKernel(spec, tilings, chosen.target)
+
+
+@contextmanager
+def compiling_for(chosen: Plan) -> Iterator[None]:
+    """Within it, kernels are compiled as planned, and none is kept on disk or read from there."""
+    engine = compiling._engine if chosen.optimised else _engine
+    with mock.patch.multiple(compiling, _engine=engine, _object_name=lambda source: None):
+        yield
+
+
+@functools.cache
+def _context() -> Any:
+    from torch_mlir import ir
+
+    return ir.Context()
+
+
+def _engine(source: str) -> Any:
+    from torch_mlir import ir
+    from torch_mlir.execution_engine import ExecutionEngine
+    from torch_mlir.passmanager import PassManager
+
+    with _context():
+        module = ir.Module.parse(source)
+        as_it_stands = ir.ArrayAttr.get([ir.StringAttr.get(name) for name in ("noinline", "optnone")])
+        for operation in module.body:
+            if operation.operation.name == "func.func":
+                operation.attributes["llvm.passthrough"] = as_it_stands
+        passes = PassManager.parse(compiling.PIPELINE)
+        passes.enable_verifier(False)
+        passes.run(module.operation)
+        return ExecutionEngine(module, opt_level=0, shared_libs=[compiling.openmp_library()])
