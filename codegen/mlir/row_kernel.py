@@ -31,7 +31,6 @@ from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.ir.expr import SCORE, I, J, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.numbers import LOG2E
 from fusion.planning.cpu_rows import MOST_ROWS
 
 
@@ -329,9 +328,9 @@ class _RowKernel(KernelFunction):
     def _factor(self, m: Value, m_new: Value) -> Value:
         """What sums in units of the maximum m are multiplied by when it becomes m_new."""
         b = self.b
-        factor = self.context.math.exp2(b.mul(b.sub(m, m_new), self.programs.scale * LOG2E))
         same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
-        return b.select(same, 1.0, factor, "factor")  # before the first live key there is nothing to scale
+        # Before the first live key there is nothing to scale.
+        return b.select(same, 1.0, self.exponent.change(m, m_new), "factor")
 
     def _weigh_values(self, values: RowReader, low: Value, high: Value) -> None:
         """span_output = weights x V over keys [low, high), a few vectors of columns at a time, in registers."""

@@ -111,6 +111,12 @@ class Exponent:
         rest = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.fma(m, c, shift))
         return self.context.math.exp2(rest, 5)
 
+    def change(self, m: Value, m_new: Value) -> Value:
+        """What weights for the maximum m are multiplied by to be those for m_new: m * c was rounded otherwise. NaN
+        where both are infinite."""
+        b = self.b
+        return self.context.math.exp2(b.sub(self.coefficients(m_new)[1], self.coefficients(m)[1], "down"), 5)
+
 
 class GroupSoftmax:
     """Writes the passes, as loops over rows or row by row."""
@@ -190,8 +196,7 @@ class GroupSoftmax:
         with b.when(any_far):
             new = self.largest(highest, old)
             b.store(new, group.maximum)
-            factor = self.context.math.exp2(b.mul(b.sub(old, new), self.scale * LOG2E), 5)
-            factor = b.select(b.compare("oeq", old, float("-inf")), 0.0, factor, "factor")
+            factor = b.select(b.compare("oeq", old, float("-inf")), 0.0, self.exponent.change(old, new), "factor")
             with b.loop(0, group.rows, hint="e") as e:
                 cell = self._row(group.output, e)
                 b.store(b.mul(b.load(cell, self.vector, "o"), factor), cell)

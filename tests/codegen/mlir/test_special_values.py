@@ -59,6 +59,21 @@ def test_the_maximum_moves_up_late() -> None:
     assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
+@pytest.mark.parametrize("target", ["best", "avx2"])
+@pytest.mark.parametrize("queries", [4, 40])
+def test_a_maximum_far_from_zero_moves_up_by_little(queries: int, target: str) -> None:
+    """m * log2(e) is rounded for each maximum otherwise, by 2**-11 at 10000; every second row has another's jump beside
+    it. Fewer than eight queries go row by row."""
+    c = case("bias")
+    run = Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": queries, "Nk": 1000})
+    operands[0].zero_()
+    keys = torch.arange(1000)
+    operands[3][:, ::2] = torch.where(keys < 500, -10001.0, -10000.0)
+    operands[3][:, 1::2] = torch.where(keys < 500, 0.0, 100.0)
+    assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
 def test_the_floating_point_mode_is_the_callers_again() -> None:
     """Kernels may flush denormal results while they run; torch must not notice."""
     c = case("plain", "bfloat16", 64)
