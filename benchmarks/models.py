@@ -38,6 +38,55 @@ class LastState(nn.Module):
         return self.model(**{self.argument: x}, **self.options).last_hidden_state
 
 
+class Transcriber(nn.Module):
+    """A Whisper-like model on the spectrum of a sound `[1, 80, 2 N]`, of which 32 tokens are known."""
+
+    def __init__(self, attention: str, N: int = 256) -> None:
+        from transformers import WhisperConfig, WhisperModel
+
+        super().__init__()
+        sizes = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024,
+                 "decoder_ffn_dim": 1024, "encoder_attention_heads": 4, "decoder_attention_heads": 4}  # fmt: skip
+        config = WhisperConfig(
+            vocab_size=VOCABULARY, max_source_positions=N, max_target_positions=64, num_mel_bins=80, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, attn_implementation=attention, **sizes,
+        )  # fmt: skip
+        self.model = WhisperModel(config)
+        self.register_buffer("known", _tokens(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_features=x, decoder_input_ids=self.known, use_cache=False).last_hidden_state
+
+
+class Denoiser(nn.Module):
+    """A U-Net of diffusers on an image of latents `[1, 4, side, side]`, with a text of 77 tokens."""
+
+    def __init__(self, attention: str) -> None:
+        from diffusers import UNet2DConditionModel
+        from diffusers.models.attention_processor import AttnProcessor
+
+        super().__init__()
+        self.model = UNet2DConditionModel(
+            sample_size=16, block_out_channels=(64, 128, 128), cross_attention_dim=128, attention_head_dim=8,
+            norm_num_groups=16, down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        )  # fmt: skip
+        if attention == "eager":
+            self.model.set_attn_processor(AttnProcessor())
+        self.register_buffer("text", torch.randn(1, 77, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, 500, self.text).sample
+
+
+def _seeded(kind: Callable[[str], nn.Module]) -> Callable[..., nn.Module]:
+    def make(attention: str) -> nn.Module:
+        torch.manual_seed(0)
+        return kind(attention).eval()
+
+    return make
+
+
 VOCABULARY = 1000
 
 
@@ -157,6 +206,18 @@ SMALL: dict[str, Model] = {
         ),
         inputs=_tokens,
         lengths=(64, 16, 256),
+    ),
+    "whisper": Model(
+        title="Whisper (256 wide, 4 heads, 4 + 4 layers, 32 tokens)",
+        make=_seeded(Transcriber),
+        inputs=lambda N: torch.randn(1, 80, 2 * N, generator=torch.Generator().manual_seed(0)),
+        lengths=(256,),
+    ),
+    "unet": Model(
+        title="U-Net (64 to 128 channels, 8 heads, text of 77)",
+        make=_seeded(Denoiser),
+        inputs=lambda N: torch.randn(1, 4, *[round(N**0.5)] * 2, generator=torch.Generator().manual_seed(0)),
+        lengths=(256, 64),
     ),
 }  # fmt: skip
 """Models whose attentions are short."""

@@ -1,0 +1,32 @@
+"""examples/generate.py: tokens of a decoder with caches that grow and that are static are eager's."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from torch._dynamo.utils import counters
+
+from fusion.backend import fusion
+
+pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_tokens_are_those_of_eager(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import generate
+
+    small = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    monkeypatch.setattr(generate, "CONFIG", generate.CONFIG | small)
+    compiler = functools.partial(fusion, options={"inner": "eager", "strict": True})
+    monkeypatch.setattr(generate, "BACKENDS", {"eager": None, "fusion": compiler})
+    before = counters["fusion"]["fused"]
+    arguments = Namespace(dtype="float32", tokens=6, rounds=1)
+    table, same = generate.measure(cache, 20, arguments)
+    assert same and table.row_count == 2
+    assert counters["fusion"]["fused"] - before >= 4, "two layers: those that fill the cache, and those that decode"
