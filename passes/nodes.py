@@ -211,4 +211,4 @@ def size_hints(graph: Graph) -> dict[str, int]:
 
 def evaluate_size(expr: Expr, hints: Mapping[str, int]) -> int:
     """The example value of a size expression."""
-    return int(evaluate(expr, lambda leaf: torch.tensor(hints[leaf.name])))
+    return expr.integer if expr.is_const else int(evaluate(expr, lambda leaf: torch.tensor(hints[leaf.name])))

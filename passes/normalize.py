@@ -22,6 +22,7 @@ from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
 from fusion.passes.outline import is_outlined, outline, record
+from fusion.passes.repeats import Later, Repeats
 from fusion.passes.vmap import VmapAsBroadcast
 from fusion.refusals import Ground
 
@@ -76,8 +77,11 @@ class _Retrace(torch.fx.Interpreter):
         super().__init__(module)
         self.vmap = VmapAsBroadcast(module)
         self.checkpoints = Checkpoints(module, bodies)
+        self.repeats = Repeats()
 
     def run_node(self, n: Node) -> Any:
+        if (again := self.repeats.again(n, self.env)) is not None:
+            return again
         held = nodes.value(n)
         if n.target == "item" and isinstance(held, (torch.SymFloat, torch.SymInt)):
             (tensor,), _ = self.fetch_args_kwargs_from_env(n)
@@ -101,11 +105,11 @@ class _Retrace(torch.fx.Interpreter):
         if target is autocast.leave:
             return args[0].__exit__(None, None, None)
         decomposition = _DECOMPOSITIONS.get(target)
-        if decomposition is not None:
-            result = decomposition(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return super().call_function(target, args, kwargs)
+        result = NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+        if result is NotImplemented:
+            result = super().call_function(target, args, kwargs)
+        self.repeats.note(result)
+        return result
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_outlined(target):
@@ -115,7 +119,15 @@ class _Retrace(torch.fx.Interpreter):
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (converted := dtensor.conversion(target, args)) is not None:
             return dtensor.convert(converted, args, kwargs)
-        return super().call_method(target, args, kwargs)
+        result = super().call_method(target, args, kwargs)
+        self.repeats.note(result)
+        return result
+
+    def map_nodes_to_values(self, args: Any, n: Node) -> Any:
+        for node in n.all_input_nodes:
+            if isinstance(held := self.env.get(node), Later):
+                self.env[node] = held.made()
+        return super().map_nodes_to_values(args, n)
 
 
 def _fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:

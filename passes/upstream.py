@@ -67,7 +67,8 @@ class Upstream:
         if is_contraction(node) or is_distance(node):
             return Met.PRODUCT
         if kind in LINEAR:
-            return self.inputs(node) | Met.MIXED_HEADS if mixes_heads(node) else _NOTHING
+            met = self.inputs(node)
+            return met | Met.MIXED_HEADS if Met.PRODUCT in met and mixes_heads(node) else _NOTHING
         if is_sdpa(node) or kind is aten.layer_norm:
             return _NOTHING
         met = self.inputs(node)

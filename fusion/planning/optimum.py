@@ -20,11 +20,12 @@ import sympy
 
 from fusion.errors import NoFittingTileError, UnknownScheduleError
 from fusion.planning.compiled import io_variables, phase_counts
+from fusion.planning.least_io import groups, least_of
 from fusion.planning.problem import Problem
 from fusion.planning.schedule import Phase, Schedule
 from fusion.planning.schedules import schedule
 from fusion.planning.symbols import CUTS, SIZES, TILES, M, N, N_k, N_q, d, d_v, smooth
-from fusion.planning.tiles import Tile, groups, least_of, sizes_of
+from fusion.planning.tiles import Tile, sizes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ import numpy as np
 from fusion.errors import MissingPackageError, NoFittingTileError
 from fusion.planning import bounds
 from fusion.planning.compiled import counts
+from fusion.planning.least_io import least_io
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import SCHEDULES, schedule
-from fusion.planning.tiles import least_io, sizes_of
+from fusion.planning.tiles import sizes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Legal tiles: which tile sizes a target admits for a schedule, and whether they fit where the tile must live."""
+"""Legal tiles: which tile sizes a target admits, and whether they fit where the tile must live."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import numpy as np
 
 from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
-from fusion.planning.compiled import io_variables, phase_counts
 from fusion.planning.problem import Problem
-from fusion.planning.schedule import Phase, Schedule
-from fusion.planning.symbols import CUTS
 
 Tile = dict[str, int]
 Tiles = dict[str, np.ndarray]
@@ -63,79 +60,8 @@ def sizes_of(problem: Problem, capacity: float, share: float = 1.0, features: in
     return {name: max(1, value) for name, value in values.items()} | {"M": capacity, "s": share}
 
 
-def groups(schedule: Schedule) -> list[tuple[Phase, ...]]:
-    """Phases that share no tile variable can be tiled independently of each other."""
-    remaining, result = list(schedule.phases), []
-    while remaining:
-        group, names = [remaining.pop(0)], set()
-        names.update(group[0].tile)
-        for phase in list(remaining):
-            if names & set(phase.tile):
-                remaining.remove(phase)
-                group.append(phase)
-                names.update(phase.tile)
-        result.append(tuple(group))
-    return result
-
-
-def least_io(
-    schedule: Schedule,
-    problem: Problem,
-    capacity: int,
-    share: float = 1.0,
-    features: int = 1,
-    granularity: Mapping[str, int] | None = None,
-) -> Tile:
-    """The tile of least I/O whose footprint is at most `capacity` elements: the two-level model's optimum.
-
-    Exhaustive up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at their
-    minimum. granularity: sizes are multiples of it, by variable (default 1).
-    Raises NoFittingTileError where the smallest tile does not fit.
-    """
-    sizes = sizes_of(problem, capacity, share, features)
-    steps = granularity or {}
-    used = frozenset().union(*(io_variables(phase) for phase in schedule.phases))
-    choices = {
-        name: _choices(name, sizes, steps.get(name, 1)) if name in used else [steps.get(name, 1)]
-        for name in schedule.tile
-    }
-    return least_of(schedule, problem, capacity, choices, share, features)
-
-
-def least_of(
-    schedule: Schedule,
-    problem: Problem,
-    capacity: int,
-    choices: Mapping[str, Iterable[int]],
-    share: float = 1.0,
-    features: int = 1,
-) -> Tile:
-    """The combination of least I/O among `choices` that fits `capacity`. Raises NoFittingTileError where none does."""
-    sizes = sizes_of(problem, capacity, share, features)
-    tile: Tile = {}
-    for group in groups(schedule):
-        names = sorted({name for phase in group for name in phase.tile})
-        if not names:
-            continue
-        tiles = grid({name: choices[name] for name in names})
-        parts = [phase_counts(phase, sizes, tiles) for phase in group]
-        footprint = np.maximum.reduce([np.broadcast_to(part.footprint, tiles[names[0]].shape) for part in parts])
-        if footprint.min() > capacity:
-            raise NoFittingTileError(
-                f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: its smallest tile needs "
-                f"{footprint.min():.0f}; give a larger M, or take small_cache, which tiles the head dimension too",
-                needed=float(footprint.min()),
-            )
-        io = sum(part.io for part in parts)
-        tile |= pick(tiles, int(np.argmin(np.where(footprint <= capacity, io + footprint * 1e-9, np.inf))))
-    return tile
-
-
-def _choices(name: str, sizes: Mapping[str, float], step: int) -> list[int]:
-    return sorted({_up(block, step) for cut in CUTS[name] for block in balanced(int(sizes[cut]), MOST_BLOCKS)})
-
-
-def _up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not smaller, and not 0."""
     return -(-max(1, size) // multiple) * multiple
 
 
@@ -152,8 +78,10 @@ def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multipl
     K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches
     spill, they do not refuse.
     """
-    rows = sorted({min(_up(problem.n_q, row_multiple), row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
-    cols = sorted({min(_up(problem.n_k, col_multiple), _up(count, col_multiple)) for count in (64, 128, 256, 512)})
+    rows = sorted({min(round_up(problem.n_q, row_multiple), row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
+    cols = sorted(
+        {min(round_up(problem.n_k, col_multiple), round_up(count, col_multiple)) for count in (64, 128, 256, 512)}
+    )
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
     near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)
     keep = (near <= machine.level(machine.fast).capacity * 0.75) | (

@@ -8,13 +8,16 @@ last round counts whole. Each memory level is a resource of its own. All figures
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fusion.machine import Machine
-from fusion.planning.compiled import Counts
 from fusion.planning.problem import Problem
 from fusion.planning.tiles import Tiles
+
+if TYPE_CHECKING:
+    from fusion.planning.compiled import Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

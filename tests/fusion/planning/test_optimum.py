@@ -8,11 +8,12 @@ import sympy
 
 from fusion.errors import NoFittingTileError, UnknownScheduleError
 from fusion.planning.compiled import counts
+from fusion.planning.least_io import least_io
 from fusion.planning.optimum import optimum, snapped_tile
 from fusion.planning.plan import Problem
 from fusion.planning.schedules import SCHEDULES, schedule
 from fusion.planning.symbols import TILES, M, N, N_k, N_q, d, d_v
-from fusion.planning.tiles import least_io, sizes_of
+from fusion.planning.tiles import sizes_of
 from tests.numerics import assert_same_in_float64
 
 DERIVED = [name for name, item in SCHEDULES.items() if item.closed_form]

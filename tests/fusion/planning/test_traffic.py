@@ -8,9 +8,10 @@ import pytest
 
 from fusion.machine import MIB, machine
 from fusion.planning.compiled import counts
+from fusion.planning.least_io import least_io
 from fusion.planning.plan import Problem
 from fusion.planning.schedules import schedule
-from fusion.planning.tiles import least_io, sizes_of
+from fusion.planning.tiles import sizes_of
 
 GPT2 = Problem(n_q=1024, n_k=1024, d=64, d_v=64, batch=64, heads=16, heads_kv=16, dtype="float16")
 BYTES = GPT2.problems * GPT2.element_bytes
