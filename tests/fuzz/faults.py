@@ -1,4 +1,5 @@
-"""Faults put into the compiler on purpose, and how many random functions it takes until each is found.
+"""Faults put into the compiler on purpose, and how many random functions (for those of `kernel_faults`: specs) it takes
+until each is found.
 
 A fault is a context manager that patches one function of a pass, or one field of every spec that passes make. `measure`
 writes the first seed that finds each.
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +21,7 @@ from fusion.ir import AttentionSpec, Expr, Normalizer, integers
 from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
 from fusion.passes import assembling, casts, inplace, marks, pointwise, pullback, recognize, rewrite, views
+from tests.fuzz import kernel_faults
 from tests.fuzz.campaign import BAD, Record
 from tests.fuzz.check import check
 from tests.fuzz.functions import program
@@ -245,12 +246,14 @@ def found_by(fault: Fault, seeds: Iterable[int], emitter: str | None = "referenc
 def measure(record: Record, seeds: Iterable[int], minutes: float | None, name: str = "") -> int:
     """Looks for every fault with this in its name, until the time is over; 1 where one is not found by all seeds."""
     missed = 0
-    for fault in (fault for fault in FAULTS if name in fault):
-        if minutes is not None and time.monotonic() - record.started > 60 * minutes:
+    for fault in (fault for fault in FAULTS | kernel_faults.FAULTS if name in fault):
+        if record.is_over(minutes):
             break
-        seed, ran = found_by(FAULTS[fault], seeds)
+        in_kernels = fault in kernel_faults.FAULTS
+        find = kernel_faults.found_by if in_kernels else found_by
+        seed, ran = find((FAULTS | kernel_faults.FAULTS)[fault], seeds)
         missed += seed is None
-        line = {"fault": fault, "seed": seed, "functions": ran}
+        line = {"fault": fault, "seed": seed, "specs" if in_kernels else "functions": ran}
         record.write(line)
         print(json.dumps(line), flush=True)
     return 1 if missed else 0

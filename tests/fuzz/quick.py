@@ -7,16 +7,18 @@ processor, which makes them shorter; those of AVX2 and of Arm are among them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from fusion.codegen import mlir
+from fusion.codegen.mlir import row_kernel, tile
+from fusion.codegen.mlir.backward import kernel as backward_kernel
 from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
@@ -47,12 +49,14 @@ class Plan:
     into parts where the kernel goes row by row.
 
     tiling: None for the kernel that goes row by row
+    span: after how many keys sums begin anew (`KEY_SPAN`)
     optimised: by LLVM, as it is for users
     """
 
     target: Target
     tiling: Tiling | None
     schedule: str
+    span: int
     optimised: bool
 
     def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
@@ -68,8 +72,8 @@ def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
     target = rng.choices([*TARGETS], [*TARGETS.values()])[0]
     groups, keys = rng.choice([1, 1, 2]) * target.tile_groups, rng.choice([1, 2, 5, 12]) * target.tile_rows
     tiling = None if by_rows else Tiling(groups=groups, together=target.tile_groups, keys=keys, planes=0)
-    optimised = rng.random() < OPTIMISED
-    return Plan(target=target, tiling=tiling, schedule=query_stationary(spec), optimised=optimised)
+    span, optimised = rng.choice([48, 96, 512]), rng.random() < OPTIMISED
+    return Plan(target=target, tiling=tiling, schedule=query_stationary(spec), span=span, optimised=optimised)
 
 
 def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | TrainingKernel | None:
@@ -82,11 +86,14 @@ def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | Trainin
     return None if unsupported(spec) is not None else TrainingKernel(spec, tilings, chosen.target)
 
 
-@contextmanager
+@contextlib.contextmanager
 def compiling_for(chosen: Plan) -> Iterator[None]:
-    """Within it, kernels are compiled as planned, and none is kept on disk or read from there."""
+    """Within it, kernels are written and compiled as planned, and none is kept on disk or read from there."""
     engine = compiling._engine if chosen.optimised else _engine
-    with mock.patch.multiple(compiling, _engine=engine, _object_name=lambda source: None):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(compiling, _engine=engine, _object_name=lambda source: None))
+        for module in (tile, row_kernel, backward_kernel):
+            stack.enter_context(mock.patch.object(module, "KEY_SPAN", chosen.span))
         yield
 
 

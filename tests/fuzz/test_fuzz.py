@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz import quick
+from tests.fuzz import kernel_faults, quick
 from tests.fuzz.campaign import Record, in_workers
 from tests.fuzz.check import Verdict, check
 from tests.fuzz.faults import FAULTS, found_by
@@ -55,6 +55,13 @@ def test_a_program_is_the_same_wherever_it_is_drawn():
 def test_faults_are_found_soon(name, seeds):
     seed, _ = found_by(FAULTS[name], range(seeds))
     assert seed is not None, f"{name}: right by {seeds} functions"
+
+
+@pytest.mark.parametrize("name", kernel_faults.FAULTS)
+def test_faults_of_kernels_are_found_soon(name):
+    pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+    seed, _ = kernel_faults.found_by(kernel_faults.FAULTS[name], range(16))
+    assert seed is not None, f"{name}: right by 16 specs"
 
 
 def test_random_specs_run_on_cpu_kernels():
