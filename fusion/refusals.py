@@ -63,7 +63,7 @@ class Ground(enum.Enum):
     RUN_TIME_SCALAR = (
         "Make it a Python number, or a tensor: `x * tensor` can be read by the kernel, `x * tensor.item()` cannot."
     )
-    DETACHED_MAXIMUM = "Subtract the maximum without detaching it; softmax's gradient does not depend on it."
+    DETACHED_MAXIMUM = "Detach all of what the maximum is taken of, or nothing: a part of it is not seen through."
     DTYPE = "Convert to float32, bfloat16 or float16 before the attention."
     TWO_ELEMENTS = "Compute the product once per element that enters the score."
     SIZE = "Compile with dynamic=False, or mark the dimension static (torch._dynamo.mark_static)."

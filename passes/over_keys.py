@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, J, Kind, coordinates, node, rebuild
+from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild
 from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.nodes import arguments, packet, shape
@@ -84,17 +84,34 @@ def reduction(
     for offset in sorted({0, further.integer}):
         columns = _columns(pullback, origin, inner, dim, offset)
         if columns is not None and depends_on_product(columns[0]):
-            if name == "max":
-                columns = tuple(_attached(pullback, column) for column in columns)
-            return node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
+            found = node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
+            return _attached(pullback, found) if name == "max" else found
     return None
 
 
-def _attached(pullback: PullBack, column: Expr) -> Expr:
-    """A score of which the largest is taken, as if nothing in it were detached: a softmax ignores its shift."""
-    bare = rebuild(column, lambda part: _attached(pullback, part.args[0]) if part.op == "detach" else None)
-    pullback.detached_maximum |= bare is not column
-    return bare
+def detached(maximum: Expr) -> Expr | None:
+    """A maximum over the keys through which no gradient flows; None for another reduction."""
+    if "max" not in str(maximum.attr):
+        return None
+    return node("reduce", maximum.args, Kind.FLOAT, "detached max")
+
+
+def _attached(pullback: PullBack, maximum: Expr) -> Expr:
+    """The maximum of scores as if nothing in them were detached, which a softmax that it shifts does not notice; where
+    all of them are, that of what is behind is detached instead."""
+    bare = tuple(rebuild(column, _behind) for column in maximum.args)
+    if bare == maximum.args:
+        return maximum
+    alone = (rebuild(column, lambda part: ZERO if part.op == "detach" else None) for column in maximum.args)
+    found = node("reduce", bare, Kind.FLOAT, "max")
+    if not any(map(depends_on_product, alone)):
+        return node("reduce", bare, Kind.FLOAT, "detached max")
+    pullback.partly_detached = True
+    return found
+
+
+def _behind(part: Expr) -> Expr | None:
+    return rebuild(part.args[0], _behind) if part.op == "detach" else None
 
 
 def _norm(pullback: PullBack, here: Node, index: Index) -> Expr | None:

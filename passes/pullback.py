@@ -10,7 +10,7 @@ Besides the operations of `fusion.ir.ops` such expressions contain, until `fusio
 
     dot          attr: number in `PullBack.products`
     softmax      attr: "softmax" or "safe_softmax"; args: the score at key J, then further columns (sinks)
-    reduce       attr: "sum", "max" or "logsumexp"; args likewise; binds the coordinate J
+    reduce       attr: "sum", "max", "detached max" or "logsumexp"; args likewise; binds the coordinate J
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PullBack:
         self.products: list[Product] = []
         self.loaded: list[Node] = []
         self.interior: dict[Node, None] = {}
-        self.detached_maximum = False
+        self.partly_detached = False
         self.limit: str | None = None
         self._memo: dict[tuple[Node, Index], Expr] = {}
         self._narrow = {dtype: Narrow(dtype, self._limits, lambda part: self.loaded[part.operand]) for dtype in ROUNDED}
@@ -222,15 +222,13 @@ class PullBack:
         return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)
 
     def _without_gradient(self, here: Node, index: Index) -> Expr | None:
-        """The value of a node through which no gradient flows, where it is made from a product. Of a maximum over the
-        keys that is the maximum: a softmax ignores its shift, and so does its gradient."""
+        """The value of a node through which no gradient flows, where it is made from a product."""
         copies = packet(here) in (aten.detach, aten.alias) and nodes.is_tensor(here.all_input_nodes[0])
         result = self.value(here.all_input_nodes[0], index) if copies else self._computed(here, index)
         if result is None or not depends_on_product(result):
             return None
-        self.detached_maximum |= any(part.op == "reduce" for part in walk(result))
         if result.op == "reduce":
-            return result if result.attr == "max" else None
+            return over_keys.detached(result)
         return apply("detach", result)
 
     def _cast(self, here: Node, index: Index) -> Expr | None:

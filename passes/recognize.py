@@ -17,6 +17,8 @@ from fusion.passes.dead_rows import as_exponents, may_be_far, may_be_infinite, m
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
+_DETACHED = apply("detach", ROW_MAX)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
@@ -125,19 +127,50 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     if len({shift for shift in shifts if shift is not None}) > 1:
         return None
     shift = next((shift for shift in shifts if shift is not None), ZERO)
-    maximum = {part: ROW_MAX for part in walk(shift, denominator) if _is_maximum(part, columns)}
+    maximum = {part: own for part in walk(shift, denominator) if (own := _own_maximum(part, columns)) is not None}
     shift = _replace(shift, maximum)
+    attached = {_DETACHED: ROW_MAX}
     if not (shift.is_const and _strip_shift(columns) is not None):  # exp(x - max of x - 1)
-        columns = as_exponents(columns, shift)
+        columns = as_exponents(columns, _replace(shift, attached))
     if denominator is total:
         return node("softmax", columns, Kind.FLOAT, "softmax")
-    # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r).
-    rescale = ONE if shift is ROW_MAX else apply("exp", apply("fsub", ROW_MAX, shift))
-    scale = apply("div", rescale, _replace(denominator, maximum | {total: apply("fmul", ROW_SUM, rescale)}))
+    # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r), and the quotient is exp(x - m) / u.
+    further = ZERO if shift is ROW_MAX else apply("fsub", ROW_MAX, shift)
+    scale = apply("div", ONE, _less(_replace(denominator, maximum | {total: ROW_SUM}), further))
     if _has(scale, "reduce", "dot"):
         return None
-    kind = quotient_kind(shift, _replace(denominator, maximum | {total: ROW_SUM}))
+    kind = quotient_kind(*(_replace(e, maximum | attached | {total: ROW_SUM}) for e in (shift, denominator)))
     return node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
+
+
+def _less(value: Expr, further: Expr) -> Expr:
+    """value / exp(further), where value has ROW_SUM in the place of ROW_SUM * exp(further); without that exponential
+    where it can be done: it overflows together with eager's, and the quotient need not."""
+    if value is ROW_SUM or further is ZERO or is_number(value, 0.0):
+        return value
+    whole = {ROW_SUM: apply("fmul", ROW_SUM, apply("exp", further))}
+    depends = [ROW_SUM in walk(arg) for arg in value.args]
+    if value.op in ("fadd", "fsub", "neg", "maximum", "minimum"):
+        return remake(value, tuple(_less(arg, further) for arg in value.args))
+    if value.op in ("fmul", "div") and sum(depends) == 1 and (depends[0] or value.op == "fmul"):
+        return remake(
+            value, tuple(_less(arg, further) if d else arg for arg, d in zip(value.args, depends, strict=True))
+        )
+    if value.op == "where":
+        arms = (_less(arg, further) for arg in value.args[1:])
+        return where(_replace(value.args[0], whole), *arms)
+    if value.op == "exp" and not any(depends):
+        return apply("exp", apply("fsub", value.args[0], further))
+    # In two steps: the exponential may be beyond float32 where its product with a small number is not.
+    half = apply("exp", apply("fmul", further, const(-0.5)))
+    return apply("fmul", apply("fmul", _replace(value, whole), half), half)
+
+
+def _own_maximum(value: Expr, columns: tuple[Expr, ...]) -> Expr | None:
+    """ROW_MAX, or that detached, where a value is the maximum of just these columns."""
+    if _is_maximum(value, columns):
+        return ROW_MAX
+    return _DETACHED if _is_maximum(value, columns, "detached max") else None
 
 
 def _is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:
@@ -203,9 +236,9 @@ def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
     x, shift = found
     if factor.value > 1 and may_be_far(x):
         return None
-    if shift.op == "reduce" and shift.attr == "max":  # rounding is monotone: the largest stays the largest
+    if shift.op == "reduce" and shift.attr in ("max", "detached max"):  # rounding is monotone: the largest stays it
         columns = tuple(apply("fmul", column, factor) for column in shift.args)
-        return apply("fmul", x, factor), node("reduce", columns, Kind.FLOAT, "max")
+        return apply("fmul", x, factor), node("reduce", columns, Kind.FLOAT, shift.attr)
     return apply("fmul", x, factor), apply("fmul", shift, factor)
 
 
@@ -280,8 +313,8 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     )
     own: dict[Expr, Expr] = {}
     for part in walk(factor):
-        if _is_maximum(part, columns):
-            own[part] = ROW_MAX
+        if (maximum := _own_maximum(part, columns)) is not None:
+            own[part] = maximum
         elif _is_maximum(part, columns, "logsumexp"):
             own[part] = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
     factor = _replace(factor, own)
@@ -362,7 +395,7 @@ def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:
 def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
     """Whether softmax(x - shift) is that of x in every row, those of -inf or finfo.min included: the shift is the
     largest or the log-sum of x, is clamped to a constant instead, or is ordinary."""
-    if any(_is_maximum(shift, columns, name) for name in ("max", "logsumexp")):
+    if any(_is_maximum(shift, columns, name) for name in ("max", "detached max", "logsumexp")):
         return True
     if shift.op in ("where", "maximum", "minimum"):
         return all(_is_ignored(arg, columns) for arg in shift.args if arg.kind is Kind.FLOAT)

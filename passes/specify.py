@@ -48,8 +48,8 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
     cannot be stated."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
-    if core.row_scale is not None and attention.pullback.detached_maximum:
-        message = "a normaliser that depends on the row's maximum, through which no gradient is to flow"
+    if core.row_scale is not None and attention.pullback.partly_detached:
+        message = "a normaliser that depends on the row's maximum, through which a part of its gradient is to flow"
         raise Unsupported(Ground.DETACHED_MAXIMUM, message)
     main = products[_main_product(core.score, products)]
     accesses = (main.query, main.key, attention.value)

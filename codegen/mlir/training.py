@@ -13,13 +13,14 @@ from torch import Tensor
 from fusion.codegen import reference
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.plan import backward_plan, normalized
+from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.calling import CompiledKernel, check_sizes, extents_function, operand_slots
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
+from fusion.ir.results import output_extents, statistics_shape
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Tile, query_stationary
 
@@ -54,9 +55,9 @@ class TrainingKernel:
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The output, and what the backward needs of each row: [3, b.., i], see `backward.plan.STATISTICS`."""
+        """The output, and what the backward needs of each row, see `training_statistics`."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
-        statistics = torch.empty(3, *batch, n_q) if normalized(self.spec) else torch.empty(0)
+        statistics = torch.empty(statistics_shape(self.spec, output_extents(self.spec, sizes)))
         if 0 in (*batch, n_q, n_k, d, d_v):
             return reference.run(self.spec, operands, sizes), statistics
         check_sizes(n_q, n_k, *sizes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
-from fusion.ir.expr import coord
+from fusion.ir.expr import ROW_MAX, ROW_SUM, coord
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.skeleton import KernelFunction
@@ -18,8 +18,9 @@ CONCENTRATED = 1 / 8
 
 
 class TrainingStatistics:
-    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`). A factor is written negative where a
-    weight of the row is above CONCENTRATED. groups: groups of lanes in a work item."""
+    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`), and its maximum and sum where it is
+    scaled by something else than one over the sum. A unit is written negative where a weight of the row is above
+    CONCENTRATED. groups: groups of lanes in a work item."""
 
     def __init__(self, kernel: KernelFunction, groups: int):
         self.kernel, self.b = kernel, kernel.b
@@ -40,8 +41,8 @@ class TrainingStatistics:
         self.b.store(softmax.largest(highest, self.b.load(at, self.kernel.vector, "peak")), at)
 
     def write(self, rows: Scope, g: Value, raw: Value, factor: Value) -> None:
-        """After the last key: of a group whose lanes `rows` knows, with the running maximum, and the factor of its
-        output."""
+        """After the last key: of a group whose lanes and end (`lowering.rows`) `rows` knows, with the running maximum,
+        and the factor of its output."""
         b, kernel = self.b, self.kernel
         unit, shift = kernel.exponent.coefficients(raw)
         flat: Value | int = 0
@@ -51,8 +52,9 @@ class TrainingStatistics:
         at = b.add(b.mul(flat, kernel.n_q), rows.lanes.first, "row")
         highest = b.load(self._peak_of(g), kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
-        marked = b.select(b.compare("ogt", largest, CONCENTRATED), b.unary("arith.negf", factor), factor, "marked")
-        for plane, value in enumerate((unit, shift, marked)):
+        marked = b.select(b.compare("ogt", largest, CONCENTRATED), b.unary("arith.negf", unit), unit, "marked")
+        ends = () if kernel.spec.row_scale is None else (rows.known[ROW_MAX], rows.known[ROW_SUM])
+        for plane, value in enumerate((marked, shift, factor, *ends)):
             start = b.add(at, b.mul(kernel.params[("statistics_rows",)], plane))
             place = b.at(kernel.params[("ptr", "statistics")], start, "f32")
             b.masked_store(b.as_value(value, kernel.vector), place, rows.lanes.valid)

@@ -9,6 +9,7 @@ import torch
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, Expr, I, J, coord
 from fusion.ir.ops import evaluate
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 
 
 def run(
@@ -157,10 +158,13 @@ class Execution:
             p = torch.ops.aten._safe_softmax(columns, -1) if safe else torch.softmax(columns, -1)
             return (torch.where(p.isnan(), 0.0, p) if zero else p)[..., : self.n_k] * weight
         row_max = columns.amax(-1, keepdim=True)
+        if not depends_on_maximum(self.spec):  # what flows through it cancels, but for rounding
+            row_max = row_max.detach()
         dead = row_max == -torch.inf
         p = torch.exp(columns - (torch.where(dead, 0.0, row_max) if safe else row_max))
         row_sum = p.sum(-1, keepdim=True)
-        scale = self.value(self.spec.row_scale, positions | {ROW_MAX: row_max, ROW_SUM: row_sum})
+        rows = {ROW_MAX: row_max, ROW_SUM: row_sum, LOG_SUM: columns.logsumexp(-1, keepdim=True)}
+        scale = self.value(row_scale(self.spec), positions | rows)
         p = p[..., : self.n_k] * scale
         return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
 

@@ -6,17 +6,18 @@ the gradient of the tensor. Indices are evaluated and pulled back by torch itsel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fusion.codegen.reference.backward import backward, recording
 from fusion.codegen.reference.forward import Execution
-from fusion.ir.expr import Expr, I, J
+from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, I, J
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.row_gradients import in_sums, row_scale, slope
 
-__all__ = ["backward", "of_access", "of_expression", "value"]
+__all__ = ["backward", "of_access", "of_expression", "of_rows", "value"]
 
 
 def of_access(
@@ -46,9 +47,32 @@ def value(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int],
     return _value(spec, operands, sizes, expr)
 
 
-def _value(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], expr: Expr) -> Tensor:
-    run = Execution(spec, operands, sizes)
+def of_rows(
+    spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], row_max: Tensor, row_sum: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows with these maxima and sums: their scale, its slope (see `fusion.lowering.row_gradients`), and what part
+    delta is of the mean of dP over their weights. Float32 [b.., i]; computed in float64, as what is between may be
+    beyond float32."""
+    rows = {ROW_MAX: row_max.unsqueeze(-1).double(), ROW_SUM: row_sum.unsqueeze(-1).double()}
+    scale, steep = (
+        _value(spec, operands, sizes, in_sums(expr), torch.float64, rows).expand(rows[ROW_SUM].shape).squeeze(-1)
+        for expr in (row_scale(spec), slope(spec))
+    )
+    # Where that is not a number no gradient depends on it: weights are all 0, or NaN.
+    kept = (steep * scale * row_sum).float().nan_to_num(0.0, 0.0, 0.0)
+    return scale.float(), steep.float().nan_to_num(0.0, 0.0, 0.0), kept
+
+
+def _value(
+    spec: AttentionSpec,
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    expr: Expr,
+    dtype: torch.dtype | None = None,
+    rows: Mapping[Expr, Tensor] | None = None,
+) -> Tensor:
+    run = Execution(spec, operands, sizes, dtype)
     axis = len(run.batch)
     positions = {I: run.arange(0, run.n_q, axis), J: run.arange(0, run.n_k, axis + 1)}
-    found = run.value(expr, positions)
+    found = run.value(expr, {**positions, **(rows or {})})
     return found if found.dim() else found.view([1] * (axis + 2))

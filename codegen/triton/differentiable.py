@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion.codegen import reference
+from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kernels
@@ -119,6 +120,10 @@ class Differentiable:
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
+        if self.spec.row_scale is not None:  # planes: the maximum, and what `of_rows` returns
+            row_max, row_sum = statistics[:2]
+            scaled = pulled.of_rows(self.spec, operands, sizes, row_max, row_sum)
+            results["statistics"] = torch.stack([row_max, *scaled])
         shared = self._shared(batch, sizes)
         described = functools.partial(self._variant, d, d_v, needs, device.type == "cpu", True)
         launches = _Launches(self.spec, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)

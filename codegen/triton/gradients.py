@@ -4,8 +4,9 @@ With P the weights before the weight program, y = P's softmax, dW = dO V^T and d
 
     dx = y * (weight * dW - delta)        dweight = y * dW        dsink = -(sink's share of the row sum) * delta
 
-The score program's derivative takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV =
-W^T dO.
+Where rows are scaled by something else than one over their sum, y is what that makes of the weights, and delta has a
+factor (`fusion.lowering.row_gradients`). The score program's derivative takes dx to dS and to the tensors that the
+program reads; dQ = dS K, dK = dS^T Q, dV = W^T dO.
 
 dK and dV are made by programs that each own some keys. Where query heads share a key head, the program visits all of
 them, so that every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
@@ -19,6 +20,7 @@ from fusion.ir import integers
 from fusion.ir.derivative import SINK_UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, const, coord, coordinates, loads, substitute, walk
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering import row_gradients
 from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over, wanted_loads
 
 
@@ -80,8 +82,8 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
 
 def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:
     """Why the gradients are not computed by kernels, or None."""
-    if spec.row_scale is not None:
-        return "rows are not scaled by the sum of their weights"
+    if (reason := row_gradients.unsupported(spec, needs)) is not None:
+        return reason
     if any(part is SCORE for part in walk(spec.weight)):
         return "the weight program reads the score"
     read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]

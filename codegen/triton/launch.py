@@ -24,8 +24,9 @@ from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.variant import PLAIN, Variant
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.expr import C, E, substitute
+from fusion.ir.results import output_extents, statistics_shape
 from fusion.ir.sizes import size_function
-from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import SIZE_LIMIT
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile
@@ -105,8 +106,8 @@ class Kernel:
     def forward(
         self, operands: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output, statistics): of each row the maximum, the sum and nothing, float32 [3, b.., i], where they are asked
-        for; three planes because that is what the op returns on every device."""
+        """(output, statistics): of each row the maximum, the sum and nothing, float32 [3 or 5, b.., i], where they are
+        asked for; so many planes because that is what the op returns on every device."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = operands[0].device
         extents = [*batch, n_q, d_v]
@@ -114,8 +115,8 @@ class Kernel:
         out = stored.permute(self._dims)
         statistics = None
         if self.statistics:
-            softmax = self.spec.normalizer is not Normalizer.NONE
-            statistics = torch.zeros([3, *batch, n_q] if softmax else [0], dtype=torch.float32, device=device)
+            shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
+            statistics = torch.zeros(shape, dtype=torch.float32, device=device)
         if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
             return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
         check_sizes((*extents, n_k))

@@ -19,10 +19,11 @@ def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int |
 
 
 def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
-    """[3, b.., i]: what the emitter's backward needs to know of each row. [0] without a normaliser."""
+    """[3, b.., i]: what the emitter's backward needs to know of each row; [5, b.., i] of rows that are scaled by
+    something else than one over their sum. [0] without a normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
-    return [3, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+    return [3 if spec.row_scale is None else 5, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
 
 
 def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:

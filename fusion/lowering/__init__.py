@@ -4,6 +4,7 @@
     dead_rows        whether a row may need keys that its mask lets a kernel skip
     numbers          constants of float32, and how large an integer can be
     rows             the end of a row: its maximum and sum, and what its output is multiplied by
+    row_gradients    what the gradient needs of rows that are scaled by something else than one over their sum
     gradients        which gradients a backward computes, as expressions, and over what each is summed
 
 What a mask says of a tile is asked of the mask itself (`MaskFacts.visits`, `MaskFacts.whole`).

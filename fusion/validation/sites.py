@@ -180,7 +180,7 @@ class _Comparison:
         if problem := self._results(eager, exact, ours, single):
             return Verdict(wrong=problem)
         checked = f"values in {points.WORLDS} rows"
-        if any(part.differentiable and part.spec.row_scale is None for part in self.parts):  # kernels have no others
+        if any(part.differentiable for part in self.parts):
             if problem := self._gradients(replays, eager, exact, single, programs):
                 return Verdict(wrong=problem)
             checked += " and their gradients"

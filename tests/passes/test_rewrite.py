@@ -64,16 +64,6 @@ def test_scores_of_two_elements_of_a_product_are_refused():
         specified(function, *(torch.randn(2, 3, 6, 8) for _ in range(3)))
 
 
-def test_a_gradient_that_ends_at_the_maximum_of_scaled_rows_is_refused():
-    def function(q, k, v):
-        s = q @ k.mT
-        e = torch.exp(s - s.amax(-1, keepdim=True).detach())
-        return e / (e.sum(-1, keepdim=True) + 1) @ v
-
-    with pytest.raises(Unsupported, match="a normaliser that depends on the row's maximum, through which no gradient"):
-        specified(function, *(x.requires_grad_() for x in inputs()))
-
-
 # --- calls
 
 

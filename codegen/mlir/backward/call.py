@@ -61,12 +61,15 @@ class BackwardCall:
             return torch.empty(0)
         count = math.prod(self.batch) * self.n_q
         rows = torch.zeros(4, count + 64)
-        rows[:3, :count] = statistics.view(3, count)
-        self.concentrated = rows[2, :count] < 0
-        rows[2].abs_()
+        rows[:3, :count] = statistics[:3].view(3, count)
+        self.concentrated = rows[0, :count] < 0
+        rows[0].abs_()
         order = [self.spec.output.dims.index(name) for name in (*(f"b{a}" for a in range(len(self.batch))), "i", "e")]
         product = self.grad.permute(order).float() * out.permute(order).float()
         torch.sum(product, -1, out=rows[3, :count].view(*self.batch, self.n_q))
+        if self.spec.row_scale is not None:
+            _, *self.scaled = pulled.of_rows(self.spec, self.operands, self.sizes, *statistics[3:])
+            rows[3, :count] *= self.scaled[0].flatten()
         return rows
 
     def gradients(self) -> list[Tensor]:
@@ -122,12 +125,20 @@ class BackwardCall:
         if not self._launch(kernel, values, self.n_q, self.n_k):
             return False
         delta, sums = self.rows[3, : drift.numel()], drift.flatten()
-        if self.spec.sinks:  # these are sums of P dP, of marked blocks
+        if self.spec.row_scale is not None:
+            delta += torch.where(self.concentrated, self._lacked(delta, sums), 0.0)
+        elif self.spec.sinks:  # these are sums of P dP, of marked blocks
             seen = wanted.bool().repeat_interleave(rows).view(marked.shape)[:, : self.n_q].flatten()
             torch.where(seen, sums, delta, out=delta)
         else:
             delta += sums
         return True
+
+    def _lacked(self, delta: Tensor, sums: Tensor) -> Tensor:
+        """What deltas of rows that have a scale of their own lack, by sums of dx. Nothing is said of rows of which that
+        would be a small difference: in these delta is none."""
+        slope, kept = (row.view(delta.shape) for row in self.scaled)
+        return torch.where(kept < 2, kept * delta + slope * sums - delta, 0.0)
 
     def _assemble_all(self) -> list[Tensor]:
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
@@ -150,6 +161,8 @@ class BackwardCall:
         arithmetic): put it right, and the sums made with it. Rows of NaN, which a mask keeps out of sums, stay out."""
         drift, *shares = self.extra
         delta = self.rows[3, : drift.numel()].view(drift.shape)
+        if self.spec.row_scale is not None:
+            drift = self._lacked(delta, drift)
         for sink in self.spec.sinks:
             drift -= (self._weight_of(sink) * delta.unsqueeze(-1)).squeeze(-1)
         delta += drift

@@ -7,7 +7,8 @@ Both kernels recompute scores S and weights P tile by tile from Q, K and the sta
     role KEYS     lanes are keys, loops run over queries      dK += dS^T Q, dV += P^T dO;  everything else
 
 With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of
-every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP.
+every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP. Where rows are scaled by something
+else than one over their sum, P is what that makes of the weights, and D has a factor (`fusion.lowering.row_gradients`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fusion.ir import integers
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering import row_gradients
 from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
@@ -79,7 +81,7 @@ class BackwardPlan:
     score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant
     loads: gradients of what the programs read
     inner: batch coordinates over which dense gradients are summed: one thread visits them one after the other
-    normalized: whether weights are divided by their sum
+    normalized: whether there is a normaliser
     """
 
     programs: ScorePrograms
@@ -112,8 +114,10 @@ class BackwardPlan:
 
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why there are no backward kernels for this spec, or None."""
-    if spec.row_scale is not None:
-        return "rows are scaled by something else than the sum"
+    if (reason := row_gradients.unsupported(spec)) is not None:
+        return reason
+    if spec.row_scale is not None and spec.sinks:
+        return "rows with sinks are scaled by something else than the sum"
     if any(operand.dtype == "float64" for operand in spec.operands):
         return "an operand is float64"
     return None

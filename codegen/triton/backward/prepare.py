@@ -25,8 +25,11 @@ class Prepare(Role):
             *self.rows_of_output("do", "i", dtype="tl.float32"),
             *self.rows_of_output("o", "i", "out", "tl.float32"),
             f"row_place = tl.cast({place}, tl.int64) * {self.n_q} + i",
-            f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)",
         ]
+        if self.spec.row_scale is not None:
+            lines.append(self.plane("slope", 2))
+            delta = f"({delta}) * slope"
+        lines.append(f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)")
         if self.skips:
             dead = place_in_list(self.writer) if self.listed else place_factor(self.writer)
             lines += [

@@ -104,8 +104,9 @@ class Queries(Role):
     def _corrections(self) -> list[str]:
         """Names of the sums with which the rounding of delta is taken out of gradients that are sums over keys: in
         those it would not average out. `missing` is the sum of dx, which exactly is 0, or the sinks' weight times
-        delta; `share_n` is what `sum_n` would be for dx = y. It needs no mask: y is 0 where keys are dead, but in rows
-        without a live one, which are not corrected."""
+        delta, or says in rows with a scale of their own what delta lacks; `share_n` is what `sum_n` would be for
+        dx = y. It needs no mask: y is 0 where keys are dead, but in rows without a live one, which are not
+        corrected."""
         found = [f"share_{n}" for n, item in self.captured(Axes.KEYS, Axes.BOTH) if contains(item.gradient, UPSTREAM)]
         return ["missing", *found] if found and self.softmax else []
 
@@ -132,6 +133,12 @@ class Queries(Role):
         if corrections := self._corrections():
             if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
                 lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
+            if self.spec.row_scale is not None:
+                lines += [self.plane("slope", 2), self.plane("kept", 3)]
+                lines += [
+                    "missing = tl.reshape(slope, [ROWS]) * missing + tl.reshape(kept * delta - delta, [ROWS])",
+                    "missing = tl.where(tl.reshape(kept, [ROWS]) < 2.0, missing, 0.0)",
+                ]
             if self.spec.mask is not None:
                 lines.append(f"met = tl.reshape(row_max > {dead_limit(self.spec)}, [ROWS])")
         for n, item in self.captured(Axes.KEYS, Axes.BOTH):

@@ -208,16 +208,16 @@ class Role:
         ]
 
     def statistics(self, rows: str) -> list[str]:
-        """row_max, share (1 / row_sum) and delta of rows, shaped as `rows`."""
+        """row_max, share (1 / row_sum, or the scale of the row) and delta of rows, shaped as `rows`."""
         if not self.softmax:
             return []
-        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
+        name = "row_sum" if self.spec.row_scale is None else "share"
         lines = [
             f"row_place = tl.cast({place_of(self.writer)}, tl.int64) * {self.n_q} + {rows}",
             "row_max = tl.load(statistics_ptr + row_place)",
-            f"row_sum = tl.load(statistics_ptr + tl.cast({heads}, tl.int64) * {self.n_q} + row_place)",
+            self.plane(name, 1),
             "delta = tl.load(delta_ptr + row_place)",
-            "share = 1.0 / row_sum",
+            "share = 1.0 / row_sum" if self.spec.row_scale is None else "",
         ]
         if self.spec.normalizer is Normalizer.SAFE_SOFTMAX:
             lines += [
@@ -225,6 +225,12 @@ class Role:
                 'row_max = tl.where(row_max == float("-inf"), 0.0, row_max)',
             ]
         return lines
+
+    def plane(self, name: str, number: int) -> str:
+        """The statement that reads a plane of the statistics."""
+        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
+        planes = heads if number == 1 else f"{number} * {heads}"
+        return f"{name} = tl.load(statistics_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place)"
 
     def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
         """Statements from s to ds and to what is summed.

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.ir import Kind, Normalizer, Operand
-from fusion.ir.expr import J, const
+from fusion.ir.expr import ROW_SUM, J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
 from fusion.planning.choice import Tile
@@ -155,11 +155,19 @@ def test_twice_the_same() -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_row_scales_are_left_to_the_reference() -> None:
-    c = case("plain", d=16, off_by_one=True)
-    assert unsupported_gradient(c.spec, (True, True, True)) is not None
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "alibi", "left_padded"])
+def test_row_scales(name: str, options) -> None:
+    """exp(x) / (1 + sum of exp(x)). Several heads: of gradients with one element eager's error is one draw."""
+    check(case(name, d=16, off_by_one=True, **options), shapes=({"B": 1, "H": 6, "Nq": 40, "Nk": 40},))
+
+
+def test_row_scales_that_depend_on_the_maximum_are_left_to_the_reference() -> None:
+    c = case("plain", d=16)
+    spec = replace(c.spec, row_scale=apply("div", const(1.0), apply("fadd", ROW_SUM, const(0.5))))
+    assert "maximum" in (unsupported_gradient(spec, (True, True, True)) or "")
     operands, sizes = draw(c, SHAPES[0])
-    run = Differentiable(c.spec, SMALL)
+    run = Differentiable(spec, SMALL)
     out, statistics = run.forward(operands, sizes)
     assert len(run.backward(out, out, statistics, operands, sizes, (True, False, True))) == 2
 

@@ -1,0 +1,94 @@
+"""The gradient of rows that are scaled by something else than one over their sum.
+
+With m and l the maximum and the sum of a row and u(m, l) one over its scale, the weights are w = exp(x - m) / u. Where
+the quotient does not depend on m but through exp(x - m) and l, as that of `exp(x) / (exp(x).sum() + eps)` does not,
+
+    dx_j = w_j (dP_j - slope * sum over e of dO * O)          slope = du / dl, which is 1 for a softmax
+
+which is a softmax's gradient but for the slope: kernels need no more than that, once per row. Where it does depend on
+m, as that of `exp(x - m) / (exp(x - m).sum() + eps)` does, the key of the maximum has a further term, (l du/dl - u -
+du/dm) / u times the sum of dO * O. Kernels do not know which key that is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.ir.derivative import adjoints
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, Expr, Kind, loads, node, substitute
+from fusion.ir.ops import apply, evaluate
+from fusion.ir.spec import AttentionSpec
+
+LOG_SUM = node("row_sum", (), Kind.FLOAT, "log")
+"""The log-sum-exp of a row in the place of ROW_MAX + log(ROW_SUM): its gradient is exp(x - LOG_SUM), as eager computes
+it, also where the logarithm is lost beside a huge fill."""
+_LOG_SUM = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
+_POINTS = 256
+
+
+def row_scale(spec: AttentionSpec) -> Expr:
+    """What rows are scaled by, in ROW_MAX, ROW_SUM and LOG_SUM."""
+    assert spec.row_scale is not None
+    return substitute(spec.row_scale, {_LOG_SUM: LOG_SUM})
+
+
+def divisor(spec: AttentionSpec) -> Expr:
+    """u: what rows are divided by."""
+    scale = row_scale(spec)
+    return apply("div", scale.args[1], scale.args[0]) if scale.op == "div" else apply("div", ONE, scale)
+
+
+def slope(spec: AttentionSpec) -> Expr:
+    """du / dl, that through LOG_SUM included."""
+    found = adjoints(divisor(spec), ONE, [ROW_SUM, LOG_SUM])
+    through = apply("fmul", found[LOG_SUM], apply("exp", apply("fsub", ROW_MAX, LOG_SUM)))
+    return apply("fadd", found[ROW_SUM], through)
+
+
+def in_sums(expr: Expr) -> Expr:
+    """An expression without LOG_SUM."""
+    return substitute(expr, {LOG_SUM: _LOG_SUM})
+
+
+def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
+    """Why kernels have no gradient of the scale of rows for the operands that `needs` marks (None: any), or None."""
+    if spec.row_scale is None:
+        return None
+    if any(load.kind is Kind.FLOAT and (needs is None or needs[load.operand]) for load in loads(spec.row_scale)):
+        return "a tensor that rows are scaled by needs a gradient"
+    if depends_on_maximum(spec):
+        return "the scale of rows depends on their maximum, through which a gradient flows to the largest score"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def depends_on_maximum(spec: AttentionSpec) -> bool:
+    """Whether the term of the maximum's key is more than rounding, for any of a number of rows. l is at least 1."""
+    u, draw = divisor(spec), torch.Generator().manual_seed(0)
+    found = adjoints(u, ONE, [ROW_MAX, ROW_SUM])
+    sizes = torch.tensor([0.1, 1.0, 10.0, 50.0], dtype=torch.float64).repeat(_POINTS // 4)
+    m = torch.randn(_POINTS, generator=draw, dtype=torch.float64) * sizes
+    total = 1.0 + torch.rand(_POINTS, generator=draw, dtype=torch.float64) * sizes.sort().values
+    rows = {ROW_MAX: m, ROW_SUM: total, LOG_SUM: m + total.log()}
+
+    def leaf(part: Expr):
+        if part in rows:
+            return rows[part]
+        drawn = {
+            Kind.FLOAT: torch.randn(_POINTS, generator=draw, dtype=torch.float64),
+            Kind.INT: torch.randint(1, 64, (_POINTS,), generator=draw),
+            Kind.BOOL: torch.rand(_POINTS, generator=draw) < 0.5,
+        }[part.kind]
+        known = rows[part] = drawn  # type: ignore[index]
+        return (lambda *_: known) if part.op == "load" and part.args else known
+
+    def value(expr: Expr) -> Tensor:
+        return evaluate(expr, lambda part: leaf(part), torch.float64)
+
+    whole, by_max, by_sum = value(u), value(found[ROW_MAX]), value(found[ROW_SUM])
+    eps = min(torch.finfo(o.torch_dtype).eps for o in spec.operands if o.torch_dtype.is_floating_point)
+    return not bool(((whole + by_max - total * by_sum).abs() <= 0.5 * eps * whole.abs()).all())
