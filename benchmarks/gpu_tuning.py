@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from unittest import mock
 
@@ -41,6 +42,7 @@ def tune(place: Place, device: Device) -> list[Tuned]:
     torch._dynamo.reset()
     with (
         torch.no_grad(),
+        mock.patch.dict(os.environ, FUSION_UNTRIED="1"),
         mock.patch.object(autotune, "remember", note),
         mock.patch.object(autotune, "remembered", lambda digest, where: {}),
     ):

@@ -1,18 +1,21 @@
-"""Compile kernels in the tiles that the model ranks best until one is good, and write what was
+"""Compile kernels in the tiles that the model ranks best until the one that it chooses is known, and write what was
 found as data of the planner.
 
-    python benchmarks/tile_facts.py [--targets sm_90] [--rows causal] [--widths 64 128 256] [--most 6]
+    python benchmarks/tile_facts.py [--targets sm_80 gfx942] [--rows causal] [--widths 64 128 256] [--most 8] [--renew]
 
 The data (`fusion/planning/gpu_facts.json`) are facts, not choices: shared memory, registers, spills inside the main
-loop, serialised products. `fusion.planning.gpu_model` chooses by them. Cells that are there already are kept, those
-compiled now are added. Run it after every update of Triton. Needs no GPU.
+loop, serialised products. `fusion.planning.gpu_model` chooses by them. Facts that are there already are kept, those
+compiled now are added; --renew begins the cells named again, which is needed where their kernels have changed. Run it
+after every update of Triton. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
-from collections.abc import Iterator
+import math
+import os
 
 import triton
 
@@ -22,78 +25,86 @@ from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import Work, registers, work_of
-from fusion.planning.gpu_feasible import Fact, fact_of, fits
-from fusion.planning.gpu_model import all_tiles, extent_of, in_order, may_rotate
+from fusion.planning.gpu_feasible import Fact, cell_of, fact_of, fits, most_registers, place_of, slowed, spills_known
+from fusion.planning.gpu_model import USUAL, USUAL_HEADS, all_tiles, extent_of, in_order, may_rotate
 from rows import GPU_ROWS
-from static_cells import B, Cell, H, N, compiled
+from static_cells import Cell, compiled
 from triton_static import FORWARD_ONLY
-
-GOOD = 1.1
-"""No further tile is compiled where spills slow a kernel down by less."""
 
 EXPLORED = 1.3
 """Tiles whose estimated registers exceed a thread's by more are not compiled."""
 
 
-def candidates(work: Work, machine: Machine, cell: Cell) -> Iterator[Tile]:
-    """Tiles in the order of the model, until one is known to be good; of each size the stages that the model likes
-    best."""
-    tried: set[tuple] = set()
-    extent = extent_of(cell.spec, work.kernel, B * H, N, N)
+def work_of_cell(cell: Cell, kernel: str) -> Work:
+    """What a cell's kernel does."""
+    return work_of(cell.spec, kernel, cell.spec.d.integer, cell.spec.d_v.integer)
+
+
+def next_tile(work: Work, machine: Machine, cell: Cell) -> Tile:
+    """The tile that would be chosen if all that were not compiled, and are not far from fitting, were known to fit."""
+    extent = extent_of(cell.spec, work.kernel, USUAL_HEADS, USUAL, USUAL)
     rotates = may_rotate(cell.spec) and work.kernel == Forward.name
 
     def worth(tile: Tile) -> bool:
-        return fits(work, tile, machine) and registers(work, tile, machine) <= EXPLORED * 255
+        if fact_of(work, tile, machine) is not None:
+            return slowed(work, tile, machine) < math.inf
+        fewer = registers(work, tile, machine) <= EXPLORED * most_registers(tile, machine)
+        return fewer and fits(work, tile, machine) and not spills_known(work, tile, machine)
 
-    every = filter(worth, all_tiles(work, machine, extent, rotates))
-    for tile in in_order(work, machine, extent, list(every)):
-        size = (tile.rows, tile.keys, tile.warps, tile.rotated)
-        if size in tried:
-            continue
-        tried.add(size)
-        if fact_of(work, tile, machine) is None:
-            yield tile
-        if (fact := fact_of(work, tile, machine)) is not None and fact.slowed < GOOD:
-            return
+    every = list(all_tiles(work, machine, extent, rotates))
+    return in_order(work, machine, extent, [tile for tile in every if worth(tile)] or every)[0]
 
 
 def explore(cell: Cell, kernel: str, machine: Machine, most: int) -> None:
-    """Add facts of a kernel."""
-    d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
-    work = work_of(cell.spec, kernel, d, d_v)
-    key = (machine.architecture, kernel, work.program, work.d, work.d_v)
-    for number, tile in enumerate(candidates(work, machine, cell)):
-        if number == most:
-            print(f"{cell}: {kernel}: nothing good among {most} tiles", flush=True)
+    """Add facts of a kernel until the tile that would be chosen is known."""
+    work = work_of_cell(cell, kernel)
+    for _ in range(most):
+        tile = next_tile(work, machine, cell)
+        if fact_of(work, tile, machine) is not None:
             return
-        try:
-            facts = compiled(cell, machine, [kernel], {kernel: tile})[kernel]
-            loop = facts.main
-            fact = Fact(facts.shared, facts.registers, len(loop.body), loop.spills, loop.serialised)
-        except triton.runtime.errors.OutOfResources as error:
-            fact = Fact(error.required, 0, 0, 0, False)
-        gpu_facts.FACTS.setdefault(key, {})[tile.rows, tile.keys, tile.warps, tile.stages, tile.rotated] = fact
-        print(machine.architecture, cell, kernel, work.program, tile, fact, f"x {fact.slowed:.2f}", flush=True)
+        started = sum(os.times()[:4])
+        fact = compiled_fact(cell, kernel, machine, tile)
+        gpu_facts.FACTS.setdefault(cell_of(work, machine), {})[place_of(tile)] = fact
+        seconds = sum(os.times()[:4]) - started
+        text = f"{work.program} {tile} {fact} x {fact.slowed:.2f}, {seconds:.1f} s"
+        print(machine.architecture, cell, kernel, text, flush=True)
+    print(f"{machine.architecture} {cell}: {kernel}: nothing known to be best after {most} tiles", flush=True)
+
+
+def compiled_fact(cell: Cell, kernel: str, machine: Machine, tile: Tile) -> Fact:
+    """What compiling a kernel shows; where it does not fit, shared memory that is not there, and nothing else."""
+    try:
+        facts = compiled(cell, machine, [kernel], {kernel: tile})[kernel]
+    except triton.runtime.errors.OutOfResources as error:
+        return Fact(max(error.required, machine.shared_memory + 1), 0, 0, 0, False)
+    loop = facts.main
+    return Fact(facts.shared, facts.registers, len(loop.body), loop.spills, loop.serialised)
 
 
 def main() -> None:
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--targets", nargs="+", default=["sm_90"])
+    parser.add_argument("--targets", nargs="+", default=["sm_80", "sm_90", "sm_100", "gfx942"])
     parser.add_argument("--rows", nargs="+", default=[n for n in GPU_ROWS if "decode" not in n], choices=list(GPU_ROWS))
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--most", type=int, default=6, help="tiles compiled for a kernel")
+    parser.add_argument("--most", type=int, default=8, help="tiles compiled for a kernel")
+    parser.add_argument("--renew", action="store_true", help="begin the cells named again")
     options = parser.parse_args()
     if gpu_facts.TRITON != triton.__version__:
         gpu_facts.FACTS.clear()  # facts of another version count for nothing
         gpu_facts.TRITON = triton.__version__
-    for target in options.targets:
-        for name in options.rows:
-            for d in [576] if "latent" in name else options.widths:
-                kernels = [Forward.name] if name in FORWARD_ONLY else [Forward.name, Queries.name, Keys.name]
-                for kernel in kernels:
-                    explore(Cell(name=name, d=d), kernel, of_target(target), options.most)
-                gpu_facts.FILE.write_text(gpu_facts.to_json(triton.__version__, gpu_facts.FACTS))
+    begun: set[tuple] = set()
+    for name, target in itertools.product(options.rows, options.targets):
+        machine = of_target(target)
+        for d in [576] if "latent" in name else options.widths:
+            cell = Cell(name=name, d=d)
+            for kernel in [Forward.name] if name in FORWARD_ONLY else [Forward.name, Queries.name, Keys.name]:
+                key = cell_of(work_of_cell(cell, kernel), machine)
+                if options.renew and key not in begun:
+                    gpu_facts.FACTS.pop(key, None)
+                begun.add(key)
+                explore(cell, kernel, machine, options.most)
+            gpu_facts.FILE.write_text(gpu_facts.to_json(triton.__version__, gpu_facts.FACTS))
 
 
 if __name__ == "__main__":

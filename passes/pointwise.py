@@ -16,7 +16,7 @@ import torch
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, const
-from fusion.ir.ops import apply, where
+from fusion.ir.ops import apply, rounding_to, where
 from fusion.passes.casts import Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
 from fusion.passes.elementary import ELEMENTARY
 
@@ -282,6 +282,11 @@ def _not(value: Expr) -> Expr:
     return apply("not", value)
 
 
+def _tanh(x: Expr, call: Call) -> Expr:
+    value = apply("tanh", x)
+    return rounding_to(value, "bfloat16") if call.dtype is torch.bfloat16 else value
+
+
 BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.add: _add, aten.sub: _SUB, aten.rsub: _reverse_subtract, aten.mul: _multiply,
     aten.div: _divide, aten.true_divide: _divide, aten.floor_divide: _floor_divide, aten.remainder: _remainder,
@@ -309,6 +314,7 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
 """Overload packet -> builder. A builder returns None where it cannot express the call."""
 _NAMESAKES = "floor ceil trunc sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"
 BUILDERS.update({getattr(aten, name): _unary(name) for name in _NAMESAKES.split()})
+BUILDERS[aten.tanh] = float_function(_tanh)
 _SECOND_NAMES = {
     "multiply": "mul", "divide": "div", "subtract": "sub", "negative": "neg", "absolute": "abs", "fix": "trunc",
     "sgn": "sign", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arcsinh": "asinh", "arctanh": "atanh",

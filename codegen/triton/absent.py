@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: launches specialise and compile kernels as they would on it, and nothing runs.
+"""A GPU that is not there: launches specialise and compile kernels as they would on it, and nothing runs.
 
     with absent(machine("h100")) as launches:
         Kernel(spec)([meta(tensor) for tensor in operands], sizes)
@@ -19,7 +19,10 @@ from unittest import mock
 import torch
 
 from fusion.codegen.triton import launch, variant
-from fusion.machine import Machine
+from fusion.machine import Machine, of_target
+
+TENSOR_COLUMNS = 512
+"""Of Blackwell's tensor memory, per multiprocessor."""
 
 
 @dataclass(slots=True)
@@ -40,9 +43,9 @@ class Launches:
 
 @contextlib.contextmanager
 def absent(machine: Machine, shared: bool = False, only: Collection[str] = ()) -> Iterator[Launches]:
-    """Launches on meta tensors compile for a machine's architecture while this lasts; where shared memory does not
-    suffice, Triton's own error is raised. shared: V is the first columns of K, where it can be. only: the kernels that
-    are compiled, if not all."""
+    """Launches on meta tensors compile for a machine's architecture while this lasts; where shared or tensor memory
+    does not suffice, Triton's own error is raised. shared: V is the first columns of K, where it can be. only: the
+    kernels that are compiled, if not all."""
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
@@ -69,7 +72,7 @@ def absent(machine: Machine, shared: bool = False, only: Collection[str] = ()) -
             (CompiledKernel, "_init_handles", init_handles),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
-        driver.set_active(_driver(int(machine.architecture[3:])))  # type: ignore[arg-type]
+        driver.set_active(_driver(machine))
         try:
             yield found
         finally:
@@ -81,19 +84,29 @@ def _check(kernel: Any, limit: int) -> None:
 
     if kernel.metadata.shared > limit:
         raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+    if (columns := getattr(kernel.metadata, "tmem_size", None) or 0) > TENSOR_COLUMNS:
+        raise OutOfResources(columns, TENSOR_COLUMNS, "tensor memory")
 
 
-def _driver(capability: int) -> Any:
+def _driver(machine: Machine) -> Any:
     """What Triton asks of a driver before and at a launch."""
-    from triton.backends.compiler import GPUTarget
-
+    target = gpu_target(machine.architecture)
     return SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_target=lambda: target,
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
         is_active=lambda: True,
     )
+
+
+def gpu_target(architecture: str) -> Any:
+    """Triton's record of a compilation target ("sm_90", "gfx942")."""
+    from triton.backends.compiler import GPUTarget
+
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, of_target(architecture).wave)
+    return GPUTarget("cuda", int(architecture[3:]), 32)
 
 
 def meta(tensor: torch.Tensor) -> torch.Tensor:

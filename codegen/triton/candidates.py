@@ -8,6 +8,7 @@ the accumulators and scores of a program. `benchmarks/triton_versions.py` has th
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 
 import torch
@@ -75,6 +76,13 @@ def candidates(
 def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     """The ways in which a kernel may go about its tiles. Persistent programs only with descriptors: with pointers they
     spill."""
+    every = _all_schedules(kernel, spec, d, d_v, tile, machine)
+    if os.environ.get("FUSION_UNTRIED") == "1" or machine.interpreted:
+        return every
+    return [each for each in every if not (each.get("persistent") or each.get("specialized"))]
+
+
+def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     found = boxes(spec, d, d_v).keys()
     reads: list[dict] = [{}]
     if kernel != "attention_forward":

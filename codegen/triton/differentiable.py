@@ -21,7 +21,7 @@ from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kern
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
-from fusion.codegen.triton.launch import Kernel, check_sizes, empty_lists, list_tile, precision
+from fusion.codegen.triton.launch import Kernel, check_sizes, empty_lists, fixed_constants, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.variant import Variant
 from fusion.ir.sizes import size_function
@@ -191,7 +191,7 @@ class _Launches:
         self.described, self.operands, self.sizes = described, operands, sizes
         self.n_q, self.n_k = rows_and_keys
         self.heads, self.shared = math.prod(batch), math.prod(shared)
-        self.device, self.exact = operands[0].device, precision(spec.dtype)
+        self.device, self.fixed = operands[0].device, fixed_constants(spec.dtype, operands[0].device)
         self.listed = KeyLists.name in variant.kernels or RowLists.name in variant.kernels
         self.noted = spec.mask is not None and spec.mask.skips
         self.noted_rows = 0
@@ -236,4 +236,4 @@ class _Launches:
             if all(box.fits(tensors[box.name]) for box in read):
                 variant = found
                 others = descriptors(read, tensors, (self.n_q, tile.rows), (self.n_k, tile.keys))
-        variant.launch(name, programs, tile, self.exact, (self.operands, self.sizes, self.results, others))
+        variant.launch(name, programs, tile, self.fixed, (self.operands, self.sizes, self.results, others))

@@ -1,7 +1,8 @@
-"""What can be read from the machine code of a kernel for NVIDIA devices: its inner loops, instruction by instruction.
+"""What can be read from the machine code of a kernel: its inner loops, instruction by instruction.
 
-`disassemble` makes the text of a binary, `inner_loops` finds the loops of that text which contain no other, and `Loop`
-counts instructions by the unit that executes them. Units are those of one of the four parts of a multiprocessor.
+`disassemble` makes the text of a binary for NVIDIA devices; for AMD's the compiler leaves its text. `inner_loops` finds
+the loops of a text which contain no other, and `Loop` counts instructions by the unit that executes them. Units are
+those of one of the four parts of an NVIDIA multiprocessor; of AMD's instructions only products are told from others.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _UNITS = {
 _UNIT = {name: unit for unit, names in _UNITS.items() for name in names.split()}  # others: alu
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
-_LABEL = re.compile(r"^\s*(\.L_x?_?\d+):")
-_TARGET = re.compile(r"`\((\.L_x?_?\d+)\)")
+_LABEL = re.compile(r"^\s*(\.L_x?_?\d+):|^(\.LBB\d+_\d+):.*(?:=>This|Parent) ")
+_TARGET = re.compile(r"`\((\.L_x?_?\d+)\)|^(\.LBB\d+_\d+)")
+_AMD_LINE = re.compile(r"^\t()()([a-z]\w*)([^;]*)")
+_BRANCHES = ("BRA", "s_branch", "s_cbranch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,12 @@ class Instruction:
     @property
     def unit(self) -> str:
         """The unit that executes it, of `LANES`."""
-        return _UNIT.get(self.base, "alu")
+        return "tensor" if self.name.startswith("v_mfma") else _UNIT.get(self.base, "alu")
+
+    @property
+    def spills(self) -> bool:
+        """Whether it moves a register to or from local memory."""
+        return self.base in ("LDL", "STL") or self.name.startswith(("scratch_load", "scratch_store"))
 
     @property
     def product(self) -> tuple[int, int, int] | None:
@@ -121,7 +129,7 @@ class Loop:
     @property
     def spills(self) -> int:
         """Instructions that move registers to and from local memory."""
-        return self.count("LDL", "STL")
+        return sum(instruction.spills for instruction in self.body)
 
     @property
     def exponentials(self) -> tuple[int, int]:
@@ -152,15 +160,15 @@ def inner_loops(text: str) -> list[Loop]:
     back: list[tuple[int, int]] = []
     for line in text.splitlines():
         if (label := _LABEL.match(line)) is not None:
-            labels[label[1]] = len(lines)
-        elif (found := _LINE.match(line)) is not None:
-            lines.append(Instruction(found[3], found[4].strip()))
-            target = _TARGET.search(found[4]) if found[3].startswith("BRA") else None
-            if target is not None and target[1] in labels:
-                back.append((labels[target[1]], len(lines)))
+            labels[label[1] or label[2]] = len(lines)
+        elif (found := _LINE.match(line) or _AMD_LINE.match(line)) is not None:
+            lines.append(instruction := Instruction(found[3], found[4].strip()))
+            target = _TARGET.search(instruction.operands) if found[3].startswith(_BRANCHES) else None
+            if target is not None and (at := labels.get(target[1] or target[2])) is not None:
+                back.append((at, len(lines)))
     inner = [(a, b) for a, b in back if not any((c, d) != (a, b) and a <= c and d <= b for c, d in back)]
     loops = [Loop(tuple(lines[a:b])) for a, b in dict.fromkeys(inner)]
-    return [loop for loop in loops if loop.count(*_UNITS["tensor"].split())]
+    return [loop for loop in loops if "tensor" in loop.units]
 
 
 def disassemble(binary: bytes) -> str:
@@ -177,6 +185,12 @@ def registers_of(binary: bytes) -> int:
         file.write(binary)
         file.flush()
         return max(map(int, re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))), default=0)
+
+
+def amd_number(text: str, name: str) -> int:
+    """A number of the metadata at the end of AMD's machine code, such as "vgpr_count"; 0 where it is not there."""
+    found = re.search(rf"\.{name}:\s+(\d+)", text)
+    return int(found[1]) if found else 0
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 
 from fusion.codegen.triton.dtypes import FLOAT8, cast
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, coordinates, walk
+from fusion.ir.expr import Expr, Kind, coord, coordinates, walk
+from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import magnitude
 
@@ -83,6 +84,11 @@ _INFIX = {
     "ile": (" <= ", 0),
 }
 _ATOM = 9
+
+OUTER_FIRST = coord("first of the block")
+"""The outer coordinate of a block's first row (in the kernel of dK and dV its first key)."""
+MOST_SLOPE = 1 << 15
+"""Times the rows of a block that is an integer which float32 holds exactly."""
 
 #: Names that the kernels' templates use for themselves.
 RESERVED = frozenset(
@@ -240,6 +246,9 @@ class Writer:
             return f"tl.{op}({', '.join(texts)}, propagate_nan=tl.PropagateNan.ALL)", _ATOM
         if op == "pow" and (simple := _simple_power(expr.args[1], *args[0])) is not None:
             return simple
+        if op == "tanh" and expr.attr == "bfloat16":
+            self._helper("tanh")
+            return f"{self._helper('tanh_bfloat16')}({texts[0]}, UNIT_TANH)", _ATOM
         if op in _HELPERS:
             return f"{self._helper(_HELPERS[op])}({', '.join(texts)})", _ATOM
         if op in ("floordiv", "mod"):
@@ -248,11 +257,31 @@ class Writer:
             return f"{'-' if op == 'neg' else '~'}({texts[0]})", 7
         if op in _ROUNDED:
             return f"({texts[0]}).to({_ROUNDED[op]}).to(tl.float32)", _ATOM
+        if op == "to_float" and (parts := self._converted_apart(expr.args[0])) is not None:
+            return self._text(parts, level)
         if op in ("to_float", "bool_to_float"):
             return f"tl.cast({texts[0]}, tl.float32)", _ATOM
         if op in ("to_int", "bool_to_int"):
             return f"tl.cast({texts[0]}, {'tl.int64' if op == 'to_int' else 'tl.int32'})", _ATOM
         raise NotImplementedError(op)
+
+    def _converted_apart(self, value: Expr) -> Expr | None:
+        """The float of an integer that is a sum of a part along the rows of a tile and one along its columns: each is
+        converted once, not every element.
+
+        The first is taken from the block's first row on, so that it is exact, as the other is up to 2**24; beyond, the
+        sum is rounded twice, as far as float32 reaches there.
+        """
+        if OUTER_FIRST not in self.known or self.level_of(value) is not Level.TILE:
+            return None
+        outer, found = coord(self.outer), integers.terms(value)
+        slope = found.get((outer,), 0)
+        mixed = any(self.outer in coordinates(a) for monomial in found if monomial != (outer,) for a in monomial)
+        if not slope or mixed or abs(slope) > MOST_SLOPE or magnitude(value) >= 2**31:
+            return None
+        from_first = integers.from_terms({(outer,): slope, (OUTER_FIRST,): -slope})
+        rest = integers.sub(value, from_first)
+        return apply("fadd", apply("to_float", rest), apply("to_float", from_first))
 
     def _infix(self, op: str, args: list[tuple[str, int]]) -> tuple[str, int]:
         sign, level = _INFIX[op]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.dtypes import DTYPES, cast
-from fusion.codegen.triton.expressions import Level, Writer, number
+from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer, number
 from fusion.codegen.triton.key_loop import KeyLoop, Order
 from fusion.codegen.triton.matrices import matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
@@ -65,7 +65,7 @@ class Forward:
             self.programs = replace(self.programs, guarded=False)
         self.softmax = spec.normalizer is not Normalizer.NONE
         known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
-        known |= {coord("i0"): "i0", coord("i1"): "i1", I: "i", J: "j", C: "c", E: "e", SCORE: "s"}
+        known |= {coord("i0"): "i0", coord("i1"): "i1", I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: "i0"}
         self.writer = Writer(spec=spec, known=known)
         mask = spec.mask
         self.repeats = dead_rows_matter(spec)
@@ -335,5 +335,5 @@ def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], t
     others = [n for n in ("section", "splits", "programs") if n in names]
     others += sorted(n for n in names if n.endswith("_tiles"))
     strides = [n for n in strides if n not in spec.sizes]
-    constants = [n for n in ("ROWS", "KEYS", "PRECISION") if n in names]
+    constants = [n for n in ("ROWS", "KEYS", "PRECISION", "UNIT_TANH") if n in names]
     return (*pointers, *sizes, *strides, *others), tuple(constants)

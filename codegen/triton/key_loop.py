@@ -125,9 +125,10 @@ class KeyLoop:
         k, tiles_of_k = self._key_parts()
         key, mask = ("key_before", "before_ok") if self.rotated else ("key", "key_ok")
         v, tiles = self._value_parts(key, mask, self.rotated)
-        softmax = source.block(self._programs_text(), self._statistics())
+        loads, programs = self._programs_text()
+        softmax = source.block(programs, self._statistics())
         steps = [*self._scaled(), *v, *self._products(), softmax] if self.rotated else [softmax, *v, *self._products()]
-        loop = source.block(*k, *self._scores(), *steps)
+        loop = source.block(*k, loads, *self._scores(), *steps)
         end = self.writer.value(self.spec.n_k) if self.listed else "stop"
         columns = [
             "key = (first + tl.arange(0, KEYS))[:, None]",
@@ -273,18 +274,17 @@ class KeyLoop:
     def _scaled(self) -> list[str]:
         return [f"acc{panel.suffix} = acc{panel.suffix} * alpha[:, None]" for panel in self.values]
 
-    def _programs_text(self) -> str:
-        """x, the score program of a tile, and w, the weight program, in the variants that there are."""
-        masked = self._program(self.programs.masked)
-        if self.programs.full is None:
-            text = masked
-        else:
-            full = self._program(self.programs.full)
-            text = source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
+    def _programs_text(self) -> tuple[str, str]:
+        """(what is loaded, x, the score program of a tile, and w, the weight program), in the variants that there
+        are."""
+        programs = [self.programs.masked] if self.programs.full is None else [self.programs.masked, self.programs.full]
+        loads, texts = zip(*map(self._program, programs), strict=True)
         beyond = 'float("-inf")' if self.softmax else "0.0"
-        return source.block(text, "if BOUNDED:", f"    x = tl.where(j_ok, x, {beyond})")
+        return source.by_mask(*loads), source.block(
+            source.by_mask(*texts), "if BOUNDED:", f"    x = tl.where(j_ok, x, {beyond})"
+        )
 
-    def _program(self, program: Expr) -> str:
+    def _program(self, program: Expr) -> tuple[str, str]:
         self.writer.forget(Level.TILE)
         value = self.writer.value(program)
         lines = [f"x = {value}"]
@@ -292,9 +292,9 @@ class KeyLoop:
             lines = [f"x = {source.spread(value, '[ROWS, KEYS]')}"]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.writer.value(self.spec.weight)}")
-        text = source.block(*self.writer.lines[Level.TILE], *lines)
+        loads, others = source.loads_first([*self.writer.lines[Level.TILE], *lines])
         self.writer.forget(Level.TILE)
-        return text
+        return source.block(*loads), source.block(*others)
 
     def _statistics(self) -> str:
         """The running maximum and sum, and the weights p."""

@@ -238,7 +238,7 @@ class Kernel:
 
     def _flash(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
         n_q, n_k, d, d_v = extents
-        heads, exact = math.prod(batch), precision(self.spec.dtype)
+        heads, fixed = math.prod(batch), self._fixed(operands)
         programs = grid = heads * -(-n_q // tile.rows)
         if variant.order.persistent:
             machine = self.planner(operands[0].device).machine
@@ -248,7 +248,10 @@ class Kernel:
         others |= self._descriptors(variant, operands, (n_q, n_k), tile)
         arguments = (operands, sizes, results, others)
         self._list(variant, tile, arguments, batch, extents)
-        variant.launch("attention_forward", grid, tile, exact, arguments)
+        variant.launch("attention_forward", grid, tile, fixed, arguments)
+
+    def _fixed(self, operands) -> dict[str, object]:
+        return fixed_constants(self.spec.dtype, operands[0].device)
 
     def _list(self, variant, tile: Tile, arguments: tuple, batch, extents) -> None:
         """Make the lists of tiles, where the kernels of a call want them."""
@@ -257,12 +260,11 @@ class Kernel:
         (operands, _, results, _), (n_q, n_k, _, _) = arguments, extents
         blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
         results |= empty_lists(self.spec, batch, blocks, operands[0].device)
-        exact = precision(self.spec.dtype)
-        variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), exact, arguments)
+        variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), self._fixed(operands), arguments)
 
     def _split(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
         n_q, n_k, _, d_v = extents
-        heads, exact = math.prod(batch), precision(self.spec.dtype)
+        heads, fixed = math.prod(batch), self._fixed(operands)
         programs = heads * -(-n_q // tile.rows)
         splits = self.planner(operands[0].device).splits_of(programs, sizes, tile)
         rows = splits * heads * n_q
@@ -272,8 +274,8 @@ class Kernel:
         others |= self._descriptors(variant, operands, (n_q, n_k), tile)
         arguments, small = (operands, sizes, results, others), combining_tile(tile)
         self._list(variant, tile, arguments, batch, extents)
-        variant.launch("attention_split", programs * splits, tile, exact, arguments)
-        variant.launch("attention_combine", heads * -(-n_q // small.rows), small, exact, arguments)
+        variant.launch("attention_split", programs * splits, tile, fixed, arguments)
+        variant.launch("attention_combine", heads * -(-n_q // small.rows), small, fixed, arguments)
 
     def _descriptors(self, variant: Variant, operands, extents: tuple[int, int], tile: Tile) -> dict[str, object]:
         """Those that the host makes."""
@@ -329,6 +331,11 @@ def check_sizes(extents: Sequence[int]) -> None:
     """Raise UnsupportedSizeError where a size does not fit the kernels' 32-bit coordinates."""
     if max(extents) >= SIZE_LIMIT:
         raise UnsupportedSizeError(f"a size of {max(extents)} was met; GPU kernels take sizes below {SIZE_LIMIT}")
+
+
+def fixed_constants(dtype: str, device: torch.device) -> dict[str, object]:
+    """What kernels are told at compile time beside their tile."""
+    return {"PRECISION": precision(dtype), "UNIT_TANH": "tanh" in machine_of(device).isa}
 
 
 def precision(dtype: str) -> str:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
+from fusion.codegen.triton.absent import TENSOR_COLUMNS, gpu_target
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.differentiable import LISTED_BY
-from fusion.codegen.triton.disassembly import Loop, disassemble, inner_loops
+from fusion.codegen.triton.disassembly import Loop, amd_number, disassemble, inner_loops
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
@@ -54,8 +55,8 @@ _POINTERS = {
 class Facts:
     """What compilation of one kernel for one target gave.
 
-    shared: bytes. registers: per thread. spills: bytes stored and loaded. spilled: share of the main loop's
-    instructions that do so, on NVIDIA devices. matrix: instructions by kind. lost: kinds of
+    shared: bytes. columns: of tensor memory. registers: per thread. spills: bytes stored and loaded. spilled: share of
+    the main loop's instructions that do so. matrix: instructions by kind. lost: kinds of
     side effects of which fewer are in the machine code's text than in Triton's first form. exponentials: instructions,
     and those among them that are issued while a matrix product of Hopper is in flight. specialized: whether warps have
     roles of their own. seconds: to compile.
@@ -72,12 +73,13 @@ class Facts:
     exponentials: tuple[int, int] = (0, 0)
     spilled: float = 0.0
     specialized: bool = False
+    columns: int = 0
     seconds: float = 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether a program's shared memory exists on the target."""
-        return self.shared <= of_target(self.target).shared_memory
+        """Whether a program's shared and tensor memory exist on the target."""
+        return self.shared <= of_target(self.target).shared_memory and self.columns <= TENSOR_COLUMNS
 
 
 def compile_offline(
@@ -143,7 +145,7 @@ def facts_of_features(
 
 def _compile(spec: AttentionSpec, loaded, kernel: KernelText, sizes: tuple[int, int], tile: Tile, target: str) -> Facts:
     function = getattr(loaded, kernel.name)
-    signature, constants, attributes = _signature(spec, function.arg_names, sizes, tile)
+    signature, constants, attributes = _signature(spec, function.arg_names, sizes, tile, target)
     return _facts(function, signature, constants, attributes, (tile.warps, tile.stages), target, str(spec))
 
 
@@ -152,15 +154,13 @@ def _facts(
 ) -> Facts:
     """size: warps and stages."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     name = function.__name__
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    where = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     started = time.perf_counter()
     try:
-        made = triton.compile(source, target=where, options={"num_warps": size[0], "num_stages": size[1]})
+        made = triton.compile(source, target=gpu_target(target), options={"num_warps": size[0], "num_stages": size[1]})
     except Exception as error:
         raise OfflineCompilationError(f"{name} of {what} does not compile for {target}: {error}") from error
     seconds = time.perf_counter() - started
@@ -170,6 +170,7 @@ def _facts(
         kernel=name,
         target=target,
         shared=made.metadata.shared,
+        columns=getattr(made.metadata, "tmem_size", None) or 0,
         specialized="ttg.warp_specialize" in made.asm["ttgir"],
         seconds=seconds,
         lost=_lost(made.asm["ttir"], last),
@@ -178,7 +179,7 @@ def _facts(
 
 
 def _signature(
-    spec: AttentionSpec, names: Sequence[str], sizes: tuple[int, int], tile: Tile
+    spec: AttentionSpec, names: Sequence[str], sizes: tuple[int, int], tile: Tile, target: str
 ) -> tuple[dict, dict, dict]:
     from fusion.codegen.triton.expressions import Writer
 
@@ -189,7 +190,7 @@ def _signature(
     results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
     inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
-    given = {**tile.constants(), "PRECISION": "ieee"}
+    given = {**tile.constants(), "PRECISION": "ieee", "UNIT_TANH": "tanh" in of_target(target).isa}
     described = {
         name: f"tensordesc<{_POINTERS[box.dtype(spec)][1:]}{block}>"
         for box in boxes(spec, *sizes).values()
@@ -248,9 +249,13 @@ def _nvidia(ptx: str, target: str) -> dict:
 
 
 def _loops(cubin: str) -> list[Loop]:
-    """The inner loops of a file that multiply, the shortest (without masks and bounds) first."""
     with open(cubin, "rb") as file:
-        return sorted(inner_loops(disassemble(file.read())), key=lambda loop: len(loop.body))
+        return _shortest_first(disassemble(file.read()))
+
+
+def _shortest_first(text: str) -> list[Loop]:
+    """The inner loops of a kernel that multiply, the shortest (without masks and bounds) first."""
+    return sorted(inner_loops(text), key=lambda loop: len(loop.body))
 
 
 def _ptxas(target: str) -> str:
@@ -261,12 +266,15 @@ def _ptxas(target: str) -> str:
 
 
 def _amd(text: str) -> dict:
-    def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", text)
-        return int(found[1]) if found else 0
-
-    spills = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
-    return {"registers": number("vgpr_count"), "spills": spills, "matrix": {"mfma": len(re.findall(r"v_mfma", text))}}
+    """Registers, spills and matrix instructions, from machine code as text."""
+    spills = 4 * (amd_number(text, "vgpr_spill_count") + amd_number(text, "sgpr_spill_count"))
+    loops = _shortest_first(text)
+    return {
+        "registers": amd_number(text, "vgpr_count"),
+        "spills": spills,
+        "matrix": {"mfma": len(re.findall(r"v_mfma", text))},
+        "spilled": loops[0].spills / len(loops[0].body) if loops else 0.0,
+    }
 
 
 def _lost(first: str, last: str) -> tuple[str, ...]:

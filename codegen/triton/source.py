@@ -25,6 +25,25 @@ def _reads(tree: ast.AST) -> list[str]:
     return list(dict.fromkeys(node.id for node in found))
 
 
+def loads_first(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(loads and what they need, the others) of statements `name = text` that are computed from the score `s`; loads
+    that need the score are among the others.
+
+    Loads stand before the product that gives scores: Triton lays a tile out as the last of the two wants it, and
+    reductions over scores that lie as if they were loaded take many shuffles (seen with a table by relative position).
+    """
+    reads = [set(_reads(parse(line))) for line in lines]
+    names = [line.split(" = ")[0] for line in lines]
+    behind, wanted = {"s"}, set()
+    for name, read in zip(names, reads, strict=True):
+        behind |= {name} if read & behind else set()
+    for line, name, read in reversed(list(zip(lines, names, reads, strict=True))):
+        if name not in behind and ("tl.load(" in line or name in wanted):
+            wanted |= {name, *read}
+    first = [line for line, name in zip(lines, names, strict=True) if name in wanted and name not in behind]
+    return first, [line for line in lines if line not in first]
+
+
 def without_dead(lines: Sequence[str], used_later: str) -> list[str]:
     """The statements `name = text` whose names are used by later ones or in `used_later`."""
     kept: list[str] = []
@@ -109,6 +128,15 @@ def spread(value: str, shape: str) -> str:
 def block(*statements: str) -> str:
     """Statements under each other; empty ones are left out."""
     return "\n".join(statement for statement in statements if statement)
+
+
+def by_mask(masked: str, full: str | None = None) -> str:
+    """Statements by MASKED; no branch where they are the same."""
+    if full is None or masked == full:
+        return masked
+    if not masked:
+        return block("if not MASKED:", indented(full))
+    return block("if MASKED:", indented(masked), *(("else:", indented(full)) if full else ()))
 
 
 def indented(text: str, by: int = 4) -> str:

@@ -1,4 +1,4 @@
-"""What is known of a compiled kernel for an NVIDIA device without running it: its inner loops, and how fast they are
+"""What is known of a compiled kernel without running it: its inner loops, and, on NVIDIA devices, how fast they are
 predicted to be (`timeline`)."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.codegen.triton.disassembly import Loop, disassemble, inner_loops, registers_of
+from fusion.codegen.triton.disassembly import Loop, amd_number, disassemble, inner_loops, registers_of
 from fusion.codegen.triton.timeline import RATES, SUSTAINED, Clocks, clocks_of, residents
 from fusion.machine import Machine
 
@@ -49,8 +49,8 @@ class StaticFacts:
 
     @property
     def main(self) -> Loop:
-        """The loop with the fewest instructions: the one without masks and bounds, where there are several."""
-        return min(self.loops, key=lambda loop: len(loop.body))
+        """Of the loops with the most products that with the fewest instructions: the one without masks and bounds."""
+        return min(self.loops, key=lambda loop: (-loop.units["tensor"], len(loop.body)))
 
     def clocks(self, loop: Loop | None = None) -> Clocks:
         """Of one trip of a loop, of the main one where none is named."""
@@ -64,9 +64,9 @@ class StaticFacts:
 
 def static_facts(kernel: Any, machine: Machine) -> StaticFacts:
     """kernel: of Triton's compiler."""
-    metadata, binary = kernel.metadata, kernel.asm["cubin"]
+    metadata = kernel.metadata
     specialized = "ttg.warp_specialize" in kernel.asm["ttgir"]
-    registers = registers_of(binary)
+    text, registers = _machine_code(kernel)
     warps = 2 * metadata.num_warps if specialized else metadata.num_warps
     every = 3 * metadata.num_warps if specialized else metadata.num_warps
     return StaticFacts(
@@ -77,9 +77,17 @@ def static_facts(kernel: Any, machine: Machine) -> StaticFacts:
         groups=2 if specialized else 1,
         redundancy=redundancy(kernel.asm["ttgir"]),
         residents=residents(metadata.shared, registers, every, machine),
-        loops=tuple(inner_loops(disassemble(binary))),
+        loops=tuple(inner_loops(text)),
         machine=machine,
     )
+
+
+def _machine_code(kernel: Any) -> tuple[str, int]:
+    """(text, registers of a thread)."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        return text, amd_number(text, "vgpr_count")
+    return disassemble(kernel.asm["cubin"]), registers_of(kernel.asm["cubin"])
 
 
 def redundancy(text: str) -> float:

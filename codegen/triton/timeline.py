@@ -137,5 +137,5 @@ class _Timeline:
 
 def residents(shared: int, registers: int, warps: int, machine: Machine) -> int:
     """How many programs share a multiprocessor, whose shared memory is 1 KiB a program more than one may use."""
-    by_registers = machine.registers // (128 * warps * -(-max(registers, 1) // 8) * 8)
+    by_registers = machine.registers // (4 * machine.wave * warps * -(-max(registers, 1) // 8) * 8)
     return max(1, min((machine.shared_memory + 1024) // (shared + 1024), by_registers, 64 // warps))

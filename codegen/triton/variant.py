@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -71,10 +71,10 @@ class Variant:
             for kernel in kernels
         }
 
-    def launch(self, name: str, programs: int, tile: Tile, precision: str, arguments: tuple) -> None:
-        """Run one kernel: arguments are those of `argument_function`."""
+    def launch(self, name: str, programs: int, tile: Tile, fixed: Mapping[str, object], arguments: tuple) -> None:
+        """Run one kernel: arguments are those of `argument_function`; fixed: constants beside the tile's."""
         function, make = self.kernels[name]
-        constants = {**tile.constants(), "PRECISION": precision}
+        constants = {**tile.constants(), **fixed}
         constants = {key: value for key, value in constants.items() if key in function.arg_names}
         given = make(*arguments)
         if self.interpreted:

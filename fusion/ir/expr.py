@@ -32,7 +32,8 @@ class Expr:
 
     op: a leaf ("const", "coord", "size", "score", "row_max", "row_sum", "load") or one of `fusion.ir.primitives`.
     args: operand expressions; of a load, the index in each dimension of the operand tensor.
-    attr: the constant's value, the coordinate's or size's name, or the operand's number; else None.
+    attr: the constant's value, the coordinate's or size's name, the operand's number, or of a tanh the narrower dtype
+        that the model rounds it to; else None.
     """
 
     op: str

@@ -42,7 +42,15 @@ def _fold(primitive: Primitive, args: tuple[Expr, ...]) -> float | int | bool:
 
 def remake(expr: Expr, args: tuple[Expr, ...]) -> Expr:
     """The same operation on other arguments, through the normalising constructors."""
-    return apply(expr.op, *args) if expr.op in PRIMITIVES else node(expr.op, args, expr.kind, expr.attr)
+    if expr.op not in PRIMITIVES:
+        return node(expr.op, args, expr.kind, expr.attr)
+    made = apply(expr.op, *args)
+    return made if expr.attr is None else rounding_to(made, str(expr.attr))
+
+
+def rounding_to(value: Expr, dtype: str) -> Expr:
+    """A `tanh` whose value the model rounds to a dtype, which need not be computed any better; others as they are."""
+    return node("tanh", value.args, value.kind, dtype) if value.op == "tanh" else value
 
 
 def where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:

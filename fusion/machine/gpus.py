@@ -41,7 +41,7 @@ class Architecture:
     shared_memory: bytes that one program may use.
     products: flop of matrix units per clock and core, half precision with float32 sums.
     isa: "wgmma" and "tcgen05", the asynchronous matrix products of Hopper and of Blackwell's data centre parts; "tma",
-        the tensor memory accelerator; "fp8", conversions from float8_e4m3fn.
+        the tensor memory accelerator; "fp8", conversions from float8_e4m3fn; "tanh", an instruction for it.
     registers: bytes of a core.
     wave: lanes that run together.
     """
@@ -53,23 +53,25 @@ class Architecture:
     wave: int = 32
 
 
-_HOPPER = frozenset({"wgmma", "tma", "fp8"})
-_BLACKWELL = frozenset({"tcgen05", "tma", "fp8"})
+_TURING = frozenset({"tanh"})
+_ADA = _TURING | {"fp8"}
+_HOPPER = _ADA | {"wgmma", "tma"}
+_BLACKWELL = _ADA | {"tcgen05", "tma"}
 _FP8 = frozenset({"fp8"})
 
 ARCHITECTURES = {
     "sm_70": Architecture(shared_memory=96 * KIB, products=1024),
-    "sm_75": Architecture(shared_memory=64 * KIB, products=1024),
-    "sm_80": Architecture(shared_memory=163 * KIB, products=2048),
-    "sm_86": Architecture(shared_memory=99 * KIB, products=1024),
-    "sm_87": Architecture(shared_memory=163 * KIB, products=1024),
-    "sm_89": Architecture(shared_memory=99 * KIB, products=1024, isa=_FP8),
+    "sm_75": Architecture(shared_memory=64 * KIB, products=1024, isa=_TURING),
+    "sm_80": Architecture(shared_memory=163 * KIB, products=2048, isa=_TURING),
+    "sm_86": Architecture(shared_memory=99 * KIB, products=1024, isa=_TURING),
+    "sm_87": Architecture(shared_memory=163 * KIB, products=1024, isa=_TURING),
+    "sm_89": Architecture(shared_memory=99 * KIB, products=1024, isa=_ADA),
     "sm_90": Architecture(shared_memory=227 * KIB, products=4096, isa=_HOPPER),
     "sm_100": Architecture(shared_memory=227 * KIB, products=8192, isa=_BLACKWELL),
     "sm_103": Architecture(shared_memory=227 * KIB, products=8192, isa=_BLACKWELL),
     "sm_110": Architecture(shared_memory=227 * KIB, products=8192, isa=_BLACKWELL),
-    "sm_120": Architecture(shared_memory=99 * KIB, products=1024, isa=_FP8 | {"tma"}),
-    "sm_121": Architecture(shared_memory=99 * KIB, products=1024, isa=_FP8 | {"tma"}),
+    "sm_120": Architecture(shared_memory=99 * KIB, products=1024, isa=_ADA | {"tma"}),
+    "sm_121": Architecture(shared_memory=99 * KIB, products=1024, isa=_ADA | {"tma"}),
     "gfx90a": Architecture(shared_memory=64 * KIB, products=1024, isa=_FP8, registers=512 * KIB, wave=64),
     "gfx942": Architecture(shared_memory=64 * KIB, products=2048, isa=_FP8, registers=512 * KIB, wave=64),
     "gfx950": Architecture(shared_memory=160 * KIB, products=4096, isa=_FP8, registers=512 * KIB, wave=64),
@@ -160,6 +162,7 @@ INTERPRETER = replace(
         **dict.fromkeys(("l2_bandwidth", "bandwidth", "half", "tf32", "fp32", "fp8", "exp_rate"), 1e9),
     ),
     architecture="interpreter",
+    isa=_HOPPER - {"tanh"},
     shared_memory=_WITHOUT_LIMIT,
     registers=_WITHOUT_LIMIT,
 )  # fmt: skip

@@ -65,6 +65,7 @@ _SPECIAL = {
     "atan",
 }
 _COSTLY = 8.0  # instructions of such a function
+_UNIT = 1.0  # of a tanh that is rounded to bfloat16, which has one
 EFFICIENCY = 0.76
 """Share of the modelled rate that is reached. Fitted to published figures: see `timeline`."""
 HIDDEN = 0.35
@@ -138,7 +139,8 @@ def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
     mask = spec.mask
     score = spec.score if mask is None or mask.full is None else mask.full
     parts = [part for part in walk(score, spec.weight) if part.kind is Kind.FLOAT and part.args]
-    special = sum(part.op in _SPECIAL and not _by_constant(part) for part in parts)
+    special = list(filter(_is_special, parts))
+    costs = sum(_UNIT if _is_rounded(part) else _COSTLY for part in special)
     inner = [part for part in parts if {"i", "j"} <= coordinates(part) or _reads_score(part)]
     backward = 1 if kernel == FORWARD else 2  # its derivative, too
     return Work(
@@ -147,15 +149,15 @@ def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
         d_v=panelled(d_v),
         size=4 if spec.dtype == "float32" else 2,
         score_bytes=_score_bytes(spec),
-        instructions=backward * (max(0, len(inner) - 1) + _COSTLY * special),
-        specials=float(backward * special),
+        instructions=backward * (max(0, len(inner) - 1) + costs),
+        specials=float(backward * len(special)),
         masked=mask is not None,
         program=program_kind(spec),
-        loaded=panelled(d) + (0 if kernel == FORWARD and _shares_values(spec) else panelled(d_v)),
+        loaded=panelled(d) + (0 if kernel == FORWARD and shares_values(spec) else panelled(d_v)),
     )
 
 
-def _shares_values(spec: AttentionSpec) -> bool:
+def shares_values(spec: AttentionSpec) -> bool:
     """Whether V is the first columns of K where both are one tensor, and so wide that they will be (latent
     attention)."""
     alike = tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
@@ -173,6 +175,15 @@ def _reads_score(part: Expr) -> bool:
     return any(leaf.op == "score" for leaf in walk(part))
 
 
+def _is_special(part: Expr) -> bool:
+    return part.op in _SPECIAL and not _by_constant(part)
+
+
+def _is_rounded(part: Expr) -> bool:
+    """Whether it is a tanh that is rounded to bfloat16."""
+    return part.op == "tanh" and part.attr == "bfloat16"
+
+
 def _by_constant(part: Expr) -> bool:
     return part.op == "div" and part.args[1].op == "const"
 
@@ -185,6 +196,7 @@ def program_kind(spec: AttentionSpec) -> str:
     "matrix", "wide matrix": loads for each score, of two bytes at most or of more;
     "listed": tiles of a list;
     "functions": tanh and the like where no mask is evaluated;
+    "tanh": of them only tanh that is rounded to bfloat16;
     "terms": more than a scale there;
     "masked", "plain".
     """
@@ -199,17 +211,21 @@ def program_kind(spec: AttentionSpec) -> str:
         return "matrix" if _score_bytes(spec) <= 2 else "wide matrix"
     if mask is not None and mask.tile_live is not None:
         return "listed"
-    if any(part.op in _SPECIAL and not _by_constant(part) for part in walk(full, spec.weight)):
-        return "functions"
+    if special := list(filter(_is_special, walk(full, spec.weight))):
+        return "tanh" if all(map(_is_rounded, special)) else "functions"
     if sum(bool(part.args) and part.kind is Kind.FLOAT for part in walk(full, spec.weight)) > 1:
         return "terms"
     return "plain" if mask is None else "masked"
 
 
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
-    """How often each score is computed: products whose results feed others have their warps one below the other."""
-    if "tcgen05" in machine.isa:
-        return 1.0
+    """How often each score is computed: products whose results feed others in the same trip have their warps one below
+    the other."""
+    return 1.0 if "tcgen05" in machine.isa or tile.rotated else _abreast(work, tile)
+
+
+def _abreast(work: Work, tile: Tile) -> float:
+    """How many warps there are for each warp's rows."""
     return max(1.0, WARP_ROWS * tile.warps / work.outer(tile))
 
 
@@ -255,7 +271,7 @@ def _slowdown(work: Work, tile: Tile, machine: Machine) -> float:
     """Of the products that give scores, whose factors both come from shared memory."""
     if "wgmma" not in machine.isa or work.outer(tile) < GROUP_ROWS:
         return _synchronous(work.outer(tile), machine)
-    n = max(8.0, work.inner(tile) / redundancy(work, tile, machine))
+    n = max(8.0, work.inner(tile) / _abreast(work, tile))
     return max(1.0, (GROUP_ROWS + n) / (2 * n))
 
 
@@ -290,6 +306,7 @@ PRESSURE = {
     "masked": 0.25,
     "listed": 0.5,
     "terms": 1.5,
+    "tanh": 1.5,
     "functions": 2.0,
     "matrix": 1.5,
     "wide matrix": 2.0,

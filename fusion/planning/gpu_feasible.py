@@ -26,6 +26,13 @@ MOST_SPILLED = 0.05
 """Share of a loop's instructions above which such moves make a tile useless. What is spilled around a loop costs
 nothing."""
 
+FEW_SPILLED = 0.01
+"""Share up to which a loop counts as one that does not spill."""
+
+DOUBTED = 1.3
+"""By how much less time a tile whose loop spills has to be predicted to take than one whose loop does not, to be
+chosen: nothing has been timed, and what spills cost is an assumption."""
+
 MARGIN = 0.84
 """Share of a thread's registers that an estimate may reach."""
 
@@ -33,7 +40,9 @@ ROTATED_COLUMNS = 128
 """Columns up to which the rotated order is trusted without being compiled: with more, ptxas serialises its products."""
 
 MATRIX_STAGES = 2
-"""Stages of a loop that reads a matrix of scores with which ptxas does not yet serialise products (C7515)."""
+"""Stages of a loop that reads a matrix of scores with which ptxas does not yet serialise products (C7515); one less for
+more columns of V than this."""
+MATRIX_COLUMNS = 128
 
 FLOAT32_SCORES = 1 << 17
 """Of float32 products without matrix units: scores of a tile times columns, above which their factors spill; in the
@@ -57,38 +66,65 @@ class Fact(NamedTuple):
     serialised: bool
 
     @property
+    def spilled(self) -> float:
+        """Share of the main loop's instructions that move registers to and from memory."""
+        return self.spills / max(1, self.instructions)
+
+    @property
     def slowed(self) -> float:
         """By what factor spills make the kernel slower; infinite where the tile is useless."""
-        share = self.spills / max(1, self.instructions)
-        return math.inf if self.serialised or share > MOST_SPILLED else 1 + SPILLED * share
+        if self.serialised or self.spilled > MOST_SPILLED:
+            return math.inf
+        return (1 + SPILLED * self.spilled) * (1.0 if self.spilled <= FEW_SPILLED else DOUBTED)
 
 
 def slowed(work: Work, tile: Tile, machine: Machine) -> float:
     """By what factor a kernel is slower in a tile than without spills; infinite where it cannot be had."""
     if (fact := fact_of(work, tile, machine)) is not None:
         return fact.slowed if fact.shared <= machine.shared_memory else math.inf
-    return 1.0 if estimated(work, tile, machine) else math.inf
+    return 1.0 if estimated(work, tile, machine) and not spills_known(work, tile, machine) else math.inf
 
 
 def fact_of(work: Work, tile: Tile, machine: Machine) -> Fact | None:
     """What compiling this kernel in this tile has shown, if it was compiled."""
     if tile.described or tile.persistent or tile.specialized:
         return None
-    found = facts_of(work, machine).get((tile.rows, tile.keys, tile.warps, tile.stages, tile.rotated))
+    found = facts_of(work, machine).get(place_of(tile))
     return None if found is None else Fact(*found)
+
+
+def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
+    """Whether this kernel spills too much in a tile of this size with another number of stages, which moves registers
+    little."""
+    *size, _, rotated = place_of(tile)
+    for (*other, _, order), fact in facts_of(work, machine).items():
+        if (other, order) == (size, rotated) and Fact(*fact).spilled > MOST_SPILLED:
+            return True
+    return False
 
 
 def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
     """What compiling this kernel has shown, by tile."""
     if work.size != 2 or not _known_version():
         return {}
-    return gpu_facts.FACTS.get((machine.architecture, work.kernel, work.program, work.d, work.d_v), {})
+    return gpu_facts.FACTS.get(cell_of(work, machine), {})
+
+
+def cell_of(work: Work, machine: Machine) -> gpu_facts.Cell:
+    """Where facts of a kernel are."""
+    return machine.architecture, work.kernel, work.program, work.d, work.d_v
+
+
+def place_of(tile: Tile) -> tuple[int, int, int, int, bool]:
+    """Where facts of a tile are among those of its kernel."""
+    return tile.rows, tile.keys, tile.warps, tile.stages, tile.rotated
 
 
 def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether a kernel is expected to run in a tile without spilling, with a margin."""
     serialised = tile.rotated and max(work.d, work.d_v) > ROTATED_COLUMNS
-    serialised |= "wgmma" in machine.isa and work.score_bytes > 0 and tile.stages > MATRIX_STAGES
+    stages = MATRIX_STAGES - (work.kernel == FORWARD and work.d_v > MATRIX_COLUMNS)
+    serialised |= "wgmma" in machine.isa and work.score_bytes > 0 and tile.stages > stages
     serialised |= (
         "wgmma" in machine.isa and (work.kernel, work.program) == (KEYS, "random") and tile.stages > 1
     )  # C7519
@@ -98,8 +134,12 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
         scores = tile.rows * tile.keys * max(work.d, work.d_v)
         small = max(tile.rows, tile.keys) <= 32 and tile.stages == 1 and scores <= FLOAT32_SCORES // 2
         return tile.warps == 8 and (small or work.kernel == FORWARD and scores <= FLOAT32_SCORES)
-    most = min(255 if machine.wave == 32 else 512, machine.registers // (4 * tile.warps * machine.wave))
-    return registers(work, tile, machine) + ADDRESSES <= MARGIN * most
+    return registers(work, tile, machine) + ADDRESSES <= MARGIN * most_registers(tile, machine)
+
+
+def most_registers(tile: Tile, machine: Machine) -> int:
+    """Of a thread."""
+    return min(255 if machine.wave == 32 else 512, machine.registers // (4 * tile.warps * machine.wave))
 
 
 def fits(work: Work, tile: Tile, machine: Machine) -> bool:

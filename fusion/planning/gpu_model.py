@@ -21,6 +21,7 @@ from fusion.planning.gpu_clocks import (
     Work,
     kernel_clocks,
     shared_bytes,
+    shares_values,
     work_of,
 )
 from fusion.planning.gpu_feasible import fact_of, facts_of, slowed
@@ -70,8 +71,10 @@ class TileModel:
 
 
 def may_rotate(spec: AttentionSpec) -> bool:
-    """Whether there is a rotated order: there are exponentials, and a tile's neighbour is known (not from a list)."""
-    return spec.normalizer is not Normalizer.NONE and (spec.mask is None or spec.mask.tile_live is None)
+    """Whether there is a rotated order: there are exponentials, a tile's neighbour is known (not from a list), and V is
+    read on its own."""
+    listed = spec.mask is not None and spec.mask.tile_live is not None
+    return spec.normalizer is not Normalizer.NONE and not listed and not shares_values(spec)
 
 
 def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) -> Extent:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
-from fusion.codegen.triton.expressions import Level, Writer, number
+from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer, number
 from fusion.codegen.triton.forward import KernelText, kernel_text, place_of
 from fusion.codegen.triton.gradients import Captured, Gradients, gradients_of
 from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
@@ -41,7 +41,7 @@ class Role:
         self.gradients: Gradients = gradients_of(spec, needs)
         self.softmax = spec.normalizer is not Normalizer.NONE
         known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
-        known |= {I: "i", J: "j", C: "c", E: "e", SCORE: "s"}
+        known |= {I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: "i0" if self.outer == "i" else "first"}
         known |= {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink"}
         self.writer = Writer(spec=spec, known=known, outer=self.outer, inner=self.inner)
         w = self.writer
@@ -134,7 +134,7 @@ class Role:
             to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
             inside = panel.inside("e" if number == 2 else "c")
             whole, cut = (_load(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
-            lines += [f"{at} = {part.pointers}", _either(cut, whole) if bounded else cut]
+            lines += [f"{at} = {part.pointers}", source.by_mask(cut, whole) if bounded else cut]
         return source.block(*lines)
 
     def boxed(self, name: str, first: str) -> str:
@@ -244,7 +244,7 @@ class Role:
         weight = f"tl.exp2((x - row_max) * {LOG2E}) * share" if self.softmax else "x"
         return source.block(
             f"s = {score}",
-            _either(*programs),
+            source.by_mask(*programs),
             f"y = {weight}",
             f"if MASKED:\n    y = tl.where({exists}, y, 0.0)",
             f"p = y{times}",
@@ -253,7 +253,7 @@ class Role:
             f"dx = y * (dp{times} - delta)" if self.softmax else f"dx = dp{times}",
             "" if self.softmax else f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)",
             "dw = y * dp",
-            _either(*gradients),
+            source.by_mask(*gradients),
         )
 
     def _variant(self, full: bool, shape: str) -> tuple[str, str]:
@@ -324,13 +324,6 @@ class Role:
         at = self.writer.address(item.load, self.writer.level_of(item.load), self.gradient_name(item.load))
         inside = f", mask={mask}" if mask else ""
         return [*self._taken(), f'tl.atomic_add({at}, {value}, sem="relaxed"{inside})']
-
-
-def _either(masked: str, full: str | None = None) -> str:
-    """Statements by MASKED; no branch where they are the same."""
-    if full is None or masked == full:
-        return masked
-    return source.block("if MASKED:", source.indented(masked), "else:", source.indented(full))
 
 
 def _load(name: str, at: str, limits: Sequence[str], cast: str) -> str:
