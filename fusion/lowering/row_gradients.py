@@ -16,7 +16,6 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from fusion.ir.derivative import adjoints
 from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, Expr, Kind, loads, node, substitute
@@ -76,19 +75,14 @@ def depends_on_maximum(spec: AttentionSpec) -> bool:
     rows = {ROW_MAX: m, ROW_SUM: total, LOG_SUM: m + total.log()}
 
     def leaf(part: Expr):
-        if part in rows:
-            return rows[part]
-        drawn = {
-            Kind.FLOAT: torch.randn(_POINTS, generator=draw, dtype=torch.float64),
-            Kind.INT: torch.randint(1, 64, (_POINTS,), generator=draw),
-            Kind.BOOL: torch.rand(_POINTS, generator=draw) < 0.5,
-        }[part.kind]
-        known = rows[part] = drawn  # type: ignore[index]
-        return (lambda *_: known) if part.op == "load" and part.args else known
+        if part not in rows:
+            rows[part] = {
+                Kind.FLOAT: torch.randn(_POINTS, generator=draw, dtype=torch.float64),
+                Kind.INT: torch.randint(1, 64, (_POINTS,), generator=draw),
+                Kind.BOOL: torch.rand(_POINTS, generator=draw) < 0.5,
+            }[part.kind]
+        return (lambda *_: rows[part]) if part.op == "load" and part.args else rows[part]
 
-    def value(expr: Expr) -> Tensor:
-        return evaluate(expr, lambda part: leaf(part), torch.float64)
-
-    whole, by_max, by_sum = value(u), value(found[ROW_MAX]), value(found[ROW_SUM])
+    whole, by_max, by_sum = (evaluate(e, leaf, torch.float64) for e in (u, found[ROW_MAX], found[ROW_SUM]))
     eps = min(torch.finfo(o.torch_dtype).eps for o in spec.operands if o.torch_dtype.is_floating_point)
     return not bool(((whole + by_max - total * by_sum).abs() <= 0.5 * eps * whole.abs()).all())

@@ -109,6 +109,12 @@ def _no_silent_fallback():
         yield
 
 
+def times_a_function_of_the_log_sum(q, k, v, bias):
+    """A sink that is a tensor, by the logarithm of the sum."""
+    s = q @ k.mT
+    return (s.softmax(-1) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - bias[:, :, :1])) @ v
+
+
 KERNELS = [
     sum_and_epsilon, one_more, one_more_than_the_detached, detached_maximum_and_epsilon,
     clamped_and_detached_maximum_and_epsilon, under_a_mask, times_a_mask, at_least, powers_of_the_sum, nothing_but_tiny,
@@ -135,7 +141,12 @@ def shifted_by_the_maximum_but_not_in_the_sum(q, k, v, bias):
     return (e / (e.sum(-1, keepdim=True) + (-s.amax(-1, keepdim=True)).exp())) @ v
 
 
-BY_THE_REFERENCE = [maximum_and_epsilon, ties_of_the_maximum, shifted_by_the_maximum_but_not_in_the_sum]
+BY_THE_REFERENCE = [
+    maximum_and_epsilon,
+    ties_of_the_maximum,
+    shifted_by_the_maximum_but_not_in_the_sum,
+    times_a_function_of_the_log_sum,
+]
 
 
 def given(dtype=torch.float32, n=21, m=21):
