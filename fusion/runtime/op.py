@@ -23,7 +23,7 @@ tagged so that Inductor copies nothing). `tile_map` reads the data of a mask onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,11 +140,17 @@ def _save_nothing(ctx: Any, arguments: Sequence[Any], result: Any) -> None:
     """The backward of the backward only raises."""
 
 
-torch.library.register_fake("fusion::attention", _fake, lib=_library)
-torch.library.register_fake("fusion::attention_below_autograd", _fake, lib=_library)
-torch.library.register_fake("fusion::tile_map", _fake_tile_map, lib=_library)
-torch.library.register_fake("fusion::attention_forward", _fake_forward, lib=_library)
-torch.library.register_fake("fusion::attention_backward", _fake_backward, lib=_library)
+def _register_fake(name: str, function: Callable[..., Any]) -> None:
+    """`torch.library.register_fake` without its search for the caller, which looks at every file that was imported."""
+    held = torch._library.simple_registry.singleton.find(f"fusion::{name}").fake_impl
+    _library._registration_handles.append(held.register(function, __file__, _library))
+
+
+_register_fake("attention", _fake)
+_register_fake("attention_below_autograd", _fake)
+_register_fake("tile_map", _fake_tile_map)
+_register_fake("attention_forward", _fake_forward)
+_register_fake("attention_backward", _fake_backward)
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", executor.attention, _key)
     _library.impl("attention_below_autograd", executor.attention, _key)
