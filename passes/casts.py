@@ -87,6 +87,8 @@ def round_constants(value: Expr, dtype: torch.dtype) -> Expr:
     return apply(ROUNDED[dtype], value) if coarse else value
 
 
+FILL = -1e3
+"""Numbers up to this may be fills of masks."""
 _EXACT_FILL = 2.0**64
 """A sum with a fill beyond this is the fill, or overflows, in float32 as in any narrower dtype."""
 

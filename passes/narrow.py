@@ -21,6 +21,7 @@ from fusion.ir.expr import Expr, Kind, coordinates, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import PRIMITIVES, ROUNDED
 from fusion.passes import nodes
+from fusion.passes.casts import FILL
 
 Span = tuple[float, float]
 """The least and the largest finite value."""
@@ -28,8 +29,8 @@ Span = tuple[float, float]
 ORDINARY, INDICATOR = (-1.0, 1.0), (0.0, 1.0)
 ROOM = 2.0**15
 """A sum that comes this close to the end of a range may be taken beyond it by the score in it."""
-MAX_STEPS, FILL = 32, -1e3
-"""How far up a tensor is looked at; numbers up to the latter may be fills of masks."""
+MAX_STEPS = 32
+"""How far up a tensor is looked at."""
 _SELECTIONS = ("where", "minimum", "maximum")
 _DTYPES = {name: dtype for dtype, name in ROUNDED.items()}
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, const
+from fusion.ir.expr import Expr, Kind, const, walk
 from fusion.ir.ops import apply, rounding_to, where
-from fusion.passes.casts import Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
+from fusion.ir.primitives import ROUNDED
+from fusion.passes.casts import FILL, Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
 from fusion.passes.elementary import ELEMENTARY
 
 aten = torch.ops.aten
@@ -225,7 +226,10 @@ def _lerp(call: Call) -> Expr | None:
     distance = apply("fsub", end, start)
     near_start = apply("fadd", start, apply("fmul", weight, distance))
     near_end = apply("fsub", end, apply("fmul", distance, apply("fsub", const(1.0), weight)))
-    return where(apply("flt", apply("abs", weight), const(0.5)), near_start, near_end)
+    mixed = where(apply("flt", apply("abs", weight), const(0.5)), near_start, near_end)
+    # Rounded once, as torch does: beside a part of a fill a score is lost.
+    fills = (part.is_const and -math.inf < part.value <= FILL for part in walk(start, end) if part.kind is Kind.FLOAT)
+    return apply(ROUNDED[call.dtype], mixed) if call.dtype in ROUNDED and any(fills) else mixed
 
 
 def _addcmul(name: str) -> Builder:

@@ -133,6 +133,20 @@ def test_fills_in_a_mask_of_a_wider_dtype(function, dtype, emitter):
     assert site.reason is None
 
 
+@pytest.mark.parametrize("emitter", ["reference", "auto"])
+@pytest.mark.parametrize("weight", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_part_of_a_fill_is_as_coarse_as_the_dtype(dtype, weight, emitter):
+    """0.4 times float16's lowest is a number beside which scores are lost: eager averages over the keys."""
+
+    def attention(q, k, v, pad):
+        s = scores(q, k)
+        return torch.lerp(torch.where(keep(q, pad), s, torch.finfo(s.dtype).min), s, weight).softmax(-1) @ v
+
+    (site,) = as_exact_as_eager(attention, padded(dtype, LENGTH), emitter, gradients=True)
+    assert site.reason is None
+
+
 def test_a_mask_cast_by_autocast():
     q, k, v, _, wide = given(torch.float32)
 
