@@ -26,6 +26,7 @@ from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinat
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_matter, first_key_lives
+from fusion.lowering.numbers import LOG2E, in_float32
 from fusion.lowering.rows import KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.head_dims import panelled
@@ -247,9 +248,20 @@ class Forward:
         """row_max and row_sum over the keys, in the score's own units."""
         return [f"row_max = {in_own_units('m[:, None]', self.programs)}", "row_sum = l[:, None]"]
 
+    def _settled(self, programs: ScorePrograms) -> list[str]:
+        """l and acc relative to m: in the loop over the keys they are relative to m * unit, rounded."""
+        unit = in_float32(programs.scale * LOG2E)
+        return [
+            f"rounding = (m * {unit}).to(tl.float64) - m.to(tl.float64) * {unit}",
+            "excess = tl.exp2(tl.where(tl.abs(m) > 1e38, 0.0, rounding).to(tl.float32))",
+            "l = l * excess",
+            *(f"acc{panel.suffix} = acc{panel.suffix} * excess[:, None]" for panel in self.values),
+        ]
+
     def _row_factor(self) -> list[str]:
         """`factor`, what each row of the output is multiplied by; the statistics as soon as they are there."""
-        lines, w = self._maximum_and_sum(), self.writer
+        shared = self.statistics or self.spec.sinks or self.spec.row_scale is not None
+        lines, w = [*(self._settled(self.programs) if shared else []), *self._maximum_and_sum()], self.writer
         w.known |= {KEY_MAX: "row_max", KEY_SUM: "row_sum"}
         for name, leaf, value in row_epilogue(self.spec):
             before = len(w.lines[Level.ROW])

@@ -43,7 +43,7 @@ def running() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    with _language_restored(), _exact_bfloat16(), _exact_float8(), _plain_integers():
+    with _language_restored(), _exact_bfloat16(), _exact_float8(), _fused_multiply_add(), _plain_integers():
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -89,6 +89,24 @@ def _plain_integers() -> Iterator[None]:
         yield
     finally:
         interpreter._patch_lang_tensor = patch
+
+
+@contextlib.contextmanager
+def _fused_multiply_add() -> Iterator[None]:
+    """Inside, products of float32 are not rounded before something is added to them: the interpreter rounds twice."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    fma = InterpreterBuilder.create_fma
+
+    def create_fma(self, x, y, z):
+        exact = x.data.astype("float64") * y.data + z.data
+        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = create_fma
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_fma = fma
 
 
 @contextlib.contextmanager

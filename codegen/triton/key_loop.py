@@ -305,10 +305,14 @@ class KeyLoop:
         if self.programs.guarded:
             lines.append(f"unit = tl.where(tl.abs(m_new) > 1e38, {number(scale)}, {unit})")
             lines.append('shift = tl.where(m_new == float("-inf"), 0.0, m_new * unit)')
-            lines += ["alpha = tl.exp2(m * unit - shift)", "p = tl.exp2(x * unit[:, None] - shift[:, None])"]
+            unit, units = "unit", "unit[:, None]"
         else:
             lines.append(f"shift = m_new * {unit}")
-            lines += [f"alpha = tl.exp2(m * {unit} - shift)", f"p = tl.exp2(x * {unit} - shift[:, None])"]
+            units = unit
+        # Both shifts are rounded, as they are in p. The minimum changes nothing, and keeps a compiler from contracting
+        # product and difference.
+        lines.append(f"alpha = tl.exp2(tl.minimum(m * {unit}, shift) - shift)")
+        lines.append(f"p = tl.exp2(tl.fma(x, {units}, -shift[:, None]))")
         lines.append("l = l * alpha + tl.sum(p, 1)")
         lines += ["m = m_new"] if self.rotated else [*self._scaled(), "m = m_new"]
         if self.spec.weight is not const(1.0):

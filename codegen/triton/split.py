@@ -62,7 +62,7 @@ class Part(Forward):
         return source.block(*self.loop.initial(), *(self.loop.call(*stage, begin="start") for stage in stages))
 
     def _finish(self) -> str:
-        lines = self._maximum_and_sum() if self.softmax else []
+        lines = [*self._settled(self.programs), *self._maximum_and_sum()] if self.softmax else []
         lines += self.places("split")
         for panel in self.values:
             at, acc = f"part_ptr + at * {self.d_v} + e{panel.suffix}", f"acc{panel.suffix}"
@@ -151,6 +151,7 @@ class Combine(Part):
             *self.loop.initial(),
             self.loop.call("0", end, True, True, indent=8, listed=False, begin="0"),
             self.loop.finish("0", n_k, 8),
+            *self._settled(self.visited),
             f"m = {in_own_units('m', self.visited)}",
         )
         return source.block(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 from fusion.ir.expr import Expr, Kind
 
@@ -10,6 +11,11 @@ LOG2E = math.log2(math.e)
 
 SIZE_LIMIT = 1 << 25
 """Run-time sizes must stay below this (launchers check), so that small multiples of coordinates fit in 32 bits."""
+
+
+def in_float32(value: float) -> float:
+    """The number of float32 that is nearest."""
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def magnitude(expr: Expr) -> float:

@@ -1,0 +1,47 @@
+"""Scores far from zero: their maximum times log2(e) is rounded, and nothing may depend on how."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.launch import Kernel
+from fusion.planning.choice import Tile
+from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
+
+TILE = Tile(rows=16, keys=16, warps=4, stages=1)
+
+
+def steps(sinks: bool = False):
+    """A bias alone: of the first half of the keys -10001, of the others -10000; eager's exponentials are exact."""
+    c = case("bias", d=16, sinks=sinks)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 18, "Nk": 96})
+    operands[0].zero_()
+    operands[3][:] = torch.where(torch.arange(96) < 48, -10001.0, -10000.0)
+    if sinks:
+        operands[-1][:] = -10000.0
+    return c, operands, sizes
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_maxima_of_parts(splits: int) -> None:
+    c, operands, sizes = steps()
+    assert_as_exact_as_eager(Kernel(c.spec, TILE, splits=splits)(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_sink_beside_them(splits: int) -> None:
+    c, operands, sizes = steps(sinks=True)
+    assert_as_exact_as_eager(Kernel(c.spec, TILE, splits=splits)(operands, sizes), c, operands)
+
+
+def test_weights_of_the_backward_are_those_of_the_forward() -> None:
+    c, operands, sizes = steps()
+    run, needs = Differentiable(c.spec, TILE), (True, True, True, True)
+    out, statistics = run.forward(operands, sizes)
+    grad = torch.randn(out.shape)
+    got = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert_gradients_as_exact_as_eager(got, c, operands, grad, needs)
