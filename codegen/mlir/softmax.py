@@ -17,17 +17,15 @@ mode.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
 from fusion.codegen.mlir.scope import Context, Scope, staged_leaf
 from fusion.ir.expr import SCORE, Expr, J
-from fusion.lowering.numbers import LOG2E
+from fusion.lowering.numbers import LOG2E, exponent_units
 
 RESCALE_ABOVE = 8.0  # in powers of two
-HUGE = 2.0**30  # of m * c: above it neighbouring floats are 64 or more apart, 2**-64 in weights
 UNROLL = 4  # keys at a time where the program is applied
 PAIR = 2  # and where only exponentials are left
 
@@ -97,9 +95,9 @@ class Exponent:
     def coefficients(self, m: Value) -> tuple[Value, Value]:
         """(c, shift) such that the weight of x is exp2(x * c + shift), for the maximum m."""
         b = self.b
-        factor = self.scale * LOG2E
-        huge = b.compare("ogt", b.unary("math.absf", m), HUGE / factor, "huge")
-        c = b.select(huge, min(1.0, 2.0 ** math.floor(math.log2(factor))), b.constant(factor, self.vector), "c")
+        unit, limit, exact = exponent_units(self.scale)
+        huge = b.compare("ogt", b.unary("math.absf", m), limit, "huge")
+        c = b.select(huge, exact, b.constant(unit, self.vector), "c")
         shift = b.select(b.compare("oeq", m, float("-inf")), 0.0, b.mul(m, c), "shift")
         return c, b.unary("arith.negf", shift, "shift")
 

@@ -11,7 +11,6 @@ itself is `key_loop`'s.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +25,7 @@ from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinat
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_matter, first_key_lives
-from fusion.lowering.numbers import LOG2E, in_float32
+from fusion.lowering.numbers import exponent_units, in_float32
 from fusion.lowering.rows import KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.head_dims import panelled
@@ -250,10 +249,10 @@ class Forward:
 
     def _settled(self, programs: ScorePrograms) -> list[str]:
         """l and acc relative to m: in the loop over the keys they are relative to m * unit, rounded."""
-        unit = in_float32(programs.scale * LOG2E)
+        unit, limit, _ = map(in_float32, exponent_units(programs.scale))
         return [
             f"rounding = (m * {unit}).to(tl.float64) - m.to(tl.float64) * {unit}",
-            "excess = tl.exp2(tl.where(tl.abs(m) > 1e38, 0.0, rounding).to(tl.float32))",
+            f"excess = tl.exp2(tl.where(tl.abs(m) > {limit}, 0.0, rounding).to(tl.float32))",
             "l = l * excess",
             *(f"acc{panel.suffix} = acc{panel.suffix} * excess[:, None]" for panel in self.values),
         ]
@@ -289,10 +288,9 @@ class Forward:
 def in_own_units(m: str, programs: ScorePrograms) -> str:
     """Maxima in units of the programs' scale, in the score's own."""
     row_max = m if programs.scale == 1.0 else f"{m} * {number(programs.scale)}"
-    if programs.clamped is None:
-        return row_max
-    end = math.copysign(LARGEST, programs.clamped)
-    return f"tl.where({m} == {number(end)}, {number(programs.clamped)}, {row_max})"
+    for unit, value in programs.fills:
+        row_max = f"tl.where({m} == {number(unit)}, {number(value)}, {row_max})"
+    return row_max
 
 
 def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:

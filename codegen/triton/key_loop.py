@@ -24,7 +24,7 @@ from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import C, E, Expr, J, const, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.numbers import LOG2E
+from fusion.lowering.numbers import exponent_units
 from fusion.lowering.score_programs import ScorePrograms
 
 
@@ -300,10 +300,10 @@ class KeyLoop:
         """The running maximum and sum, and the weights p."""
         if not self.softmax:
             return "p = x" if self.spec.weight is const(1.0) else "p = x * w"
-        scale = self.programs.scale
-        unit, lines = number(scale * LOG2E), ["m_new = tl.maximum(m, tl.max(x, 1))"]
+        unit, limit, exact = map(number, exponent_units(self.programs.scale))
+        lines = ["m_new = tl.maximum(m, tl.max(x, 1))"]
         if self.programs.guarded:
-            lines.append(f"unit = tl.where(tl.abs(m_new) > 1e38, {number(scale)}, {unit})")
+            lines.append(f"unit = tl.where(tl.abs(m_new) > {limit}, {exact}, {unit})")
             lines.append('shift = tl.where(m_new == float("-inf"), 0.0, m_new * unit)')
             unit, units = "unit", "unit[:, None]"
         else:

@@ -91,7 +91,7 @@ class Combine(Part):
         self.statistics, self.repeats = statistics, dead_rows_matter(spec)
         self.visited = self.programs
         # Parts have their maxima in the score's own units.
-        self.programs = replace(self.programs, scale=1.0, clamped=None)
+        self.programs = replace(self.programs, scale=1.0, fills=())
 
     def text(self) -> KernelText:
         """The kernel; the loop over keys is that of `Part`, in the same module."""

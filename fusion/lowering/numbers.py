@@ -9,6 +9,18 @@ from fusion.ir.expr import Expr, Kind
 
 LOG2E = math.log2(math.e)
 
+HUGE = 2.0**30
+"""Of maxima times scale times log2(e): above it neighbouring floats are 64 or more apart, 2**-64 in weights."""
+
+
+def exponent_units(scale: float) -> tuple[float, float, float]:
+    """(unit, limit, exact): the weight of a score x is exp2(x * unit - m * unit), for the maximum m, in units of
+    `scale`. Where m is above the limit, m * unit is rounded by more than an exponent may be off: scores that are not
+    equal to m have no weight there, and the unit is a power of two, of which the products are exact."""
+    factor = scale * LOG2E
+    return factor, HUGE / factor, min(1.0, 2.0 ** math.floor(math.log2(factor)))
+
+
 SIZE_LIMIT = 1 << 25
 """Run-time sizes must stay below this (launchers check), so that small multiples of coordinates fit in 32 bits."""
 

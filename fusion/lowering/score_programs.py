@@ -14,6 +14,7 @@ from fusion.ir import ops, primitives
 from fusion.ir.expr import SCORE, Expr, Kind, const, contains, coordinates, rebuild, walk
 from fusion.ir.fills import LARGEST, in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.numbers import HUGE, in_float32
 
 _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
 
@@ -25,15 +26,16 @@ class ScorePrograms:
     masked: the whole program
     full: the program where every key is live, or None where it is the same
     scale: the score is scale * program
-    guarded: scores can be -inf or so large that their product with log2(e) overflows, for whole rows
-    clamped: the finite constant that is beyond float32 in units of `scale` and was brought to its end, if there is one
+    guarded: scores can be infinite or huge (`numbers.HUGE`), for whole rows
+    fills: (constant in units of `scale`, constant) of the finite constants that do not come back from these units as
+        they were, be it that they are rounded or that they lie beyond float32 there and were brought to its end
     """
 
     masked: Expr
     full: Expr | None
     scale: float = 1.0
     guarded: bool = False
-    clamped: float | None = None
+    fills: tuple[tuple[float, float], ...] = ()
 
 
 def score_programs(spec: AttentionSpec, folded: bool = False) -> ScorePrograms:
@@ -49,17 +51,20 @@ def score_programs(spec: AttentionSpec, folded: bool = False) -> ScorePrograms:
     scale = _factor(score, folded)
     if scale is None or (full is not None and _factor(full, folded) != scale):
         return plain
-    beyond = _beyond(score, scale)
+    constants = sorted(_constants(score))
+    beyond = [value for value in constants if abs(value) / scale > LARGEST]
     masked, live = (None if part is None else _divided(part, scale, folded) for part in (score, full))
     if len(beyond) > 1 or masked is None or (live is None) != (full is None):  # several would become equal
         return plain
-    return ScorePrograms(masked=masked, full=live, scale=scale, guarded=guarded, clamped=next(iter(beyond), None))
+    inside = [(in_float32(max(-LARGEST, min(value / scale, LARGEST))), value) for value in constants]
+    fills = tuple((unit, value) for unit, value in inside if in_float32(unit * in_float32(scale)) != in_float32(value))
+    return ScorePrograms(masked=masked, full=live, scale=scale, guarded=guarded, fills=fills)
 
 
 def is_tame(expr: Expr) -> bool:
     """Whether ordinary inputs give ordinary scores: nothing but small constants and smooth operations."""
     for part in walk(expr):
-        if part.is_const and part.kind is Kind.FLOAT and abs(part.value) > 1e30:
+        if part.is_const and part.kind is Kind.FLOAT and abs(part.value) > HUGE / 8:
             return False
         divides = part.op == "div" and part.args[1].is_const and part.args[1].value != 0
         if part.kind is Kind.FLOAT and not primitives.is_tame(part.op) and not divides:
@@ -141,9 +146,8 @@ def _divided(expr: Expr, scale: float, folded: bool) -> Expr | None:
     return parts[1] if _factor(parts[1], folded) is None else _divided(parts[1], scale, folded)
 
 
-def _beyond(score: Expr, scale: float) -> set[float]:
-    """Finite constants among the alternatives of a program that do not fit float32 in units of `scale`."""
+def _constants(score: Expr) -> set[float]:
+    """Finite constants among the alternatives of a program."""
     if score.op in ("where", "fadd"):
-        return {value for arg in score.args for value in _beyond(arg, scale)}
-    value = score.value if score.is_const else 0.0
-    return {value} if math.isfinite(value) and abs(value) / scale > LARGEST else set()
+        return {value for arg in score.args for value in _constants(arg)}
+    return {score.value} if score.is_const and score.kind is Kind.FLOAT and math.isfinite(score.value) else set()

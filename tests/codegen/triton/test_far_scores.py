@@ -11,6 +11,7 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
+from tests.passes.exactness import as_exact_as_eager, padded
 
 TILE = Tile(rows=16, keys=16, warps=4, stages=1)
 
@@ -45,3 +46,25 @@ def test_weights_of_the_backward_are_those_of_the_forward() -> None:
     grad = torch.randn(out.shape)
     got = run.backward(grad, out, statistics, operands, sizes, needs)
     assert_gradients_as_exact_as_eager(got, c, operands, grad, needs)
+
+
+@pytest.mark.parametrize("fill", [-1e6, -1e9, -1e10, -1e20, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("scale", [0.3, 0.7, 1.0])
+def test_rows_of_nothing_but_a_fill_are_means(fill: float, scale: float) -> None:
+    """There a product that is rounded once, before a difference that is not, would be off by any exponent."""
+
+    def attention(q, k, v, pad):
+        return (q @ k.mT * scale).masked_fill(~pad[:, None, None], fill).softmax(-1) @ v
+
+    (site,) = as_exact_as_eager(attention, padded(torch.float32, 37), gradients=True)
+    assert site.fused
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
+def test_scores_that_are_huge_without_a_mask(size: float) -> None:
+    def attention(q, k, v, pad):
+        return (q @ k.mT * 0.3).softmax(-1) @ v
+
+    q, *rest = padded(torch.float32, 37)
+    (site,) = as_exact_as_eager(attention, [q.sign() * size, *(x.sign() for x in rest[:2]), rest[2]])
+    assert site.fused

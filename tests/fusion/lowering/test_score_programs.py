@@ -52,8 +52,8 @@ def test_scale_times_a_variant_is_the_program(score: Expr, scale: float, folded:
     assert found.scale == scale
     for i, j in ((0, 0), (1, 0), (0, 1)):
         want, got = value(score, i, j), value(found.masked, i, j) * found.scale
-        if found.clamped is not None:
-            got = torch.where(got == LOWEST * found.scale, found.clamped, got)
+        for unit, constant in found.fills:
+            got = torch.where(got == unit * found.scale, constant, got)
         assert_same(got, want)
 
 
