@@ -31,6 +31,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import of_target
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_clocks import shares_values
 
 HEADS = 64
 """For which tiles are chosen: enough blocks for a whole device."""
@@ -100,7 +101,7 @@ def facts_of(
     changed: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Facts]:
     """The kernels of a spec with constant d and d_v, in the tiles that they would run in on a target for n queries
-    and keys.
+    and keys; where V can be the first columns of K (latent attention), it is.
 
     training: also the statistics, and the backward kernels with gradients of every floating-point operand but float8.
     changed: fields of the forward's tile, in place of the table's.
@@ -108,7 +109,7 @@ def facts_of(
     d, d_v = spec.d.integer, spec.d_v.integer
     planner = GpuPlanner(spec, of_target(target))
     tile = replace(planner.tile_for(n, n, d, d_v, HEADS), **changed)
-    kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=False, packed=1))
+    kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=shares_values(spec), packed=1))
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **planner.backward(d, d_v)}
     if training:
         tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}

@@ -44,6 +44,9 @@ MATRIX_STAGES = 2
 more columns of V than this."""
 MATRIX_COLUMNS = 128
 
+WIDE = 256
+"""Columns of V from which on addresses take twice the registers: columns are read in panels, and no loop is simple."""
+
 FLOAT32_SCORES = 1 << 17
 """Of float32 products without matrix units: scores of a tile times columns, above which their factors spill; in the
 backward half of them, 32 x 32 at most, with one stage."""
@@ -134,7 +137,8 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
         scores = tile.rows * tile.keys * max(work.d, work.d_v)
         small = max(tile.rows, tile.keys) <= 32 and tile.stages == 1 and scores <= FLOAT32_SCORES // 2
         return tile.warps == 8 and (small or work.kernel == FORWARD and scores <= FLOAT32_SCORES)
-    return registers(work, tile, machine) + ADDRESSES <= MARGIN * most_registers(tile, machine)
+    addresses = ADDRESSES * (2 if work.d_v > WIDE else 1)
+    return registers(work, tile, machine) + addresses <= MARGIN * most_registers(tile, machine)
 
 
 def most_registers(tile: Tile, machine: Machine) -> int:
