@@ -99,6 +99,25 @@ def is_distance(node: Node) -> bool:
     return packet(node) in _DISTANCES or _summed(node, (aten.sub,)) is not None
 
 
+def extended_factors(node: Node) -> list[Node]:
+    """Of a product with a vector that is written as a product and a sum, `(q * k).sum(-1)` with a single query, the
+    factors that are broadcast along the other: the sum is over a dimension of both. Empty for any other node."""
+    if packet(node) is not aten.sum or not nodes.is_tensor(node) or is_contraction(node):
+        return []
+    args = arguments(node)
+    inner, dims = args["self"], args.get("dim")
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    if packet(inner) is not aten.mul or len(dims) != 1 or not isinstance(dims[0], int):
+        return []
+    extents = shape(inner)
+    if not all(nodes.is_tensor(x) and len(shape(x)) == len(extents) and not is_parameter(x) for x in inner.args):
+        return []
+    dim = nodes.normalize_dim(dims[0], len(extents))
+    if any(shape(x)[dim] is not extents[dim] for x in inner.args):
+        return []
+    return [x for x in inner.args if shape(x) != extents]
+
+
 def _broadcast(left: Index, right: Index) -> Index | None:
     """The extents of a pointwise operation that extends both of its operands; None where one has its shape."""
     one, rank = integers.integer(1), max(len(left), len(right))

@@ -96,6 +96,8 @@ def _is_candidate(node: Node, met: Upstream) -> bool:
         return node.op == "call_function"
     if is_contraction(node):
         return bool(met.inputs(node) & NORMALISED)
+    if met.is_hidden_product_with_values(node):
+        return True
     further = packet(node) in FURTHER_PRODUCTS and Met.MIXED_HEADS not in met[node]
     return further and looks_like_attention(met.inputs(node))
 

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fusion.ir.expr import coord, coordinates
 from fusion.passes import nodes
-from fusion.passes.contractions import is_contraction, is_distance
+from fusion.passes.contractions import extended_factors, is_contraction, is_distance
 from fusion.passes.nodes import packet, shape
 from fusion.passes.sdpa import is_sdpa
 from fusion.passes.views import source
@@ -62,16 +62,22 @@ class Upstream:
         """What any of the inputs of a node meets."""
         return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
 
+    def is_hidden_product_with_values(self, node: Node) -> bool:
+        """Whether a node multiplies attention weights of one query with V, by a product and a sum."""
+        return any(looks_like_attention(self[factor]) for factor in extended_factors(node))
+
     def _of(self, node: Node) -> Met:
         kind = packet(node)
         if is_contraction(node) or is_distance(node):
+            return Met.PRODUCT
+        if self.is_hidden_product_with_values(node):
             return Met.PRODUCT
         if kind in LINEAR:
             met = self.inputs(node)
             return met | Met.MIXED_HEADS if Met.PRODUCT in met and mixes_heads(node) else _NOTHING
         if is_sdpa(node) or kind is aten.layer_norm:
             return _NOTHING
-        met = self.inputs(node)
+        met = self.inputs(node) | (Met.PRODUCT if extended_factors(node) else _NOTHING)
         if kind in _SOFTMAX | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
             met |= Met.SOFTMAX if kind in _SOFTMAX else Met.EXP
         if kind in _STATISTICS:

@@ -114,6 +114,36 @@ def test_a_bias_of_distances_is_read():
     assert site.fused
 
 
+def one_query(q, k, v):
+    return ((q * k).sum(-1).softmax(-1).unsqueeze(-1) * v).sum(-2)
+
+
+def one_query_of_a_product(q, k, v):
+    return ((q @ k.mT).softmax(-1).mT * v).sum(-2)
+
+
+def one_query_with_values_by_matmul(q, k, v):
+    return (q * k).sum(-1).softmax(-1).unsqueeze(-2) @ v
+
+
+@pytest.mark.parametrize("function", [one_query, one_query_of_a_product, one_query_with_values_by_matmul])
+def test_products_with_one_query_are_listed(function):
+    q, k, v, _ = padded(torch.float32, LENGTH)
+    (site,) = as_exact_as_eager(function, [q[..., :1, :], k, v])
+    assert not site.fused and site.refusal.kind in (Ground.PRODUCT_FORM, Ground.NOT_POINTWISE)
+
+
+def masked_again(q, k, v, pad):
+    """A sum of masked weights is no product with V."""
+    w = weights(q @ k.mT, pad) * pad[:, None, None].to(q.dtype)
+    return (w / w.sum(-1, keepdim=True).clamp(min=0.5)) @ v
+
+
+def test_sums_of_masked_weights_are_not_listed():
+    (site,) = as_exact_as_eager(masked_again, padded(torch.float32, LENGTH))
+    assert site.refusal is None or site.refusal.kind is not Ground.PRODUCT_FORM
+
+
 def test_sums_of_elements_are_no_products():
     """The entropy of weights, and a norm: nothing is broadcast."""
 
