@@ -66,9 +66,7 @@ def cast(value: Expr, dtype: torch.dtype) -> Expr | None:
     if kind is None:
         return None
     value = operand(value, kind)
-    if kind is not Kind.FLOAT or dtype in (torch.float64, torch.float32):
-        return round_constants(value, torch.float32) if kind is Kind.FLOAT else value
-    return round_constants(value, dtype)
+    return round_constants(value, dtype) if kind is Kind.FLOAT else value
 
 
 def round_constants(value: Expr, dtype: torch.dtype) -> Expr:
@@ -146,5 +144,5 @@ def swallows(fill: float, dtype: torch.dtype) -> bool:
         return False
     if math.isinf(fill):
         return True
-    exponent = math.floor(math.log2(-fill))
+    exponent = math.frexp(fill)[1] - 1
     return 2.0**exponent * torch.finfo(dtype).eps / 2 >= 16

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
-from fusion.passes.dead_rows import as_exponents, may_be_far, may_be_infinite, may_be_lowest, quotient_kind, selected
+from fusion.passes.dead_rows import as_exponents, may_be_far, quotient_kind, selected
 from fusion.passes.nodes import Unsupported
+from fusion.passes.shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
 from fusion.refusals import Ground
 
 _DETACHED = apply("detach", ROW_MAX)
@@ -34,26 +35,13 @@ class Core:
 def attentions(weight: Expr) -> list[Core]:
     """The attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
     weight = _fold_softmax(weight)
-    if not _has(weight, "dot"):
+    if not has(weight, "dot"):
         raise Unsupported(
             Ground.NOT_POINTWISE, "the weights do not come from a product of queries and keys by pointwise operations"
         )
-    if not _has(weight, "softmax", "scaled_softmax"):
+    if not has(weight, "softmax", "scaled_softmax"):
         return [_pointwise_core(weight)]
     return [_core(coefficient, core) for coefficient, core in _terms(weight)]
-
-
-def _has(expr: Expr, *ops: str) -> bool:
-    return any(part.op in ops for part in walk(expr))
-
-
-def _free_of_keys(expr: Expr) -> bool:
-    """Whether a value is the same for all keys j; a reduction binds j."""
-    if expr.op in ("reduce", "row_max", "row_sum"):
-        return True
-    if expr.op in ("dot", "score", "softmax", "scaled_softmax") or (expr.op == "coord" and expr.attr == "j"):
-        return False
-    return all(_free_of_keys(arg) for arg in expr.args)
 
 
 # --- hand-written softmax ---------------------------------------------------------------------------------------
@@ -65,17 +53,18 @@ def _fold_softmax(expr: Expr) -> Expr:
     for part in walk(expr):
         args = tuple(made[arg] for arg in part.args)
         here = part if args == part.args else remake(part, args)
-        made[part] = _as_softmax(here) or here
+        made[part] = _as_softmax(here, part) or here
     return made[expr]
 
 
-def _as_softmax(expr: Expr) -> Expr | None:
+def _as_softmax(expr: Expr, spelled: Expr) -> Expr | None:
+    """spelled: the same before anything in it was replaced."""
     if expr.op == "exp":
         return _from_logsumexp(expr)
     if expr.op == "div":
         return _from_quotient(*expr.args)
     if expr.op in ("where", "feq"):
-        return _without_nan(expr)
+        return _without_nan(expr, spelled)
     if expr.op == "fmul":
         for numerator, factor in (expr.args, expr.args[::-1]):
             if factor.op == "div" and is_number(factor.args[0], 1.0):
@@ -93,15 +82,23 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     x, shift = exponent.args
     if shift.op != "reduce" or shift.attr != "logsumexp" or shift.args[0] is not x:
         return None
-    if not any(may_be_far(arg) or _has(arg, "load") for arg in shift.args):
+    if not any(may_be_far(arg) or has(arg, "load") for arg in shift.args):
         return node("softmax", shift.args, Kind.FLOAT, "softmax")
     # In a row of nothing but such a fill the logarithm of the sum is lost: every weight is 1.
     scale = apply("exp", apply("fsub", ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))))
     return node("scaled_softmax", (scale, *shift.args), Kind.FLOAT, "softmax")
 
 
-def _without_nan(expr: Expr) -> Expr | None:
-    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is."""
+_SHIFTS = ("max", "detached max", "logsumexp")
+"""Reductions after which exponentials do not overflow."""
+
+
+def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
+    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is.
+
+    Exponentials from which no maximum was subtracted overflow, and are NaN in their quotient. That the fused softmax
+    has weights there must not show.
+    """
     if expr.op == "feq":
         weight, bound = expr.args
         return FALSE if weight.op == "softmax" and bound.is_const and math.isinf(bound.value) else None
@@ -111,13 +108,15 @@ def _without_nan(expr: Expr) -> Expr | None:
     is_nan = condition.op in ("feq", "fne") and condition.args[0] is condition.args[1] is kept
     if not is_nan or kept.op != "softmax" or not is_number(replaced, 0.0):
         return None
+    if not has(spelled, "softmax") and not any(part.attr in _SHIFTS for part in walk(spelled) if part.op == "reduce"):
+        return None
     return node("softmax", kept.args, Kind.FLOAT, Normalizer.ZERO_SOFTMAX.value)
 
 
 def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     """exp(x - r) / g(S), S = sum of exp(x - r), r and g free of keys, is a softmax whose rows g may scale otherwise."""
     sums = [p for p in walk(denominator) if p.op == "reduce" and p.attr == "sum" and p.args[0] is numerator]
-    if len(sums) != 1 or not _free_of_keys(denominator):
+    if len(sums) != 1 or not free_of_keys(denominator):
         return None
     total = sums[0]
     split = [_exponent_and_shift(column) for column in total.args]
@@ -130,14 +129,14 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     maximum = {part: own for part in walk(shift, denominator) if (own := _own_maximum(part, columns)) is not None}
     shift = _replace(shift, maximum)
     attached = {_DETACHED: ROW_MAX}
-    if not (shift.is_const and _strip_shift(columns) is not None):  # exp(x - max of x - 1)
+    if not (shift.is_const and strip_shift(columns) is not None):  # exp(x - max of x - 1)
         columns = as_exponents(columns, _replace(shift, attached))
     if denominator is total:
         return node("softmax", columns, Kind.FLOAT, "softmax")
     # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r), and the quotient is exp(x - m) / u.
     further = ZERO if shift is ROW_MAX else apply("fsub", ROW_MAX, shift)
     scale = apply("div", ONE, _less(_replace(denominator, maximum | {total: ROW_SUM}), further))
-    if _has(scale, "reduce", "dot"):
+    if has(scale, "reduce", "dot"):
         return None
     kind = quotient_kind(*(_replace(e, maximum | attached | {total: ROW_SUM}) for e in (shift, denominator)))
     return node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
@@ -168,23 +167,9 @@ def _less(value: Expr, further: Expr) -> Expr:
 
 def _own_maximum(value: Expr, columns: tuple[Expr, ...]) -> Expr | None:
     """ROW_MAX, or that detached, where a value is the maximum of just these columns."""
-    if _is_maximum(value, columns):
+    if is_maximum(value, columns):
         return ROW_MAX
-    return _DETACHED if _is_maximum(value, columns, "detached max") else None
-
-
-def _is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:
-    """Whether a value is the maximum (or another reduction) of just these columns."""
-    if value.op != "reduce" or value.attr != name:
-        return False
-    return [_fill_last(arg) for arg in value.args] == [_fill_last(column) for column in columns]
-
-
-def _fill_last(column: Expr) -> Expr:
-    """(-inf if p else x) as (x if not p else -inf)."""
-    if column.op == "where" and column.args[1].is_const:
-        return where(apply("not", column.args[0]), column.args[2], column.args[1])
-    return column
+    return _DETACHED if is_maximum(value, columns, "detached max") else None
 
 
 def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
@@ -201,7 +186,7 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
         if (shifted := _shifted(exponent)) is not None:
             return shifted
         for x, added in (exponent.args, exponent.args[::-1]) if exponent.op == "fadd" else ():
-            if _has(added, "reduce") and _free_of_keys(added):
+            if has(added, "reduce") and free_of_keys(added):
                 return x, apply("neg", added)
         return exponent, ZERO
     if is_number(value, 0.0):
@@ -226,7 +211,7 @@ def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
 
     A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is.
     """
-    if exponent.op == "fsub" and _free_of_keys(exponent.args[1]):
+    if exponent.op == "fsub" and free_of_keys(exponent.args[1]):
         return exponent.args[0], exponent.args[1]
     if exponent.op != "fmul":
         return None
@@ -273,7 +258,7 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         return []
     if expr.op in ("fadd", "fsub"):
         for arg in expr.args:
-            if not is_number(arg, 0.0) and not _has(arg, "softmax", "scaled_softmax"):
+            if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
                 raise Unsupported(
                     Ground.WEIGHTS_ADDED, f"something independent of the softmax is added to the weights: {arg}", expr
                 )
@@ -283,14 +268,14 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         return [(apply("neg", c), core) for c, core in _terms(expr.args[0])]
     if expr.op in ("fmul", "div"):
         for inner, factor in (expr.args, expr.args[::-1]) if expr.op == "fmul" else (expr.args,):
-            if not _has(factor, "softmax", "scaled_softmax", "dot", "reduce"):
+            if not has(factor, "softmax", "scaled_softmax", "dot", "reduce"):
                 return [(apply(expr.op, c, factor), core) for c, core in _terms(inner)]
-            if _has(factor, "reduce") and _free_of_keys(factor):
+            if has(factor, "reduce") and free_of_keys(factor):
                 return [(c, _scaled(core, expr.op, factor)) for c, core in _terms(inner)]
-    if expr.op == "where" and not _has(expr.args[0], "softmax", "scaled_softmax", "dot", "reduce"):
+    if expr.op == "where" and not has(expr.args[0], "softmax", "scaled_softmax", "dot", "reduce"):
         condition, then, otherwise = expr.args
         for arg in (then, otherwise):
-            if not is_number(arg, 0.0) and not _has(arg, "softmax", "scaled_softmax"):
+            if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
                 raise Unsupported(
                     Ground.WEIGHTS_REPLACED,
                     f"something independent of the softmax takes the place of weights: {arg}",
@@ -309,117 +294,47 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     scale, columns = (
         (core.args[0], core.args[1:])
         if core.op == "scaled_softmax"
-        else (apply("div", ONE, ROW_SUM), _without_shift(core.args))
+        else (apply("div", ONE, ROW_SUM), without_shift(core.args))
     )
     own: dict[Expr, Expr] = {}
     for part in walk(factor):
         if (maximum := _own_maximum(part, columns)) is not None:
             own[part] = maximum
-        elif _is_maximum(part, columns, "logsumexp"):
+        elif is_maximum(part, columns, "logsumexp"):
             own[part] = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
     factor = _replace(factor, own)
-    if core.attr != "softmax" or _has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
+    if core.attr != "softmax" or has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
         raise Unsupported(Ground.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)
     return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)
 
 
 def _core(coefficient: Expr, core: Expr) -> Core:
     scale, columns = (core.args[0], core.args[1:]) if core.op == "scaled_softmax" else (None, core.args)
-    columns = columns if scale is not None else _without_shift(columns)
+    columns = columns if scale is not None else without_shift(columns)
     score, *sinks = columns
-    if not _has(score, "dot"):
+    if not has(score, "dot"):
         raise Unsupported(
             Ground.NOT_POINTWISE, "the softmax is not of a pointwise function of a product of queries and keys"
         )
-    if _has(score, "softmax", "scaled_softmax", "reduce"):
+    if has(score, "softmax", "scaled_softmax", "reduce"):
         inner = next(part for part in walk(score) if part.op in ("softmax", "scaled_softmax", "reduce"))
         raise Unsupported(
             Ground.FURTHER_REDUCTION, "the scores of the softmax contain another reduction over the keys", inner
         )
-    if not all(_free_of_keys(sink) for sink in sinks):
-        column = next(sink for sink in sinks if not _free_of_keys(sink))
+    if not all(free_of_keys(sink) for sink in sinks):
+        column = next(sink for sink in sinks if not free_of_keys(sink))
         raise Unsupported(Ground.COLUMN_OF_SCORES, "a further column of the softmax depends on the scores", column)
     return Core(score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale)
 
 
-def _without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """softmax(x - r) = softmax(x) for an r that is the same for all keys, also scaled: softmax(c * (x - r))."""
-    while (stripped := _strip_shift(columns)) is not None:
-        columns = stripped
-    return columns
-
-
-def _strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
-    """The columns without the reduction that is subtracted from or added to all of them; None where there is none, or
-    where it is not ignored: it may be infinite, or a scale may overflow without it."""
-    ops = {column.op for column in columns}
-    if ops == {"fsub"} and (shift := _common(columns, 0)) is not None and _has(shift, "reduce"):
-        rest = tuple(column.args[1] for column in columns)
-        # x - x is 0, or NaN where x is infinite: there r - x is NaN, or +inf, and so is eager's row.
-        turned = (apply("fsub", apply("fsub", x, x), x) for x in rest)
-        return tuple(turned) if _is_ignored(shift, rest) else None
-    if ops in ({"fsub"}, {"fadd"}):
-        if (shift := _common(columns, 1)) is None or not _has(shift, "reduce"):
-            return None
-        rest = tuple(column.args[0] for column in columns)
-        taken = shift if ops == {"fsub"} else apply("neg", shift)
-        return rest if _is_ignored(taken, rest) else None
-    if ops not in ({"fmul"}, {"div"}):
-        return None
-    for position in (1, 0) if ops == {"fmul"} else (1,):
-        factor = _common(columns, position)
-        if factor is None or _has(factor, "reduce"):
-            continue
-        rest = _strip_shift(tuple(column.args[1 - position] for column in columns))
-        if rest is not None and (_shrinks(columns[0].op, factor) or not any(map(may_be_far, rest))):
-            return tuple(_scaled_or_nan(columns[0].op, x, factor) for x in rest)
-    return None
-
-
-def _scaled_or_nan(op: str, x: Expr, factor: Expr) -> Expr:
-    """x * factor (or x / factor) in the place of (x - max of x) * factor: NaN where x is +inf, also if the factor is
-    below zero, and that would be the weight 0."""
-    scaled = apply(op, x, factor)
-    if factor.is_const and factor.value > 0:
-        return scaled
-    return where(apply("flt", x, const(math.inf)), scaled, const(math.nan))
-
-
-def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:
-    """The argument that all columns have in one position, where it is the same for all keys."""
-    found = {column.args[position] for column in columns}
-    value = found.pop()
-    return value if not found and _free_of_keys(value) else None
-
-
-def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
-    """Whether softmax(x - shift) is that of x in every row, those of -inf or finfo.min included: the shift is the
-    largest or the log-sum of x, is clamped to a constant instead, or is ordinary."""
-    if any(_is_maximum(shift, columns, name) for name in ("max", "detached max", "logsumexp")):
-        return True
-    if shift.op in ("where", "maximum", "minimum"):
-        return all(_is_ignored(arg, columns) for arg in shift.args if arg.kind is Kind.FLOAT)
-    if shift.op == "neg" and shift.args[0].op == "neg":
-        return _is_ignored(shift.args[0].args[0], columns)
-    return not may_be_lowest(shift) and not may_be_infinite(shift, frozenset())
-
-
-def _shrinks(op: str, factor: Expr) -> bool:
-    """Whether multiplying (or dividing) by a factor makes nothing larger."""
-    if not factor.is_const:
-        return False
-    size = abs(float(factor.attr))  # type: ignore[arg-type]
-    return size <= 1 if op == "fmul" else 1 <= size
-
-
 def _pointwise_core(weight: Expr) -> Core:
     """Weights that are a pointwise function of the score, with no normaliser."""
-    if _has(weight, "reduce"):
+    if has(weight, "reduce"):
         inner = next(part for part in walk(weight) if part.op == "reduce")
         raise Unsupported(
             Ground.OTHER_NORMALISER, "the weights are normalised in a way that is not a softmax over the keys", inner
         )
-    if not any(part.op not in ("fmul", "div", "fadd", "fsub", "neg", "where") and _has(part, "dot")
+    if not any(part.op not in ("fmul", "div", "fadd", "fsub", "neg", "where") and has(part, "dot")
                for part in walk(weight) if part.op != "dot"):  # fmt: skip
         raise Unsupported(
             Ground.NO_NORMALISER, "there is no normaliser, and nothing but linear operations, between the two products"

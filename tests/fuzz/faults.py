@@ -20,7 +20,7 @@ import torch
 from fusion.ir import AttentionSpec, Expr, Normalizer, integers
 from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
-from fusion.passes import assembling, casts, inplace, marks, pointwise, pullback, recognize, rewrite, views
+from fusion.passes import assembling, casts, inplace, marks, pointwise, pullback, rewrite, shifts, views
 from tests.fuzz import kernel_faults
 from tests.fuzz.campaign import BAD, Record
 from tests.fuzz.check import check
@@ -208,7 +208,7 @@ FAULTS["gradients flow through detach"] = lambda: mock.patch.object(
     lambda self, node: False if self is marks.stop_gradient else node.meta.get(self.key, self.default),
 )  # fmt: skip
 FAULTS["any shift is ignored by the softmax"] = lambda: mock.patch.object(
-    recognize, "_is_ignored", lambda shift, columns: True
+    shifts, "_is_ignored", lambda shift, columns: True
 )
 FAULTS["softmax over any dimension"] = lambda: mock.patch.object(
     pullback.nodes, "normalize_dim", lambda dim, rank: rank - 1

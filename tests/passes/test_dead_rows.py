@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion
-from tests.numerics import assert_as_exact_as_eager
+from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 
 def keep(q, k):
@@ -384,3 +384,33 @@ def test_gradients_of_sinks_far_above_all_scores(fill, level, emitter):
 
     compiled = torch.compile(sunken, backend="fusion", options={"inner": "eager", "emitter": emitter})
     assert_as_exact_as_eager(gradients(compiled, given), gradients(sunken, given), gradients(sunken, wide))
+
+
+BEYOND_FLOAT32 = torch.finfo(torch.float64).min
+
+
+def multiplied_by_lowest(q, k, v):
+    return (q @ k.mT + (~keep(q, k)).double() * BEYOND_FLOAT32).softmax(-1) @ v
+
+
+def lowest_by_addcmul(q, k, v):
+    return torch.addcmul(q @ k.mT, ~keep(q, k), torch.full([], BEYOND_FLOAT32, dtype=q.dtype)).softmax(-1) @ v
+
+
+def lowest_where(q, k, v):
+    return torch.where(keep(q, k), q @ k.mT, torch.full([], BEYOND_FLOAT32, dtype=q.dtype)).softmax(-1) @ v
+
+
+def lowest_added(q, k, v):
+    return (q @ k.mT + torch.zeros_like(keep(q, k), dtype=q.dtype).masked_fill(~keep(q, k), BEYOND_FLOAT32)).softmax(
+        -1
+    ) @ v
+
+
+@pytest.mark.parametrize("function", [multiplied_by_lowest, lowest_by_addcmul, lowest_where, lowest_added])
+def test_fills_beyond_float32_are_finite_in_float64(function):
+    given = [torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3)]
+    with fusion.collect_reports() as reports:
+        actual = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": "reference"})(*given)
+    assert reports[0].sites[0].fused
+    assert_same_in_float64(actual, function(*given))

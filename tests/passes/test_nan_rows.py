@@ -93,7 +93,14 @@ def replaced_by_one_of_another(q, k, v, pad):
     return weights(q, k, pad).masked_fill(other.isnan(), 0.0) @ v
 
 
-@pytest.mark.parametrize("function", [replaced_by_one, replaced_by_one_of_another], ids=lambda f: f.__name__)
+def exponentials_that_overflow(q, k, v, pad):
+    e = (q @ k.mT * 40).exp()
+    return (e / e.sum(-1, keepdim=True)).nan_to_num() @ v
+
+
+@pytest.mark.parametrize(
+    "function", [replaced_by_one, replaced_by_one_of_another, exponentials_that_overflow], ids=lambda f: f.__name__
+)
 def test_other_replacements_are_left_alone(function):
     (site,) = as_exact_as_eager(function, given(torch.float32, math.nan))
     assert not site.fused

@@ -1,0 +1,106 @@
+"""Shifts of a softmax's scores: softmax(x - r) = softmax(x) for an r that is the same for all keys."""
+
+from __future__ import annotations
+
+import math
+
+from fusion.ir.expr import Expr, Kind, const, walk
+from fusion.ir.ops import apply, where
+from fusion.passes.dead_rows import may_be_far, may_be_infinite, may_be_lowest
+
+
+def has(expr: Expr, *ops: str) -> bool:
+    return any(part.op in ops for part in walk(expr))
+
+
+def free_of_keys(expr: Expr) -> bool:
+    """Whether a value is the same for all keys j; a reduction binds j."""
+    if expr.op in ("reduce", "row_max", "row_sum"):
+        return True
+    if expr.op in ("dot", "score", "softmax", "scaled_softmax") or (expr.op == "coord" and expr.attr == "j"):
+        return False
+    return all(free_of_keys(arg) for arg in expr.args)
+
+
+def is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:
+    """Whether a value is the maximum (or another reduction) of just these columns."""
+    if value.op != "reduce" or value.attr != name:
+        return False
+    return [_fill_last(arg) for arg in value.args] == [_fill_last(column) for column in columns]
+
+
+def _fill_last(column: Expr) -> Expr:
+    """(-inf if p else x) as (x if not p else -inf)."""
+    if column.op == "where" and column.args[1].is_const:
+        return where(apply("not", column.args[0]), column.args[2], column.args[1])
+    return column
+
+
+def without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """softmax(x - r) = softmax(x) for an r that is the same for all keys, also scaled: softmax(c * (x - r))."""
+    while (stripped := strip_shift(columns)) is not None:
+        columns = stripped
+    return columns
+
+
+def strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
+    """The columns without the reduction that is subtracted from or added to all of them; None where there is none, or
+    where it is not ignored: it may be infinite, or a scale may overflow without it."""
+    ops = {column.op for column in columns}
+    if ops == {"fsub"} and (shift := _common(columns, 0)) is not None and has(shift, "reduce"):
+        rest = tuple(column.args[1] for column in columns)
+        # x - x is 0, or NaN where x is infinite: there r - x is NaN, or +inf, and so is eager's row.
+        turned = (apply("fsub", apply("fsub", x, x), x) for x in rest)
+        return tuple(turned) if _is_ignored(shift, rest) else None
+    if ops in ({"fsub"}, {"fadd"}):
+        if (shift := _common(columns, 1)) is None or not has(shift, "reduce"):
+            return None
+        rest = tuple(column.args[0] for column in columns)
+        taken = shift if ops == {"fsub"} else apply("neg", shift)
+        return rest if _is_ignored(taken, rest) else None
+    if ops not in ({"fmul"}, {"div"}):
+        return None
+    for position in (1, 0) if ops == {"fmul"} else (1,):
+        factor = _common(columns, position)
+        if factor is None or has(factor, "reduce"):
+            continue
+        rest = strip_shift(tuple(column.args[1 - position] for column in columns))
+        if rest is not None and (_shrinks(columns[0].op, factor) or not any(map(may_be_far, rest))):
+            return tuple(_scaled_or_nan(columns[0].op, x, factor) for x in rest)
+    return None
+
+
+def _scaled_or_nan(op: str, x: Expr, factor: Expr) -> Expr:
+    """x * factor (or x / factor) in the place of (x - max of x) * factor: NaN where x is +inf, also if the factor is
+    below zero, and that would be the weight 0."""
+    scaled = apply(op, x, factor)
+    if factor.is_const and factor.value > 0:
+        return scaled
+    return where(apply("flt", x, const(math.inf)), scaled, const(math.nan))
+
+
+def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:
+    """The argument that all columns have in one position, where it is the same for all keys."""
+    found = {column.args[position] for column in columns}
+    value = found.pop()
+    return value if not found and free_of_keys(value) else None
+
+
+def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
+    """Whether softmax(x - shift) is that of x in every row, those of -inf or finfo.min included: the shift is the
+    largest or the log-sum of x, is clamped to a constant instead, or is ordinary."""
+    if any(is_maximum(shift, columns, name) for name in ("max", "detached max", "logsumexp")):
+        return True
+    if shift.op in ("where", "maximum", "minimum"):
+        return all(_is_ignored(arg, columns) for arg in shift.args if arg.kind is Kind.FLOAT)
+    if shift.op == "neg" and shift.args[0].op == "neg":
+        return _is_ignored(shift.args[0].args[0], columns)
+    return not may_be_lowest(shift) and not may_be_infinite(shift, frozenset())
+
+
+def _shrinks(op: str, factor: Expr) -> bool:
+    """Whether multiplying (or dividing) by a factor makes nothing larger."""
+    if not factor.is_const:
+        return False
+    size = abs(float(factor.attr))  # type: ignore[arg-type]
+    return size <= 1 if op == "fmul" else 1 <= size
