@@ -45,11 +45,12 @@ class Transcriber(nn.Module):
         from transformers import WhisperConfig, WhisperModel
 
         super().__init__()
-        sizes = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024,
-                 "decoder_ffn_dim": 1024, "encoder_attention_heads": 4, "decoder_attention_heads": 4}  # fmt: skip
+        sizes: dict[str, Any] = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024,
+                 "decoder_ffn_dim": 1024, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+                 "attn_implementation": attention}  # fmt: skip
         config = WhisperConfig(
             vocab_size=VOCABULARY, max_source_positions=N, max_target_positions=64, num_mel_bins=80, pad_token_id=0,
-            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, attn_implementation=attention, **sizes,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, **sizes,
         )  # fmt: skip
         self.model = WhisperModel(config)
         self.register_buffer("known", _tokens(32))

@@ -38,7 +38,8 @@ CONFIG: dict[str, Any] = {
 def versions(dtype: torch.dtype) -> dict[str, LlamaForCausalLM]:
     """The same model three times. Its forward pass is all that is compiled: `generate` is transformers' own."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).to(dtype).eval()
+    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    model.to(dtype).eval()
     found = {name: copy.deepcopy(model) for name in BACKENDS}
     for name, backend in BACKENDS.items():
         if backend is not None:

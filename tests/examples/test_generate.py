@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,8 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_tokens_are_those_of_eager(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import generate
-
+    generate = importlib.import_module("generate")
     small = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     monkeypatch.setattr(generate, "CONFIG", generate.CONFIG | small)
     compiler = functools.partial(fusion, options={"inner": "eager", "strict": True})
