@@ -156,7 +156,7 @@ class Repeats:
     def _node(self, tensor: torch.Tensor) -> Node:
         """The node of a tensor. One whose value the trace knows may decide what a call becomes."""
         held = self._tracer.tensor_tracker.get(tensor) if type(tensor) is FakeTensor else None
-        if held is None or (held.constant is not None and held.constant.numel()):
+        if held is None or tensor.constant is not None or (held.constant is not None and held.constant.numel()):
             raise _Unknown
         return held.proxy.node
 

@@ -55,6 +55,9 @@ class Forward:
     name = "attention_forward"
     whole_rows = True
 
+    relative_to_maximum = False
+    """Whether sums come from the loop relative to the maximum itself, see `_excess`."""
+
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order | None = None):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
         self.order = order or Order()
@@ -247,20 +250,29 @@ class Forward:
         """row_max and row_sum over the keys, in the score's own units."""
         return [f"row_max = {in_own_units('m[:, None]', self.programs)}", "row_sum = l[:, None]"]
 
-    def _settled(self, programs: ScorePrograms) -> list[str]:
-        """l and acc relative to m: in the loop over the keys they are relative to m * unit, rounded."""
+    def _excess(self, programs: ScorePrograms) -> list[str]:
+        """By what l and acc have to be multiplied to be relative to m: in the loop over the keys they are relative to
+        m * unit, rounded. It cancels in their quotient."""
         unit, limit, _ = map(in_float32, exponent_units(programs.scale))
         return [
             f"rounding = (m * {unit}).to(tl.float64) - m.to(tl.float64) * {unit}",
             f"excess = tl.exp2(tl.where(tl.abs(m) > {limit}, 0.0, rounding).to(tl.float32))",
-            "l = l * excess",
-            *(f"acc{panel.suffix} = acc{panel.suffix} * excess[:, None]" for panel in self.values),
         ]
+
+    def _settled(self, programs: ScorePrograms) -> list[str]:
+        """l and acc relative to m."""
+        scaled = (f"acc{panel.suffix} = acc{panel.suffix} * excess[:, None]" for panel in self.values)
+        return [*self._excess(programs), "l = l * excess", *scaled]
 
     def _row_factor(self) -> list[str]:
         """`factor`, what each row of the output is multiplied by; the statistics as soon as they are there."""
-        shared = self.statistics or self.spec.sinks or self.spec.row_scale is not None
-        lines, w = [*(self._settled(self.programs) if shared else []), *self._maximum_and_sum()], self.writer
+        lines, w, excess = (
+            self._maximum_and_sum(),
+            self.writer,
+            "" if self.relative_to_maximum else " * excess[:, None]",
+        )
+        if excess and (self.spec.sinks or self.spec.row_scale is not None):
+            lines, excess = [*self._settled(self.programs), *lines], ""
         w.known |= {KEY_MAX: "row_max", KEY_SUM: "row_sum"}
         for name, leaf, value in row_epilogue(self.spec):
             before = len(w.lines[Level.ROW])
@@ -271,17 +283,19 @@ class Forward:
                 lines.append(f"{name} = {text}")
             w.known[leaf] = text if text.isidentifier() else name
             if leaf is ROW_SUM and self.statistics:
-                lines += self._write_statistics()
+                lines += self._write_statistics(excess)
         return lines
 
-    def _write_statistics(self) -> list[str]:
-        """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]."""
+    def _write_statistics(self, excess: str) -> list[str]:
+        """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]. excess: the factor that the sum lacks."""
         n_q = self.writer.value(self.spec.n_q)
         heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         return [
+            *(self._excess(self.programs) if excess else []),
             f"statistics_at = statistics_ptr + tl.cast({place_of(self.writer)}, tl.int64) * {n_q} + rows[:, None]",
             f"tl.store(statistics_at, {self.writer.known[ROW_MAX]}, mask=(rows <= i1)[:, None])",
-            f"tl.store(statistics_at + tl.cast({heads}, tl.int64) * {n_q}, row_sum, mask=(rows <= i1)[:, None])",
+            f"statistics_at += tl.cast({heads}, tl.int64) * {n_q}",
+            f"tl.store(statistics_at, row_sum{excess}, mask=(rows <= i1)[:, None])",
         ]
 
 

@@ -85,6 +85,7 @@ class Combine(Part):
     """The output of one block of ROWS query rows of one head from its parts."""
 
     name = "attention_combine"
+    relative_to_maximum = True
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None):
         super().__init__(spec, d, d_v, order)

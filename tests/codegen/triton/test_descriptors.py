@@ -276,7 +276,7 @@ def test_specialized_programs_on_hopper(name: str, d: int, d_v: int, order: Orde
     (fact,) = compile_offline(spec, kernels, d, d_v, {kernels[0].name: tile}, "sm_90")
     assert fact.specialized and fact.fits and not fact.spills and not fact.warnings and not fact.lost, fact
     every, under = fact.exponentials
-    assert fact.matrix["wgmma"] and (under >= every // 2 if order.rotated else under == 0), fact
+    assert fact.matrix["wgmma"] and (under > 0.45 * every if order.rotated else under == 0), fact
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])

@@ -17,11 +17,11 @@ TILE = Tile(rows=16, keys=16, warps=4, stages=1)
 
 
 def steps(sinks: bool = False):
-    """A bias alone: of the first half of the keys -10001, of the others -10000; eager's exponentials are exact."""
+    """A bias alone: of the first half of the keys -10001, of the others -9999; eager's exponentials are exact."""
     c = case("bias", d=16, sinks=sinks)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 18, "Nk": 96})
     operands[0].zero_()
-    operands[3][:] = torch.where(torch.arange(96) < 48, -10001.0, -10000.0)
+    operands[3][:] = torch.where(torch.arange(96) < 48, -10001.0, -9999.0)
     if sinks:
         operands[-1][:] = -10000.0
     return c, operands, sizes
