@@ -266,11 +266,8 @@ class Forward:
 
     def _row_factor(self) -> list[str]:
         """`factor`, what each row of the output is multiplied by; the statistics as soon as they are there."""
-        lines, w, excess = (
-            self._maximum_and_sum(),
-            self.writer,
-            "" if self.relative_to_maximum else " * excess[:, None]",
-        )
+        lines, w = self._maximum_and_sum(), self.writer
+        excess = "" if self.relative_to_maximum else " * excess[:, None]"
         if excess and (self.spec.sinks or self.spec.row_scale is not None):
             lines, excess = [*self._settled(self.programs), *lines], ""
         w.known |= {KEY_MAX: "row_max", KEY_SUM: "row_sum"}
