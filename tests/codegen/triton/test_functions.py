@@ -31,9 +31,9 @@ def traced(score, *captured: torch.Tensor, dtype: torch.dtype = torch.bfloat16, 
     operands = tuple(torch.empty(2, 4, 64, d, dtype=dtype) for _ in range(3))
     with fusion.collect_reports() as reports:
         fusion.rewrite(torch.export.export(Attention(), (*operands, *captured)))
-    spec = reports[0].sites[0].spec
-    assert spec is not None
-    return spec
+    (site,) = reports[0].sites
+    assert site.fused, site.reason
+    return site.spec
 
 
 def capped(s: torch.Tensor) -> torch.Tensor:
