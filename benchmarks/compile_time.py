@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from warm_start import _processor_time
+from results import heading
+from warm_start import processor_time
 
 LENGTH = 64
 
@@ -81,9 +82,9 @@ def measure(name: str) -> dict[str, float]:
     model, given = MODELS[name](), inputs(name)
     with torch.no_grad():
         model(given)
-        start = _processor_time()
+        start = processor_time()
         torch.compile(model, backend="fusion")(given)
-    spent["total"] = _processor_time() - start
+    spent["total"] = processor_time() - start
     spent["validation"] = sum(verdict.seconds for verdict in sites._verdicts.values())
     return spent
 
@@ -99,19 +100,6 @@ def table(found: dict[str, dict[str, float]]) -> str:
             f"| {spent['analysis']:.2f} | {spent['analysis'] / rest:.1%} | {spent['validation']:.2f} |"
         )
     return "\n".join(lines)
-
-
-def heading() -> str:
-    """What was measured, where and with which versions."""
-    from results import environment
-
-    about = environment({})
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    return (
-        "# What the analysis adds to compilation\n\n"
-        f"{about['date']}, {about['cpu']}, {about['cores']} cores, Python {about['python']}, {versions}, commit "
-        f"{about['commit']}. Seconds of the processor.\n`python benchmarks/compile_time.py`\n\n"
-    )
 
 
 def main() -> None:
@@ -135,7 +123,9 @@ def main() -> None:
         print(f"{name}: {found[name]}", file=sys.stderr)
     print(table(found))
     if arguments.output:
-        arguments.output.write_text(heading() + table(found) + "\n")
+        arguments.output.write_text(
+            heading("What the analysis adds to compilation: seconds of the processor") + table(found) + "\n"
+        )
 
 
 if __name__ == "__main__":

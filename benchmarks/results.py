@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -134,6 +135,17 @@ LEGEND = (
     "pairs only; `vs full` is that speed over full attention's own; the peak is the best multiply-add rate of these "
     "cores for the dtype, measured in turns with the kernels."
 )
+
+
+def heading(title: str) -> str:
+    """The head of a page of figures: what was measured, where, with which versions and by which command."""
+    where = environment({})
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return (
+        f"# {title}\n\n{where['date']}, {where['cpu']}, {where['cores']} cores, Python {where['python']}, {versions}, "
+        f"commit {where['commit']}.\n`{command}`\n\n"
+    )
 
 
 def measured(

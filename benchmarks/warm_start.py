@@ -36,9 +36,9 @@ def first_call(backend: str, model_name: str, layers: int) -> dict[str, float]:
     x = model.inputs(LENGTH)
     with torch.no_grad():
         module(x)  # torch's threads and libraries are there
-        start, used = time.perf_counter(), _processor_time()
+        start, used = time.perf_counter(), processor_time()
         out = torch.compile(module, backend=backend)(x)
-        clock, processor = time.perf_counter() - start, _processor_time() - used
+        clock, processor = time.perf_counter() - start, processor_time() - used
     assert out.isfinite().all()
     from torch._dynamo.utils import counters
 
@@ -46,7 +46,7 @@ def first_call(backend: str, model_name: str, layers: int) -> dict[str, float]:
     return {"clock": clock, "processor": processor} | hits
 
 
-def _processor_time() -> float:
+def processor_time() -> float:
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -103,20 +103,10 @@ def main() -> None:
     text = table(found)
     print(text)
     if arguments.output:
-        arguments.output.write_text(heading(arguments) + text + "\n")
+        from results import heading  # imports torch, whose time is part of what is measured
 
-
-def heading(arguments: argparse.Namespace) -> str:
-    """What was measured, where and with which versions."""
-    from results import environment
-
-    about = environment({})
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    return (
-        f"# First call of {arguments.model}, {arguments.layers} layers, {LENGTH} tokens, in a process of its own\n\n"
-        f"{about['date']}, {about['cpu']}, {about['cores']} cores, Python {about['python']}, {versions}, commit "
-        f"{about['commit']}.\n`{' '.join(['python', 'benchmarks/warm_start.py', *sys.argv[1:]])}`\n\n"
-    )
+        title = f"First call of {arguments.model}, {arguments.layers} layers, {LENGTH} tokens, in a process of its own"
+        arguments.output.write_text(heading(title) + text + "\n")
 
 
 if __name__ == "__main__":
