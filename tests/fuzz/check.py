@@ -37,7 +37,8 @@ class Verdict(enum.Enum):
     LUCK = "luck"
     """Over the rule in one draw, and not in several together."""
     OVERFLOW = "overflow"
-    """Eager leaves the range of its dtype; the compiled function has what float64 has, to rounding."""
+    """Eager leaves the range of its dtype, on the way or in its result; the compiled function has what float64 has, to
+    rounding, which may be an infinity."""
     UNSTABLE = "unstable"
     """Over the rule only where float64 itself changes as much when the inputs change in their last digits."""
     REFERENCE = "reference only"
@@ -226,12 +227,18 @@ def _allowing_overflow(samples: list[Sample], ours: list[Tensors], exact: list[T
 def _without_overflow(
     ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, unshifted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(eager, float64), where eager alone is not finite: what float64 has; and where neither is: nothing to compare."""
+    """(eager, float64), where eager alone is not finite: what float64 has; where neither is, or float64's number is at
+    the end of the dtype's range, where rounding decides: nothing to compare."""
     if not ours.is_floating_point() or ours.shape != eager.shape:
         return eager, exact
     missing = ours.isfinite() & ~eager.isfinite()
     as_exact = (missing & exact.isfinite()) | (~eager.isfinite() & (ours == exact))  # the latter: infinities
     eager = torch.where(as_exact, exact.to(eager.dtype), eager)
+    limits = torch.finfo(ours.dtype)
+    rounding = GROSS * limits.eps * _magnitude(exact)
+    at_the_end = (exact.abs() + rounding > limits.max) & (ours.sign() == exact.sign())
+    beyond = exact.isfinite() & (at_the_end | (ours.isinf() & ~eager.isfinite()))
+    eager, exact = torch.where(beyond, ours, eager), exact.masked_fill(beyond, torch.nan)
     if unshifted:
         eager, exact = torch.where(missing, ours, eager), exact.masked_fill(missing & ~exact.isfinite(), torch.nan)
     return eager, exact

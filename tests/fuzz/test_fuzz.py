@@ -44,6 +44,11 @@ def test_random_functions_are_as_exact_as_eager():
     assert sum(result.fused for result in results.values()) > 30
 
 
+def test_infinities_that_float64_rounds_to_are_overflows_of_eager():
+    result = check(program(406307))
+    assert result.verdict is Verdict.OVERFLOW, result.message
+
+
 def test_a_program_is_the_same_wherever_it_is_drawn():
     assert [program(seed).text for seed in range(20)] == [program(seed).text for seed in range(20)]
     assert len({program(seed).text for seed in range(20)}) == 20
