@@ -110,10 +110,11 @@ class Exponent:
         return self.context.math.exp2(rest, 5)
 
     def change(self, m: Value, m_new: Value) -> Value:
-        """What weights for the maximum m are multiplied by to be those for m_new: m * c was rounded otherwise. NaN
-        where both are infinite."""
+        """What weights for the maximum m are multiplied by to be those for m_new, in the units of m_new: m * c was
+        rounded, as it is here. 0 where m is -inf, NaN where both are +inf."""
         b = self.b
-        return self.context.math.exp2(b.sub(self.coefficients(m_new)[1], self.coefficients(m)[1], "down"), 5)
+        c, shift = self.coefficients(m_new)
+        return self.context.math.exp2(b.add(b.mul(m, c), shift, "down"), 5)
 
 
 class GroupSoftmax:

@@ -186,15 +186,15 @@ def _check(program: Program, seed: int, verify: bool) -> Result:
 
 def _compared(program: Program, sample: Sample, outcome: Outcome, seed: int) -> Result:
     samples, ours = [sample], [sample.run(outcome.call, sample.given)]
-    first = found = _allowing_overflow(samples, ours, [sample.exact])
+    first = found = _judged(samples, ours, [sample.exact])
     if first.verdict is Verdict.OVER:
         samples += [Sample(program, seed + 1 + n, sample.function) for n in range(DRAWS - 1)]
         ours += [one.run(outcome.call, one.given) for one in samples[1:]]
-        found = _allowing_overflow(samples, ours, [one.exact for one in samples])
+        found = _judged(samples, ours, [one.exact for one in samples])
         if found.verdict is Verdict.RIGHT:
             return Result(Verdict.LUCK, first.message, first.share)
     if found.verdict in (Verdict.OVER, Verdict.WRONG):
-        stable = _allowing_overflow(samples, ours, [one.without_unstable() for one in samples])
+        stable = _judged(samples, ours, [one.without_unstable() for one in samples])
         if stable.verdict in (Verdict.RIGHT, Verdict.OVERFLOW):
             return Result(Verdict.UNSTABLE, found.message, found.share)
     if found.verdict is Verdict.WRONG and math.isinf(found.share) and any(map(_is_poisoned, sample.given)):
@@ -206,21 +206,32 @@ def _is_poisoned(given: torch.Tensor) -> bool:
     return given.is_floating_point() and bool((~(given.abs() < 1e20)).any())
 
 
-def _allowing_overflow(samples: list[Sample], ours: list[Tensors], exact: list[Tensors]) -> Result:
-    """The verdict, where eager's overflows may be missing: those that float64 does not have, and those of exponentials
-    without a maximum, in the place of which the fused softmax has one."""
+def _judged(samples: list[Sample], ours: list[Tensors], exact: list[Tensors]) -> Result:
+    """The verdict on all draws together. Eager's overflows may also be missing where exponentials have no maximum, in
+    the place of which the fused softmax has one."""
     program, eager = samples[0].program, [one.eager for one in samples]
     largest = max((_magnitude(x) for one in samples for x in one.given if x.is_floating_point()), default=1.0)
-    first = verdict(ours, eager, exact, program.dtype, largest)
+    return allowing_overflow(ours, eager, exact, program.dtype, largest, UNSHIFTED in program.kinds)
+
+
+def allowing_overflow(
+    ours: list[Tensors],
+    eager: list[Tensors],
+    exact: list[Tensors],
+    dtype: torch.dtype,
+    largest: float = 1.0,
+    unshifted: bool = False,
+) -> Result:
+    """The verdict, where eager's overflows may be missing: those that float64 does not have."""
+    first = verdict(ours, eager, exact, dtype, largest)
     if first.verdict is not Verdict.WRONG:
         return first
-    unshifted = UNSHIFTED in program.kinds
     within = [
         {n: _without_overflow(a[n], e[n], x[n], unshifted) if n in a else (e[n], x[n]) for n in e}
         for a, e, x in zip(ours, eager, exact, strict=True)
     ]
     eager, exact = ([{n: pair[side] for n, pair in one.items()} for one in within] for side in (0, 1))
-    again = verdict(ours, eager, exact, program.dtype, largest)
+    again = verdict(ours, eager, exact, dtype, largest)
     return again if again.verdict is not Verdict.RIGHT else Result(Verdict.OVERFLOW, first.message)
 
 
@@ -236,8 +247,8 @@ def _without_overflow(
     eager = torch.where(as_exact, exact.to(eager.dtype), eager)
     limits = torch.finfo(ours.dtype)
     rounding = GROSS * limits.eps * _magnitude(exact)
-    at_the_end = (exact.abs() + rounding > limits.max) & (ours.sign() == exact.sign())
-    beyond = exact.isfinite() & (at_the_end | (ours.isinf() & ~eager.isfinite()))
+    at_the_end = exact.isfinite() & (exact.abs() + rounding > limits.max)
+    beyond = (ours.sign() == exact.sign()) & (at_the_end | (exact.isfinite() & ours.isinf() & ~eager.isfinite()))
     eager, exact = torch.where(beyond, ours, eager), exact.masked_fill(beyond, torch.nan)
     if unshifted:
         eager, exact = torch.where(missing, ours, eager), exact.masked_fill(missing & ~exact.isfinite(), torch.nan)

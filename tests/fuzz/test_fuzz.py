@@ -1,15 +1,17 @@
 """Fuzzing in small: some seeds through the whole of it, and a failure made short."""
 
 import io
+import math
 import os
 import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.fuzz import kernel_faults, quick
 from tests.fuzz.campaign import Record, in_workers
-from tests.fuzz.check import Verdict, check
+from tests.fuzz.check import Verdict, allowing_overflow, check
 from tests.fuzz.faults import FAULTS, found_by
 from tests.fuzz.functions import program
 from tests.fuzz.reduce import reduced
@@ -17,6 +19,7 @@ from tests.fuzz.specs import drawn
 from tests.fuzz.specs_run import CALLS, Way, way
 from tests.fuzz.specs_run import check as check_spec
 
+HALF, WIDE = torch.float16, torch.float64
 WRONG = """B, H, N, M, D, E = 1, 2, 6, 6, 4, 4
 dtype = torch.float32
 
@@ -44,9 +47,22 @@ def test_random_functions_are_as_exact_as_eager():
     assert sum(result.fused for result in results.values()) > 30
 
 
-def test_infinities_that_float64_rounds_to_are_overflows_of_eager():
-    result = check(program(406307))
-    assert result.verdict is Verdict.OVERFLOW, result.message
+@pytest.mark.parametrize(
+    ("ours", "eager", "exact", "expected"),
+    [
+        (math.inf, math.nan, 1e5, Verdict.OVERFLOW),
+        (65504.0, math.inf, 65515.0, Verdict.OVERFLOW),
+        (100.0, math.nan, 100.0, Verdict.OVERFLOW),
+        (-math.inf, math.nan, 1e5, Verdict.WRONG),
+        (math.nan, math.inf, 1e5, Verdict.WRONG),
+        (-math.inf, 65504.0, 65515.0, Verdict.WRONG),
+        (math.inf, 100.0, 100.0, Verdict.WRONG),
+        (10.0, math.nan, 100.0, Verdict.WRONG),
+    ],
+)
+def test_where_eager_leaves_the_range_of_its_dtype(ours, eager, exact, expected):
+    found = [[{"x": torch.tensor([1.0, x], dtype=dtype)}] for x, dtype in ((ours, HALF), (eager, HALF), (exact, WIDE))]
+    assert allowing_overflow(*found, HALF).verdict is expected
 
 
 def test_a_program_is_the_same_wherever_it_is_drawn():

@@ -74,6 +74,18 @@ def test_a_maximum_far_from_zero_moves_up_by_little(queries: int, target: str) -
     assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
+@pytest.mark.parametrize("target", ["best", "avx2"])
+@pytest.mark.parametrize("queries", [4, 40])
+@pytest.mark.parametrize("steps", [(0.6e9, 0.8e9), (-0.8e9, -0.6e9, 0.0), (-2e9, -1e9, 1e9, 2e9)])
+def test_a_maximum_that_becomes_or_stops_being_huge(steps: tuple[float, ...], queries: int, target: str) -> None:
+    """Beyond `numbers.HUGE` exponentials have another unit, and weights of one are rescaled to the other."""
+    c = case("bias")
+    run = Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": queries, "Nk": 1000})
+    operands[3][:] = torch.tensor(steps).repeat_interleave(1000)[:: len(steps)]
+    assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
 def test_the_floating_point_mode_is_the_callers_again() -> None:
     """Kernels may flush denormal results while they run; torch must not notice."""
     c = case("plain", "bfloat16", 64)
