@@ -1,20 +1,23 @@
-"""Try many architectures: `python -m tests.models.survey [--names bert gpt2 | --zoo | --all] [--backend fusion]`.
+"""Try many architectures: `python -m tests.models.survey [--names bert gpt2] [--backend fusion] [--record rows.jsonl]`.
 
 Every class behind `transformers.AutoModel` is shrunk, given inputs of the kind that its signature asks for, and run in
 eager mode; with `--backend` it is then compiled and compared, and the table shows sites found by an independent count,
-sites fused, and why the rest were not. A model that fails is a row, not the end of the run.
+sites fused, and why the rest were not. A model that fails is a row, not the end of the run. Rows go to the file of
+`--record` as they come; names that are there already are not tried again.
 """
 
 import argparse
 import contextlib
 import gc
 import json
+import os
 import signal
 import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 import transformers
@@ -27,15 +30,30 @@ from tests.models.zoo import Entry, architectures
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """What happened to one architecture."""
+    """What happened to one architecture. error: why it did not run in eager mode, or differs when it is compiled.
+
+    total: attention sites, by an independent count where that finds more. unfused: (reason, place in the source).
+    """
 
     name: str
+    package: str = "transformers"
     class_name: str = ""
     kind: str = ""
     entropy: float = float("nan")
     seconds: float = 0.0
     error: str = ""
     where: str = ""
+    compiled: bool = False
+    total: int = 0
+    fused: int = 0
+    graphs: int = 0
+    share: float = float("nan")
+    unfused: list[tuple[str, str]] = field(default_factory=list)
+
+    def take(self, outcome: Outcome) -> None:
+        """What compiling gave."""
+        self.total, self.fused, self.graphs, self.share = outcome.total, outcome.fused, outcome.graphs, outcome.share
+        self.unfused = [(left.reason, left.location) for left in outcome.unfused]
 
 
 class TimedOut(Exception):
@@ -105,16 +123,21 @@ def try_eager(model_type: str, class_name: str, limit: int) -> tuple[Row, torch.
 
 
 def try_backend(row: Row, arguments: argparse.Namespace) -> Outcome | None:
-    """Compile one architecture that ran, compare, and say what went wrong in `row`."""
+    """Compile one architecture that ran and compare; `row` has what was found, and what went wrong."""
     entry = Entry(name=row.name, model_type=row.name, family="survey", kind=row.kind)
     how = {"inner": arguments.inner, "backend": arguments.backend, "emitter": arguments.emitter}
+    outcome, row.compiled = None, True
     try:
         with time_limit(6 * arguments.limit):
-            return check(entry, dtype=getattr(torch, arguments.dtype), batch=arguments.batch, **how)
+            outcome = check(entry, dtype=getattr(torch, arguments.dtype), batch=arguments.batch, **how)
     except Exception as error:
         row.error = f"{type(error).__name__}: {str(error)[:300]}".replace("\n", " ")
         row.where = _where(error)
-        return getattr(error, "outcome", None)
+        outcome = getattr(error, "outcome", None)
+        print(f"WRONG {row.name}: {row.error}\n    {row.where}", flush=True)
+    if outcome is not None:
+        row.take(outcome)
+    return outcome
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -128,7 +151,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--emitter", default="auto", help="option of the fusion backend")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--json", help="write the rows there")
+    parser.add_argument("--record", help="file of JSON lines to which rows are appended")
     return parser.parse_args(argv)
 
 
@@ -138,37 +161,40 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     every = architectures()
     part, parts = map(int, arguments.part.split("/"))
-    names = (arguments.names or sorted(every))[part::parts]
-    rows, outcomes, wrong = [], [], []
+    record = Path(arguments.record or os.devnull)
+    done = {row.name for row in recorded(record)}
+    names = [name for name in (arguments.names or sorted(every))[part::parts] if name not in done]
+    rows, outcomes = [], []
     for name in names:
         row, model, inputs = try_eager(name, every[name], arguments.limit)
         rows.append(row)
         del model, inputs
-        if arguments.backend and not row.error:
-            if (outcome := try_backend(row, arguments)) is not None:
-                outcomes.append(outcome)
-            if row.error:
-                wrong.append(row)
-                print(f"WRONG {name}: {row.error}\n    {row.where}", flush=True)
+        if arguments.backend and not row.error and (outcome := try_backend(row, arguments)) is not None:
+            outcomes.append(outcome)
+        with record.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
         gc.collect()
         if sys.stderr.isatty():
             print(f"\r{len(rows)}/{len(names)} {name:40}", end="", file=sys.stderr)
-    _print(rows, outcomes, wrong, arguments.errors)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(r) for r in rows], file, indent=0)
-    return 1 if wrong else 0
+    _print(rows, outcomes, arguments.errors)
+    return 1 if any(row.error for row in rows if row.compiled) else 0
 
 
-def _print(rows: list[Row], outcomes: list[Outcome], wrong: list[Row], errors: bool) -> None:
-    ran = [r for r in rows if not r.error or r in wrong]
+def recorded(record: Path) -> list[Row]:
+    """The rows of a file that `--record` wrote; none where it is not there."""
+    lines = record.read_text().splitlines() if record.is_file() else []
+    return [Row(**json.loads(line)) for line in lines]
+
+
+def _print(rows: list[Row], outcomes: list[Outcome], errors: bool) -> None:
+    ran = [r for r in rows if not r.error or r.compiled]
     print(f"{len(ran)} of {len(rows)} architectures run in eager mode;", dict(Counter(r.kind for r in ran)))
     for row in rows:
-        if errors and row.error and row not in wrong:
+        if errors and row.error and not row.compiled:
             print(f"{row.name}: {row.error}\n    {row.where}")
     if outcomes:
         print(table(outcomes))
-        reasons = Counter(left.reason for outcome in outcomes for left in outcome.unfused)
+        reasons = Counter(reason for row in rows for reason, _ in row.unfused)
         for reason, count in reasons.most_common():
             print(f"{count:5} {reason}")
 
