@@ -17,6 +17,8 @@ _EXPORTS = {
     "explain": "fusion.api.explain",
     "export_mlir": "fusion.api.export",
     "FusionError": "fusion.errors",
+    "inductor_options": "fusion.api.install",
+    "install": "fusion.api.install",
     "Machine": "fusion.machine",
     "last_certificates": "fusion.approximate.certificates",
     "machine": "fusion.machine",
@@ -25,6 +27,7 @@ _EXPORTS = {
     "Problem": "fusion.planning.problem",
     "Report": "fusion.report.report",
     "rewrite": "fusion.api.rewrite",
+    "uninstall": "fusion.api.install",
 }
 __all__ = [
     "FusionError",
@@ -37,10 +40,13 @@ __all__ = [
     "compare",
     "explain",
     "export_mlir",
+    "inductor_options",
+    "install",
     "last_certificates",
     "machine",
     "plan",
     "rewrite",
+    "uninstall",
 ]
 
 

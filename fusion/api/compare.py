@@ -94,11 +94,7 @@ def compare(
     Raises ComparisonError where eager itself fails. A competitor that fails is reported as such.
     """
     original = original_of(function)
-    runs = {
-        "eager": original,
-        "inductor": torch.compile(original, dynamic=False),
-        "fusion": torch.compile(original, backend="fusion", dynamic=False, options=options or {}),
-    }
+    runs = _competitors(original, options or {})
     with torch.no_grad():
         results, first, failures = _first_calls(runs, args, kwargs)
         if "eager" in failures:
@@ -122,6 +118,18 @@ def compare(
     )  # fmt: skip
     device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
     return Comparison(entries=entries, turns=turns, threads=torch.get_num_threads(), device=device, note=note)
+
+
+def _competitors(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    from torch._inductor import config
+
+    from fusion.inductor_passes import without_ours
+
+    return {
+        "eager": original,
+        "inductor": torch.compile(original, dynamic=False, options=without_ours(config) or None),
+        "fusion": torch.compile(original, backend="fusion", dynamic=False, options=options),
+    }
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:

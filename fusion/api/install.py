@@ -1,0 +1,95 @@
+"""`fusion.install`: the rewrite as a pass of Inductor's, for `torch.compile(model)` without our backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusion.errors import OptionError
+from fusion.options import Options
+
+
+class Installation:
+    """What `install` returns. As a context manager: leaving the `with` brings back what was installed before."""
+
+    def __init__(self, previous: Options | None) -> None:
+        self._previous = previous
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        uninstall()
+        if self._previous is not None:
+            _put(self._previous)
+
+
+def install(options: Mapping[str, Any] | None = None) -> Installation:
+    """From now on `torch.compile(model)` fuses attentions: the rewrite becomes a pass of Inductor's, after those that
+    others have put there.
+
+    options: of our backend; they take the place of those of an earlier `install`. It holds for this thread, as all
+    settings of Inductor's do, and for what is compiled later: a function that is compiled already stays as it is until
+    `torch.compiler.reset()`. Models compiled with `backend="fusion"` go their own way.
+
+    Returns a context manager for use in a `with`; `uninstall` takes the pass out, too. Raises OptionError for options
+    that do not exist, or that need the backend: `inner`, `verify="run"`, `approximate`.
+    """
+    chosen, previous = _parsed(options), _installed()
+    uninstall()
+    _put(chosen)
+    return Installation(previous)
+
+
+def uninstall() -> None:
+    """Take out what `install` put in. What others put there stays, and so does what is compiled."""
+    from torch._inductor import config
+
+    from fusion import inductor_passes
+
+    for name, value in inductor_passes.without_ours(config).items():
+        setattr(config, name, value)
+
+
+def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of Inductor that `install` makes, for one model: `torch.compile(model, options=...)`.
+
+    options: of our backend. Passes that stand in `torch._inductor.config` at this moment are part of the settings, and
+    run before ours. Raises OptionError as `install` does.
+    """
+    return _settings(_parsed(options))
+
+
+def _parsed(options: Mapping[str, Any] | None) -> Options:
+    chosen = Options.parse(options)
+    if chosen.inner == "inductor" and chosen.verify != "run" and chosen.approximate is None:
+        return chosen
+    raise OptionError(
+        "a pass of Inductor's was asked for with inner, verify='run' or approximate, which act around a compiled "
+        f"graph; use torch.compile(model, backend='fusion', options={dict(options or {})!r})."
+    )
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    from torch._inductor import config
+
+    from fusion import inductor_passes
+    from fusion.runtime.bound import teach_inductor
+
+    teach_inductor()
+    return inductor_passes.with_rewrite(config, options)
+
+
+def _put(options: Options) -> None:
+    from torch._inductor import config
+
+    for name, value in _settings(options).items():
+        setattr(config, name, value)
+
+
+def _installed() -> Options | None:
+    from torch._inductor import config
+
+    from fusion import inductor_passes
+
+    return inductor_passes.options_of(config)

@@ -1,0 +1,232 @@
+"""Passes inside Inductor: the rewrite before autograd, for models that are compiled without our backend, and what has
+to happen to every graph with fused attentions once gradients are traced."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule
+
+from fusion.options import Options
+from fusion.passes import nodes
+
+log = logging.getLogger(__name__)
+
+
+class RewritePass(CustomGraphPass):
+    """Attentions of a graph of Dynamo's become calls of `fusion::attention`, before autograd sees them.
+
+    Their gradients are then those of the operator, as with our backend. The graph of a part that Dynamo took out of
+    another (a checkpointed one, a branch) is left to that of the whole. Packages of AOTInductor stay as they are: they
+    would need our operator where they run.
+    """
+
+    def __init__(self, options: Options, early: bool = False) -> None:
+        self.options = options
+        self.early = early  # whether it came with pre_grad_pass_timing="early"
+
+    def __call__(self, graph: Graph) -> None:
+        from torch._inductor.virtualized import V
+
+        from fusion.backend import fuse
+        from fusion.report.report import publish
+
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        module = graph.owning_module
+        if V.aot_compilation or module is None or not any(hasattr(node, "_dynamo_source") for node in inputs):
+            return
+        found = GraphModule(module, copy.deepcopy(graph))  # for the report, which keeps it
+        fused, report = fuse(found, [nodes.value(node) for node in inputs], self.options)
+        if report.fused:
+            _put_in_place(fused, module)
+        publish(report)
+
+    def uuid(self) -> str | None:
+        """What results depend on beside the graph; None with a block mask, which has no name that lasts."""
+        from fusion.machine import machine
+
+        if self.options.block_mask is not None:
+            return None
+        return f"fusion, source {_source()}, {self.options}, {machine()}, torch {torch.__version__}"
+
+
+@functools.cache
+def _source() -> str:
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    folders = [Path(__file__).parent / name for name in ("passes", "codegen")]  # links, in a checkout
+    files += sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return get_hash_for_files(tuple(dict.fromkeys(str(path.resolve()) for path in files))).hex()
+
+
+def _put_in_place(fused: GraphModule, module: GraphModule) -> None:
+    """Give `module`, whose graph Inductor holds, the computation of `fused`. Its inputs and its output stay."""
+    inputs, made = ([node for node in graph.nodes if node.op == "placeholder"] for graph in (module.graph, fused.graph))
+    output = module.graph.output_node()
+    output.args = ((),)
+    for node in reversed(module.graph.nodes):
+        if node.op not in ("placeholder", "output"):
+            module.graph.erase_node(node)
+    _carry_attributes(fused, module)
+    for node, new in zip(inputs, made, strict=True):
+        node.meta = new.meta | node.meta
+    with module.graph.inserting_before(output):
+        output.args = (module.graph.graph_copy(fused.graph, dict(zip(made, inputs, strict=True))),)
+
+
+def _carry_attributes(fused: GraphModule, module: GraphModule) -> None:
+    """What the graph of `fused` reads, under names that `module` does not have."""
+    names: dict[str, str] = {}
+    for node in fused.graph.nodes:
+        if node.op not in ("get_attr", "call_module"):
+            continue
+        if (held := str(node.target)) not in names:
+            names[held] = next(name for k in itertools.count() if not hasattr(module, name := f"fusion_{k}"))
+            setattr(module, names[held], functools.reduce(getattr, held.split("."), fused))
+        node.target = names[held]
+
+
+class BelowAutogradPass(CustomGraphPass):
+    """What every graph with fused attentions needs once gradients are traced; beside it, Inductor's own attention
+    patterns are kept off what we left alone.
+
+    They match by the class of an operation instead of its meaning and give wrong results for several things we refuse
+    to fuse (a softmax over another dimension, for one). As a pass it makes Inductor's caches tell the two apart, and
+    graphs that only one of several processes may take from there.
+    """
+
+    def __init__(self, process_matters: bool) -> None:
+        self.process_matters = process_matters
+
+    def __call__(self, graph: Graph) -> None:
+        if torch._inductor.config.pattern_matcher:
+            _drop_patterns()
+        _leave_autograd(graph)
+
+    def uuid(self) -> str:
+        from fusion.runtime.op import VERSION
+
+        process = _process() if self.process_matters else ""
+        return f"fusion, ops of version {VERSION}: without fuse_attention{process}"
+
+
+def _process() -> str:
+    """Which of several processes this is.
+
+    What DTensors become depends on it (the part of a replicated tensor that is kept, for one), and torch's caches,
+    which processes share, do not: in torch 2.13 a process is given what another compiled, and takes its part.
+    """
+    import torch.distributed as dist
+
+    known = dist.is_available() and dist.is_initialized()
+    return f", for process {dist.get_rank()} of {dist.get_world_size()}" if known else ""
+
+
+def with_rewrite(config: Any, options: Options) -> dict[str, Any]:
+    """Settings of Inductor with both our passes, after everybody else's that stand in `config`.
+
+    Passes before autograd run before AOTAutograd looks into its cache, unless the user decided that: its key is then
+    the rewritten graph, and what is found in a graph is reported however much of it is cached.
+    """
+    settings = below_rewrite(config, process_matters=True)
+    early = getattr(config, "pre_grad_pass_timing", None) == "default"
+    before = _others(config.pre_grad_custom_pass)
+    settings["pre_grad_custom_pass"] = _setting([*before, RewritePass(options, early)])
+    return settings | ({"pre_grad_pass_timing": "early"} if early else {})
+
+
+def below_rewrite(config: Any, process_matters: bool) -> dict[str, Any]:
+    """Settings of Inductor for a graph that is rewritten already."""
+    below = [*_others(config.joint_custom_pre_pass), BelowAutogradPass(process_matters)]
+    return without_ours(config) | {"joint_custom_pre_pass": _setting(below)}
+
+
+def without_ours(config: Any) -> dict[str, Any]:
+    """Settings of Inductor without our passes; empty where there are none."""
+    settings: dict[str, Any] = {}
+    for name in ("pre_grad_custom_pass", "joint_custom_pre_pass"):
+        if len(others := _others(held := getattr(config, name))) < len(_listed(held)):
+            settings[name] = _setting(others)
+    rewrites = [entry for entry in _listed(config.pre_grad_custom_pass) if isinstance(entry, RewritePass)]
+    return settings | ({"pre_grad_pass_timing": "default"} if any(entry.early for entry in rewrites) else {})
+
+
+def options_of(config: Any) -> Options | None:
+    """Those of the rewrite that stands in `config`."""
+    rewrites = [entry for entry in _listed(config.pre_grad_custom_pass) if isinstance(entry, RewritePass)]
+    return rewrites[-1].options if rewrites else None
+
+
+def _listed(setting: Any) -> list[Any]:
+    return list(setting) if isinstance(setting, (list, tuple)) else [] if setting is None else [setting]
+
+
+def _others(setting: Any) -> list[Any]:
+    return [entry for entry in _listed(setting) if not isinstance(entry, RewritePass | BelowAutogradPass)]
+
+
+def _setting(passes: Sequence[Any]) -> Any:
+    """As Inductor takes it; one pass by itself, which versions of torch that know no lists take too."""
+    return None if not passes else passes[0] if len(passes) == 1 else list(passes)
+
+
+def _leave_autograd(graph: Graph) -> None:
+    """Gradients are traced when this graph reaches Inductor: its calls need not look for them."""
+    for node in graph.nodes:
+        if node.target is torch.ops.fusion.attention.default:
+            node.target = torch.ops.fusion.attention_below_autograd.default
+
+
+_PATTERNS = "torch._inductor.fx_passes.fuse_attention"
+
+
+class _OneGraph:
+    """The pattern pass without attention patterns, once: it puts the whole one back before it runs."""
+
+    def __init__(self, full: Any, filtered: Any) -> None:
+        self.full, self.filtered = full, filtered
+
+    def apply(self, graph: Any) -> int:
+        from torch._inductor.fx_passes import joint_graph
+
+        joint_graph.pass_patterns[0] = self.full
+        return self.filtered.apply(graph)
+
+
+def _drop_patterns() -> None:
+    """Keep attention patterns off the graph at hand; runs after Inductor has registered them."""
+    from torch._inductor.fx_passes import joint_graph
+
+    full = joint_graph.pass_patterns[0]
+    full = full.full if isinstance(full, _OneGraph) else full
+    filtered = copy.copy(full)
+    filtered.patterns = type(full.patterns)(list)
+    dropped = 0
+    for key, entries in full.patterns.items():
+        kept = [entry for entry in entries if not _is_attention_pattern(entry)]
+        dropped += len(entries) - len(kept)
+        filtered.patterns[key] = kept
+    joint_graph.pass_patterns[0] = _OneGraph(full, filtered)  # type: ignore[assignment]
+    if not dropped and any(
+        _PATTERNS in str(inspect.getmodule(e.extra_check)) for v in full.patterns.values() for e in v
+    ):
+        log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")
+
+
+def _is_attention_pattern(entry: Any) -> bool:
+    check = entry.extra_check
+    if not inspect.isfunction(check):
+        return False
+    inner = inspect.getclosurevars(check).nonlocals.get("extra_check")
+    return _PATTERNS in (getattr(check, "__module__", ""), getattr(inner, "__module__", ""))
