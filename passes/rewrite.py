@@ -243,7 +243,7 @@ def _replace(
     with graph.inserting_before(root):
         terms = []
         for part in parts:
-            operands = [results.get(operand, operand) for operand in part.operands]
+            operands = [_operand(graph, root, operand, results) for operand in part.operands]
             terms.append(_call(graph, root, part, operands, symbols, emitter))
         result = terms[0]
         for term in terms[1:]:
@@ -255,6 +255,14 @@ def _replace(
     root.replace_all_uses_with(result)
     graph.erase_node(root)
     return result
+
+
+def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node]) -> Node:
+    """What the call in the place of `root` takes: a copy of what is written to later, if a backward reads it again."""
+    found = results.get(operand, operand)
+    if marks.requires_grad(root) and any(root < mutation for mutation in marks.mutations(operand)):
+        return _derived(graph, root, aten.clone.default, (found,))
+    return found
 
 
 def _call(graph: Graph, root: Node, part: Specified, operands: list[Node], symbols: _Symbols, emitter: str) -> Node:

@@ -123,6 +123,36 @@ def test_a_rewritten_graph_module_trains():
         assert_as_exact_as_eager(ours, theirs, reference, torch.float32)
 
 
+class Changing(torch.nn.Module):
+    """Writes to an operand after the attention; eager mode's backward reads scaled copies."""
+
+    def __init__(self, operand: int):
+        super().__init__()
+        self.operand = operand
+
+    def forward(self, q, k, v):
+        given = [x.clone()[..., 1:, :] for x in (q, k, v)]
+        out = ((given[0] * 0.3) @ (given[1] * 0.5).mT).softmax(-1) @ (given[2] * 2.0)
+        given[self.operand][..., ::2].mul_(2)
+        return out + given[self.operand].detach()
+
+
+@pytest.mark.parametrize("operand", range(3))
+def test_operands_that_change_after_the_attention(operand: int):
+    module = torch.fx.symbolic_trace(Changing(operand))
+    given = [torch.randn(2, 9, 8, requires_grad=True) for _ in range(3)]
+    with fusion.collect_reports() as reports:
+        fused = fusion.rewrite(module, *given)
+    assert [report.fused for report in reports] == [1]
+
+    def gradients(function, dtype):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in given]
+        return torch.autograd.grad(function(*inputs).square().sum(), inputs)
+
+    eager, exact = gradients(module, torch.float32), gradients(module, torch.float64)
+    assert_as_exact_as_eager(gradients(fused, torch.float32), eager, exact, torch.float32)
+
+
 def test_a_rewritten_graph_module_can_be_exported_and_compiled():
     module, x = torch.fx.symbolic_trace(Traceable()), torch.randn(2, 9, 16)
     fused = fusion.rewrite(module, x, None, 2.0)
