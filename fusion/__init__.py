@@ -28,6 +28,7 @@ _EXPORTS = {
     "Report": "fusion.report.report",
     "rewrite": "fusion.api.rewrite",
     "uninstall": "fusion.api.install",
+    "verify": "fusion.api.verify",
 }
 __all__ = [
     "FusionError",
@@ -47,6 +48,7 @@ __all__ = [
     "plan",
     "rewrite",
     "uninstall",
+    "verify",
 ]
 
 

@@ -129,6 +129,7 @@ def _passes(
     dump.stage("normalized", graph)
     sites = find_sites(graph.graph, functools.partial(kernels.reads, request=_request(options)))
     drawn = [graph_excerpt.before(site) for site in sites]
+    dump.sites(sites)
     verdicts: dict[int, Verdict] = {}
     specified = rewrite(
         graph,

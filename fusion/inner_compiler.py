@@ -28,7 +28,11 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     teach_inductor()
     patches = list_mode_options(mode) if mode else None
     with config.patch(inductor_passes.below_rewrite(config, _has_dtensors(module))):
-        return cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
+        compiled = cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
+    # It takes its arguments one by one, but carries the mark of the function within, which takes a list. Dynamo knows;
+    # its minifier (TORCHDYNAMO_REPRO_AFTER) goes by the mark.
+    compiled._boxed_call = False
+    return compiled
 
 
 def _has_dtensors(module: GraphModule) -> bool:

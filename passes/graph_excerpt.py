@@ -43,8 +43,8 @@ class Excerpt:
 
 def before(site: Site) -> Excerpt:
     """The region of a site, as the analysis walked it, and the tensors that it starts from. Call before the rewrite."""
-    inside = _inside(site)
-    ordered = sorted(inside)  # topological
+    region = inside(site)
+    ordered = sorted(region)  # topological
     kept = set(ordered[-LIMIT:])
     inputs = {parent for node in kept for parent in node.all_input_nodes} - kept
     boxes = [_box(node, "input", ()) for node in sorted(inputs) if isinstance(nodes.value(node), _DRAWN)]
@@ -52,7 +52,7 @@ def before(site: Site) -> Excerpt:
     for node in ordered[-LIMIT:]:
         role = "blame" if node is site.blame else "product" if _is_product(node) else "step"
         boxes.append(_box(node, role, tuple(p.name for p in node.all_input_nodes if p.name in shown)))
-    return Excerpt(nodes=tuple(boxes), left_out=len(inside) - len(kept))
+    return Excerpt(nodes=tuple(boxes), left_out=len(region) - len(kept))
 
 
 def marked(site: Excerpt, blame: Node | None) -> Excerpt:
@@ -89,17 +89,18 @@ def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
     return Excerpt(nodes=(*inputs, *calls))
 
 
-def _inside(site: Site) -> set[Node]:
-    inside = site.interior() | {site.anchor}
+def inside(site: Site) -> set[Node]:
+    """The nodes of a site's region; of a refused one, also those above its product that a person would count in."""
+    region = site.interior() | {site.anchor}
     here = site.root
     while here is not site.anchor:
-        inside.add(here)
+        region.add(here)
         here = here.all_input_nodes[0]
     if site.refusal is not None:  # the walk ended early: show what a person would call the attention
-        inside |= _upstream(site.anchor)
+        region |= _upstream(site.anchor)
         if site.blame is not None and site.blame.op == "call_function":
-            inside.add(site.blame)
-    return {node for node in inside if node.op == "call_function" and isinstance(nodes.value(node), _DRAWN)}
+            region.add(site.blame)
+    return {node for node in region if node.op == "call_function" and isinstance(nodes.value(node), _DRAWN)}
 
 
 def _upstream(anchor: Node) -> set[Node]:

@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,11 +97,7 @@ def compare(
     runs = _competitors(original, options or {})
     with torch.no_grad():
         results, first, failures = _first_calls(runs, args, kwargs)
-        if "eager" in failures:
-            raise ComparisonError(
-                f"compare was asked to run {_name(original)}, which fails in eager mode: {failures['eager']}; give the "
-                "inputs that it takes"
-            )
+        _require_eager(original, failures)
         exact, note = _exact(original, args, kwargs)
         found = {name: _error(result, results["eager"], exact) for name, result in results.items()}
         working = {name: run for name, run in runs.items() if name not in failures}
@@ -130,6 +126,41 @@ def _competitors(original: Callable[..., Any], options: dict[str, Any]) -> dict[
         "inductor": torch.compile(original, dynamic=False, options=without_ours(config) or None),
         "fusion": torch.compile(original, backend="fusion", dynamic=False, options=options),
     }
+
+
+def compare_results(
+    original: Callable[..., Any], args: Any, kwargs: Any, options: Mapping[str, Any]
+) -> tuple[Measured, str]:
+    """(the error of fusion's results and what is allowed, why they could not be compared), without taking times.
+
+    Raises ComparisonError where eager itself fails.
+    """
+    compiled = torch.compile(original, backend="fusion", dynamic=False, options=dict(options))
+    with torch.no_grad():
+        before = _generators()
+        results, _, failures = _first_calls({"eager": original}, args, kwargs)
+        _require_eager(original, failures)
+        if any(not torch.equal(old, new) for old, new in zip(before, _generators(), strict=True)):
+            return Measured(name="fusion"), "It draws random numbers."
+        ours, first, failures = _first_calls({"fusion": compiled}, args, kwargs)
+        if failures:
+            return Measured(name="fusion", failure=failures["fusion"]), ""
+        exact, note = _exact(original, args, kwargs)
+        error, allowed = _error(ours["fusion"], results["eager"], exact)
+    return Measured(name="fusion", first=first["fusion"], error=error, allowed=allowed), note
+
+
+def _generators() -> list[Tensor]:
+    """The states of torch's generators of random numbers."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _require_eager(original: Callable[..., Any], failures: Mapping[str, str]) -> None:
+    if "eager" in failures:
+        raise ComparisonError(
+            f"compare was asked to run {_name(original)}, which fails in eager mode: {failures['eager']}; give the "
+            "inputs that it takes"
+        )
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,8 @@ from fusion.errors import FusionError
 # name of the subcommand: module that implements it, imported only when it is used (or listed by --help)
 COMMANDS = {
     "explain": "fusion.cli.explain",
+    "verify": "fusion.cli.verify",
+    "repro": "fusion.cli.repro",
     "bench": "fusion.cli.bench",
     "cost": "fusion.cli.cost",
     "doctor": "fusion.cli.doctor",

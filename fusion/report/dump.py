@@ -3,9 +3,10 @@
 folder/graph_000/00_dynamo.py        the graph after each stage as Python that runs by itself
                  01_normalized.py
                  02_rewritten.py
-                 03_plan_0.txt       one per distinct attention
-                 04_kernel_0.mlir    (or .py)
-                 05_report.txt
+                 03_attention_0.py   every distinct attention alone, compared with float64 (`fusion repro`)
+                 04_plan_0.txt       one per distinct attention
+                 05_kernel_0.mlir    (or .py)
+                 06_report.txt
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion.passes import marks
+from fusion.passes.cut_out import cut_out
+from fusion.passes.find import Site
 from fusion.report.report import Report
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ class Dump:
     def __init__(self) -> None:
         self.folder = os.environ.get("FUSION_DUMP", "")
         self._graphs: list[tuple[str, str, dict[str, Any]]] = []
+        self._attentions: list[tuple[str, str]] = []
 
     def stage(self, name: str, module: GraphModule) -> None:
         """Note the graph after the stage `name`."""
@@ -45,6 +50,21 @@ class Dump:
             log.warning("FUSION_DUMP: the graph after %r cannot be written as Python", name, exc_info=True)
             return
         self._graphs.append((name, text, attributes))
+
+    def sites(self, sites: Sequence[Site]) -> None:
+        """Note every attention that was recognised as a script that compares it, alone and on random inputs."""
+        from fusion.report import site_script
+
+        scripts: dict[str, str] = {}
+        try:
+            for site in sites if self.folder else ():
+                if site.refusal is None and (cut := cut_out(site)) is not None:
+                    gradients = [marks.requires_grad(node) for node in cut.inputs]
+                    text = site_script.script(cut, site_script.place(site), gradients=gradients)
+                    scripts.setdefault(text.partition('"""\n')[2], text)
+        except Exception:  # looking must not change what happens
+            log.warning("FUSION_DUMP: an attention cannot be written as a script", exc_info=True)
+        self._attentions = [(f"attention_{number}.py", text) for number, text in enumerate(scripts.values())]
 
     def finish(self, report: Report) -> None:
         """Write everything. A folder that cannot be written is reported, and nothing else happens."""
@@ -82,7 +102,7 @@ class Dump:
             files.append((f"{name}.py", text))
             if attributes:
                 torch.save(attributes, folder / f"{number:02}_{name}.pt")
-        files += further
+        files += [*self._attentions, *further]
         for number, (name, text) in enumerate(files):
             (folder / f"{number:02}_{name}").write_text(text, encoding="utf-8")
         log.info("wrote %d files to %s", len(files), folder)
@@ -143,7 +163,7 @@ def to_python(module: GraphModule, weights: str, attributes: Mapping[str, Any]) 
         "",
         "import fusion.runtime.op  # the ops",
     ]
-    lines += [_import(name, held) for name, held in code.globals.items() if name != "torch"]
+    lines += [import_line(name, held) for name, held in code.globals.items() if name != "torch"]
     lines += ["", "", "class Graph(torch.nn.Module):"]
     if attributes:
         lines += [
@@ -164,13 +184,13 @@ def to_python(module: GraphModule, weights: str, attributes: Mapping[str, Any]) 
     lines += ["", "", "def inputs():", "    torch.manual_seed(0)", "    return ["]
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            lines.append(f"        {_example(node)},  # {node.name}")
+            lines.append(f"        {example(node)},  # {node.name}")
     lines += ["    ]", "", "", 'if __name__ == "__main__":', "    result = Graph()(*inputs())"]
     lines += ["    for leaf in torch.utils._pytree.tree_leaves(result):", "        print(leaf)"]
     return "\n".join(lines) + "\n"
 
 
-def _import(name: str, held: Any) -> str:
+def import_line(name: str, held: Any) -> str:
     if isinstance(held, types.ModuleType):
         return f"import {held.__name__} as {name}"
     if held is type(None):
@@ -183,7 +203,7 @@ def _import(name: str, held: Any) -> str:
     return f"from {getattr(held, '__module__', 'torch')} import {outer} as {name}"
 
 
-def _example(node: Node) -> str:
+def example(node: Node) -> str:
     """An expression that makes an input like the one the graph was traced with."""
     held = node.meta.get("val", node.meta.get("example_value"))
     if isinstance(held, (torch.SymInt, torch.SymFloat)):

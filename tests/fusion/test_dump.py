@@ -34,7 +34,8 @@ def test_every_stage_is_a_program_that_runs_and_gives_the_same(tmp_path: Path, m
     (folder,) = (tmp_path / "dump").iterdir()
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
-        "00_dynamo.py", "01_normalized.py", "02_rewritten.py", "03_plan_0.txt", "04_kernel_0.mlir", "05_report.txt",
+        "00_dynamo.py", "01_normalized.py", "02_rewritten.py", "03_attention_0.py", "04_plan_0.txt", "05_kernel_0.mlir",
+        "06_report.txt",
     ]  # fmt: skip
     results, exact = [], []
     for name in names[:3]:
@@ -45,9 +46,9 @@ def test_every_stage_is_a_program_that_runs_and_gives_the_same(tmp_path: Path, m
     assert_same(results[1], results[0])
     assert_as_exact_as_eager(results[2], results[0], exact[0])
     assert "fusion.attention" in (folder / "02_rewritten.py").read_text()
-    assert "func.func @attention" in (folder / "04_kernel_0.mlir").read_text()
-    assert "bound" in (folder / "03_plan_0.txt").read_text()
-    assert "1 of 1" in (folder / "05_report.txt").read_text()
+    assert "func.func @attention" in (folder / "05_kernel_0.mlir").read_text()
+    assert "bound" in (folder / "04_plan_0.txt").read_text()
+    assert "1 of 1" in (folder / "06_report.txt").read_text()
 
 
 def test_a_dumped_file_runs_by_itself(tmp_path: Path, monkeypatch):

@@ -1,0 +1,127 @@
+"""One attention, alone, as fusion runs it and as eager does, against float64: what scripts of `fusion repro` call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.exactness import Errors, errors
+from fusion.refusals import Ground
+from fusion.report.report import collect_reports
+
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a comparison.
+
+    errors: of the output, and of the gradients of inputs, by name.
+    refusal: why fusion left the attention to eager, in which case nothing of ours has run.
+    defect: whether that is since it would have computed something else.
+    validated: what was compared before it was put in place (docs/validation.md).
+    """
+
+    errors: Mapping[str, Errors]
+    refusal: str | None = None
+    defect: bool = False
+    validated: str | None = None
+
+    @property
+    def share(self) -> float:
+        """The largest error / allowed error; at most 1 where all are allowed."""
+        return max(found.share for found in self.errors.values())
+
+    @property
+    def wrong(self) -> bool:
+        return self.defect or not self.share <= 1
+
+    def __str__(self) -> str:
+        lines = [] if self.refusal is None else [f"{'WRONG' if self.defect else 'right'}  not fused: {self.refusal}"]
+        for name, found in self.errors.items():
+            if found.misplaced:
+                lines.append(f"WRONG  {name}: NaN or infinities stand elsewhere at {found.misplaced} elements")
+                continue
+            verdict = "right" if found.share <= 1 else "WRONG"
+            lines.append(f"{verdict}  {name}: error {found.max_error:.3g}, allowed {found.max_bound:.3g}")
+            if found.max_error <= found.max_bound and verdict == "WRONG":
+                lines[-1] += f"; root mean square {found.rms_error:.3g}, allowed {found.rms_bound:.3g}"
+        return "\n".join(lines)
+
+
+def check(
+    attention: Function,
+    values: Sequence[Any],
+    *,
+    floats: Sequence[str] = (),
+    gradients: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Run `attention(*values)` in eager mode, in float64 and through fusion, and compare by `fusion.exactness`.
+
+    floats: dtypes that are keyword arguments of `attention`, which names its dtypes by them. gradients: the arguments
+    to differentiate by. options: of the backend.
+    """
+    chosen = {"inner": "eager", **(options or {})}
+    compiled = torch.compile(attention, backend="fusion", dynamic=False, fullgraph=True, options=chosen)
+    given = dict(zip(inspect.signature(attention).parameters, values, strict=False))
+    wide = {name: _wide(value) for name, value in given.items()}
+    eager = _run(attention, given, gradients)
+    exact = _run(attention, wide, gradients, dict.fromkeys(floats, torch.float64))
+    with collect_reports() as reports:
+        ours = _run(compiled, given, gradients)
+    coarse = max((t.dtype for t in _floats(values)), key=lambda dtype: torch.finfo(dtype).eps, default=None)
+    compared = {name: errors(ours[name], eager[name], exact[name], coarse) for name in eager}
+    sites = [site for report in reports for site in report.sites]
+    reasons = [site.reason for site in sites if not site.fused] + [n for report in reports for n in report.notes]
+    return Outcome(
+        errors=compared,
+        refusal=next(iter(reasons), None),
+        defect=any(site.refusal is not None and site.refusal.kind is Ground.DEFECT for site in sites),
+        validated=next((site.validated for site in sites), None),
+    )
+
+
+def main(attention: Function, values: Sequence[Any], **arguments: Any) -> int:
+    """What a script ends with: prints the comparison; returns its exit code, 1 where fusion is wrong."""
+    outcome = check(attention, values, **arguments)
+    print(outcome)
+    return int(outcome.wrong)
+
+
+def _floats(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _run(
+    function: Function,
+    arguments: Mapping[str, Any],
+    gradients: Sequence[str],
+    keywords: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """The output, and the gradients of the arguments named, all for one upstream gradient."""
+    given = {name: _detached(value) for name, value in arguments.items()}
+    wanted = {name: given[name].requires_grad_() for name in gradients}
+    with torch.set_grad_enabled(bool(wanted)):
+        output = function(*given.values(), **(keywords or {}))
+    found = {"output": output.detach()}
+    if wanted:
+        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        upstream = upstream.to(torch.bfloat16).to(output)  # the same in every dtype
+        gradient = torch.autograd.grad(output, list(wanted.values()), upstream, materialize_grads=True)
+        found |= {f"gradient of {name}": grad for name, grad in zip(wanted, gradient, strict=True)}
+    return found
+
+
+def _detached(value: Any) -> Any:
+    """A tensor of the same values and strides that autograd does not know."""
+    return value.detach() if isinstance(value, Tensor) else value

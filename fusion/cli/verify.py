@@ -1,0 +1,73 @@
+"""`fusion verify`: every attention of a model beside eager and float64, on the user's inputs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from fusion.api.verify import Verification
+from fusion.cli import target
+
+HELP = """Compares every attention of a model with eager and float64, on the model's own inputs.
+
+Each is compiled and run alone on the tensors that it reads in the model; the outputs of the whole model are compared
+too. The rule: error <= 2 * (eager's error + rounding), both against float64."""
+
+EXAMPLES = """examples:
+  fusion verify model.py:Model                         with inputs() in the same file
+  fusion verify model.py:Model --grad                  gradients as well
+  fusion verify package.models:build --inputs package.data:batch --json
+
+exit codes: 0 right; 1 something is wrong (fusion repro writes a script that shows it); 2 the request was wrong"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    target.add_arguments(parser)
+    parser.add_argument("--grad", action="store_true", help="compare gradients as well")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    found = verified(arguments)
+    print(json.dumps(to_dict(found), indent=2) if arguments.json else found)
+    return int(not found.right)
+
+
+def verified(arguments: argparse.Namespace, site: int | None = None) -> Verification:
+    """What came of the target. Raises TargetError where it cannot be run."""
+    from fusion.api.verify import verify
+
+    found = target.load(arguments)
+    try:
+        return verify(found.function, *found.args, gradients=arguments.grad, site=site, **found.kwargs)
+    except Exception as problem:
+        raise target.TargetError(
+            f"{found.name} cannot be run on these inputs: {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+def to_dict(found: Verification) -> dict[str, Any]:
+    """The result as plain data."""
+    whole = found.whole
+    return {
+        "right": found.right,
+        "sites": [
+            {
+                "number": site.number,
+                "place": site.place,
+                "reason": site.reason if site.outcome is None else site.outcome.refusal,
+                "wrong": None if site.outcome is None else site.outcome.wrong,
+                "errors": {}
+                if site.outcome is None
+                else {
+                    name: {"error": e.max_error, "allowed": e.max_bound, "misplaced": e.misplaced}
+                    for name, e in site.outcome.errors.items()
+                },
+            }
+            for site in found.sites
+        ],
+        "whole": {"error": whole.error, "allowed": whole.allowed, "failure": whole.failure or None, "note": found.note},
+    }

@@ -1,0 +1,61 @@
+"""A site's region as a graph of its own, to run it alone: for scripts that reproduce one attention, and to verify."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from fusion.passes import graph_excerpt, marks
+from fusion.passes.find import Site
+from fusion.passes.normalize import is_active_dropout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutOut:
+    """module: the region; its placeholders stand for the nodes `inputs` of the whole graph, its result for the site's
+    root."""
+
+    module: GraphModule
+    inputs: tuple[Node, ...]
+
+
+def cut_out(site: Site) -> CutOut | None:
+    """The region of a site that was recognised; None where it draws random numbers, and is not the same twice. Call
+    before the rewrite. Equal regions have equal graphs, names included."""
+    region = _feeding(site.root, graph_excerpt.inside(site))
+    if any(is_active_dropout(node) for node in region):
+        return None
+    inputs = sorted({parent for node in region for parent in node.all_input_nodes} - region)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    seen: Counter[str] = Counter()
+    for node in inputs:
+        name = re.sub(r"_?\d+", "", node.name)
+        copies[node] = graph.placeholder(f"{name}_{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    for node in sorted(region):  # topological
+        args, kwargs = (map_arg(given, copies.__getitem__) for given in (node.args, node.kwargs))
+        copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        if marks.stop_gradient(node):
+            copies[node] = graph.call_function(torch.ops.aten.detach.default, (copies[node],))
+    graph.output(copies[site.root])
+    return CutOut(module=GraphModule({}, graph), inputs=tuple(inputs))
+
+
+def _feeding(root: Node, inside: set[Node]) -> set[Node]:
+    """The nodes of `inside` that `root` depends on through others of them. What is taken out of a tuple that was made
+    elsewhere was made elsewhere, too."""
+    found, stack = set(), [root]
+    while stack:
+        node = stack.pop()
+        taken_out = node.target is operator.getitem and node.args[0] not in inside
+        if node in inside and node not in found and not taken_out:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
