@@ -1,8 +1,8 @@
 """Parts of Dynamo's graph that cannot be traced again: each becomes one call of a graph of its own, and stays as it is.
 
 Such parts are function transforms of `torch.func` (`grad`, `jvp`, a `vmap` of tensors), whose levels live outside of
-the graph, and calls of `torch.autograd.Function`, which bring a backward of their own. The attentions around them are
-fused as ever.
+the graph, calls of `torch.autograd.Function`, which bring a backward of their own, and operations on tensors that hold
+others (quantised weights). The attentions around them are fused as ever.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch._higher_order_ops.wrap import wrap
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
 
-from fusion.passes import nodes, vmap
+from fusion.passes import dtensor, nodes, vmap
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
@@ -56,8 +57,22 @@ def _parts(graph: Graph) -> list[list[Node]]:
             parts.append([])
         if depth or entering or (name == "autograd_function_apply" and torch.is_grad_enabled()):
             parts[-1].append(node)
+        elif _unwraps(node):
+            parts.append([node])
         depth += entering - name.endswith(_LEAVE)
     return parts
+
+
+def _unwraps(node: Node) -> bool:
+    """Whether a node makes plain tensors of one that holds others, as quantised weights do: the trace would meet those
+    and not know them. (DTensors are traced as such.)"""
+    if node.op in ("placeholder", "get_attr", "output") or any(map(_wraps, tree_leaves(nodes.value(node)))):
+        return False
+    return any(_wraps(nodes.value(given)) for given in node.all_input_nodes)
+
+
+def _wraps(held: Any) -> bool:
+    return is_traceable_wrapper_subclass(held) and not dtensor.is_dtensor(held)
 
 
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
