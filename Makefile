@@ -29,13 +29,18 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
 	@touch $@
 
+# By itself: it asks for torchvision, which indexes have for CUDA alone. Its models do without.
+$(VENV)/.installed-timm: constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm
+	@touch $@
+
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(BIN)/python -m pytest $(PYTEST) $(ARGS)
 
-test-long: $(VENV)/.installed-test
+test-long: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(BIN)/python -m pytest $(PYTEST) -m "long or not long" $(ARGS)
 
 fuzz: $(VENV)/.installed-test

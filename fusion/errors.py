@@ -91,6 +91,10 @@ class RewriteError(FusionError, ValueError):
     """Something was given to `fusion.rewrite` that it cannot rewrite."""
 
 
+class IntegrationError(FusionError, ValueError):
+    """Another library asks for something that its integration cannot do."""
+
+
 class TargetError(FusionError, ValueError):
     """What the command line names cannot be found, loaded or called."""
 

@@ -1,0 +1,132 @@
+"""transformers: `attn_implementation="fusion"`, for models that are not compiled as a whole.
+
+It compiles the function that a model's own file has for "eager" attention, with whatever that one does (soft-caps,
+sinks, position biases, groups of heads), and gives it the masks that eager attention has. Every model that can run its
+attention in eager mode thus has it, with eager's results.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.errors import IntegrationError, MissingPackageError
+from fusion.options import Options
+
+NAME = "fusion"
+_EAGER = "eager_attention_forward"
+_CAUSAL = "_fusion_causal"
+"""Attribute of a mask that is causal and nothing else: it is then computed from positions, and not read."""
+
+
+def register(options: Mapping[str, Any] | None = None) -> None:
+    """Let models of transformers take `attn_implementation="fusion"`.
+
+    options: of our backend; a second call takes the place of the first. Raises OptionError, and MissingPackageError
+    without transformers.
+    """
+    Options.parse(options)
+    attention, masks = _interfaces()
+    attention.register(NAME, functools.partial(_attention, functools.cache(_compiler(dict(options or {})))))
+    masks.register(NAME, _mask)
+
+
+def unregister() -> None:
+    """Undo `register`. Models that have it need another one before their next call (`set_attn_implementation`)."""
+    for interface in _interfaces():
+        interface._global_mapping.pop(NAME, None)
+
+
+def _interfaces() -> tuple[Any, Any]:
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as problem:
+        raise MissingPackageError(
+            "fusion.integrations.transformers needs transformers 5 or later, which cannot be imported "
+            f"({problem}); pip install transformers"
+        ) from problem
+    return AttentionInterface, AttentionMaskInterface
+
+
+def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+    """The mask that eager attention has, as bool [B, 1, Nq, Nk]: True where a key is seen. None where all are."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask = sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+    if mask is not None or not allow_is_causal_skip:
+        return mask
+    mask = sdpa_mask(*args, allow_is_causal_skip=False, **kwargs)
+    if mask is not None and not torch.compiler.is_compiling():
+        setattr(mask, _CAUSAL, True)
+    return mask
+
+
+def _attention(
+    compiled: Callable[[Any], Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls. query: [B, H, Nq, d]; key, value: [B, G, Nk, d], G a divisor of H; mask: of `_mask`, or
+    an additive one. Returns [B, Nq, H, d_v], and weights where they are asked for."""
+    if kwargs.get("cache") is not None:
+        raise IntegrationError(
+            "attn_implementation='fusion' was called with a paged cache, which it does not write; use "
+            "attn_implementation='sdpa' for continuous batching"
+        )
+    file, name = eager_of(type(module))
+    eager = getattr(sys.modules[file], name)
+    causal, weighed = getattr(mask, _CAUSAL, False), bool(kwargs.get("output_attentions"))
+    run = _run if weighed or torch.compiler.is_compiling() else compiled(eager)
+    output, weights = run(eager, module, query, key, value, None if causal else mask, causal, weighed, kwargs)
+    return output, weights
+
+
+@torch.compiler.assume_constant_result
+def eager_of(kind: type) -> tuple[str, str]:
+    """The function that a class of attention modules has for eager attention, the one that its `forward` names: its
+    module and its name, which Dynamo can trace.
+
+    Raises IntegrationError where there is none, or more than one.
+    """
+    forward = inspect.unwrap(kind.forward)
+    names = [name for name in forward.__code__.co_names if name.endswith(_EAGER) and name in forward.__globals__]
+    if len(names) != 1:
+        raise IntegrationError(
+            f"attn_implementation='fusion' was asked for in {kind.__module__}.{kind.__name__}, whose forward names "
+            f"{len(names) or 'no'} functions for eager attention; use torch.compile(model, backend='fusion')"
+        )
+    return forward.__globals__["__name__"], names[0]
+
+
+def _run(
+    eager: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    causal: bool,
+    weighed: bool,
+    kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if causal and query.shape[-2] > 1:
+        keys = torch.arange(key.shape[-2], device=query.device)
+        mask = keys <= keys[key.shape[-2] - query.shape[-2] :, None]
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), torch.finfo(query.dtype).min)
+    output, weights = eager(module, query, key, value, mask, **kwargs)
+    return output, weights if weighed else None
+
+
+def _compiler(options: dict[str, Any]) -> Callable[[Any], Any]:
+    def compiled(eager: Callable[..., Any]) -> Callable[..., Any]:
+        """`_run` for one function: with code of its own, since Dynamo counts how often it compiles a code."""
+        own = types.FunctionType(_run.__code__.replace(), _run.__globals__, f"{eager.__module__}.{eager.__name__}")
+        return torch.compile(own, backend="fusion", options=options)
+
+    return compiled
