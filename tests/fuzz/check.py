@@ -170,6 +170,8 @@ def check(program: Program, seed: int = 0, verify: bool = True) -> Result:
 def _check(program: Program, seed: int, verify: bool) -> Result:
     try:
         sample = Sample(program, seed)
+        if not sample.eager:
+            return Result(Verdict.INVALID, "no tensors come out")
     except Exception as problem:
         return Result(Verdict.INVALID, f"{type(problem).__name__}: {problem}")
     try:
