@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class RewritePass(CustomGraphPass):
-    """Attentions of a graph of Dynamo's become calls of `fusion::attention`, before autograd sees them.
+    """Attentions of a graph become calls of `fusion::attention`, before autograd sees them.
 
-    Their gradients are then those of the operator, as with our backend. The graph of a part that Dynamo took out of
-    another (a checkpointed one, a branch) is left to that of the whole. Packages of AOTInductor stay as they are: they
-    would need our operator where they run.
+    Their gradients are then those of the operator, as with our backend. Graphs that another one calls (a checkpointed
+    part, a branch) are left to it: what is computed twice draws the same random numbers. Packages of AOTInductor stay
+    as they are: they would need our operator where they run.
     """
 
     def __init__(self, options: Options, early: bool = False) -> None:
@@ -41,12 +42,12 @@ class RewritePass(CustomGraphPass):
         from fusion.backend import fuse
         from fusion.report.report import publish
 
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        values = [nodes.value(node) for node in graph.nodes if node.op == "placeholder"]
         module = graph.owning_module
-        if V.aot_compilation or module is None or not any(hasattr(node, "_dynamo_source") for node in inputs):
+        if V.aot_compilation or module is None or any(value is None for value in values) or not _is_whole(graph):
             return
         found = GraphModule(module, copy.deepcopy(graph))  # for the report, which keeps it
-        fused, report = fuse(found, [nodes.value(node) for node in inputs], self.options)
+        fused, report = fuse(found, values, self.options)
         if report.fused:
             _put_in_place(fused, module)
         publish(report)
@@ -58,6 +59,15 @@ class RewritePass(CustomGraphPass):
         if self.options.block_mask is not None:
             return None
         return f"fusion, source {_source()}, {self.options}, {machine()}, torch {torch.__version__}"
+
+
+def _is_whole(graph: Graph) -> bool:
+    """Whether no other graph calls this one, by how Inductor goes through them; where that cannot be told, whether it
+    comes from Dynamo as it is."""
+    calls, frame = 0, sys._getframe()
+    while frame := frame.f_back:
+        calls += frame.f_code.co_name == "_recursive_pre_grad_passes"
+    return calls == 1 or (not calls and any(hasattr(node, "_dynamo_source") for node in graph.nodes))
 
 
 @functools.cache

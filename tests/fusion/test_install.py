@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +69,15 @@ class Heads(torch.nn.Module):
         return F.scaled_dot_product_attention(q @ self.weight, k, v, attn_mask=self.keep)
 
 
+class Projected(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.softmax(self.project(x) @ x.mT, -1) @ x
+
+
 def outcome(run: Callable[..., Any], given: list[torch.Tensor], *held: torch.Tensor) -> list[torch.Tensor]:
     """Results and gradients, with the same random numbers every time."""
     torch.manual_seed(3)
@@ -123,7 +134,8 @@ def test_passes_of_others_run_beside_it_and_stay() -> None:
     theirs = {"pre_grad_custom_pass": before, "joint_custom_pre_pass": [joint], "post_grad_custom_post_pass": last}
     with config.patch(theirs), fresh_cache():
         fusion.install()
-        config.pre_grad_custom_pass = [*config.pre_grad_custom_pass, late]
+        (*kept,) = config.pre_grad_custom_pass  # type: ignore[misc]  # pyright: ignore
+        config.pre_grad_custom_pass = [*kept, late]
         with torch.no_grad():
             torch.compile(attend)(*tensors())
         fusion.uninstall()
@@ -260,6 +272,30 @@ def test_a_cache_that_is_written_in_place() -> None:
     assert_as_exact_as_eager(result, eager, wide)
     assert_same(caches[0], caches[1])
     assert [report.fused for report in reports] == [1]
+
+
+def test_the_pieces_of_distributed_data_parallel_are_rewritten() -> None:
+    """DDP splits a graph where gradients are exchanged; its pieces come from Dynamo no longer."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+    from torch._inductor.compile_fx import compile_fx
+
+    model, x = torch.nn.Sequential(*(Projected() for _ in range(3))), torch.randn(2, 20, 16)
+    eager, exact = outcome(model, [x.requires_grad_()]), copy.deepcopy(model).double()
+    wide = outcome(exact, [x.detach().double().requires_grad_()])
+    split = DDPOptimizer(bucket_bytes_cap=1000, first_bucket_cap=1000, backend_compile_fn=compile_fx)
+    with fusion.install(), fusion.collect_reports() as reports:
+        found = outcome(torch.compile(model, backend=split.compile_fn), [x])
+    assert_as_exact_as_eager(found, eager, wide)
+    assert len(reports) > 1 and sum(report.fused for report in reports) == 3
+
+
+def test_it_holds_for_the_thread_that_installs() -> None:
+    found: list[Any] = []
+    with fusion.install():
+        thread = threading.Thread(target=lambda: found.append(config.pre_grad_custom_pass))
+        thread.start()
+        thread.join()
+    assert found == [None]
 
 
 def test_compare_measures_inductor_without_it() -> None:

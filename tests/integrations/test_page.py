@@ -182,7 +182,6 @@ def in_diffusers() -> tuple[dict[str, Any], Check]:
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, sample_size=8)
     pipe = diffusers.DiTPipeline(transformer, vae, diffusers.DDIMScheduler())
     pipe.set_progress_bar_config(disable=True)
-    pipe.vae.eval(), pipe.transformer.eval()
 
     def images(run: Any) -> torch.Tensor:
         torch.manual_seed(1)
