@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long fuzz lint format types bench clean
+.PHONY: help demo test test-long fuzz lint format types bench docs dist versions clean
 
 help:
 	@echo "make demo    real text through a trained model: eager, Inductor and fusion side by side"
@@ -19,6 +19,9 @@ help:
 	@echo "make fuzz    300 random functions, others at every commit"
 	@echo "make lint    ruff: lint and format    (make format mends what it can)"
 	@echo "make types   pyright"
+	@echo "make docs    the pages as a site, in build/site"
+	@echo "make dist    sdist and wheel in build/dist, checked, and tried outside of the checkout"
+	@echo "make versions  the wheel in new environments with other versions of Python and torch (gigabytes each)"
 	@echo "make bench   benchmarks/cpu.py        (ARGS='--quick' passes options on to it)"
 
 $(BIN)/pip:
@@ -60,6 +63,15 @@ types: $(VENV)/.installed-dev $(VENV)/.installed-test $(VENV)/.installed-demo $(
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+dist: $(VENV)/.installed-release
+	.ci/dist $(BIN)/python build/dist
+
+versions: dist
+	$(BIN)/python .ci/versions.py build/dist/*.whl $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -1,12 +1,17 @@
 """What the pages claim about the code that can be checked by reading: links, options, make targets."""
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
+import fusion
 from fusion.options import Options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,3 +42,24 @@ def test_make_targets_exist() -> None:
         blocks = re.findall(r"(?:`|^    )make ([a-z ]+?)(?=`| ARGS| *#|$)", page.read_text(), flags=re.M)
         named = {word for block in blocks for word in block.split()}
         assert named <= targets, f"{page.name} names make targets that do not exist: {sorted(named - targets)}"
+
+
+def test_the_api_page_lists_what_the_package_offers() -> None:
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
+    assert sorted(name.rpartition(".")[2] for name in listed) == sorted(fusion.__all__)
+    for path in listed:
+        module, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(module), name) is getattr(fusion, name)
+
+
+def test_the_site_has_every_page_and_leads_nowhere_outside(tmp_path: Path) -> None:
+    """mkdocs itself warns of pages without a place and of links and anchors that do not exist."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    for page in (ROOT / "docs").glob("*.md"):
+        built = tmp_path / ("" if page.stem == "index" else page.stem) / "index.html"
+        assert not re.search(r'href="?(?:\.\./)+(?:benchmarks|tests|README)', built.read_text()), page.name

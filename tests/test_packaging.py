@@ -96,3 +96,26 @@ def test_constraints_pin_every_dependency() -> None:
     wanted = [*PROJECT["project"]["dependencies"], *(entry for extra in extras for entry in extra)]
     names = {re.split(r"[\[<>=;~! ]", entry)[0].lower() for entry in wanted}
     assert names <= pinned, f"not in constraints.txt: {sorted(names - pinned)}"
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    (cited,) = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), flags=re.M)
+    assert cited == PROJECT["project"]["version"]
+
+
+def test_workflows_name_make_targets_and_versions_that_are_there() -> None:
+    """The hosted jobs run what .ci/run does, and what docs/versions.md says was tried."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    hosted = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (jobs,) = re.findall(r"target: \[(.*)\]", hosted)
+    ran = re.findall(r"make --no-print-directory ([a-z-]+)", (ROOT / ".ci" / "run").read_text())
+    assert set(ran) == set(jobs.split(", ")) <= targets
+    tried = {
+        (line.split("|")[1].strip().rpartition(".")[0], line.split("|")[2].strip())
+        for line in (ROOT / "docs" / "versions.md").read_text().splitlines()
+        if re.match(r"\| \d.* right", line)
+    }
+    assert set(re.findall(r'python: "(\S+)", torch: "(\S+)"', hosted)) <= tried
+    classifiers = {entry.rpartition(" ")[2] for entry in PROJECT["project"]["classifiers"] if ":: 3." in entry}
+    assert {python for python, _ in tried} == classifiers
+    assert f">={min(classifiers, key=lambda version: int(version[2:]))}" == PROJECT["project"]["requires-python"]
