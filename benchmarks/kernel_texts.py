@@ -54,6 +54,7 @@ TARGETS = {
     "neon": Target(lanes=4),
     "avx2": Target(lanes=8, tile_rows=4, tile_groups=3),
     "avx512": Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3),
+    "pairs": Target(lanes=16, avx512=True, pairs=True, tile_rows=8, tile_groups=3),
     "amx": Target(lanes=16, avx512=True, amx=True, tile_rows=8, tile_groups=3, near_bytes=48 * 1024),
 }
 SELECTIVE = [
@@ -102,7 +103,7 @@ def mlir_texts(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]
     wanted = (3, 2) if name.startswith("row ") else (3,)
     tilings = {tiling: None for planes in wanted for tiling in tilings_for(spec, target, planes)}
     for tiling in tilings:
-        if target.amx and not tiling.planes:  # the text of AVX-512
+        if (target.amx or target.pairs) and not tiling.planes:  # the text of AVX-512
             continue
         of = f"planes {tiling.planes}"
         yield f"forward, {of}", emit(spec, tiling, target, d, d_v).source
@@ -123,7 +124,7 @@ def backward_texts(of: str, spec: AttentionSpec, problem: Problem) -> Iterator[T
     yield f"dk dv, {of}", KeysKernel(problem, needs).text().source
     if spec.normalizer is not Normalizer.NONE:
         yield f"settling, {of}", DeltaErrorKernel(problem, (False,) * len(needs)).text().source
-    if problem.tiling.planes:
+    if problem.tiling.planes and problem.target.amx:
         yield f"fused, {of}", FusedKernel(problem, needs).text().source
 
 

@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=50, help="measuring time, all shapes together")
     parser.add_argument("--threads", type=int, default=1, help="threads of the kernel (default %(default)s)")
-    parser.add_argument("--no-amx", action="store_true", help="multiply-add products also where AMX exists")
+    parser.add_argument("--no-amx", action="store_true", help="vector products also where AMX exists")
     parser.add_argument("--shapes", type=int, nargs="+", help="numbers of the shapes to measure (default all)")
     parser.add_argument("--fit", action="store_true", help="print constants that suit these points best")
     parser.add_argument("--output", type=Path, help="JSON file with the raw points")
@@ -215,9 +215,7 @@ def main() -> None:
     machine = with_cores(Machine.detect(), arguments.threads)
     target = target_of(machine)
     if arguments.no_amx:
-        target = Target(
-            lanes=target.lanes, avx512=target.avx512, tile_rows=target.tile_rows, tile_groups=target.tile_groups
-        )
+        target = replace(target, amx=False, pairs="avx512_bf16" in machine.isa)
     print(f"{machine}; kernels for {target}; {arguments.threads} threads")
     shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
     rows, counted = [], []

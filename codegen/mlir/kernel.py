@@ -73,7 +73,12 @@ class AttentionKernel(OverlappingKernel):
         """When this kernel's scores are near a centre; None where it would gain nothing (products outweigh the softmax
         with several planes) or rows need their true maximum."""
         spec = self.spec
-        if self.tiling.planes != 1 or spec.out_dtype == "float32" or spec.normalizer is Normalizer.NONE:
+        if (
+            not isinstance(self.products, Amx)
+            or self.tiling.planes != 1
+            or spec.out_dtype == "float32"
+            or spec.normalizer is Normalizer.NONE
+        ):
             return None
         if self.weight is not None or spec.row_scale is not None:
             return None

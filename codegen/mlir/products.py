@@ -1,4 +1,5 @@
-"""The two matrix products of a tile, behind one interface: multiply-add vectors, or AMX tiles of bf16 planes.
+"""The two matrix products of a tile, behind one interface: vectors of float32 or of bf16 pairs, or AMX tiles of bf16
+planes.
 
 Everything is arranged so that vector lanes are queries. Queries come in groups of L (the vector width); a block has
 several groups.
@@ -11,6 +12,8 @@ Both products have the same shape: a left operand whose elements (or 16 x 32 til
 operand with lanes innermost. The strategies differ in how operands are packed and in the register tile.
 
 - `MultiplyAdd`: float32. Left operands K [key][d] and V [key][e]: one scalar at a time is broadcast.
+- `PairProducts`: bfloat16, in pairs along the reduction: two products and two sums in an instruction. A pair takes the
+place of a scalar: K [key][pair of d], V [pair of keys][e].
 - `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
 of three bf16
   values (planes), a float16 of two; the products of planes that matter are accumulated in float32: 6 of 9 for float32
@@ -24,8 +27,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.rows import RowReader, load_f32
+from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 from fusion.codegen.mlir.transpose import transpose
+from fusion.codegen.mlir.x86 import BF16, LANES, WORDS, Avx512
 
 
 def round_up(value: int, step: int) -> int:
@@ -93,28 +97,31 @@ class MultiplyAdd:
     """float32 vectors. One key step is `tile_rows` keys (a multiple of 2)."""
 
     overlaps = False
+    word = "f32"
+    """What stands for so many (`per_word`) elements along the reduction: 4 bytes."""
+    per_word = 1
 
     def __init__(self, b: Builder, lanes: int, d: int, e: int, tile_rows: int, tile_groups: int):
         self.b, self.lanes, self.d, self.e = b, lanes, d, e
         self.tile_rows, self.group_step = tile_rows, tile_groups
         self.key_step = tile_rows
-        self.d_padded = round_up(d, lanes)
+        self.d_padded = round_up(d, lanes * self.per_word)
         self.e_padded = round_up(e, lanes)
         self.vector = vector_of("f32", lanes)
 
     def query_bytes(self) -> int:
         """Of one group."""
-        return 4 * self.d_padded * self.lanes
+        return 4 * self.d_padded * self.lanes // self.per_word
 
     def key_bytes(self) -> int:
         """Of one key step."""
-        return 4 * self.key_step * self.d_padded
+        return 4 * self.key_step * self.d_padded // self.per_word
 
     def value_bytes(self) -> int:
-        return 4 * self.key_step * self.e_padded
+        return 4 * self.key_step * self.e_padded // self.per_word
 
     def weight_bytes(self, keys: int) -> int:
-        return 4 * keys * self.lanes
+        return 4 * keys * self.lanes // self.per_word
 
     def staging_elements(self) -> int:
         return max(self.lanes, self.key_step) * max(self.d_padded, self.e_padded)
@@ -153,20 +160,29 @@ class MultiplyAdd:
     ) -> None:
         """S^T of one key step and `group_step` groups; target: where the step's first row of each group goes."""
         b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
-        zero = b.constant(0.0, self.vector)
-        with b.carry(0, self.d, 1, [zero] * (len(rows) * len(groups)), hint="c") as (loop, c, sums):
-            right = [
-                b.load(b.at(queries[g], b.mul(c, self.lanes), "f32"), self.vector, "q", align=4 * self.lanes)
-                for g in groups
-            ]
+        zero, words = b.constant(0.0, self.vector), self.d_padded // self.per_word
+        depth, start = -(-self.d // self.per_word), [zero] * (len(rows) * len(groups))
+        with b.carry(0, depth, 1, start, hint="c") as (loop, c, sums):
+            right = [self._load(b.at(queries[g], b.mul(c, self.lanes), self.word), "q") for g in groups]
             new = []
             for r in rows:
-                left = b.broadcast(b.load(b.at(keys, b.add(c, r * self.d_padded), "f32"), "f32", "k"), self.lanes)
-                new += [b.fma(left, right[g], sums[r * len(groups) + g], "s") for g in groups]
+                left = self._broadcast(b.at(keys, b.add(c, r * words), self.word), "k")
+                new += [self._multiply(left, right[g], sums[r * len(groups) + g], "s") for g in groups]
             loop.yields(*new)
         for r in rows:
             for g in groups:
                 b.store(loop.results[r * len(groups) + g], b.at(target[g], r * self.lanes, "f32"), align=4 * self.lanes)
+
+    def _load(self, address: Value, hint: str) -> Value:
+        """A word for each lane."""
+        return self.b.load(address, self.vector, hint, align=4 * self.lanes)
+
+    def _broadcast(self, address: Value, hint: str) -> Value:
+        """One word for all lanes."""
+        return self.b.broadcast(self.b.load(address, "f32", hint), self.lanes)
+
+    def _multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
+        return self.b.fma(left, right, total, hint)
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group."""
@@ -187,9 +203,7 @@ class MultiplyAdd:
         b = self.b
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e:
             cells = [b.at(o, b.mul(e, self.lanes), "f32") for o in output]
-            self._accumulate(
-                b.at(values, e, "f32"), (b.mul(first, self.key_step), b.mul(steps, self.key_step)), weights, cells
-            )
+            self._accumulate(b.at(values, e, self.word), (self._words(first), self._words(steps)), weights, cells)
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
         """The same for `sets` times `group_step` groups."""
@@ -198,24 +212,83 @@ class MultiplyAdd:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
             sources = [weights.member(b, m) for m in members]
             cells = [b.at(output.member(b, m), b.mul(e, self.lanes), "f32") for m in members]
-            self._accumulate(b.at(values, e, "f32"), (0, b.mul(steps, self.key_step)), sources, cells)
+            self._accumulate(b.at(values, e, self.word), (0, self._words(steps)), sources, cells)
+
+    def _words(self, steps: Value | int) -> Value:
+        """Key steps in words of a column of V."""
+        return self.b.mul(steps, self.key_step // self.per_word)
 
     def _accumulate(
-        self, column: Value, keys: tuple[Value | int, Value], weights: Sequence[Value], output: Sequence[Value]
+        self, column: Value, words: tuple[Value | int, Value], weights: Sequence[Value], output: Sequence[Value]
     ) -> None:
         """`tile_rows` columns of V from `column` on, against one set of groups."""
         b, rows, groups, lanes = self.b, range(self.tile_rows), range(len(weights)), self.lanes
         cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
         start = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
-        with b.carry(*keys, 1, start, hint="j") as (loop, j, sums):
-            right = [
-                b.load(b.at(weights[g], b.mul(j, lanes), "f32"), self.vector, "p", align=4 * lanes) for g in groups
-            ]
-            base = b.at(column, b.mul(j, self.e_padded), "f32")
+        with b.carry(*words, 1, start, hint="j") as (loop, j, sums):
+            right = [self._load(b.at(weights[g], b.mul(j, lanes), self.word), "p") for g in groups]
+            base = b.at(column, b.mul(j, self.e_padded), self.word)
             new = []
             for r in rows:
-                left = b.broadcast(b.load(b.at(base, r, "f32"), "f32", "v"), lanes)
-                new += [b.fma(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
+                left = self._broadcast(b.at(base, r, self.word), "v")
+                new += [self._multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
             loop.yields(*new)
         for cell, result in zip(cells, loop.results, strict=True):
             b.store(result, cell, align=4 * lanes)
+
+
+class PairProducts(MultiplyAdd):
+    """Vectors of bfloat16 pairs (`x86.Avx512.add_pair_products`); others are rounded to them. Weights are rounded, as
+    eager mode's are."""
+
+    word = "i32"
+    per_word = 2
+
+    def __init__(self, b: Builder, d: int, e: int, tile_rows: int, tile_groups: int):
+        super().__init__(b, LANES, d, e, tile_rows, tile_groups)
+        self.unit = Avx512(b)
+
+    def _load(self, address: Value, hint: str) -> Value:
+        return self.b.load(address, BF16, hint, align=4 * self.lanes)
+
+    def _broadcast(self, address: Value, hint: str) -> Value:
+        return self.b.bitcast(self.b.broadcast(self.b.load(address, "i32", hint), self.lanes), BF16)
+
+    def _multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
+        return self.unit.add_pair_products(total, left, right)
+
+    def _elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
+        """32 elements of a row."""
+        b = self.b
+        if rows.memory == "bf16":
+            return b.load(b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), "bf16"), BF16, "x")
+        return self.unit.narrow(*(load_f32(b, rows, row, b.add(column, n), self.lanes) for n in (0, self.lanes)))
+
+    def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        """One group: pairs of Q^T [d / 2][L]."""
+        b, lanes = self.b, self.lanes
+        rows = reader.rows(first, lanes, limit, self.d, self.d_padded, staging)
+        with b.loop(0, self.d_padded, 2 * lanes, hint="c") as c:
+            columns = transpose(b, [b.bitcast(self._elements(rows, r, c), WORDS) for r in range(lanes)])
+            start = b.at(target, b.mul(b.div(c, 2), lanes), "i32")
+            for r, column in enumerate(columns):
+                b.store(column, b.at(start, r * lanes, "i32"))
+
+    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        b = self.b
+        rows = reader.rows(first, self.key_step, limit, self.d, self.d_padded, staging)
+        for r in range(self.key_step):
+            with b.loop(0, self.d_padded, 2 * self.lanes, hint="c") as c:
+                b.store(self._elements(rows, r, c), b.at(target, b.add(c, r * self.d_padded), "bf16"))
+
+    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        b, lanes = self.b, self.lanes
+        rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
+        for r in range(0, self.key_step, 2):
+            with b.loop(0, self.e_padded, lanes, hint="c") as c:
+                pair = [load_f32(b, rows, r + n, c, lanes) for n in (0, 1)]
+                b.store(self.unit.pairs(*pair), b.at(target, b.add(c, r // 2 * self.e_padded), "i32"))
+
+    def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
+        address = self.b.at(target, self.b.mul(self.b.div(key, 2), self.lanes), "i32")
+        self.b.store(self.unit.pairs(first, second), address, align=4 * self.lanes)

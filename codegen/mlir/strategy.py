@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.scope import MEMORY_TYPE
@@ -47,4 +49,6 @@ def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tu
     planes = min(planes_of(spec, target), most_planes)
     if not planes:
         return (multiply_add,)
+    if not target.amx:
+        return (replace(multiply_add, keys=target.keys(planes), planes=planes),)
     return (Tiling(groups=4, together=2, keys=target.keys(planes), planes=planes), multiply_add)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.products import Groups, InterleavedWork, MultiplyAdd, Products
+from fusion.codegen.mlir.products import Groups, InterleavedWork, MultiplyAdd, PairProducts, Products
 from fusion.codegen.mlir.relative_bias import DistanceTable, distance_parts, without_parts
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
@@ -49,9 +49,11 @@ class TileKernel(KernelFunction):
         self.may_flag = tiling.planes > 1
         self.worst = self.area(64, "worst") if self.may_flag else None
         self.products: Products
-        if tiling.planes:
+        if tiling.planes and target.amx:
             exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
             self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, self.worst, exact_pairs)
+        elif tiling.planes:
+            self.products = PairProducts(self.b, d, d_v, target.tile_rows, target.tile_groups)
         else:
             self.products = MultiplyAdd(self.b, self.lanes, d, d_v, target.tile_rows, target.tile_groups)
         self.statistics = TrainingStatistics(self, tiling.groups) if with_statistics else None

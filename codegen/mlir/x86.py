@@ -54,6 +54,15 @@ class Avx512:
         """1 / x, to 6e-5."""
         return self.b.intrinsic("x86.avx512.rcp14.ps.512", x, x, self.b.constant(-1, "i16"), type_=x.type, hint="recip")
 
+    def add_pair_products(self, total: Value, left: Value, right: Value) -> Value:
+        """total + left[2 n] right[2 n] + left[2 n + 1] right[2 n + 1] in lane n, of bf16 left and right."""
+        return self.b.intrinsic("x86.avx512bf16.dpbf16ps.512", total, left, right, type_=F32, hint="sum")
+
+    def pairs(self, first: Value, second: Value) -> Value:
+        """bf16 elements of two vectors in turns, rounded to nearest even."""
+        both = self.narrow(first, second)
+        return self.b.shuffle(both, both, [n + half for n in range(LANES) for half in (0, LANES)], "pairs")
+
     def narrow(self, low: Value, high: Value) -> Value:
         """32 bf16 from two vectors, rounded to nearest even."""
         return self.b.intrinsic("x86.avx512bf16.cvtne2ps2bf16.512", high, low, type_=BF16, hint="line")

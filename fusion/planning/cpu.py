@@ -3,8 +3,9 @@
 Threads take work items (head, block of B_r queries). For a head it has not met yet a thread packs K and V into the
 layout of its matrix instructions; for an item it packs Q, and for every block of B_c keys forms the scores of one
 register tile of rows after the other, exponentiates them, and adds to the output. Lanes are queries. Matrix
-instructions take bf16 tiles (AMX; float32 as six products of three bf16 planes, float16 as three of two) or are float32
-multiply-adds. Each register tile visits only the keys that its own rows need, so masks cost the same for every B_r.
+instructions take bf16 tiles (AMX; float32 as six products of three bf16 planes, float16 as three of two) or are
+multiply-adds of vectors, float32 or bf16 pairs. Each register tile visits only the keys that its own rows need, so
+masks cost the same for every B_r.
 
 What the tile decides: how often packed K and V stream past from the second cache or, where they outgrow it, from beyond
 (each row block: N^2 (d + d_v) / B_r, the I/O of the schedule), how often the output is taken up again (each key block),
@@ -61,9 +62,10 @@ class Costs:
     packed: float
 
 
-#: By planes: 0 for multiply-adds. Those of 3 are a fit times 1.25, since later runs took 1.13 to 1.35 times what it
-#: said. A factor moves no choice of a tile, but the choice between exact and approximate attention.
-COSTS = {
+#: By planes of AMX tiles, 0 for float32 multiply-adds; "pairs" of bf16 were fitted on an AMD EPYC (family 26). Those of
+#: 3 planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said. A factor moves no choice of a
+#: tile, but the choice between exact and approximate attention.
+COSTS: dict[int | str, Costs] = {
     0: Costs(
         product=0.826, softmax=1.45, operation=1, output=0,
         near=0.441, far=3.86, end=0, wake=0, item=0, packed=5.58,
@@ -80,6 +82,10 @@ COSTS = {
         product=0.783, softmax=15.3, operation=1.25, output=2.15,
         near=1.08, far=2.98, end=8.55, wake=0, item=285, packed=14.4,
     ),
+    "pairs": Costs(
+        product=0.76, softmax=2.91, operation=1, output=0.379,
+        near=0, far=0, end=0, wake=0, item=0, packed=2.77,
+    ),
 }  # fmt: skip
 
 #: What is reported: resource -> the costs that belong to it
@@ -94,10 +100,12 @@ RESOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
-    """What the kernel does with this problem on this machine: planes (0 is multiply-add), element bytes of its packed
-    operands, register tile in keys and rows, padded head dimensions, bytes of a score and its weight."""
+    """What the kernel does with this problem on this machine: planes (0 is multiply-add), whether on AMX tiles, element
+    bytes of its packed operands, register tile in keys and rows, padded head dimensions, bytes of a score and its
+    weight."""
 
     planes: int
+    on_tiles: bool
     size: int
     key_step: int
     row_step: int
@@ -109,13 +117,20 @@ class _Kernel:
     def products(self) -> int:
         return _PLANE_PRODUCTS[self.planes]
 
+    @property
+    def unit(self) -> int | str:
+        """Its entry of `COSTS`."""
+        return self.planes if self.on_tiles or not self.planes else "pairs"
+
 
 def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _Kernel:
     amx = "amx_bf16" in machine.isa and multiples[1] % 32 == 0
-    planes = _PLANES.get(problem.dtype, 3) if amx else 0
+    pairs = "avx512_bf16" in machine.isa and problem.dtype == "bfloat16"
+    planes = _PLANES.get(problem.dtype, 3) if amx else int(pairs)
     d, e = max(1, problem.d), max(1, problem.d_v)
     return _Kernel(
         planes=planes,
+        on_tiles=amx,
         size=2 * planes or 4,
         key_step=32 if amx else multiples[1],
         row_step=multiples[0],
@@ -128,8 +143,8 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
 def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, multiples: tuple[int, int], *, skip: bool) -> Times:
     """Seconds for each tile; `skip`: keys that the mask hides are left out. multiples: the register tile (rows,
     keys)."""
-    planes = _kernel(problem, machine, multiples).planes
-    clock, costs = machine.clock or 2.5e9, asdict(COSTS[planes])
+    costs = asdict(COSTS[_kernel(problem, machine, multiples).unit])
+    clock = machine.clock or 2.5e9
     parts = []
     for rows, keys in zip(tiles["B_r"], tiles["B_c"], strict=True):
         counts = cpu_counts(machine, problem, (int(rows), int(keys)), multiples, skip=skip)
@@ -187,9 +202,9 @@ def _item_counts(
 
     vectors = _up(here, lanes) / lanes * taken
     near, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k)
-    costs = COSTS[kernel.planes]
+    costs = COSTS[kernel.unit]
     vector_work = keys * step / lanes * (costs.softmax + costs.operation * problem.score_flops)  # between products
-    asleep = kernel.planes == 1 and vector_work > SLEEPS_AFTER * clock
+    asleep = kernel.unit == 1 and vector_work > SLEEPS_AFTER * clock
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),

@@ -2,7 +2,8 @@
 
 A kernel's innermost products keep a tile of scores in registers: vectors of queries (groups of lanes) by rows of keys.
 The sizes follow from the number of vector registers: 32 of AVX-512 hold 3 x 8 accumulators, 16 of AVX2 hold 3 x 4; tile
-registers of AMX hold 16 x 16, four of which make 32 x 32.
+registers of AMX hold 16 x 16, four of which make 32 x 32. Products of bfloat16 pairs use the same registers as
+multiply-adds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 _AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
-_AMX = {"amx_tile", "amx_bf16", "avx512_bf16"}
+_PAIRS = {"avx512_bf16"}
+_AMX = {"amx_tile", "amx_bf16"} | _PAIRS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,8 @@ class Target:
     lanes: float32 elements in a vector, a multiple of tile_rows.
     avx512: `vreduceps` and `vscalefps` exist, and 512-bit word shuffles.
     amx: bf16 tile products exist (`tdpbf16ps`).
-    tile_rows: keys (or value columns) in the register tile of multiply-adds.
+    pairs: vectors of bf16 pairs can be multiplied and summed (`vdpbf16ps`); not used beside `amx`.
+    tile_rows: keys (or value columns) in the register tile of vector products.
     tile_groups: lane vectors (groups of queries) in it.
     near_bytes: capacity of the first-level cache, in which a tile of scores lives.
     """
@@ -37,16 +40,18 @@ class Target:
     lanes: int
     avx512: bool = False
     amx: bool = False
+    pairs: bool = False
     tile_rows: int = 4
     tile_groups: int = 2
     near_bytes: int = 32 * 1024
 
     def __str__(self) -> str:
-        return f"{self.lanes} lanes{', AVX-512' if self.avx512 else ''}{', AMX' if self.amx else ''}"
+        has = {"AVX-512": self.avx512, "bf16 pairs": self.pairs, "AMX": self.amx}
+        return ", ".join([f"{self.lanes} lanes", *(name for name, there in has.items() if there)])
 
     def register_tile(self, planes: int) -> tuple[int, int]:
         """(rows, keys) of products over so many bfloat16 planes; 0 of them for multiply-adds."""
-        return (2 * self.lanes, 32) if planes else (self.tile_groups * self.lanes, self.tile_rows)
+        return (2 * self.lanes, 32) if planes and self.amx else (self.tile_groups * self.lanes, self.tile_rows)
 
     def keys(self, planes: int) -> int:
         """B_c for any lengths, with M the first-level cache: the scores and weights of the rows that are worked on
@@ -55,8 +60,8 @@ class Target:
         The traffic to the next level does not depend on B_c, only the number of times that the output is loaded and
         stored again does (n_k / B_c), so B_c is as large as that allows, a multiple of a few register tiles.
         """
-        together, score_bytes = (2, 4 + 2 * planes) if planes else (self.tile_groups, 4)
-        step = 64 if planes else 12 * self.tile_rows
+        together, score_bytes = 2 if planes and self.amx else self.tile_groups, 4 + 2 * planes
+        step = 64 if planes and self.amx else 12 * self.tile_rows
         return max(step, self.near_bytes // 2 // (together * self.lanes * score_bytes) // step * step)
 
 
@@ -64,7 +69,9 @@ def target_of(machine: Machine) -> Target:
     """The best target for a machine."""
     near = machine.levels[0].capacity
     if machine.isa >= _AVX512:
-        return Target(lanes=16, avx512=True, amx=machine.isa >= _AMX, tile_rows=8, tile_groups=3, near_bytes=near)
+        amx = machine.isa >= _AMX
+        pairs = machine.isa >= _PAIRS and not amx
+        return Target(lanes=16, avx512=True, amx=amx, pairs=pairs, tile_rows=8, tile_groups=3, near_bytes=near)
     if "avx2" in machine.isa:
         return Target(lanes=8, tile_rows=4, tile_groups=3, near_bytes=near)
     lanes = max(4, machine.vector_bytes // 4 if machine.vector_bytes <= 64 else 4)
@@ -75,8 +82,8 @@ def planes_of(spec: AttentionSpec, target: Target) -> int:
     """Over how many bfloat16 planes a spec's products go; 0 for multiply-adds."""
     from fusion.ir.spec import Normalizer
 
-    if not target.amx:
-        return 0
     planes = max(PLANES[dtype] for dtype in (spec.dtype, *(operand.dtype for operand in spec.operands[:3])))
+    if planes == 1:
+        return 1 if target.amx or target.pairs else 0
     # Without a softmax weights may be infinite, which has no planes.
-    return 0 if planes > 1 and spec.normalizer is Normalizer.NONE else planes
+    return planes if target.amx and spec.normalizer is not Normalizer.NONE else 0

@@ -145,7 +145,8 @@ class BackwardCall:
 
     def _is_fused(self, choice: int) -> bool:
         """Whether one kernel gives all gradients: every batch element is one thread's, and products are on tiles."""
-        if not self.kernel.tilings[choice].planes or not self.needs[0] or not (self.needs[1] or self.needs[2]):
+        on_tiles = self.kernel.target.amx and self.kernel.tilings[choice].planes
+        if not on_tiles or not self.needs[0] or not (self.needs[1] or self.needs[2]):
             return False
         return not self.plan.of(LaneAxis.QUERIES, self.needs) and not self._split(-(-self.n_k // 64))[0]
 

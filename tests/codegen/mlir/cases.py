@@ -19,7 +19,8 @@ HERE = target_of(Machine.detect())
 #: Code for AVX-512 runs only where it exists; the others run everywhere (LLVM splits vectors that are too wide).
 TARGETS = {
     "best": HERE,
-    "multiply-add": replace(HERE, amx=False),
+    "pairs": replace(HERE, amx=False, pairs="avx512_bf16" in Machine.detect().isa),
+    "multiply-add": replace(HERE, amx=False, pairs=False),
     "avx2": Target(lanes=8, tile_rows=4, tile_groups=3),
     "generic": Target(lanes=4),
 }
