@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from fusion.codegen.mlir.compile import openmp_library, unavailable
+from fusion.machine import Machine
 
 SAMPLE = 4e-3  # s; about how long one call of a loop takes
 PASSES = (
@@ -21,16 +22,6 @@ PASSES = (
     "convert-vector-to-llvm{enable-x86=true},finalize-memref-to-llvm,convert-func-to-llvm,convert-arith-to-llvm,"
     "convert-index-to-llvm,convert-cf-to-llvm,reconcile-unrealized-casts)"
 )
-
-
-def cpu_flags() -> set[str]:
-    """Instruction-set names as /proc/cpuinfo spells them; empty where there is no such file."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = [line for line in file if line.startswith(("flags", "Features"))]
-    except OSError:
-        return set()
-    return set(lines[0].split(":")[1].split()) if lines else set()
 
 
 def _vector_loop(*, lanes: int, accumulators: int, pairs: bool) -> tuple[str, int]:
@@ -162,14 +153,14 @@ def loops(threads: int) -> list[Loop]:
     """What the processor has of `fma_f32`, `dot_bf16`, `tile_bf16`; without torch-mlir, matrix products instead."""
     if unavailable() is not None:
         return [_matrix_product("matmul_f32", torch.float32), _matrix_product("matmul_bf16", torch.bfloat16)]
-    flags = cpu_flags()
+    flags = Machine.detect().isa
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
     loop = _vector_loop(lanes=lanes, accumulators=24 if lanes == 16 else 12, pairs=False)
     found = [_register_loop("fma_f32", loop, ((2 * lanes,), (24 * lanes,)), numpy.float32, threads)]
     if "avx512_bf16" in flags:
         loop = _vector_loop(lanes=16, accumulators=24, pairs=True)
         found.append(_register_loop("dot_bf16", loop, ((64,), (24 * 16,)), numpy.int16, threads))
-    if "amx_bf16" in flags and torch.cpu._init_amx():
+    if "amx_bf16" in flags:
         found.append(_register_loop("tile_bf16", _tile_loop(), ((32, 32), (64, 16)), numpy.int16, threads))
     return found
 

@@ -106,6 +106,11 @@ def _engine(source: str) -> Any:
 
     with ir.Context():
         module = ir.Module.parse(source)
+        if features := cpu.left_out():
+            limited = ir.ArrayAttr.get([ir.StringAttr.get(text) for text in ("target-features", features)])
+            for operation in module.body:
+                if operation.operation.name == "func.func":
+                    operation.attributes["llvm.passthrough"] = ir.ArrayAttr.get([limited])
         PassManager.parse(PIPELINE).run(module.operation)
         return ExecutionEngine(module, opt_level=_level(source), shared_libs=[openmp_library()])
 
@@ -158,7 +163,7 @@ def _object_name(source: str) -> str | None:
     and ways to compile."""
     if not disk_cache.enabled() or not object_file.loadable():
         return None
-    parts = [FORMAT, PIPELINE, _level(source), _compiler(), cpu.identity(), disk_cache.tag(), source]
+    parts = [FORMAT, PIPELINE, _level(source), _compiler(), cpu.identity(), disk_cache.tag(), cpu.left_out(), source]
     return f"kernel_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.o" if all(parts[:5]) else None
 
 

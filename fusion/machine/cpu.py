@@ -9,11 +9,33 @@ import re
 import subprocess
 from pathlib import Path
 
+from fusion.errors import OptionError
 from fusion.machine import GIB, KIB, MIB, Machine, MemoryLevel
 
 _ISA = (
     "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16",
     "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", )  # fmt: skip
+
+
+LIMITS = {
+    "avx2": (("avx512", "amx"), "-avx512f"),
+    "avx512": (("avx512_", "amx"), "-avx512bf16,-avx512fp16"),
+    "avx512_bf16": (("amx",), ""),
+}
+"""What FUSION_MAX_ISA may say -> (how the flags begin that are not used then, how LLVM is told)."""
+
+
+def limit() -> str:
+    """The value of FUSION_MAX_ISA; empty where it is not set. Raises OptionError."""
+    value = os.environ.get("FUSION_MAX_ISA", "").lower()
+    if value and value not in LIMITS:
+        raise OptionError(f"FUSION_MAX_ISA={value} names no instruction set; use one of {', '.join(LIMITS)}, or none")
+    return value
+
+
+def left_out() -> str:
+    """Features of the processor that compiled code may not use, as LLVM writes them."""
+    return LIMITS[limit()][1] if limit() else ""
 
 
 def _run(*command: str) -> str:
@@ -119,7 +141,8 @@ def detect() -> Machine:
         name, flags, clock, caches = _mac_cpu()
     else:
         (name, flags, clock), caches = _linux_cpu(), _linux_caches()
-    isa = frozenset(flags & {*_ISA, "neon", "bf16"})
+    beyond = LIMITS[limit()][0] if limit() else ()
+    isa = frozenset(flag for flag in flags & {*_ISA, "neon", "bf16"} if not flag.startswith(beyond))
     if "amx_tile" in isa and not amx_enabled():
         isa = frozenset(flag for flag in isa if not flag.startswith("amx"))
     width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16

@@ -1,16 +1,21 @@
 """Machines: named ones, the one this runs on, the two-level model."""
 
+import importlib
 import os
+import re
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
-from fusion.errors import ProblemError, UnknownMachineError
+from fusion.errors import OptionError, ProblemError, UnknownMachineError
 from fusion.machine import (
     INTERPRETER,
     NAMED,
     Machine,
     MemoryLevel,
+    cpu,
     dtype_bytes,
     dtype_name,
     machine,
@@ -172,3 +177,44 @@ def test_dtypes():
     assert dtype_bytes(torch.float32) == 4
     with pytest.raises(ProblemError, match="known: float64"):
         dtype_name(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("limit", "width", "absent"), [("avx2", 32, "avx512"), ("avx512", 64, "avx512_"), ("avx512_bf16", 64, "amx")]
+)
+def test_the_instruction_set_can_be_limited(limit, width, absent, monkeypatch):
+    monkeypatch.setenv("FUSION_MAX_ISA", limit)
+    found = cpu.detect.__wrapped__()
+    assert not [flag for flag in found.isa if flag.startswith(absent)]
+    assert found.vector_bytes <= width
+
+
+def test_a_limit_that_is_none(monkeypatch):
+    monkeypatch.setenv("FUSION_MAX_ISA", "sse9")
+    with pytest.raises(OptionError, match="FUSION_MAX_ISA=sse9 names no instruction set; use one of avx2, avx512"):
+        cpu.detect.__wrapped__()
+
+
+@pytest.mark.skipif(
+    "avx512f" not in Machine.detect().isa or shutil.which("objdump") is None,
+    reason="needs a processor that has more than AVX2, and objdump",
+)
+def test_limited_kernels_have_no_instruction_beyond(monkeypatch, tmp_path):
+    """None that LLVM chooses by itself either: mask registers and all from 16 on are AVX-512's alone."""
+    pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+    compiling = importlib.import_module("fusion.codegen.mlir.compile")
+    from fusion.codegen.mlir.kernel import emit
+    from fusion.codegen.mlir.strategy import tilings_for
+    from tests.codegen.mlir.cases import TARGETS, case
+
+    spec, target = case("plain", "float32", 8).spec, TARGETS["avx2"]
+    source = emit(spec, tilings_for(spec, target)[0], target, 8, 8).source
+
+    def newer(limit: str) -> set[str]:
+        monkeypatch.setenv("FUSION_MAX_ISA", limit)
+        file = tmp_path / "kernel.o"
+        file.write_bytes(compiling._object(compiling._engine(source)))
+        listing = subprocess.run(["objdump", "-d", file], capture_output=True, text=True, check=True).stdout
+        return set(re.findall(r"%zmm\d+|%k[0-7]|%[xy]mm(?:1[6-9]|[23]\d)", listing))
+
+    assert newer("") and not newer("avx2")
