@@ -155,7 +155,7 @@ class _Comparison:
             anchor=site.anchor,
             keys=points.keys(spec, sizes[0], self.places, n_q, n_k),
             n_k=n_k,
-            leaves=frozenset(operands - interior),
+            leaves=frozenset(o for o in operands if not _is_made_of(operands, o, interior)),
             interior=frozenset(interior | set(_below(site))),
             roles=_roles(site, parts),
             hints=hints,
@@ -300,6 +300,21 @@ def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tens
 def _keys(read: Read) -> Tensor:
     rows = torch.arange(read.numbers.shape[0]).view(-1, *[1] * (read.numbers.dim() - 1))
     return (read.numbers + rows * _ROW).flatten()
+
+
+def _is_made_of(operands: set[Node], operand: Node, interior: set[Node]) -> bool:
+    """Whether an operand was looked into as far as another one, whose values then decide its own. One that was looked
+    into in vain is read as it is: what stands above it is not of its kind, and would be given other values."""
+    todo, seen = [operand], {operand}
+    while todo:
+        here = todo.pop()
+        if here is not operand and here in operands:
+            return True
+        if here in interior or not nodes.is_tensor(here):  # of several results, those looked into are
+            found = [node for node in here.all_input_nodes if node not in seen]
+            seen.update(found)
+            todo += found
+    return False
 
 
 def _below(site: Site) -> Iterator[Node]:

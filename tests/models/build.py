@@ -5,6 +5,7 @@ import copy
 import math
 import os
 import warnings
+from collections.abc import Callable
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
@@ -57,14 +58,41 @@ def build(model_class: type, *, seed: int = 0, gain: float = 1.5, **overrides) -
 def from_config(model_class: type, config, *, seed: int = 0, gain: float = 1.5) -> nn.Module:
     """The model of `config`, random from `seed`."""
     config = copy.deepcopy(config)
+
+    def make() -> nn.Module:
+        if hasattr(model_class, "_from_config"):
+            return model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        return model_class(config)
+
+    return random_model(make, seed=seed, gain=gain)
+
+
+def random_model(make: Callable[[], nn.Module], *, seed: int = 0, gain: float = 1.5) -> nn.Module:
+    """What `make` builds, in eval mode, its weights random from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if hasattr(model_class, "_from_config"):
-            model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
-        else:
-            model = model_class(config)
+        model = make()
     randomize(model, seed=seed, gain=gain)
     return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def settle(model: nn.Module, inputs: dict) -> None:
+    """Give batch normalisations the statistics of what `inputs` bring them, as training would have.
+
+    With the statistics that they start from they normalise nothing: activations grow from layer to layer until a score
+    is so large that its rounding decides which key wins, and two correct runs differ.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+        norm.train()
+    if norms:
+        model(**inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()
 
 
 def cast(inputs, dtype: torch.dtype):

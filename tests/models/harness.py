@@ -1,6 +1,7 @@
 """Run one architecture in eager mode, in float64 and compiled; compare, and count its attention sites."""
 
 import dataclasses
+import re
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch._dynamo.utils import counters
 import fusion
 from tests.models import oracle
 from tests.models.build import Entropy, cast
+from tests.models.candidates import Candidate
 from tests.models.zoo import Entry
 from tests.numerics import Errors, assert_as_exact_as_eager, leaves
 
@@ -80,7 +82,7 @@ def compiled(model: torch.nn.Module, backend: str = "fusion", options: dict[str,
 
 @torch.no_grad()
 def check(
-    entry: Entry,
+    entry: Entry | Candidate,
     dtype: torch.dtype = torch.float32,
     batch: int = 2,
     inner: str = "eager",
@@ -127,7 +129,7 @@ def _telling(eager: Any) -> set[str]:
 
 
 def _outcome(
-    entry: Entry,
+    entry: Entry | Candidate,
     witness: Witness,
     reports: list,
     comparisons: list[Errors],
@@ -136,7 +138,7 @@ def _outcome(
 ) -> Outcome:
     counted = counters["fusion"]
     left = tuple(
-        Unfused(reason=str(site.reason), location=str(site.location).rsplit("/models/", 1)[-1])
+        Unfused(reason=str(site.reason), location=_short(str(site.location)))
         for report in reports
         for site in report.sites
         if not site.fused
@@ -154,6 +156,11 @@ def _outcome(
         entropies=tuple(entropies),
         seconds=seconds,
     )
+
+
+def _short(location: str) -> str:
+    """Where a site stands, from its package's folder of models on."""
+    return re.split("/models/|/site-packages/|/lib/", location)[-1]
 
 
 def table(outcomes: list[Outcome]) -> str:

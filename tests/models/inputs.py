@@ -117,7 +117,9 @@ def _(model, batch):
 
 @_maker("pixels")
 def _(model, batch):
-    return {"pixel_values": _pixels(model, batch)}
+    pixels = _pixels(model, batch)
+    patches = (pixels.shape[-1] // _square(find(model.config, "patch_size", default=16))[0]) ** 2
+    return {"pixel_values": pixels, "noise": torch.rand(batch, patches)}  # what a masked autoencoder would draw
 
 
 @_maker("pixels_to_text")

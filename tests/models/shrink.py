@@ -83,7 +83,7 @@ _COMPILED = [(re.compile(pattern), value) for pattern, value in _RULES]
 _TOKENS = re.compile(r".*_token_(id|index)|.*_token|decoder_start_token_id")
 
 
-def _fit(old: Any, new: Any) -> Any:
+def fit(old: Any, new: Any) -> Any:
     """`new` in the form of `old`: lists keep their length and, where they grow, grow as before."""
     if callable(new):
         if isinstance(old, (list, tuple)):
@@ -134,7 +134,7 @@ def _kwargs(default: PretrainedConfig) -> dict[str, Any]:
             continue
         for pattern, value in _COMPILED:
             if pattern.fullmatch(name) or (name in inverse and pattern.fullmatch(inverse[name])):
-                if (fitted := _fit(old, value)) is not None:
+                if (fitted := fit(old, value)) is not None:
                     wanted[name] = fitted
                 break
     return _agree(default, wanted)

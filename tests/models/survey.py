@@ -1,13 +1,14 @@
-"""Try many architectures: `python -m tests.models.survey [--names bert gpt2] [--backend fusion] [--record rows.jsonl]`.
+"""Try many architectures: `python -m tests.models.survey [--packages timm] [--names bert] [--backend fusion]`.
 
-Every class behind `transformers.AutoModel` is shrunk, given inputs of the kind that its signature asks for, and run in
-eager mode; with `--backend` it is then compiled and compared, and the table shows sites found by an independent count,
-sites fused, and why the rest were not. A model that fails is a row, not the end of the run. Rows go to the file of
-`--record` as they come; names that are there already are not tried again.
+Every architecture of a package (tests/models/candidates.py) is made small, given inputs of the kind that its signature
+asks for, and run in eager mode; with `--backend` it is then compiled and compared, and the table shows sites found by
+an independent count, sites fused, and why the rest were not. A model that fails is a row, not the end of the run. Rows
+go to the file of `--record` as they come; names that are there already are not tried again.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -16,19 +17,20 @@ import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import transformers
 
-from tests.models.build import Entropy, build
+from tests.models.build import Entropy
+from tests.models.candidates import PACKAGES, Candidate, candidates
 from tests.models.harness import Outcome, check, table
-from tests.models.inputs import kinds_for, make
-from tests.models.zoo import Entry, architectures
+from tests.numerics import leaves
+
+LARGEST = 100_000_000
+"""Parameters of a model that is tried."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Row:
     """What happened to one architecture. error: why it did not run in eager mode, or differs when it is compiled.
 
@@ -48,7 +50,7 @@ class Row:
     fused: int = 0
     graphs: int = 0
     share: float = float("nan")
-    unfused: list[tuple[str, str]] = field(default_factory=list)
+    unfused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
         """What compiling gave."""
@@ -76,12 +78,12 @@ def time_limit(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-def find_inputs(model, batch: int = 2):
+def find_inputs(candidate: Candidate, model, batch: int = 2):
     """The first kind of inputs with which `model` runs: (kind, inputs, seconds). Raises the first error otherwise."""
     first: Exception | None = None
-    for kind in kinds_for(model):
+    for kind in candidate.kinds(model):
         try:
-            inputs = make(kind, model, batch=batch)
+            inputs = dataclasses.replace(candidate, kind=kind).inputs(model, batch=batch)
             start = time.perf_counter()
             with torch.no_grad():
                 model(**inputs)
@@ -90,41 +92,53 @@ def find_inputs(model, batch: int = 2):
             raise
         except Exception as error:
             first = first or error
-    raise first or NotImplementedError(f"no kind of inputs for {sorted(kinds_for(model))}")
+    raise first or NotImplementedError("no kind of inputs for this signature")
 
 
 def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    last = next((f for f in reversed(frames) if "transformers/models" in f.filename), frames[-1])
+    last = next((f for f in reversed(frames) if "/models/" in f.filename and "site-packages" in f.filename), frames[-1])
     return f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno} {last.line}"
 
 
-def try_eager(model_type: str, class_name: str, limit: int) -> tuple[Row, torch.nn.Module | None, dict | None]:
+def try_eager(candidate: Candidate, arguments: argparse.Namespace) -> Row:
     """Build and run one architecture."""
-    row = Row(name=model_type, class_name=class_name)
+    row = Row(name=candidate.name, package=candidate.package, class_name=candidate.class_name)
     try:
-        with time_limit(limit):
-            model = build(getattr(transformers, class_name))
+        with time_limit(arguments.limit):
+            model = candidate.build()
             size = sum(p.numel() for p in model.parameters())
-            if size > 20_000_000:
+            if size > LARGEST:
                 raise MemoryError(f"{size / 1e6:.0f} M parameters")
-            row.kind, inputs, row.seconds = find_inputs(model)
+            row.kind, inputs, row.seconds = find_inputs(candidate, model, arguments.batch)
+            model = dataclasses.replace(candidate, kind=row.kind).build()
             with Entropy() as entropy, torch.no_grad():
-                model(**inputs)
+                result = model(**inputs)
             if entropy.shares:
                 row.entropy = sum(entropy.shares) / len(entropy.shares)
-            return row, model, inputs
+            _check_that_it_can_be_compared(model, inputs, result)
+            candidate.reference(model, inputs)
     except Exception as error:
         row.error = f"{type(error).__name__}: {error}".split("\n")[0][:160]
         if len(str(error).split("\n")) > 1:
             row.error += " | " + " ".join(str(error).split("\n")[1:])[:120]
         row.where = _where(error)
-    return row, None, None
+    return row
 
 
-def try_backend(row: Row, arguments: argparse.Namespace) -> Outcome | None:
+def _check_that_it_can_be_compared(model, inputs, result) -> None:
+    """Raise where a comparison with float64 would say nothing."""
+    if not any(tensor.isfinite().any() for _, tensor in leaves(result)):
+        raise ArithmeticError("no finite number in the result")
+    with torch.no_grad():
+        again = dict(leaves(model(**inputs)))
+    if not all(torch.equal(tensor.nan_to_num(), again[path].nan_to_num()) for path, tensor in leaves(result)):
+        raise ArithmeticError("draws random numbers, or keeps state: two runs in eager mode differ")
+
+
+def try_backend(candidate: Candidate, row: Row, arguments: argparse.Namespace) -> Outcome | None:
     """Compile one architecture that ran and compare; `row` has what was found, and what went wrong."""
-    entry = Entry(name=row.name, model_type=row.name, family="survey", kind=row.kind)
+    entry = dataclasses.replace(candidate, kind=row.kind)
     how = {"inner": arguments.inner, "backend": arguments.backend, "emitter": arguments.emitter}
     outcome, row.compiled = None, True
     try:
@@ -142,7 +156,8 @@ def try_backend(row: Row, arguments: argparse.Namespace) -> Outcome | None:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--names", nargs="*", help="model types; all by default")
+    parser.add_argument("--packages", nargs="*", default=["transformers"], choices=PACKAGES)
+    parser.add_argument("--names", nargs="*", help="architectures; all by default")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th name, from the i-th")
     parser.add_argument("--limit", type=int, default=20, help="seconds per architecture (six times that to compile)")
     parser.add_argument("--errors", action="store_true", help="list what failed, in building or in comparison")
@@ -159,23 +174,23 @@ def main(argv: list[str] | None = None) -> int:
     """Run the survey and print its table."""
     arguments = _arguments(argv)
     torch.set_num_threads(1)
-    every = architectures()
+    every = {name: c for package in arguments.packages for name, c in candidates(package).items()}
     part, parts = map(int, arguments.part.split("/"))
     record = Path(arguments.record or os.devnull)
-    done = {row.name for row in recorded(record)}
-    names = [name for name in (arguments.names or sorted(every))[part::parts] if name not in done]
+    done = {(row.package, row.name) for row in recorded(record)}
+    names = (arguments.names or sorted(every))[part::parts]
+    chosen = [c for c in map(every.__getitem__, names) if (c.package, c.name) not in done]
     rows, outcomes = [], []
-    for name in names:
-        row, model, inputs = try_eager(name, every[name], arguments.limit)
+    for candidate in chosen:
+        row = try_eager(candidate, arguments)
         rows.append(row)
-        del model, inputs
-        if arguments.backend and not row.error and (outcome := try_backend(row, arguments)) is not None:
+        if arguments.backend and not row.error and (outcome := try_backend(candidate, row, arguments)) is not None:
             outcomes.append(outcome)
         with record.open("a") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
         gc.collect()
         if sys.stderr.isatty():
-            print(f"\r{len(rows)}/{len(names)} {name:40}", end="", file=sys.stderr)
+            print(f"\r{len(rows)}/{len(chosen)} {candidate.name:40}", end="", file=sys.stderr)
     _print(rows, outcomes, arguments.errors)
     return 1 if any(row.error for row in rows if row.compiled) else 0
 

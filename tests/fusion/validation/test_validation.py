@@ -49,6 +49,22 @@ def test_without_a_fault_the_program_is_fused(program, trained):
     assert site.validated == verdict.checked
 
 
+def test_an_operand_that_was_looked_into_in_vain_is_read_as_it_is():
+    """Queries made of a sum, beyond a repetition that the analysis looks into: what the sum reads is no bias, and its
+    values, of which some are the lowest number, say nothing about this attention."""
+
+    def repeated(q, k, v, x, picture, bias):
+        k, v = x.reshape(2, 16, 2, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        q = (picture + picture.sin()).permute(0, 2, 3, 1).repeat_interleave(1, dim=0)
+        q = q.reshape(2, 16, 2, 8).permute(0, 2, 1, 3)
+        return (q * 0.25 @ k.transpose(-2, -1).contiguous() + bias).softmax(-1) @ v
+
+    further = torch.randn(2, 16, 32), torch.randn(2, 16, 4, 4), torch.randn(2, 16, 16)
+    (site,) = _compiled(repeated, further, False)
+    assert site.reason is None
+    assert "values" in site.validated
+
+
 def test_equal_layers_are_compared_once():
     def layers(q, k, v):
         for _ in range(3):
