@@ -28,8 +28,13 @@ MOST_CUT = 1024
 """Work items of a call whose keys can be cut into parts."""
 
 
-class _ThreadMemory(threading.local):
+class ThreadMemory:
     """Workspace and parameter block of one calling thread; kept between calls, grown when needed."""
+
+    __slots__ = (
+        "_address", "_argument", "_arguments", "_room", "arrivals", "arrivals_address", "counter", "counter_address",
+        "flag", "flag_address", "packed", "params", "slots", "workspace",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
@@ -64,7 +69,13 @@ class _ThreadMemory(threading.local):
         return raised
 
 
-memory = _ThreadMemory()
+class _Memories(threading.local):
+    def __init__(self) -> None:
+        self.own = ThreadMemory()
+
+
+memory = _Memories()
+"""`memory.own` is that of the calling thread. Looking it up is slow; a call does so once."""
 
 
 @functools.cache
@@ -87,15 +98,16 @@ class Function:
 
     def __call__(self, slots: Sequence[int], threads: int) -> None:
         """Run it on so many threads; slots: the values of the parameters, in order."""
-        self._layout.pack_into(memory.params, 0, *slots)
-        self.run(threads)
+        mine = memory.own
+        self._layout.pack_into(mine.params, 0, *slots)
+        self.on(threads)(mine.packed)
 
-    def run(self, threads: int) -> None:
-        """Run it on so many threads, with the parameters that lie in `memory.slots`."""
+    def on(self, threads: int) -> Callable[[int], object]:
+        """What runs it on so many threads, given a `ThreadMemory.packed` in whose slots the parameters lie."""
         if threads == 1:
-            self._alone(memory.packed)
-        else:
-            _parallel()(self.code.address, memory.packed, threads, 0)
+            return self._alone
+        parallel, address = _parallel(), self.code.address
+        return lambda packed: parallel(address, packed, threads, 0)
 
 
 def bytes_per_thread(text: KernelText, steps: int) -> int:
@@ -120,14 +132,15 @@ class CompiledKernel:
         """Run it; every thread packs `rows` rows. False where it met values that its products cannot take."""
         text, steps = self.text, -(-rows // self.text.key_step)
         per_thread = bytes_per_thread(text, steps)
-        memory.counter.value = 0
+        mine = memory.own
+        mine.counter.value = 0
         values = values | {
-            ("ptr", "counter"): memory.counter_address, ("chunks",): CHUNKS_PER_THREAD * threads,
-            ("ptr", "workspace"): memory.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
-            ("key_steps",): steps, ("ptr", "flag"): memory.flag_address,
+            ("ptr", "counter"): mine.counter_address, ("chunks",): CHUNKS_PER_THREAD * threads,
+            ("ptr", "workspace"): mine.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
+            ("key_steps",): steps, ("ptr", "flag"): mine.flag_address,
         }  # fmt: skip
         self.function([values[key] for key in text.slots], threads)
-        return not (text.may_flag and memory.flagged())
+        return not (text.may_flag and mine.flagged())
 
 
 def operand_slots(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Sequence[int]) -> dict[tuple, int]:

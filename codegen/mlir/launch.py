@@ -46,7 +46,8 @@ def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[...,
     """Two functions that make a call's parameters.
 
     `fixed(sizes, strides of the operands, strides of the output, call)`: all slots, with 0 for addresses;
-    `vary(slots, operands, out, workspace, partials, memory, selection)`: writes the others into `slots`.
+    `vary(slots, operands, out, workspace, partials, memory, selection)`: writes the others into `slots`. memory: a
+    `ThreadMemory`.
     """
     places = {name: f"memory.{name}_address" for name in ("flag", "counter", "arrivals")} | {"out": "out.data_ptr()"}
     selected = {("ptr", "marks"): 0, ("ptr", "skipped"): 1, ("share",): 2}
@@ -96,13 +97,14 @@ class Variant:
         self.function = Function(compile_text(self.text.source, "attention"), len(self.text.slots))
         self.spec, self.tiling = spec, tiling
         self._fixed, self._vary = slot_functions(self.text, spec)
+        self._together = functools.cache(lambda *last: span_of(self.text, spec, last, 1))
 
     def call(self, extents: Sequence[int], threads: int, splits: int = 1) -> Call:
         """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads, keys in
         about `splits` parts."""
         *batch, n_q, n_k, d, d_v = extents
         text, rows = self.text, math.prod(batch) * n_q
-        span, steps = span_of(text, self.spec, batch, n_q), -(-n_k // text.key_step)
+        span, steps = n_q * self._together(*batch[-1:]), -(-n_k // text.key_step)
         # Rows of a tile are computed whether they exist or not.
         work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiling else rows
         work *= steps * text.key_step * (d + d_v)
@@ -130,30 +132,33 @@ class Variant:
             shared=items * text.part_bytes if parts > 1 else 0,
         )
 
-    def fixed(
+    def launcher(
         self, sizes: Sequence[int], strides: Sequence[Sequence[int]], out_strides: Sequence[int], call: Call
-    ) -> memoryview:
-        """The parameters that all calls with these sizes and strides (of the operands, of the output) share."""
-        return memoryview(array("q", self._fixed(sizes, strides, out_strides, call)))
+    ) -> Launcher:
+        """What runs all calls with these sizes and strides (of the operands, of the output).
 
-    def __call__(
-        self,
-        operands: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        call: Call,
-        fixed: memoryview,
-        selection: tuple[int, ...] = (),
-    ) -> bool:
-        """Write the attention to `out`; False where values were met that the products cannot take. fixed: what `fixed`
-        returns. selection: what a selective kernel is given (see `sparse_kernel`)."""
-        mine = memory
-        own = call.threads * call.per_thread
-        workspace, slots = mine.reserve(own + call.shared), mine.slots
-        mine.counter.value = 0
-        slots[: len(fixed)] = fixed
-        self._vary(slots, operands, out, workspace, workspace + own, mine, selection)
-        self.function.run(call.threads)
-        return not (self.text.may_flag and mine.flagged())
+        Between two calls a model reads megabytes of weights, so that whatever a call touches has left the caches: each
+        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here.
+        """
+        fixed = memoryview(array("q", self._fixed(sizes, strides, out_strides, call)))
+        own, count, vary, may_flag = call.threads * call.per_thread, len(fixed), self._vary, self.text.may_flag
+        room, run = own + call.shared, self.function.on(call.threads)
+
+        def launch(operands: Sequence[torch.Tensor], out: torch.Tensor, selection: tuple[int, ...] = ()) -> bool:
+            mine = memory.own
+            workspace, slots = mine.reserve(room), mine.slots
+            mine.counter.value = 0
+            slots[:count] = fixed
+            vary(slots, operands, out, workspace, workspace + own, mine, selection)
+            run(mine.packed)
+            return not (may_flag and mine.flagged())
+
+        return launch
+
+
+Launcher = Callable[..., bool]
+"""(operands, out, selection) writes the attention to `out`; False where values were met that the products cannot take.
+selection: what a selective kernel is given (see `sparse_kernel`)."""
 
 
 class Call(NamedTuple):
@@ -175,12 +180,9 @@ class Call(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """All that a call needs beside its tensors: what runs it, with which parameters, and the shape and strides of the
-    output."""
+    """All that a call needs beside its tensors: what runs it, and the shape and strides of the output."""
 
-    variant: Variant
-    call: Call
-    fixed: memoryview
+    launch: Launcher
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -191,6 +193,7 @@ FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of t
 ROWS = None  # in place of a tiling: the variant for few queries
 CALLS_KEPT = 4096
 empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # what Inductor's code calls: half the time of torch's own
+stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
 
 
 def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
@@ -300,18 +303,17 @@ class Kernel:
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         # A short call takes no longer than its bookkeeping: what follows from sizes and strides is derived once.
-        key = (torch.get_num_threads(), *sizes, *[tensor.stride() for tensor in operands])
+        key = (get_num_threads(), *sizes, *map(stride, operands))
         prepared = self._calls.get(key)
         if prepared is None:
             extents = self._extents(sizes)
             if not math.prod(extents):
                 return self._nothing(operands, sizes, extents)
             prepared = self._keep(key, operands, sizes)
-        variant, call, fixed, shape, strides = prepared
+        launch, shape, strides = prepared
         out = empty_strided(shape, strides, self._out_dtype)
-        if not variant(operands, out, call, fixed):
-            other = self._prepare_call(operands, sizes, self.tilings[1], 1)
-            other.variant(operands, out, other.call, other.fixed)
+        if not launch(operands, out):
+            self._prepare_call(operands, sizes, self.tilings[1], 1).launch(operands, out)
         return out
 
     def _nothing(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], extents: Sequence[int]) -> torch.Tensor:
@@ -337,8 +339,8 @@ class Kernel:
         variant = self.variant(d, d_v, tiling)
         call = variant.call(extents, torch.get_num_threads(), splits)
         shape, strides = self._layout([*batch, n_q, d_v])
-        fixed = variant.fixed(sizes, [tensor.stride() for tensor in operands], strides, call)
-        return _Prepared(variant, call, fixed, shape, strides)
+        launch = variant.launcher(sizes, [*map(stride, operands)], strides, call)
+        return _Prepared(launch, shape, strides)
 
     def _layout(self, extents: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of the result; extents of the batch coordinates, i and e."""

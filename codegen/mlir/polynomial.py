@@ -38,10 +38,11 @@ class _Compiled:
     def __call__(self, items: int, **values: torch.Tensor | int) -> None:
         threads = max(1, min(torch.get_num_threads(), items))
         per_thread = apart(self.bytes)
-        workspace = memory.reserve(threads * per_thread)
-        memory.counter.value = 0
+        mine = memory.own
+        workspace = mine.reserve(threads * per_thread)
+        mine.counter.value = 0
         known = {"workspace": workspace, "workspace_bytes": per_thread, "items": items}
-        known["counter"] = memory.counter_address
+        known["counter"] = mine.counter_address
         for name, value in values.items():
             known[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
         self.function([known[slot[-1]] for slot in self.slots], threads)

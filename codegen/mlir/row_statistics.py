@@ -170,10 +170,11 @@ class RowStatisticsCall:
         if len(output.buffer) < self.result.size:
             output.reserve(self.result.size)
         threads = max(1, min(threads, self.heads))
-        workspace = memory.reserve(threads * self.per_thread)
-        memory.counter.value = 0
+        mine = memory.own
+        workspace = mine.reserve(threads * self.per_thread)
+        mine.counter.value = 0
         others = [x.data_ptr() for x in wanted] if wanted else (0, 0, 0)
-        self.code.function((workspace, memory.counter_address, q, k, output.address, *others, *self.fixed), threads)
+        self.code.function((workspace, mine.counter_address, q, k, output.address, *others, *self.fixed), threads)
         return self.result.unpack_from(output.buffer)
 
 

@@ -44,7 +44,6 @@ class SparseKernel:
         skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
         selection = (marks.data_ptr(), skipped.data_ptr(), share_bits(share))
         call = variant.call((heads, n_q, n_k, d, d_v), torch.get_num_threads())
-        fixed = variant.fixed(sizes, [x.stride() for x in (q, k, v)], out.stride(), call)
-        if not variant([q, k, v], out, call, fixed, selection):
+        if not variant.launcher(sizes, [x.stride() for x in (q, k, v)], out.stride(), call)([q, k, v], out, selection):
             return None
         return out, skipped[..., 0].amax(1), skipped[..., 1].sum(1)
