@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.products import Groups, InterleavedWork, round_up
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
+from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
 from fusion.codegen.mlir.transpose import sum_rows, transpose
 from fusion.codegen.mlir.x86 import BF16, F32, WORDS, TileUnit
 
@@ -98,7 +98,7 @@ class Amx:
         """32 elements of a row as one vector of bf16 per plane."""
         b = self.b
         if rows.memory == "bf16" and self.planes == 1:
-            return [b.load(b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), "bf16"), BF16, "x")]
+            return [load_line(b, rows, row, column, BF16)]
         halves = [self.split(load_f32(b, rows, row, b.add(column, h), 16)) for h in (0, 16)]
         return [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
 

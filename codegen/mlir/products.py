@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
+from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, LANES, WORDS, Avx512
 
@@ -261,7 +261,7 @@ class PairProducts(MultiplyAdd):
         """32 elements of a row."""
         b = self.b
         if rows.memory == "bf16":
-            return b.load(b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), "bf16"), BF16, "x")
+            return load_line(b, rows, row, column, BF16)
         return self.unit.narrow(*(load_f32(b, rows, row, b.add(column, n), self.lanes) for n in (0, self.lanes)))
 
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:

@@ -23,7 +23,8 @@ from collections.abc import Iterator
 
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_pair
+from fusion.codegen.mlir.row_products import row_products
+from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
@@ -54,9 +55,7 @@ class _RowKernel(KernelFunction):
         room = FIRST_CACHE if spec.operands[1].dtype == spec.operands[2].dtype == "float32" else SECOND_CACHE
         while self.stretch > 2 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > room:
             self.stretch //= 2
-        in_pairs = [o.dtype == "bfloat16" for o in spec.operands[:3]]
-        self.key_pairs = in_pairs[0] and in_pairs[1] and self.d_padded % (2 * self.lanes) == 0
-        self.value_pairs = in_pairs[2] and self.e_padded % (2 * self.lanes) == 0
+        self.keys, self.values = row_products(self.b, spec, target, self.d_padded, self.e_padded)
         # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
         self.queries = self.area(4 * MOST_ROWS * self.d_padded, "queries")
         self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
@@ -167,24 +166,12 @@ class _RowKernel(KernelFunction):
 
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
-        b, mask, lanes = self.b, self.spec.mask, self.lanes
+        b, mask = self.b, self.spec.mask
         source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.staging)
-        query = self._own(self.queries, r, self.d_padded)
-        width = 2 * lanes if self.key_pairs else lanes
-        with b.loop(0, self.d_padded, width, hint="c") as c:
-            for n, x in enumerate(self._columns(source, 0, c, width // lanes, self.key_pairs)):
-                b.store(x, b.at(b.at(query, c, "f32"), n * lanes, "f32"))
+        self.keys.store_query(source, self._own(self.queries, r, self.d_padded))
         low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, 1)
         first = b.mul(part, self.params[("part_keys",)])
         self._clear(r, b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)])))
-
-    def _columns(self, rows: Rows, row: Value | int, column: Value | int, count: int, pairs: bool) -> list[Value]:
-        """`count` vectors of a row from a column on; with pairs every two are elements at even and at odd places."""
-        b, lanes = self.b, self.lanes
-        if not pairs:
-            return [load_f32(b, rows, row, b.add(column, n * lanes), lanes) for n in range(count)]
-        both = [load_pair(b, rows, row, b.add(column, n * lanes), lanes) for n in range(0, count, 2)]
-        return [x for pair in both for x in pair]
 
     def _clear(self, r: Value, low: Value, high: Value) -> None:
         b, lanes = self.b, self.lanes
@@ -304,26 +291,13 @@ class _RowKernel(KernelFunction):
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
         b, lanes = self.b, self.lanes
         rows = keys.rows(j0, lanes, self.n_k, self.d, self.d_padded, self.staging)
-        score = sum_rows(b, self._dot_products(rows, query))
+        score = sum_rows(b, self.keys.dot_products(rows, query))
         valid = self._valid(b.sub(high, j0))
         lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
         here = Scope(context=self.context, parent=scope, lanes=lane, known={SCORE: score})
         outside = 0.0 if self.spec.normalizer is Normalizer.NONE else float("-inf")
         x = b.select(valid, here.vector(self.programs.masked), outside, "x")
         return x, None if self.weight is None else b.select(valid, here.vector(self.weight), 0.0, "w")
-
-    def _dot_products(self, rows: Rows, query: Value) -> list[Value]:
-        """For each of L keys the products with the query, summed within lanes only."""
-        b, lanes = self.b, self.lanes
-        zero, count = b.constant(0.0, self.vector), 2 if self.key_pairs else 1
-        with b.carry(0, self.d_padded, count * lanes, [zero] * lanes, hint="c") as (loop, c, sums):
-            at, sums = b.at(query, c, "f32"), list(sums)
-            q = [b.load(b.at(at, n * lanes, "f32"), self.vector, "q") for n in range(count)]
-            for r in range(lanes):
-                for part, x in zip(q, self._columns(rows, r, c, count, self.key_pairs), strict=True):
-                    sums[r] = b.fma(x, part, sums[r], "s")
-            loop.yields(*sums)
-        return loop.results
 
     def _factor(self, m: Value, m_new: Value) -> Value:
         """What sums in units of the maximum m are multiplied by when it becomes m_new."""
@@ -335,6 +309,7 @@ class _RowKernel(KernelFunction):
     def _weigh_values(self, values: RowReader, low: Value, high: Value) -> None:
         """span_output = weights x V over keys [low, high), a few vectors of columns at a time, in registers."""
         b, lanes = self.b, self.lanes
+        self.values.prepare(self.scores, low, high)
         whole = self.e_padded // (CHAINS * lanes)
         if whole:
             with b.loop(0, whole * CHAINS * lanes, CHAINS * lanes, hint="e") as e:
@@ -348,21 +323,9 @@ class _RowKernel(KernelFunction):
         sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
         zero = b.constant(0.0, self.vector)
         with b.carry(low, high, lanes, [zero] * (sets * count), hint="j0") as (loop, j0, sums):
-            rows = values.rows(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging)
-            sums, at = list(sums), self._at(self.scores, j0, low)
-            for r in range(lanes):
-                p = b.broadcast(b.load(b.at(at, r, "f32"), "f32", "p"), lanes)
-                for n, x in enumerate(self._columns(rows, r, e, count, self.value_pairs)):
-                    place = r % sets * count + n
-                    sums[place] = b.fma(x, p, sums[place], "o")
+            rows, sums = values.rows(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging), list(sums)
+            self.values.add(sums, rows, self.scores, b.sub(j0, low), e, count)
             loop.yields(*sums)
-        found = [functools.reduce(b.add, loop.results[n::count]) for n in range(count)]
-        if self.value_pairs:
-            found = [x for even, odd in zip(found[::2], found[1::2], strict=True) for x in self._in_order(even, odd)]
+        found = self.values.in_order([functools.reduce(b.add, loop.results[n::count]) for n in range(count)])
         for n, x in enumerate(found):
             b.store(x, b.at(b.at(self.span_output, e, "f32"), n * lanes, "f32"))
-
-    def _in_order(self, even: Value, odd: Value) -> list[Value]:
-        """Two vectors of elements that stood at even and at odd places, as they stood."""
-        half = [place for lane in range(self.lanes // 2) for place in (lane, lane + self.lanes)]
-        return [self.b.shuffle(even, odd, [p + first for p in half], "o") for first in (0, self.lanes // 2)]

@@ -146,8 +146,11 @@ def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lan
     return b.convert("arith.bitcast", even, "f32"), b.convert("arith.bitcast", odd, "f32")
 
 
+def load_line(b: Builder, rows: Rows, row: Value | int, column: Value | int, type_: str) -> Value:
+    """Consecutive elements of a row as they are, as many as the vector type has."""
+    return b.load(b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory), type_, "x")
+
+
 def load_f32(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> Value:
     """`lanes` consecutive elements of a row as float32."""
-    address = b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory)
-    value = b.load(address, f"vector<{lanes}x{rows.memory}>", "x")
-    return widen(b, value, Kind.FLOAT, rows.dtype)
+    return widen(b, load_line(b, rows, row, column, f"vector<{lanes}x{rows.memory}>"), Kind.FLOAT, rows.dtype)
