@@ -29,6 +29,7 @@ from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
+from fusion.planning.register_tiles import planes_of
 
 compiling = importlib.import_module("fusion.codegen.mlir.compile")
 
@@ -38,7 +39,9 @@ TARGETS = {
     Target(lanes=4, tile_rows=4, tile_groups=2): 3,
     Target(lanes=4, tile_rows=2, tile_groups=1): 8,
 }
-"""How often each is drawn: AVX-512, AVX2, Arm, and the smallest."""
+"""How often each is drawn: AVX-512, AVX2, Arm, and the smallest; where the processor has them, pairs of bfloat16."""
+if "avx512_bf16" in Machine.detect().isa:
+    TARGETS[Target(lanes=16, avx512=True, pairs=True, tile_rows=2, tile_groups=1)] = 3
 OPTIMISED = 1 / 20
 """Share of the kernels that LLVM optimises all the same."""
 
@@ -71,7 +74,8 @@ def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
     """A target and a tile at random."""
     target = rng.choices([*TARGETS], [*TARGETS.values()])[0]
     groups, keys = rng.choice([1, 1, 2]) * target.tile_groups, rng.choice([1, 2, 5, 12]) * target.tile_rows
-    tiling = None if by_rows else Tiling(groups=groups, together=target.tile_groups, keys=keys, planes=0)
+    planes = planes_of(spec, target)
+    tiling = None if by_rows else Tiling(groups=groups, together=target.tile_groups, keys=keys, planes=planes)
     span, optimised = rng.choice([48, 96, 512]), rng.random() < OPTIMISED
     return Plan(target=target, tiling=tiling, schedule=query_stationary(spec), span=span, optimised=optimised)
 
