@@ -23,7 +23,8 @@ from fusion.options import Options
 NAME = "fusion"
 _EAGER = "eager_attention_forward"
 _CAUSAL = "_fusion_causal"
-"""Attribute of a mask that is causal and nothing else: it is then computed from positions, and not read."""
+"""Attribute of a mask that is causal and nothing else, which is then computed from positions and not read: the mask's
+version that this holds for."""
 
 
 def register(options: Mapping[str, Any] | None = None) -> None:
@@ -56,23 +57,32 @@ def _interfaces() -> tuple[Any, Any]:
 
 
 def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
-    """The mask that eager attention has, as bool [B, 1, Nq, Nk]: True where a key is seen. None where all are."""
-    from transformers.masking_utils import sdpa_mask
+    """The mask that eager attention has, [B, 1, Nq, Nk]: 0 where a key is seen, the dtype's lowest number elsewhere.
 
-    mask = sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
-    if mask is not None or not allow_is_causal_skip:
+    Models do with it what they do with eager's. One that is causal and nothing else, of square shape or for a single
+    query, says so.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    mask = eager_mask(*args, **kwargs)
+    if mask is None or not allow_is_causal_skip or torch.compiler.is_compiling() or mask.is_inference():
         return mask
-    mask = sdpa_mask(*args, allow_is_causal_skip=False, **kwargs)
-    if mask is not None and not torch.compiler.is_compiling():
-        setattr(mask, _CAUSAL, True)
+    if sdpa_mask(*args, allow_is_causal_skip=True, **kwargs) is None:
+        setattr(mask, _CAUSAL, mask._version)  # a model may write into it
     return mask
 
 
 def _attention(
-    compiled: Callable[[Any], Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    compiled: Callable[[Any], Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls. query: [B, H, Nq, d]; key, value: [B, G, Nk, d], G a divisor of H; mask: of `_mask`, or
-    an additive one. Returns [B, Nq, H, d_v], and weights where they are asked for."""
+    """What transformers calls. query: [B, H, Nq, d]; key, value: [B, G, Nk, d], G a divisor of H; attention_mask: of
+    `_mask`, or the model's own. Returns [B, Nq, H, d_v], and weights where they are asked for."""
     if kwargs.get("cache") is not None:
         raise IntegrationError(
             "attn_implementation='fusion' was called with a paged cache, which it does not write; use "
@@ -80,10 +90,11 @@ def _attention(
         )
     file, name = eager_of(type(module))
     eager = getattr(sys.modules[file], name)
-    causal, weighed = getattr(mask, _CAUSAL, False), bool(kwargs.get("output_attentions"))
+    causal = hasattr(attention_mask, _CAUSAL) and getattr(attention_mask, _CAUSAL) == attention_mask._version
+    weighed = bool(kwargs.get("output_attentions"))
     run = _run if weighed or torch.compiler.is_compiling() else compiled(eager)
-    output, weights = run(eager, module, query, key, value, None if causal else mask, causal, weighed, kwargs)
-    return output, weights
+    mask = None if causal else attention_mask
+    return run(eager, module, query, key, value, mask, causal, weighed, kwargs)
 
 
 @torch.compiler.assume_constant_result
@@ -116,9 +127,8 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     if causal and query.shape[-2] > 1:
         keys = torch.arange(key.shape[-2], device=query.device)
-        mask = keys <= keys[key.shape[-2] - query.shape[-2] :, None]
-    if mask is not None and mask.dtype is torch.bool:
-        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), torch.finfo(query.dtype).min)
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        mask = torch.where(keys <= keys[:, None], zero, torch.finfo(query.dtype).min)
     output, weights = eager(module, query, key, value, mask, **kwargs)
     return output, weights if weighed else None
 

@@ -16,6 +16,7 @@ import fusion
 import fusion.integrations.accelerate
 import fusion.integrations.transformers
 from fusion.errors import IntegrationError, MissingPackageError, OptionError
+from tests.models.zoo import ZOO
 from tests.numerics import assert_as_exact_as_eager, assert_same
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
@@ -85,6 +86,41 @@ def test_one_compilation_serves_all_layers_and_a_causal_mask_is_not_read() -> No
         model(torch.arange(20)[None])
     (report,) = [report for report in reports if report.sites]
     assert report.fused == 1 and "j ≤ i" in str(report) and "mask[" not in str(report)
+
+
+@pytest.mark.parametrize("name", ["afmoe", "bigbird_pegasus", "grounding-dino"])
+def test_models_that_make_masks_of_their_own(name: str) -> None:
+    """Or hand them over by name; what they do with eager's masks they do with ours."""
+    (entry,) = [entry for entry in ZOO if entry.name == name]
+    model = entry.build()
+    given = entry.inputs(model)
+    with torch.no_grad():
+        eager, exact = model(**given), entry.reference(model, given)
+        model.set_attn_implementation("fusion")
+        with fusion.collect_reports() as reports:
+            found = model(**given)
+    assert_as_exact_as_eager(found, eager, exact)
+    assert any(report.fused for report in reports)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_causal_mask_that_a_model_writes_into_is_read(mode) -> None:
+    def opened(module, args, kwargs):
+        kwargs["attention_mask"][..., :4] = 0  # the first keys are seen by all
+        return args, kwargs
+
+    model = llama()
+    for layer in model.layers:
+        layer.register_forward_pre_hook(opened, with_kwargs=True)
+    found, tokens = [], torch.arange(20)[None]
+    for way in ("eager", "fusion"):
+        model.set_attn_implementation(way)
+        with mode():
+            found.append(model(tokens).last_hidden_state)
+    with mode():
+        model.set_attn_implementation("eager")
+        exact = copy.deepcopy(model).double()(tokens).last_hidden_state
+    assert_as_exact_as_eager(found[1], found[0], exact)
 
 
 def test_generation_has_the_tokens_of_eager_attention() -> None:
