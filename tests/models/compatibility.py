@@ -1,0 +1,226 @@
+"""Make docs/compatibility.md from records of the survey.
+
+    python -m tests.models.compatibility rows.jsonl... > docs/compatibility.md
+
+Of an architecture that was tried more than once the last row counts. `--keep FILE` writes the rows that the page was
+made of, without what is empty and without paths of the machine.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.models.survey import Row, recorded
+
+_CAUSES = (
+    ("needs a package or a file that is not installed here", r"ImportError|ModuleNotFound|OSError|LocalEntryNotFound"),
+    ("too large, or too slow to build or to compile, for this survey", r"TimedOut|MemoryError"),
+    ("two runs in eager mode differ: it draws random numbers or keeps state", r"draws random numbers"),
+    ("no finite number in eager mode's result", r"no finite number"),
+    ("asks for arguments that no rule of the survey makes", r"missing \d+ required|no kind of inputs"),
+    ("does not run in float64, with which results are compared", r"no float64 reference"),
+)
+_OTHER_CAUSE = "the survey's small configuration or its inputs do not fit"
+
+_INTRODUCTION = """# Compatibility
+
+What `torch.compile(model, backend="fusion")` makes of architectures as their packages ship them. Each is built small,
+with random weights, and runs three times: in eager mode, in float64 and compiled. Its results must be as exact as eager
+mode's (at most twice eager's error against float64, and NaN and infinities where eager has them). A **site** is one
+attention in the model: a softmax, or a fused call, between two matrix products. Sites are counted in the graph by a
+program that knows nothing of the compiler's passes, so that what the compiler overlooks counts against it; where the
+compiler itself met more, those count. A site that is not fused runs as PyTorch runs it.
+
+A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
+"""
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """One row per architecture, the last, without paths of the machine; by package and name."""
+    found = {(row.package, row.name): row for row in rows}
+    return [_without_paths(found[key]) for key in sorted(found)]
+
+
+def _without_paths(row: Row) -> Row:
+    left = [(_reason(reason), _place(place)) for reason, place in row.unfused]
+    error = re.sub(r"(/[\w.-]+)+/", "", row.error)[:160]
+    return dataclasses.replace(row, error=error, unfused=left, entropy=round(row.entropy, 3), seconds=0.0)
+
+
+def _reason(reason: str) -> str:
+    """A refusal without the operands' names and places, so that equal ones are counted together."""
+    reason = reason.split("\n")[0]
+    reason = re.sub(r", at \S+:\d+ in .*?\)$|, at /.*\)$", ")", reason, flags=re.S)
+    reason = re.sub(r": t\d+\[.*\]$", "", reason)
+    reason = re.sub(r"-?\d+\.\d+e?[-+]?\d*|nan(?= where)|(?<=has )nan", "...", reason)
+    return re.sub(r"\((?!by |they )\w+ stays in use\)", "(they stay in use)", re.sub(r"\b\d\d+\b", "n", reason))
+
+
+def _place(place: str) -> str:
+    found = re.search(r"[\w.-]+\.py:\d+", place)
+    return found[0] if found else ""
+
+
+def compact(row: Row) -> str:
+    """A line of JSON with what differs from the defaults."""
+    empty = dataclasses.asdict(Row(name=""))
+    return json.dumps({k: v for k, v in dataclasses.asdict(row).items() if v == v and v != empty[k]})
+
+
+def is_beyond(row: Row) -> bool:
+    """Whether the compiled model's error is more than the rule allows."""
+    return row.compiled and row.error.startswith("Mismatch")
+
+
+def ran(row: Row) -> bool:
+    """Whether a comparison was made: in eager mode, in float64 and compiled."""
+    return row.compiled and (not row.error or is_beyond(row))
+
+
+def sites(row: Row) -> int:
+    """By the larger of two counts: the independent one, and the compiler's own, which also has normalisations that are
+    no attention."""
+    return max(row.total, row.fused + len(row.unfused))
+
+
+def _table(head: str, rows: Iterable[Iterable[object]]) -> list[str]:
+    names = [name.strip() for name in head.split("|")]
+    rule = [
+        "---" if index == 0 or name in ("why", "where", "for example") else "---:" for index, name in enumerate(names)
+    ]
+    cells = [names, rule, *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in cells] + [""]
+
+
+def _summary(rows: list[Row]) -> list[str]:
+    def line(name: str, of: list[Row]) -> list[object]:
+        done = [row for row in of if ran(row)]
+        total, fused = sum(map(sites, done)), sum(row.fused for row in done)
+        share = f"{fused / total:.1%}" if total else ""
+        beyond = sum(map(is_beyond, done))
+        return [name, len(of), len(done), sum(sites(row) > 0 for row in done), total, fused, share, beyond]
+
+    packages = sorted({row.package for row in rows})
+    lines = [line(f"{name} {_version(name)}", [row for row in rows if row.package == name]) for name in packages]
+    head = "package | tried | compared | with attention | sites | fused | share | beyond the rule"
+    return _table(head, [*lines, line("all", rows)])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _reasons(rows: list[Row]) -> list[str]:
+    names, count, places = defaultdict(list), Counter(), {}
+    for row in filter(ran, rows):
+        for reason, place in row.unfused:
+            count[reason] += 1
+            names[reason].append(row.name)
+            places[reason] = places.get(reason) or place
+    lines = [
+        [
+            reason,
+            number,
+            len(set(names[reason])),
+            f"{', '.join(list(dict.fromkeys(names[reason]))[:4])} (`{places[reason]}`)",
+        ]
+        for reason, number in count.most_common()
+    ]
+    return _table("why | sites | architectures | for example", lines)
+
+
+def _listed(title: str, rows: list[Row], show: Callable[[Row], str]) -> list[str]:
+    return [f"**{title}** ({len(rows)}): {', '.join(map(show, rows))}.", ""] if rows else []
+
+
+def _package(package: str, rows: list[Row]) -> list[str]:
+    done = [row for row in rows if ran(row) and not is_beyond(row)]
+    some = [row for row in done if row.fused < sites(row)]
+    lines = [f"### {package}", ""]
+    if some:
+        lines += _table("not all fused | sites | fused", [[row.name, sites(row), row.fused] for row in some])
+    whole = [row for row in done if sites(row) and row.fused >= sites(row)]
+    lines += _listed("Every site fused, with how many there are", whole, lambda row: f"{row.name} {sites(row)}")
+    bare = [row for row in done if not sites(row)]
+    return lines + _listed("No attention found, results as exact as eager mode's", bare, lambda row: row.name)
+
+
+def cause(row: Row) -> str:
+    """In a few words, why an architecture was not compared."""
+    return next((words for words, pattern in _CAUSES if re.search(pattern, row.error)), _OTHER_CAUSE)
+
+
+def _not_run(rows: list[Row]) -> list[str]:
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if not row.compiled:
+            groups[cause(row)].append(row)
+    lines = []
+    for words, members in sorted(groups.items(), key=lambda item: -len(item[1])):
+        by_package = defaultdict(list)
+        for row in members:
+            by_package[row.package].append(row.name)
+        lines += [f"- **{words}** ({len(members)})"]
+        lines += [f"    - {package}: {', '.join(names)}" for package, names in by_package.items()]
+    return [*lines, ""]
+
+
+def _troubles(rows: list[Row]) -> list[str]:
+    beyond = [row for row in rows if is_beyond(row)]
+    failed = [row for row in rows if row.compiled and row.error and not is_beyond(row)]
+    lines = ["## Results beyond the rule", "", "" if beyond else "None.", ""]
+    lines += [f"- {row.package} {row.name}: {row.error.removeprefix('Mismatch: ')}" for row in beyond]
+    if failed:
+        lines += ["", "## Ran in eager mode, not compared", "", "Where torch traces no graph, or time ran out.", ""]
+        lines += [f"- {row.package} {row.name}: {row.error.split('  ')[0]}" for row in failed]
+    return [*lines, ""]
+
+
+def page(rows: list[Row], made: str) -> str:
+    """The page, of rows as `latest` gives them. made: when, of what and how."""
+    packages = sorted({row.package for row in rows})
+    listed = [line for name in packages for line in _package(name, [row for row in rows if row.package == name])]
+    parts = [_INTRODUCTION, made, "", *_summary(rows), *_troubles(rows)]
+    parts += ["## Why sites are left alone", "", *_reasons(rows)]
+    parts += ["## Architectures", "", *listed, "## Not tried in full", "", *_not_run(rows)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def _made(rows: list[Row]) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    names = " ".join(sorted({row.package for row in rows}))
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return (
+        f"{date}, torch {_version('torch')}, float32 on a CPU, batch of two, the rest of each graph in plain torch, at "
+        f"commits up to `{commit}`:\n\n"
+        f"    python -m tests.models.survey --backend fusion --packages {names} --record rows.jsonl\n"
+        "    python -m tests.models.compatibility rows.jsonl > docs/compatibility.md\n"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("records", nargs="+", type=Path, help="files of the survey's --record")
+    parser.add_argument("--keep", type=Path, help="write the rows that count to this file")
+    arguments = parser.parse_args(argv)
+    rows = latest(row for record in arguments.records for row in recorded(record))
+    if arguments.keep:
+        arguments.keep.write_text("".join(compact(row) + "\n" for row in rows))
+    sys.stdout.write(page(rows, _made(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

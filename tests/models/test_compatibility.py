@@ -1,0 +1,63 @@
+"""The page of architectures says what the survey's rows say."""
+
+import json
+
+from tests.models.compatibility import cause, compact, latest, main, page
+from tests.models.survey import Row
+
+RETURNED = "the attention weights are needed elsewhere (by aten.topk.default, at /home/x/attend.py:12 in f: y = g(a))"
+ROWS = [
+    Row(name="bert", compiled=True, total=2, fused=1, share=0.5),
+    Row(name="bert", compiled=True, total=2, fused=2, share=0.5),
+    Row(name="net", package="timm", compiled=True, share=0.4),
+    Row(
+        name="cait", package="timm", compiled=True, fused=2, unfused=[(RETURNED, "/home/x/cait.py:179 in f: y = a @ v")]
+    ),
+    Row(name="off", compiled=True, total=3, fused=3, error="Mismatch: off.output: largest error 2 exceeds 1"),
+    Row(name="slow", error="TimedOut: more than 20 s"),
+    Row(name="odd", compiled=True, error="InternalTorchDynamoError: no  from user code: /home/x/y.py"),
+]
+
+
+def _cells(text: str, name: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_counts_are_those_of_the_rows() -> None:
+    text = page(latest(ROWS), "made")
+    assert _cells(text, "timm") == ["2", "2", "1", "3", "2", "66.7%", "0"]
+    assert _cells(text, "all") == ["6", "4", "3", "8", "7", "87.5%", "1"]  # the last row of bert counts
+    assert _cells(text, "cait") == ["3", "2"]
+    assert "bert 2." in text and "(1): net." in text
+    assert "off.output: largest error 2 exceeds 1" in text
+    assert "InternalTorchDynamoError: no\n" in text
+    assert "(1)\n    - transformers: slow" in text
+
+
+def test_reasons_are_counted_without_places_and_paths() -> None:
+    again = Row(name="b", package="timm", compiled=True, unfused=[(RETURNED.replace("12", "99"), "")])
+    text = page(latest([*ROWS, again]), "made")
+    (line,) = [line for line in text.splitlines() if "aten.topk" in line]
+    assert line == (
+        "| the attention weights are needed elsewhere (by aten.topk.default) | 2 | 2 | b, cait (`cait.py:179`) |"
+    )
+    assert "/home" not in text
+
+
+def test_kept_rows_make_the_same_page(tmp_path, capsys) -> None:
+    record, kept = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
+    record.write_text("".join(compact(row) + "\n" for row in ROWS))
+    main([str(record), "--keep", str(kept)])
+    first = capsys.readouterr().out
+    main([str(kept)])
+    assert capsys.readouterr().out == first
+    assert {"name": "bert", "compiled": True, "total": 2, "fused": 2, "share": 0.5} in [
+        json.loads(line) for line in kept.read_text().splitlines()
+    ]
+
+
+def test_causes() -> None:
+    assert "random" in cause(Row(name="", error="ArithmeticError: draws random numbers, or keeps state: ..."))
+    assert "arguments" in cause(Row(name="", error="TypeError: f() missing 1 required positional argument: 'x'"))
+    assert "do not fit" in cause(Row(name="", error="RuntimeError: shapes cannot be multiplied"))
