@@ -58,8 +58,8 @@ def interpreter(version: str) -> str:
 
 def tried(python: str, torch: str, wheel: Path, tests: list[str], place: Path) -> dict[str, str]:
     """A row of the table. `place` is the environment; one that is there is used as it is."""
-    if not place.exists():
-        run(interpreter(python), "-m", "venv", place)
+    if not place.exists() and (made := run(interpreter(python), "-m", "venv", place)).returncode:
+        raise SystemExit(f"python{python} makes no environment: {made.stderr.strip()}")
     own = place / "bin" / "python"
     wanted = [f"torch=={torch}", *(["pytest", "hypothesis", "transformers"] if tests else [])]
     installed = run(own, "-m", "pip", "install", "--quiet", "--no-cache-dir", *wanted, wheel)
