@@ -22,9 +22,9 @@ from fusion.options import Options
 
 NAME = "fusion"
 _EAGER = "eager_attention_forward"
-_CAUSAL = "_fusion_causal"
-"""Attribute of a mask that is causal and nothing else, which is then computed from positions and not read: the mask's
-version that this holds for."""
+_OURS = "_fusion_mask"
+"""Attribute of a mask that `_mask` made: the version of the tensor, into which a model may write, and whether it is
+causal and nothing else, which is then computed from positions and not read. At that version it holds two numbers."""
 
 
 def register(options: Mapping[str, Any] | None = None) -> None:
@@ -65,10 +65,9 @@ def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tenso
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     mask = eager_mask(*args, **kwargs)
-    if mask is None or not allow_is_causal_skip or torch.compiler.is_compiling() or mask.is_inference():
-        return mask
-    if sdpa_mask(*args, allow_is_causal_skip=True, **kwargs) is None:
-        setattr(mask, _CAUSAL, mask._version)  # a model may write into it
+    if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
+        causal = allow_is_causal_skip and sdpa_mask(*args, allow_is_causal_skip=True, **kwargs) is None
+        setattr(mask, _OURS, (mask._version, causal))
     return mask
 
 
@@ -90,11 +89,12 @@ def _attention(
         )
     file, name = eager_of(type(module))
     eager = getattr(sys.modules[file], name)
-    causal = hasattr(attention_mask, _CAUSAL) and getattr(attention_mask, _CAUSAL) == attention_mask._version
+    version, causal = getattr(attention_mask, _OURS, (None, False))
+    ours = version is not None and version == attention_mask._version
     weighed = bool(kwargs.get("output_attentions"))
     run = _run if weighed or torch.compiler.is_compiling() else compiled(eager)
-    mask = None if causal else attention_mask
-    return run(eager, module, query, key, value, mask, causal, weighed, kwargs)
+    mask = None if ours and causal else attention_mask
+    return run(eager, module, query, key, value, mask, ours, weighed, kwargs)
 
 
 @torch.compiler.assume_constant_result
@@ -121,14 +121,16 @@ def _run(
     key: Tensor,
     value: Tensor,
     mask: Any,
-    causal: bool,
+    ours: bool,
     weighed: bool,
     kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if causal and query.shape[-2] > 1:
+    """Attention by the model's function. ours: whether the mask is as `_mask` made it; None is then a causal one."""
+    if ours and (mask is not None or query.shape[-2] > 1):
         keys = torch.arange(key.shape[-2], device=query.device)
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        mask = torch.where(keys <= keys[:, None], zero, torch.finfo(query.dtype).min)
+        seen = keys <= keys[:, None] if mask is None else mask == 0
+        zero = torch.zeros((), dtype=query.dtype if mask is None else mask.dtype, device=query.device)
+        mask = torch.where(seen, zero, torch.finfo(zero.dtype).min)
     output, weights = eager(module, query, key, value, mask, **kwargs)
     return output, weights if weighed else None
 
