@@ -189,7 +189,7 @@ def _check(program: Program, seed: int, verify: bool) -> Result:
 def _compared(program: Program, sample: Sample, outcome: Outcome, seed: int) -> Result:
     samples, ours = [sample], [sample.run(outcome.call, sample.given)]
     first = found = _judged(samples, ours, [sample.exact])
-    if first.verdict is Verdict.OVER:
+    if first.verdict is Verdict.OVER or (first.verdict is Verdict.WRONG and math.isfinite(first.share)):
         samples += [Sample(program, seed + 1 + n, sample.function) for n in range(DRAWS - 1)]
         ours += [one.run(outcome.call, one.given) for one in samples[1:]]
         found = _judged(samples, ours, [one.exact for one in samples])
