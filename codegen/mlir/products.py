@@ -31,6 +31,10 @@ from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, LANES, WORDS, Avx512
 
+LONGEST_CHAIN = 128
+"""Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are
+added up, so that wide heads (channel attention, whose features are tokens) are as exact as eager mode's products."""
+
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
@@ -159,19 +163,34 @@ class MultiplyAdd:
         beside: InterleavedWork | None = None,
     ) -> None:
         """S^T of one key step and `group_step` groups; target: where the step's first row of each group goes."""
+        b, depth = self.b, -(-self.d // self.per_word)
+        whole, align = min(depth, LONGEST_CHAIN), 4 * self.lanes
+        for number, total in enumerate(self._chains(keys, queries, 0, whole)):
+            b.store(total, self._cell(target, number), align=align)
+        if whole < depth:
+            with b.loop(whole, depth, LONGEST_CHAIN, hint="chain") as first:
+                last = b.least(b.add(first, LONGEST_CHAIN), depth)
+                for number, total in enumerate(self._chains(keys, queries, first, last)):
+                    cell = self._cell(target, number)
+                    b.store(b.add(b.load(cell, self.vector, "s", align=align), total, "s"), cell, align=align)
+
+    def _cell(self, target: Sequence[Value], number: int) -> Value:
+        """Where the scores of a key and a group of queries go, counted as `_chains` does."""
+        row, group = divmod(number, len(target))
+        return self.b.at(target[group], row * self.lanes, "f32")
+
+    def _chains(self, keys: Value, queries: Sequence[Value], first: Value | int, last: Value | int) -> list[Value]:
+        """[row * groups + group]: the products of words first..last-1, each chain summed one after the other."""
         b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
-        zero, words = b.constant(0.0, self.vector), self.d_padded // self.per_word
-        depth, start = -(-self.d // self.per_word), [zero] * (len(rows) * len(groups))
-        with b.carry(0, depth, 1, start, hint="c") as (loop, c, sums):
+        words, start = self.d_padded // self.per_word, [b.constant(0.0, self.vector)] * (len(rows) * len(groups))
+        with b.carry(first, last, 1, start, hint="c") as (loop, c, sums):
             right = [self._load(b.at(queries[g], b.mul(c, self.lanes), self.word), "q") for g in groups]
             new = []
             for r in rows:
                 left = self._broadcast(b.at(keys, b.add(c, r * words), self.word), "k")
                 new += [self._multiply(left, right[g], sums[r * len(groups) + g], "s") for g in groups]
             loop.yields(*new)
-        for r in rows:
-            for g in groups:
-                b.store(loop.results[r * len(groups) + g], b.at(target[g], r * self.lanes, "f32"), align=4 * self.lanes)
+        return list(loop.results)
 
     def _load(self, address: Value, hint: str) -> Value:
         """A word for each lane."""

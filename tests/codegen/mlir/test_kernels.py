@@ -76,6 +76,14 @@ def test_odd_widths(d: int, d_v: int, target: str) -> None:
     check(c, kernel(c, target))
 
 
+@pytest.mark.parametrize("target", ["best", "avx2"])
+@pytest.mark.parametrize("d", [129, 257, 2048])
+def test_sums_over_many_features(d: int, target: str) -> None:
+    """Scores of a few units, as sums of products that nearly cancel: every rounding of a long chain shows."""
+    c = case("plain", "float32", d, 16)
+    check(c, kernel(c, target), shapes=({"B": 2, "H": 3, "Nq": 40, "Nk": 33},))
+
+
 @pytest.mark.parametrize("name", ["sigmoid", "clamp"])
 def test_no_normaliser(name: str) -> None:
     c = case(name, normalizer=Normalizer.NONE, weight=name == "clamp")
