@@ -90,7 +90,7 @@ def _attention(
     file, name = eager_of(type(module))
     eager = getattr(sys.modules[file], name)
     version, causal = getattr(attention_mask, _OURS, (None, False))
-    ours = version is not None and version == attention_mask._version
+    ours = attention_mask is not None and version is not None and version == attention_mask._version
     weighed = bool(kwargs.get("output_attentions"))
     run = _run if weighed or torch.compiler.is_compiling() else compiled(eager)
     mask = None if ours and causal else attention_mask
