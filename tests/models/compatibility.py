@@ -40,6 +40,7 @@ program that knows nothing of the compiler's passes, so that what the compiler o
 compiler itself met more, those count. A site that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
+What a package has beyond the architectures that were tried, the survey has not come to yet.
 """
 
 
