@@ -31,7 +31,8 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
         compiled = cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
     # It takes its arguments one by one, but carries the mark of the function within, which takes a list. Dynamo knows;
     # its minifier (TORCHDYNAMO_REPRO_AFTER) goes by the mark.
-    compiled._boxed_call = False
+    if getattr(compiled, "_boxed_call", False):
+        compiled._boxed_call = False
     return compiled
 
 

@@ -13,7 +13,7 @@ from fusion.ir import results
 from fusion.options import Options
 from fusion.passes import find
 from fusion.runtime import kernels
-from fusion.runtime.guards import GuardedTraining
+from fusion.runtime.guards import GuardedKernel, GuardedTraining
 from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager, assert_same, wide
 
 
@@ -113,16 +113,12 @@ def test_a_kernel_that_cannot_be_built_is_a_reason(monkeypatch):
 
 def test_a_kernel_that_fails_later_is_replaced_by_the_reference(caplog):
     spec = run()[0].sites[0].spec
-    guarded = kernels.executor(spec.to_json(), "cpu")
-    kernel, guarded.kernel = guarded.kernel, lambda operands, sizes: 1 / 0
-    try:
-        with caplog.at_level(logging.ERROR, logger="fusion.runtime"):
-            given = inputs()
-            result = guarded(given, [2, 3, 17, 17])
-        assert_as_exact_as_eager(result, attend(*given), attend(*wide(given)))
-        assert "a kernel failed" in caplog.text
-    finally:
-        guarded.kernel, guarded.broken = kernel, False
+    guarded = GuardedKernel(spec, lambda operands, sizes: 1 / 0)
+    with caplog.at_level(logging.ERROR, logger="fusion.runtime"):
+        given = inputs()
+        result = guarded(given, [2, 3, 17, 17])
+    assert_as_exact_as_eager(result, attend(*given), attend(*wide(given)))
+    assert "a kernel failed" in caplog.text
 
 
 def test_a_kernel_for_training_that_fails_is_replaced_where_its_tensors_are(monkeypatch):

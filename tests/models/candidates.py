@@ -15,7 +15,7 @@ from torch import nn
 from tests.models.build import random_model, reference, settle
 from tests.models.inputs import Inputs
 
-PACKAGES = ("transformers", "timm", "diffusers", "x-transformers", "vit-pytorch", "torchvision")
+PACKAGES = ("transformers", "timm", "diffusers", "x-transformers", "vit-pytorch")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
