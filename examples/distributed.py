@@ -174,6 +174,7 @@ def work(rank: int, way: str, folder: str, options: Options) -> None:
     dist.all_reduce(losses)
     if rank == 0:
         torch.save((losses / PROCESSES, gradients, counters["fusion"]["fused"]), f"{folder}/{way}.pt")
+    dist.barrier()  # whoever leaves first would end the connections of the other
     dist.destroy_process_group()
 
 
