@@ -6,6 +6,7 @@ Pure convolution nets are among them: they show that a compiler of attention lea
 import functools
 import inspect
 import re
+from typing import Any
 
 import timm
 import torch
@@ -24,7 +25,7 @@ def candidates() -> dict[str, Candidate]:
     """Model name -> candidate."""
     smallest: dict[tuple[str, str], str] = {}
     for name in timm.list_models():
-        key = timm.model_entrypoint(name).__module__, re.match(r"(test_)?[a-z]+", name)[0]
+        key = timm.model_entrypoint(name).__module__, re.findall(r"^(?:test_)?[a-z]+", name)[0]
         if key not in smallest or _promised_size(name) < _promised_size(smallest[key]):
             smallest[key] = name
     return {
@@ -56,7 +57,7 @@ def _build(name: str) -> nn.Module:
         return timm.create_model(name)
 
 
-def _kinds(model: nn.Module) -> list[str]:
+def _kinds(model: Any) -> list[str]:
     own = getattr(getattr(model, "patch_embed", None), "img_size", None) or model.default_cfg["input_size"][-2:]
     sizes = [*PIXELS, max(own) if isinstance(own, tuple) else own]
     if model.default_cfg.get("fixed_input_size") or hasattr(model, "patch_embed"):
@@ -64,7 +65,7 @@ def _kinds(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(f"{size} pixels" for size in sizes if isinstance(size, int)))
 
 
-def _feed(kind: str, model: nn.Module, batch: int) -> Inputs:
+def _feed(kind: str, model: Any, batch: int) -> Inputs:
     size = int(kind.split()[0])
     name = next(iter(inspect.signature(model.forward).parameters))
     return {name: torch.randn(batch, model.default_cfg["input_size"][0], size, size)}

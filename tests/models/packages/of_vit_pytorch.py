@@ -7,7 +7,7 @@ import pkgutil
 from typing import Any
 
 import torch
-import vit_pytorch
+import vit_pytorch  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from tests.models.candidates import Candidate

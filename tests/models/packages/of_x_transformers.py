@@ -9,9 +9,12 @@ import inspect
 from typing import Any
 
 import torch
-import x_transformers
+import x_transformers  # pyright: ignore[reportMissingImports]
 from torch import nn
-from x_transformers.x_transformers import Attention, AttentionLayers
+from x_transformers.x_transformers import (  # pyright: ignore[reportMissingImports]
+    Attention,
+    AttentionLayers,
+)
 
 from tests.models.candidates import Candidate
 from tests.models.inputs import LENGTH, Inputs
