@@ -58,7 +58,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 # Examples and benchmarks are checked too: their imports must resolve.
-types: $(VENV)/.installed-dev $(VENV)/.installed-test $(VENV)/.installed-demo $(VENV)/.installed-bench
+types: $(VENV)/.installed-dev $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-demo $(VENV)/.installed-bench
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed-bench
