@@ -75,7 +75,7 @@ def test_python_blocks_run_in_order(page: Path, space: dict, tmp_path: Path) -> 
     for number, block in enumerate(python_blocks(page)):
         file = tmp_path / f"block_{number}.py"
         file.write_text(block)  # so that reports can show its lines
-        with torch.no_grad():
+        with torch.set_grad_enabled(".backward()" in block):
             exec(compile(block, str(file), "exec"), space)
 
 
