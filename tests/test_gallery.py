@@ -2,10 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("torch_mlir", reason="programs are found without it, and refused")
-
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 

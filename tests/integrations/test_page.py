@@ -235,7 +235,7 @@ class _Torchvision(importlib.machinery.SourceFileLoader):
 
 def in_timm() -> tuple[dict[str, Any], Check]:
     if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed")
+        pytest.skip("timm is no part of the extra [test], since it asks for torchvision; `make test` installs it")
     if importlib.util.find_spec("torchvision") is None:  # there is none for this build of torch
         sys.meta_path.insert(0, stand_in := _Torchvision())
         try:
