@@ -75,7 +75,7 @@ class KernelFunction(ThreadFunction):
         self.context = Context(
             b=self.b,
             params=self.params,
-            math=VectorMath(self.b, target.avx512, degree, flushes=flush),
+            math=VectorMath(self.b, target.avx512, degree, flushes=flush, bfloat16=target.bfloat16),
             operands=spec.operands,
             lanes=self.lanes,
         )
@@ -198,7 +198,9 @@ class KernelFunction(ThreadFunction):
             b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.at(target, b.mul(e, stride), memory))
 
     def _narrow(self, x: Value, memory: str) -> Value:
-        return x if memory == "f32" else self.b.convert("arith.extf" if memory == "f64" else "arith.truncf", x, memory)
+        if memory == "f32":
+            return x
+        return self.b.convert("arith.extf", x, memory) if memory == "f64" else self.context.math.narrow(x, memory)
 
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
         """What each lane's output is multiplied by.

@@ -65,12 +65,13 @@ class VectorMath:
     """Writes functions for one builder.
 
     avx512: whether 512-bit vectors have instructions of their own
+    bfloat16: whether the processor has an instruction that rounds to bfloat16
     degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4
     flushes: the processor makes results below 2**-126 zero
     """
 
-    def __init__(self, b: Builder, avx512: bool, degree: int = 5, flushes: bool = False):
-        self.b, self.degree, self.flushes = b, degree, flushes
+    def __init__(self, b: Builder, avx512: bool, degree: int = 5, flushes: bool = False, bfloat16: bool = False):
+        self.b, self.degree, self.flushes, self.bfloat16 = b, degree, flushes, bfloat16
         self.wide = Avx512(b) if avx512 else None
 
     def exp2(self, x: Value, degree: int | None = None) -> Value:
@@ -177,6 +178,23 @@ class VectorMath:
             result = b.op(f"vector.insert {element}, {result}[{lane}] : f32 into {x.type}", x.type, function)
         return result
 
+    def narrow(self, x: Value, scalar: str) -> Value:
+        """Float32 rounded to nearest even in a narrower type.
+
+        Where no instruction rounds to bfloat16, LLVM calls a function for each element that this process does not have.
+        """
+        b = self.b
+        if scalar != "bf16" or self.bfloat16:
+            return b.convert("arith.truncf", x, scalar)
+        lanes = shape_of(x.type)[0]
+        bits = b.bitcast(x, vector_of("i32", lanes))
+        upper = b.binary("arith.shrui", bits, 16, "upper")
+        even = b.binary("arith.andi", upper, 1, "even")
+        nearest = b.binary("arith.shrui", b.add(b.add(bits, 0x7FFF), even), 16, "nearest")
+        quiet = b.binary("arith.ori", upper, 0x40, "quiet")
+        word = b.select(b.compare("uno", x, x), quiet, nearest)
+        return b.bitcast(b.convert("arith.trunci", word, "i16"), vector_of("bf16", lanes), "narrow")
+
     def unary(self, name: str) -> Callable[[Value], Value]:
         """The function of a float primitive of the score language, by its name."""
         b = self.b
@@ -188,7 +206,7 @@ class VectorMath:
             "round": "math.roundeven", "sqrt": "math.sqrt", "sin": "math.sin", "cos": "math.cos",
         }  # fmt: skip
         if name in _ROUNDED:
-            return lambda x: b.convert("arith.extf", b.convert("arith.truncf", x, _ROUNDED[name]), "f32", name)
+            return lambda x: b.convert("arith.extf", self.narrow(x, _ROUNDED[name]), "f32", name)
         if name == "detach":
             return lambda x: x
         if name in LIBM:

@@ -45,6 +45,11 @@ class Target:
     tile_groups: int = 2
     near_bytes: int = 32 * 1024
 
+    @property
+    def bfloat16(self) -> bool:
+        """Whether an instruction rounds float32 to bfloat16."""
+        return self.amx or self.pairs
+
     def __str__(self) -> str:
         has = {"AVX-512": self.avx512, "bf16 pairs": self.pairs, "AMX": self.amx}
         return ", ".join([f"{self.lanes} lanes", *(name for name, there in has.items() if there)])

@@ -22,7 +22,7 @@ from fusion.codegen.mlir.backward import kernel as backward_kernel
 from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.target import Target, target_of
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec
@@ -34,13 +34,15 @@ from fusion.planning.register_tiles import planes_of
 compiling = importlib.import_module("fusion.codegen.mlir.compile")
 
 TARGETS = {
-    Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3): 1,
     Target(lanes=8, tile_rows=4, tile_groups=3): 2,
     Target(lanes=4, tile_rows=4, tile_groups=2): 3,
     Target(lanes=4, tile_rows=2, tile_groups=1): 8,
 }
-"""How often each is drawn: AVX-512, AVX2, Arm, and the smallest; where the processor has them, pairs of bfloat16."""
-if "avx512_bf16" in Machine.detect().isa:
+"""How often each is drawn: AVX2, Arm, and the smallest; where the processor has them, AVX-512 and pairs of bfloat16."""
+HERE = target_of(Machine.detect())
+if HERE.avx512:
+    TARGETS[Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3)] = 1
+if HERE.pairs or HERE.amx:
     TARGETS[Target(lanes=16, avx512=True, pairs=True, tile_rows=2, tile_groups=1)] = 3
 OPTIMISED = 1 / 20
 """Share of the kernels that LLVM optimises all the same."""

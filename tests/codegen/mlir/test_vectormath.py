@@ -77,3 +77,15 @@ def test_transpose_and_sum(lanes: int) -> None:
     block = torch.stack([x.roll(-r) * 10.0 ** (r % 3) for r in range(lanes)])
     assert torch.equal(apply(lambda b, v: transpose(b, rows(b, v))[1], x, lanes), block[:, 1])
     assert torch.equal(apply(lambda b, v: sum_rows(b, rows(b, v)), x, lanes), block.sum(1))
+
+
+@pytest.mark.parametrize("lanes", [16, 8, 4, 0])
+def test_rounding_to_bfloat16(lanes: int) -> None:
+    """Without the processor's help: bits as torch's, and NaN stays NaN."""
+    halves = torch.tensor([1.0, 1.5, -1.0, 3.0]) * (1 + 2.0**-8)  # between two neighbours: the even one
+    x = torch.cat([torch.randn(1000), halves, halves * (1 + 2.0**-20), torch.tensor(SPECIAL), torch.zeros(9)])
+    payload = torch.tensor([0x7F800001, -0x007FFFFF], dtype=torch.int32).view(torch.float32)  # NaN in the low bits only
+    x = torch.cat([x, payload, torch.zeros(-(x.numel() + 2) % 16)])
+    y = apply(lambda b, v: b.convert("arith.extf", VectorMath(b, False).narrow(v, "bf16"), "f32"), x, lanes)
+    assert torch.equal(y.isnan(), x.isnan())
+    assert torch.equal(y.nan_to_num(), x.bfloat16().float().nan_to_num())
