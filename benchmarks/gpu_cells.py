@@ -6,7 +6,7 @@ import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from rows import GPU_ROWS, Problem, Row, flex_call, sdpa_call
 
 log = logging.getLogger("benchmarks.gpu")
 SDPA = ("flash", "cudnn", "efficient")
+COMPILED = ("fusion", "flex")  # what takes long to compile and holds no score matrix
 COMPETITORS = ("fusion", *(f"sdpa {kind}" for kind in SDPA), "sdpa math", "flex", "inductor")
 MOST_SCORES = 1 << 32  # elements of a score matrix that a competitor may have to hold
 
@@ -148,11 +149,13 @@ def backward_of(call: Call, operands: Operands) -> Call:
     return lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True)
 
 
-def prepare(cell: Cell, operands: Operands, device: Device) -> dict[str, Call]:
+def prepare(cell: Cell, operands: Operands, device: Device, only: Collection[str] = COMPETITORS) -> dict[str, Call]:
     """The competitors that run, each called once; the others' reasons go into the cell's notes."""
     torch._dynamo.reset()  # once: what is compiled below must stay
     calls: dict[str, Call] = {}
     for name, make in competitors(cell.place, operands, device):
+        if name not in only:
+            continue
         if name in device.absent:
             cell.notes[name] = "needs a GPU"
             continue

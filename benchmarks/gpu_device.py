@@ -7,21 +7,19 @@ import gc
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fusion.codegen import triton
-from fusion.codegen.triton.autotune import Tuner
-from fusion.codegen.triton.launch import Kernel
+from fusion.codegen.triton.launch import machine_of
 from fusion.errors import UnknownMachineError
 from fusion.machine import INTERPRETER, Machine, machine
 from fusion.runtime import kernels
 from fusion.runtime.guards import failures_raised
 
-SLEEP = 1_500_000  # cycles, about a millisecond: the device waits so long while the host queues what is timed
+CLOCK = 1.9e9  # Hz, about: of the device while it waits
+QUEUED, MODEL_QUEUED = 1e-3, 3e-2  # s in which the host has queued one attention, or a step of a model
 FLUSH = 256 << 20  # bytes, several times a second-level cache
 
 
@@ -32,12 +30,18 @@ class Gpu:
     absent: frozenset[str] = frozenset()  # competitors that cannot run here
 
     def __init__(self, autotune: bool = False) -> None:
+        """machine: None where it is not known; planned_for: the machine that tiles are chosen for."""
         self.options: dict[str, Any] = {"strict": True, "autotune": autotune}
         self.name = torch.cuda.get_device_name()
         self.machine: Machine | None = None
         with contextlib.suppress(UnknownMachineError):
             self.machine = machine("cuda")
+        self.planned_for = machine_of(torch.device("cuda", torch.cuda.current_device()))
         self._flushed = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+
+    def limit(self, share: float) -> None:
+        """This process may take so much of the device's memory, and is told that there is no more."""
+        torch.cuda.set_per_process_memory_fraction(share)
 
     def compiled(self, call: Callable[..., Any], backend: str, **given: Any) -> Callable[..., Any]:
         """`torch.compile` with static shapes; fusion must fuse every attention (torch takes options or a mode)."""
@@ -45,15 +49,11 @@ class Gpu:
             given["options"] = self.options | given.get("options", {})
         return torch.compile(call, backend=backend, dynamic=False, **given)
 
-    def tuned(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiled by fusion, which measures its tiles at the first call."""
-        return self.compiled(call, "fusion", options={"autotune": True})
-
-    def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
-        """(on the device, on the host) of one call. The cache is emptied before, and the device kept waiting until the
-        host has queued everything, so that its time has no gaps in it."""
+    def seconds(self, call: Callable[[], object], queued: float = QUEUED) -> tuple[float, float]:
+        """(on the device, on the host) of one call. The cache is emptied before, and the device kept waiting `queued`
+        seconds, in which the host queues everything, so that its time has no gaps in it."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP)
+        torch.cuda._sleep(int(CLOCK * queued))
         self._flushed.zero_()
         begun = time.perf_counter()
         start.record()
@@ -99,6 +99,10 @@ class Rehearsal:
     absent = frozenset({"sdpa cudnn", "sdpa efficient"})
     name = "rehearsal"
     machine: Machine | None = machine("h200")
+    planned_for = INTERPRETER
+
+    def limit(self, share: float) -> None:
+        pass
 
     def compiled(self, call: Callable[..., Any], backend: str, **given: Any) -> Callable[..., Any]:
         if backend != "fusion":
@@ -106,17 +110,7 @@ class Rehearsal:
         options = {"strict": True} | given.get("options", {}) | {"inner": "eager"}
         return torch.compile(call, backend=backend, dynamic=False, options=options)
 
-    def tuned(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clock(launch: Callable[[], None], device: torch.device) -> float:
-            return self.seconds(launch)[0]
-
-        def run(*operands: Tensor) -> object:
-            with interpreted(lambda spec: Kernel(spec, tuner=Tuner(clock=clock))):
-                return self.compiled(call, "fusion")(*operands)
-
-        return run
-
-    def seconds(self, call: Callable[[], object]) -> tuple[float, float]:
+    def seconds(self, call: Callable[[], object], queued: float = QUEUED) -> tuple[float, float]:
         begun = time.perf_counter()
         call()
         took = time.perf_counter() - begun
@@ -147,17 +141,18 @@ def _longest_first(microseconds: Iterable[tuple[str, float]]) -> list[tuple[str,
 
 
 @contextlib.contextmanager
-def interpreted(make: Callable[..., Kernel] | None = None) -> Iterator[None]:
-    """While this lasts, attention on CPU tensors runs in Triton kernels, by Triton's interpreter. make: spec -> kernel,
-    in place of the emitter's own."""
-    emitter: Any = SimpleNamespace(
-        supports=triton.supports,
-        reads=triton.reads,
-        compile=triton.compile if make is None else lambda spec, *_: make(spec),
-        compile_training=triton.compile_training,
-    )
+def interpreted() -> Iterator[None]:
+    """While this lasts, attention on CPU tensors runs in Triton kernels, by Triton's interpreter."""
+    emitter: Any = triton
     with kernels.emitting("interpreted", ("cpu",), lambda: emitter, lambda device: INTERPRETER):
         yield
 
 
-__all__ = ["Device", "Gpu", "Rehearsal", "failures_raised", "interpreted"]
+@contextlib.contextmanager
+def running(device: Device) -> Iterator[None]:
+    """What runs on a device, inside: kernels that fail raise."""
+    with failures_raised(), interpreted() if device.rehearsal else contextlib.nullcontext():
+        yield
+
+
+__all__ = ["Device", "Gpu", "Rehearsal", "failures_raised", "interpreted", "running"]

@@ -12,6 +12,8 @@ from gpu_models import WholeModel
 from gpu_training import Losses, Memory
 from gpu_tuning import Tuned
 
+STARTING = 150  # s that a process may take until its first step: imports, the device, what there is to do
+
 Kernels = list[tuple[str, float]]
 """(name, device seconds of one call) of what a call launches, the longest first."""
 
@@ -19,8 +21,9 @@ Kernels = list[tuple[str, float]]
 @dataclass(slots=True, kw_only=True)
 class Findings:
     """checks: faults by name of the check. kernels: by place and competitor. tuned: what autotune measured. tried:
-    titles of steps that ended or were begun by a process that died; current: the one under way. failed: why a step has
-    no result. left: titles of steps for which there was no time.
+    titles of steps that ended or were begun by a process that died; current: the one under way; patience: the seconds
+    that it may take. failed: why a step has no result. planned: titles of all steps that were to be taken. counters:
+    what ncu said, by row.
     """
 
     environment: dict[str, Any]
@@ -35,8 +38,15 @@ class Findings:
     tuned: list[Tuned] = field(default_factory=list)
     tried: list[str] = field(default_factory=list)
     current: str | None = None
+    patience: float = STARTING
     failed: dict[str, str] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    planned: list[str] = field(default_factory=list)
+    counters: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def left(self) -> list[str]:
+        """Titles of steps for which there was no time."""
+        return [title for title in self.planned if title not in {*self.tried, *self.failed}]
 
     def write(self, path: Path) -> None:
         """Replace the file in one go: a reader sees the old or the new one."""

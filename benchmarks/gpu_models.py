@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpu_cells import brief
-from gpu_device import Device
+from gpu_device import MODEL_QUEUED, Device
 from measuring import allowed_error, largest_error
 from models import MODELS, TINY
 
@@ -87,6 +87,6 @@ def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype,
     stop = time.monotonic() + seconds
     while calls and (len(found[next(iter(calls))]) < (2 if device.rehearsal else 4) or time.monotonic() < stop):
         for who, call in calls.items():
-            found[who].append(device.seconds(call)[0])
+            found[who].append(device.seconds(call, MODEL_QUEUED)[0])
     cell.seconds = {who: statistics.median(times[1:]) for who, times in found.items()}
     return cell

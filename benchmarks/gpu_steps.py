@@ -13,14 +13,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from gpu_cells import COMPILED, Place, brief, log, measure, operands_of, prepare
 from gpu_cells import Cell as Measured
-from gpu_cells import Place, brief, log, measure, operands_of, prepare
 from gpu_check import checks
-from gpu_device import Device, failures_raised, interpreted
-from gpu_findings import Findings
+from gpu_device import Device, running
+from gpu_findings import STARTING, Findings
 from gpu_models import measure_model
+from gpu_tools import COUNTED, COUNTERS, LIMIT, SANITIZED, SANITIZER, counted, sanitized
+from gpu_tools import found as program
 from gpu_training import follow, grow
-from gpu_tuning import tune
+from gpu_tuning import compile_trial, take, trials
 from rows import GPU_ROWS
 
 HEADS = {64: 32, 128: 16, 256: 8, 512: 4, 576: 16}
@@ -31,7 +33,17 @@ DECODE = ((8, 16384), (64, 8192), (1, 131072), (32, 2048))  # batch and keys; 32
 LATENT_DECODE = ((32, 8192), (128, 4096))
 MODELS = (("gemma2", 4, 2048), ("llama", 4, 2048), ("bert", 32, 512), ("t5", 8, 2048))
 LOSSES = ("llama", "gemma2")
-TUNED = (("causal", 0), ("full", 0), ("causal", 1))  # rows, and which of the widths
+TUNED = (
+    ("causal", "forward", 0),
+    ("full", "forward", 0),
+    ("causal", "backward", 0),
+    ("causal", "forward", 1),
+    ("latent", "forward", 0),
+    ("causal", "backward", 1),
+    ("full", "backward", 0),
+)  # and which of the widths; fmt: skip
+MEASURING, AHEAD = 0.6, 0.3  # shares of the device's memory: of who takes steps, of all who compile ahead
+PHASES = ("check", "tiles", "time")
 PROFILED = (("causal", "forward"), ("causal", "backward"), ("full", "forward"))
 
 
@@ -49,12 +61,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Something to do: its title is unique. phase: "check" or "time". place: of a cell, which can be compiled ahead."""
+    """Something to do: its title is unique. limit: s after which it counts as hung. ahead: what it needs compiled, for
+    the caches on disk; it may take little of the device's memory."""
 
     title: str
-    phase: str
     run: Callable[[Findings], None]
-    place: Place | None = None
+    limit: float
+    ahead: Callable[[], object] | None = None
 
 
 def attention_places(sizes: Sizes) -> Iterator[Place]:
@@ -111,28 +124,62 @@ def places(sizes: Sizes, device: Device) -> list[Place]:
     return [*attention[:telling], *decoding[:2], *latent[:1], *attention[telling:], *decoding[2:], *latent[1:]]
 
 
-def steps(sizes: Sizes, device: Device) -> list[Step]:
-    """Everything, in order: checks, the telling cells, training, tiles, what calls launch, a model, the rest."""
+def steps(phase: str, sizes: Sizes, device: Device) -> list[Step]:
+    """Everything of a phase, the most telling first."""
+    return {"check": _checks, "tiles": _tiles, "time": _times}[phase](sizes, device)
+
+
+def _checks(sizes: Sizes, device: Device) -> list[Step]:
+    """Results, and between the narrow heads and the wide ones what compute-sanitizer says."""
     looked = [
-        Step(title=f"check {check.name}", phase="check", run=lambda found, check=check: _look(found, check))
+        Step(
+            title=f"check {check.name}", run=lambda found, check=check: _look(found, check), limit=120, ahead=check.look
+        )
         for check in checks(list(sizes.rows), sizes.dtype, device)
     ]
+    wanted = [(tool, row) for tool, row in SANITIZED if row in sizes.rows]
+    if device.rehearsal:
+        wanted = [("memcheck", sizes.rows[0])]
+    elif program(SANITIZER[0]) is None:
+        wanted = []
+    watched = [
+        Step(title=f"check {tool} {row}", limit=LIMIT + 20,
+             run=lambda found, tool=tool, row=row: _sanitize(found, tool, row, device))
+        for tool, row in wanted
+    ]  # fmt: skip
+    narrow = next((at for at, step in enumerate(looked) if step.title == "check dropout"), len(looked) - 1) + 1
+    return [*looked[:narrow], *watched, *looked[narrow:]]
+
+
+def _tiles(sizes: Sizes, device: Device) -> list[Step]:
+    return [
+        Step(title=str(trial), run=lambda found, trial=trial: take(trial, found.tuned, device), limit=40,
+             ahead=lambda trial=trial: compile_trial(trial, device.machine or device.planned_for))
+        for place in _tuned(sizes, device) for trial in trials(place, device)
+    ]  # fmt: skip
+
+
+def _times(sizes: Sizes, device: Device) -> list[Step]:
+    """The telling cells, training, what calls launch, a model, the rest."""
     cells = [
-        Step(title=f"time {p}", phase="time", place=p, run=lambda found, p=p: found.cells.append(measure(p, device)))
+        Step(title=f"time {p}", limit=100, run=lambda found, p=p: found.cells.append(measure(p, device)),
+             ahead=lambda p=p: _compile(p, device))
         for p in places(sizes, device)
-    ]
+    ]  # fmt: skip
     launched = [
-        Step(title=f"kernels of {p}", phase="time", run=lambda found, p=p: _kernels(found, p, device))
+        Step(title=f"kernels of {p}", limit=60, run=lambda found, p=p: _kernels(found, p, device))
         for p in _profiled(sizes, device)
     ]
-    tuned = [
-        Step(title=f"tiles of {p}", phase="time", run=lambda found, p=p: found.tuned.extend(tune(p, device)))
-        for p in _tuned(sizes, device)
-    ]
+    wanted = [row for row in COUNTED if row in sizes.rows] if program(COUNTERS[0]) else []
+    counters = [
+        Step(title=f"counters of {row}", limit=LIMIT + 20,
+             run=lambda found, row=row: found.counters.update({row: counted(row, device)}))
+        for row in (sizes.rows[:1] if device.rehearsal else wanted)
+    ]  # fmt: skip
     early = 2 * len([name for name in TELLING if name in sizes.rows]) + 5
     training, models = _training(sizes, device), _models(sizes, device)
-    first = [*cells[:early], *training[:2], *tuned, *launched, *models[:1]]
-    return [*looked, *first, *cells[early:], *training[2:], *models[1:]]
+    first = [*cells[:early], *training[:2], *launched, *counters, *models[:1]]
+    return [*first, *cells[early:], *training[2:], *models[1:]]
 
 
 def _training(sizes: Sizes, device: Device) -> list[Step]:
@@ -145,13 +192,13 @@ def _training(sizes: Sizes, device: Device) -> list[Step]:
     if device.rehearsal:
         lengths = {"eager": [8, 12]}
     losses = [
-        Step(title=f"losses of {name}", phase="time",
+        Step(title=f"losses of {name}", limit=180,
              run=lambda found, name=name: found.losses.append(follow(name, device, dtype, count, size)))
         for name in names
     ]  # fmt: skip
     memory = Step(
         title=f"memory of {names[0]}",
-        phase="time",
+        limit=180,
         run=lambda found: found.memory.append(grow(names[0], device, dtype, lengths)),
     )
     return [losses[0], memory, *losses[1:]]
@@ -161,7 +208,7 @@ def _models(sizes: Sizes, device: Device) -> list[Step]:
     dtype = getattr(torch, sizes.dtype)
     wanted = MODELS if not device.rehearsal else (("llama", 1, 12),)
     return [
-        Step(title=f"model {name}", phase="time",
+        Step(title=f"model {name}", limit=180,
              run=lambda found, name=name, b=b, n=n: found.models.append(measure_model(name, b, n, device, dtype)))
         for name, b, n in wanted
         if sizes.models
@@ -178,11 +225,13 @@ def _profiled(sizes: Sizes, device: Device) -> list[Place]:
 
 def _tuned(sizes: Sizes, device: Device) -> list[Place]:
     """Whose tiles are measured one by one."""
-    forward = [place for place in places(sizes, device) if place.direction == "forward" and not place.decoding]
+    every = [place for place in places(sizes, device) if not place.decoding]
     if device.rehearsal:
-        return forward[:1]
-    wanted = [(row, sizes.d[at]) for row, at in TUNED if at < len(sizes.d)]
-    first = (next((p for p in forward if (p.row, p.d) == each), None) for each in wanted)
+        return every[:2]
+    wanted = [
+        (row, direction, 576 if row == "latent" else sizes.d[at]) for row, direction, at in TUNED if at < len(sizes.d)
+    ]
+    first = (next((p for p in every if (p.row, p.direction, p.d) == each), None) for each in wanted)
     return [place for place in first if place is not None]
 
 
@@ -200,24 +249,40 @@ def _kernels(found: Findings, place: Place, device: Device) -> None:
             found.kernels.setdefault(str(place), {})[who] = device.launched(call)
 
 
+def _sanitize(found: Findings, tool: str, row: str, device: Device) -> None:
+    found.checks[f"{tool} {row}"] = sanitized(tool, row, device)
+
+
+def _compile(place: Place, device: Device) -> None:
+    """What measuring a cell compiles, but for competitors that hold whole matrices of scores."""
+    operands = operands_of(place, device)
+    with torch.no_grad() if place.direction == "forward" else contextlib.nullcontext():
+        prepare(Measured(place=place, flop=1, bytes=1), operands, device, COMPILED)
+
+
 def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: float, path: Path) -> None:
     """Take the steps of a phase that were not tried yet. deadline: time.time() after which no step is begun.
 
-    What is known is written to `path` after every step, tracebacks of what fails to a .log beside it. Raises where the
-    device no longer answers.
+    What is known is written to `path` before and after every step, tracebacks of what fails to a .log beside it. Raises
+    where the device no longer answers.
     """
     log.addHandler(logging.FileHandler(path.with_suffix(".log"), delay=True))
     log.propagate = False
     log.setLevel(logging.INFO)
     console = Console(stderr=True)
     warnings.simplefilter("ignore")  # peers say at length why they refuse; the notes have it
-    with failures_raised(), interpreted() if device.rehearsal else contextlib.nullcontext():
-        for step in steps(sizes, device):
-            if step.phase != phase or step.title in found.tried:
+    device.limit(MEASURING)
+    found.current, found.patience = None, STARTING
+    found.write(path)
+    with running(device):
+        every = steps(phase, sizes, device)
+        found.planned = list(dict.fromkeys([*found.planned, *(step.title for step in every)]))
+        for step in every:
+            if step.title in found.tried:
                 continue
             if time.time() > deadline:
                 break
-            found.current = step.title
+            found.current, found.patience = step.title, step.limit
             log.info("%s", step.title)
             found.write(path)
             begun = time.monotonic()
@@ -226,21 +291,23 @@ def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: fl
             except Exception as failure:  # the rest is still worth knowing
                 found.failed[step.title] = brief(failure)
             device.free()
-            device.synchronize()  # raises if the step has broken the device
+            found.write(path)  # what follows raises if the step has broken the device
+            device.synchronize()
             found.tried.append(step.title)
             found.current = None
             console.print(f"{time.monotonic() - begun:5.1f} s  {step.title}", highlight=False, markup=False)
     found.write(path)
 
 
-def compile_ahead(sizes: Sizes, device: Device, part: int, parts: int) -> None:
-    """Compile every `parts`-th cell's competitors, so that whoever measures finds their kernels in torch's and Triton's
+def compile_ahead(phase: str, sizes: Sizes, device: Device, part: int, parts: int) -> None:
+    """Compile what every `parts`-th step of a phase needs, so that whoever takes it finds it in torch's and Triton's
     caches on disk."""
-    for place in places(sizes, device)[part::parts]:
-        try:
-            operands = operands_of(place, device)
-            with torch.no_grad() if place.direction == "forward" else contextlib.nullcontext():
-                prepare(Measured(place=place, flop=1, bytes=1), operands, device)
-        except Exception as failure:  # nobody depends on it
-            print(f"{place}: {brief(failure)}")
-        device.free()
+    device.limit(AHEAD / parts)
+    with running(device):
+        needed = [(step.title, step.ahead) for step in steps(phase, sizes, device) if step.ahead is not None]
+        for title, ahead in needed[part::parts]:
+            try:
+                ahead()
+            except Exception as failure:  # nobody depends on it
+                print(f"{title}: {brief(failure)}")
+            device.free()

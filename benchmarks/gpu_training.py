@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpu_device import Device
+from gpu_device import MODEL_QUEUED, Device
 from models import text_tokens, trained_model
 
 MEMORY_GROWTH = 1.15  # the largest exponent of N that counts as linear: weights' gradients and the allocator's rounding
@@ -131,7 +131,7 @@ def follow(name: str, device: Device, dtype: torch.dtype, steps: int, size: tupl
 
         for batch in batches:
             if who in times:
-                times[who].append(device.seconds(functools.partial(step, batch))[0])
+                times[who].append(device.seconds(functools.partial(step, batch), MODEL_QUEUED)[0])
             else:
                 step(batch)
         found.losses[who] = [loss.item() for loss in losses]

@@ -1,50 +1,152 @@
-"""What autotune measures for one attention: every tile and schedule that it tries, and those that it does not trust."""
+"""Tiles of the kernels one by one: each is a step of its own, so that one that hangs or breaks the device costs its
+own time and nothing else."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from fusion.codegen.triton import autotune
-from gpu_cells import Place, operands_of
-from gpu_device import Device
+import fusion
+from fusion.codegen.triton.absent import absent, meta
+from fusion.codegen.triton.autotune import agree
+from fusion.codegen.triton.backward import Keys, Queries
+from fusion.codegen.triton.candidates import candidates
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.forward import Forward
+from fusion.codegen.triton.launch import Kernel
+from fusion.ir import AttentionSpec
+from fusion.machine import Machine
+from fusion.planning.choice import Tile
+from fusion.planning.from_spec import gpu_tile_times
+from fusion.planning.gpu import GpuPlanner
+from gpu_cells import Operands, Place, operands_of
+from gpu_device import Device, Rehearsal
+from static_cells import Settled
+
+MOST = 12  # tiles of a kernel
+KERNELS = {"forward": (Forward.name,), "backward": (Keys.name, Queries.name)}
 
 
 @dataclass(slots=True, kw_only=True)
 class Tuned:
-    """seconds: of a launch, by tile; failed: why others have none. table: the tile without measuring."""
+    """seconds: of a kernel (of the whole backward) by tile; failed: why others have none. table: the tile that is
+    planned."""
 
     title: str
     kernel: str
     flop: float
     table: str
-    seconds: dict[str, float]
-    failed: dict[str, str]
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
-def tune(place: Place, device: Device) -> list[Tuned]:
-    """Measure a place's forward kernels, whether or not choices are remembered from before."""
-    found: list[Tuned] = []
-    operands = operands_of(place, device)
-    flop = place.definition.flop(place.problem)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A kernel of a place in a tile."""
 
-    def note(digest, where, name, tile, seconds, failed) -> None:
-        first = str(next(iter(seconds), tile))
-        found.append(Tuned(
-            title=str(place), kernel=name.partition(":")[0], flop=flop, table=first,
-            seconds={str(tile): each for tile, each in seconds.items()},
-            failed={str(tile): why.splitlines()[0][:200].replace("|", "/") for tile, why in failed.items()},
-        ))  # fmt: skip
+    place: Place
+    kernel: str
+    tile: Tile
+    planned: Tile
+    spec: AttentionSpec
+    sizes: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"tile {self.tile} of {self.kernel.removeprefix('attention_')}, {self.place}"
+
+    @property
+    def flop(self) -> float:
+        row = self.place.definition
+        return row.flop(self.place.problem) * (2.5 if self.place.direction == "backward" else 1)
+
+    def call(self, operands: Operands, tile: Tile) -> Callable[[], Sequence[Tensor]]:
+        """The kernel in a tile, between others as they are planned: the output, or the gradients of q, k and v."""
+        given: Operands = tuple(x.detach() for x in operands)
+        settled = Settled(tiles={self.kernel: tile})
+
+        def planner(machine: Machine) -> GpuPlanner:
+            return GpuPlanner(self.spec, machine, settled)
+
+        if self.kernel == Forward.name:
+            kernel = Kernel(self.spec, plan=planner)
+            return lambda: [kernel.forward(given, self.sizes)[0]]
+        training = Differentiable(self.spec, plan=planner)
+        needs = tuple(at < (2 if self.place.definition.latent else 3) for at in range(len(given)))
+        if given[0].is_meta:
+            out, statistics = _results(training, given, self.sizes)
+        else:
+            out, statistics = training.forward(given, self.sizes)
+        grad = torch.empty_like(out).normal_() if not out.is_meta else torch.empty_like(out)
+        return lambda: training.backward(grad, out, statistics, given, self.sizes, needs)
+
+
+def _results(training: Differentiable, given: Operands, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    *batch, n_q, _, _, d_v = training.kernel.extents(sizes)
+    out = torch.empty([*batch, n_q, d_v], dtype=given[0].dtype, device="meta")
+    return out, torch.empty([3, *batch, n_q], device="meta")
+
+
+def trials(place: Place, device: Device) -> Iterator[Trial]:
+    """The planned tile of each kernel of a place, then by turns its other forms and the tiles around it that are
+    predicted to be the fastest. Forms that have never run are among them."""
     torch._dynamo.reset()
-    with (
-        torch.no_grad(),
-        mock.patch.dict(os.environ, FUSION_UNTRIED="1"),
-        mock.patch.object(autotune, "remember", note),
-        mock.patch.object(autotune, "remembered", lambda digest, where: {}),
-    ):
-        device.tuned(place.definition.plain)(*operands)
-    return found
+    site = fusion.explain(place.definition.plain, *operands_of(place, device)).sites[0]
+    spec, sizes, machine = site.specs[0], tuple(site.sizes[0].values()), device.planned_for
+    planner = GpuPlanner(spec, machine)
+    *batch, n_q, n_k, d, d_v = planner.extents(sizes)
+    times = gpu_tile_times(spec, machine)
+    for kernel in KERNELS[place.direction]:
+        heads = torch.Size(batch).numel()
+        planned = (
+            planner.tile_for(n_q, n_k, d, d_v, heads) if kernel == Forward.name else planner.backward(d, d_v)[kernel]
+        )
+        with mock.patch.dict(os.environ, FUSION_UNTRIED="1"):
+            every = candidates(kernel, spec, (n_q, n_k, d, d_v), planned, machine)
+        alike = [tile for tile in every[1:] if tile.with_form_of(planned) == tile]
+        predicted = dict(zip(alike, times(kernel, sizes, alike), strict=True))
+        alike.sort(key=lambda tile: predicted[tile])
+        forms = [
+            tile
+            for tile in every[1:]
+            if tile not in predicted and (tile.rows, tile.keys) == (planned.rows, planned.keys)
+        ]
+        forms = [
+            tile
+            for tile in forms
+            if tile.stages == planned.stages and (tile.specialized or tile.warps == planned.warps)
+        ]
+        turns = [tile for pair in zip(forms, alike, strict=False) for tile in pair]
+        turns += forms[len(alike) :] + alike[len(forms) :]
+        for tile in [planned, *turns][: 2 if device.rehearsal else MOST]:
+            yield Trial(place=place, kernel=kernel, tile=tile, planned=planned, spec=spec, sizes=sizes)
+
+
+def take(trial: Trial, tuned: list[Tuned], device: Device) -> None:
+    """Time a tile whose results are those of the planned one, and add it to its kernel's."""
+    title, kernel = str(trial.place), trial.kernel.removeprefix("attention_")
+    found = next((each for each in tuned if (each.title, each.kernel) == (title, kernel)), None)
+    if found is None:
+        found = Tuned(title=title, kernel=kernel, flop=trial.flop, table=str(trial.planned))
+        tuned.append(found)
+    operands = operands_of(trial.place, device)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = trial.call(operands, trial.planned)()
+        torch.manual_seed(0)
+        call = trial.call(operands, trial.tile)
+        if not all(map(agree, call(), expected)):
+            found.failed[str(trial.tile)] = "its result is another than the planned tile's"
+            return
+        found.seconds[str(trial.tile)] = min(device.seconds(call)[0] for _ in range(2 if device.rehearsal else 20))
+
+
+def compile_trial(trial: Trial, machine: Machine) -> None:
+    """Compile a tile's kernel into Triton's cache on disk. Nothing runs: it may be one that hangs."""
+    operands = tuple(map(meta, operands_of(trial.place, Rehearsal())))
+    with absent(machine, only=[trial.kernel]), torch.no_grad():
+        trial.call(operands, trial.tile)()

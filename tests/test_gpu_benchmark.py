@@ -29,8 +29,11 @@ for step in ("good", "crash", "hang", "last"):
 
 
 @pytest.fixture
-def scripts(monkeypatch):
-    """Modules of benchmarks/ can be imported inside."""
+def scripts(monkeypatch, tmp_path_factory):
+    """Modules of benchmarks/ can be imported inside; what they compile is kept in a folder of the test's."""
+    kept = tmp_path_factory.mktemp("caches")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kept / "triton"))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     before = set(sys.modules)
     yield
@@ -39,8 +42,7 @@ def scripts(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_rehearsal(scripts, everything, monkeypatch, tmp_path, capsys):
+def rehearse(monkeypatch, *arguments):
     """In this process: what is started as another one there is called here."""
     import gpu
 
@@ -49,12 +51,29 @@ def test_rehearsal(scripts, everything, monkeypatch, tmp_path, capsys):
         gpu.main()
 
     monkeypatch.setattr(gpu, "attend", here)
-    command = ["gpu.py", "--rehearse", "--rows", "bias", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command + ([] if everything else ["--no-models"]))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", *arguments])
     gpu.main()
-    found = json.loads(next(tmp_path.glob("*-rehearsal.json")).read_text())
-    assert found["rehearsal"] and not found["failed"] and not found["left"]
-    assert found["checks"] == {"bias d=16 bfloat16": [], "dropout": []}
+
+
+def found_in(folder):
+    return json.loads(next(folder.glob("*-rehearsal.json")).read_text())
+
+
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_rehearsal(scripts, everything, monkeypatch, tmp_path, capsys):
+    """Every phase, one after the other in calls of their own, as on a device that is lent for minutes."""
+    given = ["--rows", "bias", *([] if everything else ["--no-models"])]
+    rehearse(monkeypatch, *given, "--phase", "check", "tiles", "--out", str(tmp_path))
+    found = found_in(tmp_path)
+    assert found["rehearsal"] and not found["failed"] and found["tried"] == found["planned"]
+    assert found["checks"] == {"bias d=16 bfloat16": [], "dropout": [], "memcheck bias": []}
+    assert [(each["title"].split()[1], each["kernel"]) for each in found["tuned"]] == [
+        ("forward", "forward"), ("backward", "backward_keys"), ("backward", "backward_queries")]  # fmt: skip
+    for each in found["tuned"]:
+        assert each["table"] in each["seconds"] and len(each["seconds"]) == 2 and not each["failed"]
+    rehearse(monkeypatch, *given, "--phase", "time", "--continue", str(next(tmp_path.glob("*.json"))))
+    found = found_in(tmp_path)
+    assert not found["failed"] and found["tried"] == found["planned"] and len(found["checks"]) == 3
     assert [cell["place"]["direction"] for cell in found["cells"]] == ["forward", "backward"]
     for cell in found["cells"]:
         assert cell["seconds"]["fusion"] > 0 and cell["predicted"] > 0
@@ -63,13 +82,73 @@ def test_rehearsal(scripts, everything, monkeypatch, tmp_path, capsys):
         assert model["seconds"].keys() == {"fusion", "eager", "inductor", "inductor, sdpa"} and not model["notes"]
     assert bool(found["models"]) == everything
     assert found["losses"][0]["losses"].keys() == {"eager", "fusion", "seed 1", "seed 2"}
-    assert found["kernels"] and found["memory"]
-    (tuned,) = found["tuned"]
-    assert tuned["table"] in tuned["seconds"] and len(tuned["seconds"]) > 4 and not tuned["failed"]
-    assert any("described" in tile for tile in tuned["seconds"])
+    assert found["kernels"] and found["memory"] and "bias" in found["counters"]
     page = next(tmp_path.glob("*-rehearsal.md")).read_text()
     assert "no figure on this page means anything" in page and "losses: distance from eager's" in page
+    assert "No time for: nothing." in page
     assert "no figure on this page means anything" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["check", "tiles", "time"])
+def test_what_a_phase_needs_is_compiled_ahead(scripts, phase, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    rehearse(
+        monkeypatch, "--rows", "causal", "--no-models", "--no-training", "--work", phase, "--part", "0", "--ahead", "1"
+    )
+    assert capsys.readouterr().out == "", "nothing failed"
+    kernels = {path.stem for path in tmp_path.rglob("*.cubin")}
+    wanted = {"attention_forward", "attention_backward_keys", "attention_backward_queries"}
+    assert kernels == (wanted if phase == "tiles" else set()), "elsewhere, the interpreter runs"
+
+
+def test_a_run_without_time_writes_its_report(scripts, monkeypatch, tmp_path):
+    rehearse(monkeypatch, "--rows", "full", "--no-models", "--no-training", "--minutes", "0", "--out", str(tmp_path))
+    found = found_in(tmp_path)
+    assert not found["tried"] and "check full d=16 bfloat16" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_caches_come_back_where_they_were(scripts, monkeypatch, tmp_path):
+    import gpu_caches
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here" / "triton"))
+    monkeypatch.setattr(gpu_caches, "PIECE", 100)
+    kernel = gpu_caches.folder() / "triton" / "X" / "kernel.cubin"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_bytes(bytes(range(256)) * 4)
+    kernel.with_suffix(".ptx").write_text("not needed")
+    assert gpu_caches.bring(tmp_path / "home") == 0
+    assert gpu_caches.take(tmp_path / "home") == gpu_caches.take(tmp_path / "home") == 1
+    assert len(list((tmp_path / "home").iterdir())) > 1
+    kernel.unlink()
+    kernel.with_suffix(".ptx").unlink()
+    assert gpu_caches.bring(tmp_path / "home") == 1 and kernel.read_bytes() == bytes(range(256)) * 4
+
+
+def test_a_tile_with_other_results_is_not_timed(scripts, monkeypatch):
+    from dataclasses import replace
+
+    from fusion.codegen.triton.variant import Variant
+    from gpu_cells import Place
+    from gpu_device import Rehearsal, running
+    from gpu_tuning import take, trials
+
+    device, tuned, launch = Rehearsal(), [], Variant.launch
+    place = Place(row="full", direction="forward", B=1, H=1, N=40, d=16, dtype="float32")
+
+    def spoilt(variant, name, programs, tile, fixed, arguments):
+        launch(variant, name, programs, tile, fixed, arguments)
+        if tile == wrong.tile:
+            arguments[2]["out"].mul_(1.01)
+
+    with running(device):
+        first = next(trials(place, device))
+        wrong = replace(first, tile=replace(first.tile, rows=16))
+        monkeypatch.setattr(Variant, "launch", spoilt)
+        take(wrong, tuned, device)
+        take(first, tuned, device)
+    (found,) = tuned
+    assert list(found.seconds) == [str(first.tile)] and list(found.failed) == [str(wrong.tile)]
 
 
 def test_a_rehearsal_is_never_kept_among_the_results(scripts, capsys):
@@ -106,12 +185,12 @@ def test_findings_survive_in_a_file(scripts, tmp_path):
 
 
 def test_a_crash_and_a_hang_cost_one_step_each(scripts, tmp_path):
-    from gpu_supervisor import attend
+    from fusion.attended import attend
 
     state, child, reasons = tmp_path / "state", tmp_path / "child.py", []
     state.write_text("")
     child.write_text(CHILD)
-    attend([sys.executable, "-S", str(child), str(state)], state, time.time() + 60, 1.0, reasons.append)
+    attend([sys.executable, "-S", str(child), str(state)], state, time.time() + 60, lambda: 1.0, reasons.append)
     assert reasons == ["the process ended with status 7", "no answer within 1 s"]
     assert state.read_text().split() == ["good", "crash", "hang", "last"]
 
