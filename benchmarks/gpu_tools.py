@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpu_device import Device
 
-LIMIT = 75  # s of a process
+LIMIT = 120  # s of a process
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--print-limit", "3", "--tool")
 SANITIZED = (("memcheck", "causal"), ("racecheck", "causal"), ("memcheck", "packed"), ("racecheck", "packed"),
              ("memcheck", "decode"), ("racecheck", "decode"), ("memcheck", "bias"))  # fmt: skip

@@ -3,29 +3,29 @@ measured.
 
 Every launch goes through `run`. A tile for which Triton finds too little shared memory or too few registers is replaced
 by the next smaller one, for the rest of the process. With a `Tuner` the first call of a kernel in a situation (device,
-sizes up to the next power of two, alignment) is timed on its own arguments in the tiles that the cost model expects to
-be the best; the fastest is remembered in a file beside the generated module.
+sizes up to the next power of two, alignment) is timed on a copy of its arguments in the tiles that the cost model
+expects to be the best; the fastest is remembered in a file beside the generated module. Measuring is done in another
+process (`apart`): what hangs or breaks the device there costs a tile, and nothing here.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from fusion import disk_cache
-from fusion.codegen.triton.candidates import MOST, smaller
+from fusion.codegen.triton import apart
+from fusion.codegen.triton.apart import Request
+from fusion.codegen.triton.candidates import smaller
+from fusion.codegen.triton.remembered import remember, remembered
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import power
 
@@ -43,9 +43,6 @@ MARGIN = 0.02
 ROUNDING = 4
 """Units of rounding by which results in different tiles may differ. That is far more than they do, and far less than
 what a tile left out or added twice, or a sum read too early, would make."""
-
-FORMAT = 1
-"""Of the files; to be raised when a tile or a situation comes to mean something else."""
 
 _measuring = threading.RLock()  # what runs beside a measurement falsifies it
 
@@ -102,12 +99,22 @@ def call_of(
     return Call(device=operands[0].device, sizes=sizes, situation=situation)
 
 
-def run(stages: Sequence[Stage], call: Call, tuner: Tuner | None, reset: Callable[[], None]) -> None:
-    """Launch the stages, each in its tile. reset: undo what launches have added to results."""
+def run(
+    stages: Sequence[Stage],
+    call: Call,
+    tuner: Tuner | None,
+    reset: Callable[[], None],
+    request: Callable[[], Request],
+) -> None:
+    """Launch the stages, each in its tile. reset: undo what launches have added to results. request: this call, for
+    another process to repeat."""
     if tuner is not None and any(tuner.tile(stage, call) is None for stage in stages) and tuner.measures(call):
-        for stage in stages:  # in order: later ones read what earlier ones write
-            tuner.measure(stage, call)
-        reset()
+        if tuner.clock is None:
+            tuner.have_measured(stages, call, request)
+        else:
+            for stage in stages:  # in order: later ones read what earlier ones write
+                tuner.measure(stage, call)
+            reset()
     for stage in stages:
         launch(stage, call, tuner)
 
@@ -149,12 +156,12 @@ def _out_of_resources(error: Exception) -> bool:
 class Tuner:
     """Measures tiles, and remembers the fastest.
 
-    times: ranks what is to be measured; without it tiles nearer to the table's come first. clock: by default CUDA
-    events, and nothing is measured on other devices.
+    times: ranks what is to be measured; without it tiles nearer to the table's come first. clock: measures in this
+    process; without it another one is asked to. notes: of what is measured in this process.
     """
 
-    def __init__(self, times: Times | None = None, clock: Clock | None = None):
-        self.times, self.clock = times, clock
+    def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: apart.Notes | None = None):
+        self.times, self.clock, self.notes = times, clock, notes or apart.Notes()
         self._tiles: dict[tuple, Tile | None] = {}
 
     def measures(self, call: Call) -> bool:
@@ -171,11 +178,28 @@ class Tuner:
             return stage.tile
         if torch.are_deterministic_algorithms_enabled():
             return None
-        key = (stage.variant.digest, stage.kernel, call.device, call.situation)
+        key = self._key(stage, call)
         if key not in self._tiles:
             found = remembered(stage.variant.digest, call.device).get(f"{stage.kernel}: {call.situation}")
             self._tiles[key] = None if found is None else Tile(**found["tile"])
         return self._tiles[key]
+
+    def have_measured(self, stages: Sequence[Stage], call: Call, request: Callable[[], Request]) -> None:
+        """Settle the tiles of some stages by what another process measures, or as they are where it cannot."""
+        with _measuring:
+            keys = {self._key(stage, call): stage for stage in stages if self.tile(stage, call) is None}
+            if not keys:
+                return
+            apart.measure(request())
+            for key, stage in keys.items():
+                del self._tiles[key]
+                if self.tile(stage, call) is None:
+                    log.info("%s: nothing was measured; it runs in tiles of %s", stage.kernel, stage.tile)
+                    self._tiles[key] = stage.tile
+
+    @staticmethod
+    def _key(stage: Stage, call: Call) -> tuple:
+        return stage.variant.digest, stage.kernel, call.device, call.situation
 
     def measure(self, stage: Stage, call: Call) -> None:
         """Launch a stage in several tiles and choose the fastest, or what `launch` takes where none could be timed.
@@ -192,9 +216,8 @@ class Tuner:
             elif stage.tile in seconds and seconds[best] > (1 - MARGIN) * seconds[stage.tile]:
                 best = stage.tile
             log.info("%s: %s, after %.1f s", stage.kernel, best, time.perf_counter() - started)
-            digest = stage.variant.digest
-            self._tiles[digest, stage.kernel, call.device, call.situation] = best
-            remember(digest, call.device, f"{stage.kernel}: {call.situation}", best, seconds, failed)
+            self._tiles[self._key(stage, call)] = best
+            remember(stage.variant.digest, call.device, f"{stage.kernel}: {call.situation}", best, seconds, failed)
 
     def _seconds(self, stage: Stage, call: Call) -> tuple[dict[Tile, float], dict[Tile, str]]:
         """The seconds of a stage by tile, and why others have none: first with the table's schedule, then the fastest
@@ -223,6 +246,10 @@ class Tuner:
         have failed. Returns the expected results."""
         for number, tile in enumerate(tiles):
             log.info("%s: measuring tile %d of %d, %s", stage.kernel, number + 1, len(tiles), tile)
+            if (known := self.notes.known(stage.kernel, tile)) is not None:
+                failed[tile] = known
+                continue
+            self.notes.begin(stage.kernel, tile)
             try:
                 for result in stage.results:
                     result.fill_(math.nan)  # what another tile has written there must not count
@@ -237,6 +264,7 @@ class Tuner:
             except Exception as error:
                 failed[tile] = f"{type(error).__name__}: {error}"
                 log.info("%s cannot run in %s: %s", stage.kernel, tile, failed[tile])
+                _answers(call.device)
         return expected
 
     def _ranked(self, stage: Stage, call: Call, others: Sequence[Tile]) -> list[Tile]:
@@ -268,6 +296,12 @@ def _size(tile: Tile) -> tuple[int, int]:
     return tile.rows, tile.keys
 
 
+def _answers(device: torch.device) -> None:
+    """Raises where a device is lost to this process: whatever is launched from now on fails, too."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def by_events(launch: Callable[[], None], device: torch.device) -> float:
     """Seconds of one launch: the median of several, between events on the device."""
     with torch.cuda.device(device):
@@ -287,59 +321,4 @@ def _between_events(launch: Callable[[], None], repeats: int) -> list[float]:
     return [1e-3 * first.elapsed_time(second) for first, second in zip(events, events[1:], strict=False)]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def _header(digest: str, device: torch.device) -> dict[str, Any]:
-    import triton
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"format": FORMAT, "module": digest, "device": name, "triton": triton.__version__}
-
-
-def path_of(digest: str, device: torch.device) -> Path:
-    """The file with the choices for one module on one kind of device."""
-    key = hashlib.sha256(json.dumps(_header(digest, device)).encode()).hexdigest()[:16]
-    return disk_cache.directory() / f"tiles_{key}.json"
-
-
-def remembered(digest: str, device: torch.device) -> dict[str, Any]:
-    """The choices for a module on a device by kernel and situation; none from files that cannot be read or are of
-    another module, device or version."""
-    path = path_of(digest, device)
-    try:
-        content = json.loads(path.read_text())
-        if {name: content.get(name) for name in _header(digest, device)} != _header(digest, device):
-            return {}
-        return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"])}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
-        log.debug("%s is ignored: %s", path, problem)
-        return {}
-
-
-def _sound(tile: dict[str, Any]) -> bool:
-    """Whether this is what became of a tile in a file."""
-    kinds = get_type_hints(Tile)
-    if tile.keys() != kinds.keys() or any(type(tile[name]) is not kind for name, kind in kinds.items()):
-        return False
-    sizes = [tile[name] for name, kind in kinds.items() if kind is int and name != "stages"]
-    return tile["stages"] >= 1 and all(1 <= size <= MOST and size == power(size) for size in sizes)
-
-
-def remember(
-    digest: str, device: torch.device, name: str, tile: Tile, seconds: dict[Tile, float], failed: dict[Tile, str]
-) -> None:
-    """Add a choice to its file, with what was measured."""
-    measured = [{"tile": str(other), "seconds": seconds[other]} for other in sorted(seconds, key=seconds.__getitem__)]
-    choice = {"tile": asdict(tile), "measured": measured, "failed": {str(t): text for t, text in failed.items()}}
-    choices = remembered(digest, device) | {name: choice}
-    try:
-        text = json.dumps(_header(digest, device) | {"choices": choices}, indent=1)
-        disk_cache.write(path_of(digest, device), text.encode())
-    except OSError as problem:
-        log.info("what was measured is not remembered: %s", problem)
-
-
-__all__ = ["Call", "Stage", "Tuner", "call_of", "launch", "remembered", "run", "settled"]
+__all__ = ["Call", "Stage", "Tuner", "call_of", "launch", "run", "settled"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from fusion.codegen import reference
 from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
+from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kernels
 from fusion.codegen.triton.candidates import candidates
@@ -150,7 +151,13 @@ class Differentiable:
             for tensor in made.values():
                 tensor.zero_()
 
-        autotune.run(stages, call, self.tuner, reset)
+        def request() -> Request:
+            given = (grad, out, statistics)
+            return Request(
+                spec=self.spec.to_json(), operands=operands, sizes=tuple(sizes), backward=given, needs=tuple(needs)
+            )
+
+        autotune.run(stages, call, self.tuner, reset, request)
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """How many values of each batch coordinate K and V tell apart."""

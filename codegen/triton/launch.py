@@ -13,6 +13,7 @@ import torch
 
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune
+from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
 from fusion.codegen.triton.descriptors import boxes, descriptors
@@ -159,7 +160,19 @@ class Kernel:
             operands[0].device, math.prod(batch), extents, sizes, shared, reads, launch, [results["out"]]
         )
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
-        autotune.run([stage], call, self.tuner, lambda: None)
+        autotune.run(
+            [stage],
+            call,
+            self.tuner,
+            lambda: None,
+            lambda: Request(
+                spec=self.spec.to_json(),
+                operands=operands,
+                sizes=tuple(sizes),
+                statistics=self.statistics,
+                packed=self.packed,
+            ),
+        )
 
     def _stage(
         self,

@@ -1,0 +1,77 @@
+"""Which tile was the fastest: a file for each module, device name and version of Triton, with all that was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from fusion import disk_cache
+from fusion.codegen.triton.candidates import MOST
+from fusion.planning.choice import Tile
+from fusion.planning.head_dims import power
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the files; to be raised when a tile or a situation comes to mean something else."""
+
+
+def _header(digest: str, device: torch.device) -> dict[str, Any]:
+    import triton
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"format": FORMAT, "module": digest, "device": name, "triton": triton.__version__}
+
+
+def path_of(digest: str, device: torch.device) -> Path:
+    """The file with the choices for one module on one kind of device."""
+    key = hashlib.sha256(json.dumps(_header(digest, device)).encode()).hexdigest()[:16]
+    return disk_cache.directory() / f"tiles_{key}.json"
+
+
+def remembered(digest: str, device: torch.device) -> dict[str, Any]:
+    """The choices for a module on a device by kernel and situation; none from files that cannot be read or are of
+    another module, device or version."""
+    path = path_of(digest, device)
+    try:
+        content = json.loads(path.read_text())
+        if {name: content.get(name) for name in _header(digest, device)} != _header(digest, device):
+            return {}
+        return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"])}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
+        log.debug("%s is ignored: %s", path, problem)
+        return {}
+
+
+def _sound(tile: dict[str, Any]) -> bool:
+    """Whether this is what became of a tile in a file."""
+    kinds = get_type_hints(Tile)
+    if tile.keys() != kinds.keys() or any(type(tile[name]) is not kind for name, kind in kinds.items()):
+        return False
+    sizes = [tile[name] for name, kind in kinds.items() if kind is int and name != "stages"]
+    return tile["stages"] >= 1 and all(1 <= size <= MOST and size == power(size) for size in sizes)
+
+
+def remember(
+    digest: str, device: torch.device, name: str, tile: Tile, seconds: dict[Tile, float], failed: dict[Tile, str]
+) -> None:
+    """Add a choice to its file, with what was measured."""
+    measured = [{"tile": str(other), "seconds": seconds[other]} for other in sorted(seconds, key=seconds.__getitem__)]
+    choice = {"tile": asdict(tile), "measured": measured, "failed": {str(t): text for t, text in failed.items()}}
+    choices = remembered(digest, device) | {name: choice}
+    try:
+        text = json.dumps(_header(digest, device) | {"choices": choices}, indent=1)
+        disk_cache.write(path_of(digest, device), text.encode())
+    except OSError as problem:
+        log.info("what was measured is not remembered: %s", problem)
+
+
+__all__ = ["path_of", "remember", "remembered"]
