@@ -117,14 +117,7 @@ class Differentiable:
         batch, n_q, n_k, d, d_v = extents
         device = operands[0].device
         variant = self._variant(d, d_v, needs, device.type == "cpu")
-        names = [self.kernel.operand_name(n) for n in range(len(operands))]
-        results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
-        results |= {"dout": grad, "out": out, "statistics": statistics}
-        results["delta"] = torch.empty([*batch, n_q], dtype=torch.float32, device=device)
-        if self.spec.row_scale is not None:  # planes: the maximum, and what `of_rows` returns
-            row_max, row_sum = statistics[:2]
-            scaled = pulled.of_rows(self.spec, operands, sizes, row_max, row_sum)
-            results["statistics"] = torch.stack([row_max, *scaled])
+        results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
         shared = self._shared(batch, sizes)
         described = functools.partial(self._variant, d, d_v, needs, device.type == "cpu", True)
         launches = _Launches(self.spec, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
@@ -158,6 +151,18 @@ class Differentiable:
             )
 
         autotune.run(stages, call, self.tuner, reset, request)
+
+    def _results(self, grad, out, statistics, operands, sizes, made, rows) -> dict[str, Tensor]:
+        """What kernels read and write beside the operands, by name."""
+        names = [self.kernel.operand_name(n) for n in range(len(operands))]
+        results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
+        results |= {"dout": grad, "out": out, "statistics": statistics}
+        results["delta"] = torch.empty(rows, dtype=torch.float32, device=out.device)
+        if self.spec.row_scale is not None:  # planes: the maximum, and what `of_rows` returns
+            row_max, row_sum = statistics[:2]
+            scaled = pulled.of_rows(self.spec, operands, sizes, row_max, row_sum)
+            results["statistics"] = torch.stack([row_max, *scaled])
+        return results
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """How many values of each batch coordinate K and V tell apart."""
