@@ -323,17 +323,19 @@ class Builder:
 
     def masked_load(self, address: Value, mask: Value, type_: str, hint: str = "v") -> Value:
         """A vector from memory; lanes that the mask leaves out are not read, and zero."""
-        types = f"({PTR}, {mask.type}, {type_}) -> {type_}"
-        return self.op(f"llvm.intr.masked.load {self._masked(address, mask, type_)} : {types}", type_, hint)
+        return self._masked("load", address, mask, type_, hint)
 
     def gather(self, addresses: Value, mask: Value, type_: str, hint: str = "gathered") -> Value:
         """One element per lane, from a vector of addresses; lanes that the mask leaves out are not read, and zero."""
-        types = f"({addresses.type}, {mask.type}, {type_}) -> {type_}"
-        return self.op(f"llvm.intr.masked.gather {self._masked(addresses, mask, type_)} : {types}", type_, hint)
+        return self._masked("gather", addresses, mask, type_, hint)
 
-    def _masked(self, address: Value, mask: Value, type_: str) -> str:
-        align = SIZE[shape_of(type_)[1]]
-        return f"{address}, {mask}, {self.constant(0, type_)} {{alignment = {align} : i32}}"
+    def _masked(self, read: str, address: Value, mask: Value, type_: str, hint: str) -> Value:
+        """bfloat16 moves as integers: without such instructions LLVM calls a function that this process lacks."""
+        moved = type_.replace("bf16", "i16")
+        text = f"{address}, {mask}, {self.constant(0, moved)} {{alignment = {SIZE[shape_of(moved)[1]]} : i32}}"
+        types = f"({address.type}, {mask.type}, {moved}) -> {moved}"
+        found = self.op(f"llvm.intr.masked.{read} {text} : {types}", moved, hint)
+        return found if moved == type_ else self.bitcast(found, type_, hint)
 
     def masked_store(self, value: Value, address: Value, mask: Value) -> None:
         """The lanes of a vector that the mask holds."""

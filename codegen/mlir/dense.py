@@ -111,17 +111,8 @@ class DenseLoad:
         assert scope.lanes is not None
         steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
         offsets = b.mul(steps, b.broadcast(b.as_value(self.row_stride, "i64"), lanes))
-        pointers, type_ = f"vector<{lanes}x!llvm.ptr>", vector_of(self.memory, lanes)
-        at = b.op(
-            f"llvm.getelementptr {start}[{offsets}] : (!llvm.ptr, {offsets.type}) -> {pointers}, {self.memory}",
-            pointers,
-            "at",
-        )
-        operands = f"{at}, {scope.lanes.valid}, {b.constant(0, type_)}"
-        text = f"llvm.intr.masked.gather {operands} {{alignment = {SIZE[self.memory]} : i32}}"
-        return self._widen(
-            b.op(f"{text} : ({pointers}, {scope.lanes.valid.type}, {type_}) -> {type_}", type_, "gathered")
-        )
+        addresses = b.addresses(start, offsets, self.memory)
+        return self._widen(b.gather(addresses, scope.lanes.valid, vector_of(self.memory, lanes)))
 
     def read(self, target: Value, key: Value) -> Value:
         """The value (FLOAT or BOOL) of a key of the block."""

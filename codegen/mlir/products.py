@@ -12,6 +12,7 @@ Both products have the same shape: a left operand whose elements (or 16 x 32 til
 operand with lanes innermost. The strategies differ in how operands are packed and in the register tile.
 
 - `MultiplyAdd`: float32. Left operands K [key][d] and V [key][e]: one scalar at a time is broadcast.
+- `PanelProducts`: the same with V in panels of so many columns as a register tile has.
 - `PairProducts`: bfloat16, in pairs along the reduction: two products and two sums in an instruction. A pair takes the
 place of a scalar: K [key][pair of d], V [pair of keys][e].
 - `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
@@ -28,6 +29,7 @@ from typing import Protocol
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
+from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, LANES, WORDS, Avx512
 
@@ -222,7 +224,7 @@ class MultiplyAdd:
         b = self.b
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e:
             cells = [b.at(o, b.mul(e, self.lanes), "f32") for o in output]
-            self._accumulate(b.at(values, e, self.word), (self._words(first), self._words(steps)), weights, cells)
+            self._accumulate(self._column(values, e), (self._trips(first), self._trips(steps)), weights, cells)
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
         """The same for `sets` times `group_step` groups."""
@@ -231,29 +233,69 @@ class MultiplyAdd:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
             sources = [weights.member(b, m) for m in members]
             cells = [b.at(output.member(b, m), b.mul(e, self.lanes), "f32") for m in members]
-            self._accumulate(b.at(values, e, self.word), (0, self._words(steps)), sources, cells)
+            self._accumulate(self._column(values, e), (0, self._trips(steps)), sources, cells)
 
-    def _words(self, steps: Value | int) -> Value:
-        """Key steps in words of a column of V."""
+    def _column(self, values: Value, e: Value) -> Value:
+        """Where the words of a column of V begin."""
+        return self.b.at(values, e, self.word)
+
+    def _trips(self, steps: Value | int) -> Value:
+        """Through the loop of the second product, for so many key steps: one for each word of a column of V."""
         return self.b.mul(steps, self.key_step // self.per_word)
 
     def _accumulate(
-        self, column: Value, words: tuple[Value | int, Value], weights: Sequence[Value], output: Sequence[Value]
+        self, column: Value, trips: tuple[Value | int, Value], weights: Sequence[Value], output: Sequence[Value]
     ) -> None:
         """`tile_rows` columns of V from `column` on, against one set of groups."""
         b, rows, groups, lanes = self.b, range(self.tile_rows), range(len(weights)), self.lanes
         cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
         start = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
-        with b.carry(*words, 1, start, hint="j") as (loop, j, sums):
-            right = [self._load(b.at(weights[g], b.mul(j, lanes), self.word), "p") for g in groups]
-            base = b.at(column, b.mul(j, self.e_padded), self.word)
-            new = []
-            for r in rows:
-                left = self._broadcast(b.at(base, r, self.word), "v")
-                new += [self._multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
-            loop.yields(*new)
+        with b.carry(*trips, 1, start, hint="j") as (loop, j, sums):
+            loop.yields(*self._trip(column, j, weights, sums))
         for cell, result in zip(cells, loop.results, strict=True):
             b.store(result, cell, align=4 * lanes)
+
+    def _trip(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
+        return self._add_word(self.b.at(column, self.b.mul(j, self.e_padded), self.word), j, weights, sums)
+
+    def _add_word(self, base: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
+        """The sums with the products of word j of `tile_rows` columns, which lies at `base`."""
+        b, groups = self.b, range(len(weights))
+        right = [self._load(b.at(weights[g], b.mul(j, self.lanes), self.word), "p") for g in groups]
+        new = []
+        for r in range(self.tile_rows):
+            left = self._broadcast(b.at(base, r, self.word), "v")
+            new += [self._multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
+        return new
+
+
+class PanelProducts(MultiplyAdd):
+    """float32 vectors, V in panels: [key step][columns / tile_rows][key][tile_rows].
+
+    With few columns in a register tile, its loop would take 16 bytes of each key's row: every line of the cache four
+    times, from places whose distance is a power of two. Here a trip takes a key step, whose elements are consecutive.
+    """
+
+    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        b, width = self.b, self.tile_rows
+        rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
+        with b.loop(0, self.e_padded, width, hint="c") as c:
+            panel = self._column(target, c)
+            for r in range(self.key_step):
+                b.store(load_f32(b, rows, r, c, width), b.at(panel, r * width, "f32"))
+
+    def _column(self, values: Value, e: Value) -> Value:
+        return self.b.at(values, self.b.mul(e, self.key_step), self.word)
+
+    def _trips(self, steps: Value | int) -> Value:
+        return self.b.as_value(steps, "i64")
+
+    def _trip(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
+        b, step = self.b, self.key_step
+        base = b.at(column, b.mul(j, step * self.e_padded), self.word)
+        for n in range(step):
+            sums = self._add_word(b.at(base, n * self.tile_rows, self.word), b.add(b.mul(j, step), n), weights, sums)
+        return list(sums)
 
 
 class PairProducts(MultiplyAdd):
@@ -311,3 +353,11 @@ class PairProducts(MultiplyAdd):
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         address = self.b.at(target, self.b.mul(self.b.div(key, 2), self.lanes), "i32")
         self.b.store(self.unit.pairs(first, second), address, align=4 * self.lanes)
+
+
+def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int) -> MultiplyAdd:
+    """The products of a target that has no tiles, or does not use them. pairs: of bfloat16."""
+    tile = target.tile_rows, target.tile_groups
+    if pairs:
+        return PairProducts(b, d, e, *tile)
+    return (MultiplyAdd if target.avx512 else PanelProducts)(b, target.lanes, d, e, *tile)

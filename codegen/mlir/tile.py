@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
-from fusion.codegen.mlir.products import Groups, InterleavedWork, MultiplyAdd, PairProducts, Products
+from fusion.codegen.mlir.products import Groups, InterleavedWork, Products, vector_products
 from fusion.codegen.mlir.relative_bias import DistanceTable, distance_parts, without_parts
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
@@ -52,10 +52,8 @@ class TileKernel(KernelFunction):
         if tiling.planes and target.amx:
             exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
             self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, self.worst, exact_pairs)
-        elif tiling.planes:
-            self.products = PairProducts(self.b, d, d_v, target.tile_rows, target.tile_groups)
         else:
-            self.products = MultiplyAdd(self.b, self.lanes, d, d_v, target.tile_rows, target.tile_groups)
+            self.products = vector_products(self.b, target, tiling.planes > 0, d, d_v)
         self.statistics = TrainingStatistics(self, tiling.groups) if with_statistics else None
         self._tile_areas()
 

@@ -80,22 +80,16 @@ class VectorMath:
         coefficients = exp2_polynomial(degree)
         if self.wide is not None and self.wide.takes(x):
             return self.wide.exp2(x, lambda f: horner(b, f, coefficients), self.flushes)
-        integer = vector_of("i32", shape_of(x.type)[0])
-        small = b.compare("olt", x, -126.0, "small")
-        clamped = b.select(b.compare("ogt", x, 129.0), 129.0, x)
-        clamped = b.select(small, -126.0, clamped, "clamped")
+        # NaN stays in the polynomial and its product. From 128 on and below -126 p is finite, the power infinite or 0.
+        clamped = b.select(b.compare("ogt", x, 128.0), 128.0, x)
+        clamped = b.select(b.compare("olt", clamped, -127.0), -127.0, clamped, "clamped")
         whole = b.unary("math.floor", clamped, "whole")
         p = horner(b, b.sub(clamped, whole, "frac"), coefficients)
-        # NaN has no integer part: it goes through the polynomial, and the exponent added to it must be 0.
-        safe = b.select(b.compare("uno", x, x), 0.0, whole)
-        exponent = b.binary("arith.shli", b.op(f"arith.fptosi {safe} : {x.type} to {integer}", integer, "e"), 23)
-        # 2**128 and beyond: two steps, so that the exponent field does not run over.
-        half = b.binary("arith.shli", b.binary("arith.shrsi", exponent, 24), 23)
-        rest = b.sub(exponent, half)
-        one = b.constant(0x3F800000, integer)
-        scale = [b.bitcast(b.add(part, one), x.type) for part in (half, rest)]
-        value = b.mul(b.mul(p, scale[0]), scale[1], "exp")
-        return b.select(small, 0.0, value, "exp")
+        integer = vector_of("i32", shape_of(x.type)[0])
+        # The last bits of 2**23 + n are those of n: here of the exponent of a float.
+        bits = b.bitcast(b.add(whole, 2.0**23 + 127.0), integer)
+        power = b.bitcast(b.binary("arith.shli", bits, 23), x.type)
+        return b.mul(p, power, "exp")
 
     def exp(self, x: Value) -> Value:
         """e**x. The product with log2(e) is kept in two parts, so that large arguments keep their accuracy."""

@@ -19,7 +19,7 @@ from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
-from fusion.codegen.mlir.products import MultiplyAdd, PairProducts, Products
+from fusion.codegen.mlir.products import Products, vector_products
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.target import Target
@@ -166,9 +166,7 @@ class BackwardTile(KernelFunction):
         if t.planes and self.target.amx:
             mirrored = self.axis is LaneAxis.KEYS
             return Amx(self.b, width, width, t.planes, t.keys, self.worst, exact_pairs=True, mirrored=mirrored)
-        if t.planes:
-            return PairProducts(self.b, width, width, self.target.tile_rows, self.target.tile_groups)
-        return MultiplyAdd(self.b, self.lanes, width, width, self.target.tile_rows, self.target.tile_groups)
+        return vector_products(self.b, self.target, t.planes > 0, width, width)
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         """Areas behind the fixed ones, whose lengths follow the number of rows: C and D, each packed in two ways."""
