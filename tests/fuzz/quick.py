@@ -2,7 +2,7 @@
 
 What takes the time of a kernel is LLVM, which optimises 100 to 200 KB of text. What is tried here is the text. So LLVM
 takes each instruction as it stands (`optnone`), and most kernels have fewer lanes and smaller register tiles than this
-processor, which makes them shorter; those of AVX2 and of Arm are among them.
+processor, which makes them shorter. Instructions that it does not have are emulated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import importlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ from fusion.codegen.mlir.backward import kernel as backward_kernel
 from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.target import Target, target_of
+from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec
@@ -30,20 +30,19 @@ from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.register_tiles import planes_of
+from tests import emulation
 
-compiling = importlib.import_module("fusion.codegen.mlir.compile")
+compiler = importlib.import_module("fusion.codegen.mlir.compile")
 
 TARGETS = {
-    Target(lanes=8, tile_rows=4, tile_groups=3): 2,
+    emulation.AVX512: 1,
+    replace(emulation.PAIRS, tile_rows=2, tile_groups=1): 3,
+    emulation.AMX: 1,
+    emulation.AVX2: 2,
     Target(lanes=4, tile_rows=4, tile_groups=2): 3,
     Target(lanes=4, tile_rows=2, tile_groups=1): 8,
 }
-"""How often each is drawn: AVX2, Arm, and the smallest; where the processor has them, AVX-512 and pairs of bfloat16."""
-HERE = target_of(Machine.detect())
-if HERE.avx512:
-    TARGETS[Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3)] = 1
-if HERE.pairs or HERE.amx:
-    TARGETS[Target(lanes=16, avx512=True, pairs=True, tile_rows=2, tile_groups=1)] = 3
+"""How often each is drawn: AVX-512, pairs of bfloat16, AMX, AVX2, Arm, and the smallest."""
 OPTIMISED = 1 / 20
 """Share of the kernels that LLVM optimises all the same."""
 
@@ -75,9 +74,10 @@ class Plan:
 def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
     """A target and a tile at random."""
     target = rng.choices([*TARGETS], [*TARGETS.values()])[0]
-    groups, keys = rng.choice([1, 1, 2]) * target.tile_groups, rng.choice([1, 2, 5, 12]) * target.tile_rows
     planes = planes_of(spec, target)
-    tiling = None if by_rows else Tiling(groups=groups, together=target.tile_groups, keys=keys, planes=planes)
+    together, step = (2, 64) if planes and target.amx else (target.tile_groups, target.tile_rows)
+    groups, keys = rng.choice([1, 1, 2]) * together, rng.choice([1, 2, 5, 12]) * step
+    tiling = None if by_rows else Tiling(groups=groups, together=together, keys=keys, planes=planes)
     span, optimised = rng.choice([48, 96, 512]), rng.random() < OPTIMISED
     return Plan(target=target, tiling=tiling, schedule=query_stationary(spec), span=span, optimised=optimised)
 
@@ -86,7 +86,9 @@ def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | Trainin
     """What runs the spec; None where there is no kernel for it. No cache knows of it."""
     if mlir.supports(spec, Machine.detect()) is not None:
         return None
-    tilings = [chosen.tiling] if chosen.tiling else tilings_for(spec, chosen.target)
+    tilings = [*tilings_for(spec, chosen.target)]
+    if chosen.tiling:
+        tilings[0] = chosen.tiling
     if not trained:
         return Kernel(spec, tilings, chosen.target, chosen)
     return None if unsupported(spec) is not None else TrainingKernel(spec, tilings, chosen.target)
@@ -95,9 +97,10 @@ def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | Trainin
 @contextlib.contextmanager
 def compiling_for(chosen: Plan) -> Iterator[None]:
     """Within it, kernels are written and compiled as planned, and none is kept on disk or read from there."""
-    engine = compiling._engine if chosen.optimised else _engine
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(compiling, _engine=engine, _object_name=lambda source: None))
+        if not chosen.optimised:
+            stack.enter_context(mock.patch.object(compiler, "_engine", _engine))
+        stack.enter_context(emulation.compiling(chosen.target))
         for module in (tile, row_kernel, backward_kernel):
             stack.enter_context(mock.patch.object(module, "KEY_SPAN", chosen.span))
         yield
@@ -121,7 +124,7 @@ def _engine(source: str) -> Any:
         for operation in module.body:
             if operation.operation.name == "func.func":
                 operation.attributes["llvm.passthrough"] = as_it_stands
-        passes = PassManager.parse(compiling.PIPELINE)
+        passes = PassManager.parse(compiler.PIPELINE)
         passes.enable_verifier(False)
         passes.run(module.operation)
-        return ExecutionEngine(module, opt_level=0, shared_libs=[compiling.openmp_library()])
+        return ExecutionEngine(module, opt_level=0, shared_libs=[compiler.openmp_library()])

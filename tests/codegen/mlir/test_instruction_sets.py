@@ -1,0 +1,78 @@
+"""A sample of kernels for each instruction set on any x86 processor: newer instructions than it has are emulated, and
+with the limit to AVX2 LLVM itself uses nothing newer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.training import TrainingKernel
+from fusion.planning.choice import query_stationary
+from tests import emulation
+from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
+from tests.fuzz import quick
+
+SETS = {"avx2": emulation.AVX2, "avx512": emulation.AVX512, "pairs": emulation.PAIRS, "amx": emulation.AMX}
+SIZES = {"B": 1, "H": 2, "Nq": 70, "Nk": 150}
+
+
+def plan(c: Case, target: Target, *, by_rows: bool = False, optimised: bool = False) -> quick.Plan:
+    tiling = None if by_rows else tilings_for(c.spec, target)[0]
+    schedule = query_stationary(c.spec)
+    return quick.Plan(target=target, tiling=tiling, schedule=schedule, span=512, optimised=optimised)
+
+
+def check(c: Case, chosen: quick.Plan) -> None:
+    with quick.compiling_for(chosen):
+        run = quick.kernel(c.spec, chosen, trained=False)
+        assert isinstance(run, Kernel)
+        operands, sizes = draw(c, SIZES | ({} if chosen.tiling else {"Nq": 2}), "heads_inside")
+        assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("causal", "float32"), ("causal", "bfloat16"), ("soft_cap", "float16"), ("brain_bias", "bfloat16"),
+     ("bool_mask", "float32")],
+)  # fmt: skip
+@pytest.mark.parametrize("target", SETS)
+def test_forward(target: str, name: str, dtype: str) -> None:
+    c = case(name, dtype, 40, 24, group=2)
+    check(c, plan(c, SETS[target]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", SETS)
+def test_few_queries(target: str, dtype: str) -> None:
+    c = case("left_padded", dtype, 40, 24, group=2)
+    check(c, plan(c, SETS[target], by_rows=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", SETS)
+def test_gradients(target: str, dtype: str) -> None:
+    c = case("brain_bias", dtype, 40, 24)
+    chosen = plan(c, SETS[target])
+    with quick.compiling_for(chosen):
+        run = quick.kernel(c.spec, chosen, trained=True)
+        assert isinstance(run, TrainingKernel)
+        operands, sizes = draw(c, SIZES)
+        grad, needs = torch.randn(1, 2, 70, 24).to(operands[0].dtype), (True,) * 4
+        out, statistics = run.forward(operands, sizes)
+        assert_as_exact_as_eager(out, c, operands)
+        found = run.backward(grad, out, statistics, operands, sizes, needs)
+        assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_limited_to_avx2(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LLVM optimises for users: it may turn what is written into something that the processor needs help with."""
+    monkeypatch.setenv("FUSION_MAX_ISA", "avx2")
+    c = case("brain_bias", dtype, 40, 24)
+    check(c, plan(c, emulation.AVX2, optimised=True))
+    check(c, plan(c, emulation.AVX2, optimised=True, by_rows=True))

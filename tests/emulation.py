@@ -1,0 +1,208 @@
+"""Instructions that this processor may not have, as functions: kernels for AMX, AVX-512 and pairs of bfloat16 run
+anywhere, slowly.
+
+    with emulation.compiling(emulation.AMX):
+        kernel = Kernel(spec, tilings_for(spec, emulation.AMX), emulation.AMX)
+
+A kernel's text calls such an instruction by its LLVM intrinsic (`codegen/mlir/x86.py`). `emulated` puts a call of a
+function of the same text in its place, which does what Intel's manual says with vectors that LLVM cuts to what there
+is. What the manual leaves open is left out: exceptions, denormal operands, and masks other than all lanes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from unittest import mock
+
+from fusion.codegen.mlir.builder import PTR, TILE, Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.target import Target, target_of
+from fusion.codegen.mlir.vectormath import VectorMath
+from fusion.codegen.mlir.x86 import BF16, F32, WORDS
+from fusion.machine import Machine
+
+compiler = importlib.import_module("fusion.codegen.mlir.compile")
+
+HERE = target_of(Machine.detect())
+AVX2 = Target(lanes=8, tile_rows=4, tile_groups=3)
+AVX512 = Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3)
+PAIRS = replace(AVX512, pairs=True)
+AMX = replace(AVX512, amx=True)
+
+HALF, HELD = "vector<16xbf16>", "vector<256xi32>"
+"""Half a line of bfloat16; what a tile is held in."""
+BYTES, LINE = 1024, 64
+"""Of a tile, and of one of its 16 rows."""
+
+Write = Callable[..., Value | None]
+_written: dict[str, tuple[tuple[str, ...], str | None, Write]] = {}
+
+
+def runs_here(target: Target) -> bool:
+    """Whether this processor has the instructions of a target."""
+    return target.avx512 <= HERE.avx512 and target.pairs <= (HERE.pairs or HERE.amx) and target.amx <= HERE.amx
+
+
+@contextlib.contextmanager
+def compiling(target: Target) -> Iterator[None]:
+    """Within it, kernels for a target run on this processor, and none is kept on disk."""
+    engine = compiler._engine
+    made = engine if runs_here(target) else lambda source: engine(emulated(source))
+    with mock.patch.multiple(compiler, _engine=made, _object_name=lambda source: None):
+        yield
+
+
+def emulated(source: str) -> str:
+    """A module's text without those instructions. bfloat16 are words in it: on some processors LLVM cannot even move
+    vectors of them."""
+    text = re.sub(r'llvm\.call_intrinsic "llvm\.(x86\.(?!sse)[^"]*)"', r"func.call @\1", source)
+    text = re.sub(r"arith\.(truncf|extf) (%\S+) : (\S+) to (\S+)", _conversion, text)
+    text = re.sub(r"0\.0+e\+00(>?) : (\S*bf16)", r"0\1 : \2", text)
+    used = [name for name in _written if f"@{name}(" in text]
+    text = text.rstrip().removesuffix("}") + "".join(map(_function, used)) + "}\n"
+    return re.sub("(?<!_)(?<!_v)bf16", "i16", text.replace(TILE, HELD))  # types, not names
+
+
+def _conversion(found: re.Match[str]) -> str:
+    op, value, source, target = found.groups()
+    if "bf16" not in source + target:
+        return found[0]
+    return f"func.call @{op}_{'vector' if 'vector' in source else 'scalar'}({value}) : ({source}) -> {target}"
+
+
+def _as(name: str, types: Sequence[str], result: str | None) -> Callable[[Write], Write]:
+    """The function that stands for an intrinsic."""
+
+    def register(write: Write) -> Write:
+        _written[name] = tuple(types), result, write
+        return write
+
+    return register
+
+
+@functools.cache
+def _function(name: str) -> str:
+    types, result, write = _written[name]
+    b, parameters = Builder(), [Value(f"%p{number}", type_) for number, type_ in enumerate(types)]
+    found = write(b, *parameters)
+    header = ", ".join(f"{value}: {value.type}" for value in parameters)
+    returned = "" if result is None else f" {found} : {result}"
+    arrow = "" if result is None else f" -> {result}"
+    alone = 'attributes {llvm.passthrough = ["noinline"]}'
+    return f"func.func private @{name}({header}){arrow} {alone} {{\n{b.text()}\n  return{returned}\n}}\n"
+
+
+def _floor(b: Builder, x: Value) -> Value:
+    return b.unary("math.floor", x, "floor")
+
+
+@_as("x86.avx512.mask.reduce.ps.512", (F32, "i32", F32, "i16", "i32"), F32)
+def _fraction(b: Builder, x: Value, *_: Value) -> Value:
+    """x - floor(x); 0 of infinities."""
+    return b.select(b.compare("oeq", b.unary("math.absf", x), float("inf")), 0.0, b.sub(x, _floor(b, x)))
+
+
+@_as("x86.avx512.mask.scalef.ps.512", (F32, F32, F32, "i16", "i32"), F32)
+def _scaled(b: Builder, x: Value, power: Value, *_: Value) -> Value:
+    """x * 2**floor(power), the power in four parts, each of which is a float32."""
+    whole = b.least(b.most(_floor(b, power), -400.0), 400.0)
+    for part in range(4):
+        quarter = _floor(b, b.mul(b.add(whole, float(part)), 0.25))
+        exponent = b.add(b.op(f"arith.fptosi {quarter} : {F32} to {WORDS}", WORDS), 127)
+        x = b.mul(x, b.bitcast(b.binary("arith.shli", exponent, 23), F32))
+    return b.select(b.compare("uno", power, power), power, x)
+
+
+@_as("x86.avx512.rcp14.ps.512", (F32, F32, "i16"), F32)
+def _reciprocal(b: Builder, x: Value, *_: Value) -> Value:
+    """1 / x, of which the lowest bits are wrong: they are zero."""
+    quotient = b.div(1.0, x)
+    kept = b.bitcast(b.binary("arith.andi", b.bitcast(quotient, WORDS), -512), F32)
+    return b.select(b.compare("olt", b.unary("math.absf", quotient), float("inf")), kept, quotient)
+
+
+@_as("truncf_scalar", ("f32",), "bf16")
+@_as("truncf_vector", (F32,), HALF)
+def _narrow(b: Builder, x: Value) -> Value:
+    return VectorMath(b, avx512=False).narrow(x, "bf16")
+
+
+@_as("extf_scalar", ("bf16",), "f32")
+@_as("extf_vector", (HALF,), F32)
+def _widen(b: Builder, x: Value) -> Value:
+    lanes = shape_of(x.type)[0]
+    words = b.convert("arith.extui", b.bitcast(x, vector_of("i16", lanes)), "i32")
+    return b.bitcast(b.binary("arith.shli", words, 16), vector_of("f32", lanes))
+
+
+@_as("x86.avx512bf16.cvtne2ps2bf16.512", (F32, F32), BF16)
+def _narrow_two(b: Builder, high: Value, low: Value) -> Value:
+    return b.shuffle(_narrow(b, low), _narrow(b, high), range(32))
+
+
+@_as("x86.avx512bf16.dpbf16ps.512", (F32, BF16, BF16), F32)
+def _add_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:
+    return _pairs(b, _pairs(b, total, left, right, 1), left, right, 0)
+
+
+def _pairs(b: Builder, total: Value, left: Value, right: Value, odd: int) -> Value:
+    """total + the products of the even or the odd bfloat16 of two vectors of pairs."""
+    return b.fma(*(_element(b, b.bitcast(pairs, WORDS), odd) for pairs in (left, right)), total)
+
+
+def _element(b: Builder, words: Value, odd: int) -> Value:
+    """The first or second bfloat16 of each word, as float32."""
+    return b.bitcast(b.binary("arith.andi", words, -65536) if odd else b.binary("arith.shli", words, 16), F32)
+
+
+def _memory(b: Builder, tile: Value | None = None) -> Value:
+    """Room for a tile, which may be there already."""
+    at = b.op(f"llvm.alloca {b.constant(BYTES, 'i64')} x i8 {{alignment = 64 : i64}} : (i64) -> {PTR}", PTR, "tile")
+    if tile is not None:
+        b.store(tile, at, align=64)
+    return at
+
+
+def _copy(b: Builder, source: Value, source_step: Value | int, target: Value, target_step: Value | int) -> None:
+    """The 16 rows of a tile; steps in bytes."""
+    with b.loop(0, 16, hint="row") as row:
+        line = b.load(b.at(source, b.mul(row, source_step), "i8"), WORDS, "line", align=1)
+        b.store(line, b.at(target, b.mul(row, target_step), "i8"), align=1)
+
+
+@_as("x86.tilezero.internal", ("i16", "i16"), HELD)
+def _zero(b: Builder, *_: Value) -> Value:
+    return b.constant(0, HELD)
+
+
+@_as("x86.tileloadd64.internal", ("i16", "i16", PTR, "i64"), HELD)
+def _load(b: Builder, rows: Value, columns: Value, address: Value, step: Value) -> Value:
+    memory = _memory(b)
+    _copy(b, address, step, memory, LINE)
+    return b.load(memory, HELD, align=64)
+
+
+@_as("x86.tilestored64.internal", ("i16", "i16", PTR, "i64", HELD), None)
+def _store(b: Builder, rows: Value, columns: Value, address: Value, step: Value, tile: Value) -> None:
+    _copy(b, _memory(b, tile), LINE, address, step)
+
+
+@_as("x86.tdpbf16ps.internal", ("i16", "i16", "i16", HELD, HELD, HELD), HELD)
+def _multiply(b: Builder, rows: Value, columns: Value, depth: Value, total: Value, left: Value, right: Value) -> Value:
+    """Each row of the sum, by the pairs of a row of `left`: even and odd products are summed apart."""
+    sums, lines, pairs = (_memory(b, tile) for tile in (total, left, right))
+    with b.loop(0, 16, hint="row") as row:
+        start = b.mul(row, LINE)
+        zero = [b.constant(0.0, F32)] * 2
+        with b.carry(0, 16, 1, zero, hint="pair") as (loop, pair, halves):
+            word = b.load(b.at(b.at(lines, start, "i8"), pair, "i32"), "i32", "word")
+            one = b.broadcast(word, 16)
+            line = b.load(b.at(pairs, b.mul(pair, LINE), "i8"), WORDS, "line")
+            loop.yields(*(b.fma(_element(b, one, n), _element(b, line, n), half) for n, half in enumerate(halves)))
+        here = b.at(sums, start, "i8")
+        b.store(b.add(b.load(here, F32, "sum"), b.add(*loop.results)), here)
+    return b.load(sums, HELD, align=64)
