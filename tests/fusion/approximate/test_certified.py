@@ -127,27 +127,43 @@ def test_numbers_whose_second_plane_vanishes_are_not_rounded():
 @pytest.mark.parametrize(("causal", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)])
 def test_sparse_leaves_out_most_tiles_of_documents(causal, dtype):
     q, k, v = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", dtype)
-    found = check("certified_sparse", q, k, v, causal, 1e-3)
-    assert all(c.ran == "certified_sparse" and c.live < 0.3 and c.weight_error > 0 for c in found)
+    found, epsilon = check("certified_sparse", q, k, v, causal, 1e-3), 1e-3
+    tile = executor("certified_sparse", cached_spec(q, k, v, causal), epsilon).kernel
+    most = max(0.3, 4 * share_needed(q, k, causal, tile.rows, tile.keys, epsilon))  # large tiles hold more documents
+    assert all(c.ran == "certified_sparse" and c.live < most and c.weight_error > 0 for c in found)
+
+
+def share_needed(q, k, causal, rows, keys, epsilon):
+    """Of the tiles that a mask leaves: those that hold more than epsilon of the weights of a row."""
+    n, scores = q.shape[-2], q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    live = torch.ones(n, n, dtype=torch.bool).tril(0 if causal else n)
+    weights = scores.masked_fill(~live, -torch.inf).softmax(-1)
+
+    def tiled(x):
+        return F.pad(x, (0, -n % keys, 0, -n % rows)).unflatten(-1, (-1, keys)).unflatten(-3, (-1, rows))
+
+    needed = tiled(weights).sum(-1).amax(-2) > epsilon
+    return float(needed.sum(dtype=torch.float) / tiled(live).any(-1).any(-2).sum() / needed.shape[:-2].numel())
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_bounds_of_tiles_are_above_those_of_rows_and_both_above_what_blocks_add(causal):
-    q, k, v = inputs(0, 1, 1, 1000, 16, 8, (1.0,), "documents", torch.float32)
+    n = 3000
+    q, k, v = inputs(0, 1, 1, n, 16, 8, (1.0,), "documents", torch.float32)
     epsilon = 1e-2
     run = executor("certified_sparse", cached_spec(q, k, v, causal), epsilon)
     q, k = q[0, 0] * run.plain.scale, k[0, 0]
     q[64:96] += torch.randn(32, 16)  # a tile of rows that differ
     scores = q.double() @ k.double().T
     if causal:
-        scores.masked_fill_(torch.arange(1000)[:, None] < torch.arange(1000), -torch.inf)
+        scores.masked_fill_(torch.arange(n)[:, None] < torch.arange(n), -torch.inf)
     weights = torch.softmax(scores, -1)
     live = []
     for coarse in (False, True):
         marks, dropped = run.select(q, Summaries(k, run.kernel.keys), coarse=coarse)
-        seen = marks.repeat_interleave(run.kernel.rows, 0)[:1000].repeat_interleave(run.kernel.keys, 1)[:, :1000]
+        seen = marks.repeat_interleave(run.kernel.rows, 0)[:n].repeat_interleave(run.kernel.keys, 1)[:, :n]
         assert float((weights * (seen == 0)).sum(-1).max()) <= float(dropped) <= epsilon / 2
-        live.append(float(marks[: 1000 // run.kernel.rows].float().mean()))
+        live.append(float(marks[: n // run.kernel.rows].float().mean()))
     assert live[0] <= live[1] < 1  # how much is left out depends on the rows of a tile, and these on the processor
 
 
@@ -204,7 +220,7 @@ def test_sparse_leaves_out_tiles_of_peaked_heads_and_rounds_or_runs_exact_the_ot
     ran = {head[1]: (c.ran, c.planes) for c in fusion.last_certificates() for head in c.heads}
     sparse = ("certified_sparse", None)
     # Where products do not run on tiles, the planner may find that exact attention is faster.
-    assert ran[0] == ran[1] and ran[0] in ([sparse] if "amx_bf16" in machine().isa else [sparse, ("exact", None)])
+    assert {ran[0], ran[1]} <= ({sparse} if "amx_bf16" in machine().isa else {sparse, ("exact", None)})
     if machine().kind == "cpu" and kernels.supports(machine()) is None:
         assert ran[2] == ("certified_sparse", 2)
     eager, exact = F.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(*wide((q, k, v)))
