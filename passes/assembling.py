@@ -14,9 +14,9 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, walk
 from fusion.ir.ops import apply, where
-from fusion.passes import casts, nodes, pointwise
+from fusion.passes import casts, nodes, pointwise, tables
 from fusion.passes.nodes import arguments, packet, shape
-from fusion.passes.views import Index, broadcast_index
+from fusion.passes.views import Index
 
 if TYPE_CHECKING:
     from fusion.passes.pullback import PullBack
@@ -69,8 +69,11 @@ def _diff(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return step if integers.sub(at(origin, zero), at(front, zero)) is step else None
 
 
+_MOST_PIECES = 4
+
+
 def _cat(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    """The piece that the index falls into, where the bounds of the coordinates tell."""
+    """The piece that the index falls into, where the bounds of the coordinates tell; of packed columns, both halves."""
     args = arguments(here)
     tensors = [t for t in args["tensors"] if shape(t) != (integers.integer(0),)]
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
@@ -81,16 +84,35 @@ def _cat(pullback: PullBack, here: Node, index: Index) -> Expr | None:
             return pullback.value(tensor, (*index[:dim], position, *index[dim + 1 :]))
         position = integers.sub(position, extent)
         if not integers.is_nonnegative(position, pullback.bounds):
-            return None
-    return None
+            break
+    extents = [shape(tensor)[dim] for tensor in tensors]
+    if not pullback.reads_tables or len(tensors) > _MOST_PIECES or any(e is not extents[0] for e in extents):
+        return None
+    if not extents[0].is_const:
+        return None
+    number, within = (f(index[dim], extents[0], pullback.bounds) for f in (integers.floordiv, integers.mod))
+    pieces = [pullback.value(tensor, (*index[:dim], within, *index[dim + 1 :])) for tensor in tensors]
+    return _chosen([apply("ieq", number, integers.integer(k)) for k in range(len(pieces))], pieces)
 
 
 def _stack(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     args = arguments(here)
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
-    if not index[dim].is_const:
+    tensors, rest = args["tensors"], (*index[:dim], *index[dim + 1 :])
+    if index[dim].is_const:
+        return pullback.value(tensors[index[dim].integer], rest)
+    if not pullback.reads_tables or len(tensors) > _MOST_PIECES:
         return None
-    return pullback.value(args["tensors"][index[dim].integer], (*index[:dim], *index[dim + 1 :]))
+    pieces = [pullback.value(tensor, rest) for tensor in tensors]
+    return _chosen([apply("ieq", index[dim], integers.integer(k)) for k in range(len(pieces))], pieces)
+
+
+def _chosen(conditions: list[Expr], pieces: list[Expr]) -> Expr:
+    """The piece whose condition holds; the last where no other does."""
+    result = pieces[-1]
+    for condition, piece in reversed(list(zip(conditions[:-1], pieces[:-1], strict=True))):
+        result = where(condition, piece, result)
+    return result
 
 
 def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:
@@ -195,31 +217,11 @@ def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return pointwise.build(aten.masked_fill, call)
 
 
-def _index(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    """Indexing by tensors of positions that are known integer expressions, as in `mask[batch_idx, kv_idx]`."""
-    args = arguments(here)
-    origin, tensors = args["self"], args["indices"]
-    given = [t for t in tensors if t is not None]
-    if any(not nodes.is_tensor(t) or nodes.dtype(t) not in (torch.int64, torch.int32) for t in given):
-        return None
-    first = next(k for k, t in enumerate(tensors) if t is not None)
-    if any(t is None for t in tensors[first : first + len(given)]):
-        return None
-    rank = max(len(shape(t)) for t in given)
-    extents = shape(here)
-    own, common = index[first : first + rank], extents[first : first + rank]
-    positions = [pullback.value(t, broadcast_index(common, shape(t), own)) for t in given]
-    origin_shape = shape(origin)
-    for k, position in enumerate(positions):
-        if not integers.is_below(position, origin_shape[first + k], pullback.bounds):
-            return None
-    return pullback.value(origin, (*index[:first], *positions, *index[first + rank :]))
-
-
 OPERATIONS: dict[object, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.tril: _triangle, aten.triu: _triangle, aten.cumsum: _cumsum, aten.diff: _diff,
     aten.cat: _cat, aten.concat: _cat, aten.stack: _stack, aten.constant_pad_nd: _pad, aten.pad: _pad,
-    aten.index: _index, aten.index_put: _index_put,
+    aten.index: tables.indexed, aten.index_select: tables.selected, aten.gather: tables.gathered,
+    aten.index_put: _index_put,
     aten.slice_scatter: _slice_scatter, aten.select_scatter: _select_scatter,
     aten.copy: _overwritten, aten.fill: _overwritten,
 }  # fmt: skip

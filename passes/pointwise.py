@@ -152,6 +152,38 @@ def _logical(combine: Callable[..., Expr], any_dtype: bool) -> Builder:
     return builder
 
 
+def _bitwise_and(call: Call) -> Expr | None:
+    """Of integers, those with a constant whose bits are the lowest, or all but the lowest: a remainder, or what is left
+    without it. Negative numbers are as if they had ones without end."""
+    if call.dtype is torch.bool:
+        return _and(*(operand(arg, Kind.BOOL) for arg in call.args))
+    value, mask = (operand(arg, Kind.INT) for arg in call.args)
+    value, mask = (mask, value) if value.is_const else (value, mask)
+    if not mask.is_const:
+        return None
+    bits, held = mask.integer, torch.iinfo(call.dtype)
+    if bits > 0 and bits & (bits + 1) == 0:
+        return integers.mod(value, bits + 1)
+    dropped = -bits if bits < 0 else held.max + 1 - bits if held.min == 0 else 0
+    return integers.sub(value, integers.mod(value, dropped)) if dropped and dropped & (dropped - 1) == 0 else None
+
+
+def _shift(left: bool) -> Builder:
+    """By a constant number of bits; to the right as integers with a sign are, which keeps it."""
+
+    def builder(call: Call) -> Expr | None:
+        value, by = call.args
+        if kind_of(call.dtype) is not Kind.INT or isinstance(value, (int, float)):
+            return None
+        by = operand(by, Kind.INT)
+        if not by.is_const or not 0 <= by.integer < torch.iinfo(call.dtype).bits:
+            return None
+        value = operand(value, Kind.INT)
+        return integers.mul(value, 1 << by.integer) if left else integers.floordiv(value, 1 << by.integer)
+
+    return builder
+
+
 def _exclusive_or(left: Expr, right: Expr) -> Expr:
     return apply("or", apply("and", left, apply("not", right)), apply("and", apply("not", left), right))
 
@@ -304,9 +336,10 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.greater: _compare("lt", swap=True), aten.greater_equal: _compare("le", swap=True),
     aten.logical_and: _logical(_and, True), aten.logical_or: _logical(_or, True),
     aten.logical_not: _logical(_not, True), aten.logical_xor: _logical(_exclusive_or, True),
-    aten.bitwise_and: _logical(_and, False), aten.bitwise_or: _logical(_or, False),
+    aten.bitwise_and: _bitwise_and, aten.bitwise_left_shift: _shift(True), aten.bitwise_right_shift: _shift(False),
+    aten.__lshift__: _shift(True), aten.__rshift__: _shift(False), aten.bitwise_or: _logical(_or, False),
     aten.bitwise_not: _logical(_not, False), aten.bitwise_xor: _logical(_exclusive_or, False),
-    aten.__and__: _logical(_and, False), aten.__or__: _logical(_or, False),
+    aten.__and__: _bitwise_and, aten.__or__: _logical(_or, False),
     aten.__xor__: _logical(_exclusive_or, False),
     aten.where: _where, aten.masked_fill: _masked_fill,
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),

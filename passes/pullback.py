@@ -36,6 +36,7 @@ from fusion.passes.narrow import Narrow
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.over_keys import depends_on_product
+from fusion.passes.tables import Table
 from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground
 
@@ -72,6 +73,9 @@ class PullBack:
     def __init__(self, bounds: dict[Expr, Expr], keys: Expr, anchor: Node | None = None):
         self.bounds, self.anchor = bounds, anchor
         self.keys = keys
+        self.reads_tables = False  # (of keys and values: see `caches`)
+        self.tables: dict[int, Table] = {}
+        self.scales: set[Node] = set()
         self.products: list[Product] = []
         self.loaded: list[Node] = []
         self.interior: dict[Node, None] = {}
@@ -170,9 +174,15 @@ class PullBack:
         kind = casts.kind_of(nodes.dtype(here))
         if kind is None:
             raise Unsupported(Ground.DTYPE, f"values of dtype {nodes.dtype(here)}")
-        if here not in self.loaded:
-            self.loaded.append(here)
-        return load(self.loaded.index(here), index, kind)
+        return load(self.number(here), index, kind)
+
+    def number(self, here: Node) -> int:
+        """Under which number a tensor is loaded."""
+        for number, known in enumerate(self.loaded):
+            if known is here and number not in self.tables:
+                return number
+        self.loaded.append(here)
+        return len(self.loaded) - 1
 
     def argument(self, value: Any, index: Index, extents: Sequence[Expr]) -> Any:
         """An argument of a pointwise call at `index` of its result of shape `extents`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fusion.passes.find import Attention, Site
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds
 from fusion.passes.specify import Specified, specify
+from fusion.passes.tables import Table
 from fusion.passes.tile_maps import Mapped, mapped, with_map
 from fusion.refusals import Ground, Refusal
 
@@ -54,6 +56,7 @@ def rewrite(
         _map_tiles(module.graph, sites, specified, symbols, pays)
     _refuse_unsupported(module.graph, sites, specified, supports)
     _refuse_escaping(module.graph, sites, specified)
+    _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
         site = sites[number]
@@ -108,6 +111,8 @@ def _specify(site: Site, attention: Attention, symbols: _Symbols, block_mask: Bl
     _refuse_distributed_dropout(found)
     for extent in found.sizes:
         symbols.require(extent)
+    for _, table in found.tables:
+        symbols.require(table.extent)
     return found
 
 
@@ -153,6 +158,29 @@ def _map_tiles(
                 shape = found.spec.shape(dict(zip(found.spec.sizes, held, strict=True)))
                 made.meta["val"] = like.new_empty(shape, dtype=torch.int32)
             specified[number][position] = with_map(part, made)
+
+
+def _check_tables(graph: Graph, specified: dict[int, list[Specified]], symbols: _Symbols) -> None:
+    """Let attentions read tables whose positions are known to be there: copies made by `fusion::table`, one for all
+    that are read at the same places."""
+    known: dict[Table, Node] = {}
+    for parts in specified.values():
+        for place, part in enumerate(parts):
+            operands = list(part.operands)
+            for number, table in part.tables:
+                if table not in known or not known[table] < table.call:
+                    known[table] = _checked(graph, table, symbols)
+                operands[number] = known[table]
+            parts[place] = replace(part, operands=tuple(operands))
+
+
+def _checked(graph: Graph, table: Table, symbols: _Symbols) -> Node:
+    with graph.inserting_before(table.call):
+        arguments = (table.positions, symbols.value(table.extent), table.dim, table.operation)
+        made = graph.call_function(torch.ops.fusion.table.default, arguments)
+    _copy_provenance(table.call, made)
+    made.meta["val"] = nodes.value(table.positions).new_empty(nodes.value(table.positions).shape)
+    return made
 
 
 def _refuse_reordered_reads(site: Site) -> None:

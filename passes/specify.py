@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +19,9 @@ from fusion.passes.find import Attention, Site
 from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
 from fusion.passes.operands import Access, scales_rows
-from fusion.passes.pullback import Product
+from fusion.passes.pullback import Product, PullBack
 from fusion.passes.recognize import Core
+from fusion.passes.tables import Table
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -34,6 +35,7 @@ class Specified:
     operands: the graph nodes of its operands.
     sizes: the spec's sizes in the graph's own terms.
     differentiable: whether gradients are needed.
+    tables: numbers of operands that are positions in others, which are to be checked before they are read.
     """
 
     spec: AttentionSpec
@@ -41,6 +43,7 @@ class Specified:
     operands: tuple[Node, ...]
     sizes: tuple[Expr, ...]
     differentiable: bool
+    tables: tuple[tuple[int, Table], ...] = ()
 
 
 def specify(site: Site, attention: Attention, block_mask: BlockMask | None = None) -> Specified:
@@ -55,7 +58,8 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
     accesses = (main.query, main.key, attention.value)
     _require_float(accesses)
     operands = [access.node for access in accesses]
-    resolve = _Resolver(products, main, attention.pullback.loaded, operands)
+    resolve = _Resolver(products, main, attention.pullback, operands)
+    accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve, block_mask)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
@@ -63,7 +67,8 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
         raise Unsupported(Ground.NAN_GRADIENT, message)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
-    spec = _spec(site, core, main, attention, _describe(operands, differentiable), rename)
+    described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
+    spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
@@ -71,6 +76,7 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
         operands=tuple(operands),
         sizes=values,
         differentiable=differentiable,
+        tables=tuple(resolve.tables.items()),
     )
 
 
@@ -90,23 +96,30 @@ def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, 
 
 
 def _spec(
-    site: Site, core: Core, main: Product, attention: Attention, operands: tuple[Operand, ...], rename: _Sizes
+    site: Site,
+    core: Core,
+    accesses: Sequence[Access],
+    widths: tuple[Expr, Expr],
+    operands: tuple[Operand, ...],
+    rename: _Sizes,
 ) -> AttentionSpec:
-    """The spec of a resolved core; the table of its sizes is still empty."""
-    accesses = (main.query, main.key, attention.value)
+    """The spec of a resolved core; the table of its sizes is still empty. widths: d and d_v."""
     q, k, v = (tuple(map(rename, access.index)) for access in accesses)
+    k_value, v_value = (access.value and rename(access.value) for access in accesses[1:])
     mask = understand(core.score, core.normalizer)
     out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
     return AttentionSpec(
         batch=tuple(size(f"B{k}") for k in range(len(site.dims) - 2)),
         n_q=size("Nq"),
         n_k=size("Nk"),
-        d=_static(main.extent, "head dimension"),
-        d_v=_static(attention.d_v, "width of V"),
+        d=_static(widths[0], "head dimension"),
+        d_v=_static(widths[1], "width of V"),
         operands=operands,
         q=q,
         k=k,
         v=v,
+        k_value=k_value,
+        v_value=v_value,
         score=rename(core.score),
         weight=rename(core.weight),
         sinks=tuple(map(rename, core.sinks)),
@@ -175,9 +188,11 @@ def _require_float(accesses: Sequence[Access]) -> None:
 class _Resolver:
     """Replaces "dot" leaves and the walk's load numbers by the spec's; collects the operands."""
 
-    def __init__(self, products: list[Product], main: Product, loaded: list[Node], operands: list[Node]):
-        self.products, self.main, self.loaded, self.operands = products, main, loaded, operands
-        self.numbers: dict[Node, int] = {}
+    def __init__(self, products: list[Product], main: Product, walked: PullBack, operands: list[Node]):
+        self.products, self.main, self.walked, self.operands = products, main, walked, operands
+        self.numbers: dict[tuple[Node, Table | None], int] = {}
+        self.tables: dict[int, Table] = {}
+        self.of_elements: set[int] = set()
 
     def __call__(self, expr: Expr) -> Expr:
         return rebuild(expr, self._leaf)
@@ -195,9 +210,23 @@ class _Resolver:
                 )
             return load(self._number(product.node), product.index, Kind.FLOAT)
         if part.op == "load":
-            index = tuple(self(arg) for arg in part.args)
-            return load(self._number(self.loaded[int(part.attr)]), index, part.kind)  # type: ignore[arg-type]
+            index, table = tuple(self(arg) for arg in part.args), self.walked.tables.get(part.operand)
+            return load(self._number(self.walked.loaded[part.operand], table), index, part.kind)
         return None
+
+    def access(self, position: int, access: Access) -> Access:
+        """Operand number `position`, 0 to 2, as a spec has it."""
+        before = len(self.operands)
+
+        def leaf(part: Expr) -> Expr | None:
+            if part.op == "load" and self.walked.loaded[part.operand] is access.node:
+                return load(position, tuple(self(arg) for arg in part.args), part.kind)
+            return self._leaf(part)
+
+        value = access.value and rebuild(access.value, leaf)
+        found = replace(access, index=tuple(map(self, access.index)), value=value)
+        self.of_elements |= set(range(before, len(self.operands)))
+        return found
 
     def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
         """An expression whose loads are numbered by their position in `held`, in the spec's numbers."""
@@ -210,11 +239,12 @@ class _Resolver:
 
         return rebuild(expr, leaf)
 
-    def _number(self, node: Node) -> int:
-        if node not in self.numbers:
-            self.numbers[node] = len(self.operands)
+    def _number(self, node: Node, table: Table | None = None) -> int:
+        if (node, table) not in self.numbers:
+            self.numbers[node, table] = len(self.operands)
             self.operands.append(node)
-        return self.numbers[node]
+            self.tables |= {} if table is None else {self.numbers[node, table]: table}
+        return self.numbers[node, table]
 
 
 class _Sizes:
@@ -261,8 +291,8 @@ def _product_dtype(accesses: Sequence[Access]) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe(operands: list[Node], differentiable: bool) -> tuple[Operand, ...]:
-    """Operands named by their role, equal for equal specs."""
+def _describe(operands: list[Node], differentiable: bool, of_elements: Collection[int]) -> tuple[Operand, ...]:
+    """Operands named by their role, equal for equal specs. of_elements: numbers of those that K and V are made with."""
     counts: dict[str, int] = {}
     described = []
     for number, operand in enumerate(operands):
@@ -270,7 +300,9 @@ def _describe(operands: list[Node], differentiable: bool) -> tuple[Operand, ...]
         if number < 3:
             name = "qkv"[number]
         else:
-            role = "mask" if dtype == "bool" else "bias" if nodes.dtype(operand).is_floating_point else "index"
+            role = "bias" if nodes.dtype(operand).is_floating_point else "index"
+            role = {"bias": "scale", "index": "table"}[role] if number in of_elements else role
+            role = "mask" if dtype == "bool" else role
             counts[role] = counts.get(role, 0) + 1
             name = role if counts[role] == 1 else f"{role}{counts[role]}"
         order = _order(operand) if differentiable and marks.requires_grad(operand) else ()

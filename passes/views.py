@@ -42,6 +42,11 @@ def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Ind
         return None
 
 
+def is_view(node: Node) -> bool:
+    """Whether a node is of a kind that `source` may follow."""
+    return node.target is operator.getitem or packet(node) in _RULES
+
+
 class _NotAView(Exception):
     """This call of a view-like operation changes values (a cast) or has a form that is not resolved."""
 

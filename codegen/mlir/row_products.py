@@ -21,7 +21,7 @@ def row_products(
     b: Builder, spec: AttentionSpec, target: Target, d_padded: int, e_padded: int
 ) -> tuple[KeyProducts, ValueProducts]:
     """What suits a spec's operands, of so many columns in memory."""
-    q, k, v = (operand.dtype == "bfloat16" for operand in spec.operands[:3])
+    q, k, v = (spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
     double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
     key_pairs, value_pairs = q and k and d_padded % double == 0, v and e_padded % double == 0
     keys = PairKeyProducts if whole and key_pairs else KeyProducts

@@ -11,19 +11,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
+from fusion.codegen.mlir.elements import Elements
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, coordinates
+from fusion.ir.expr import Expr, Kind, coordinates, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Element (row, column) of an operand: its number, its index expressions and the two coordinates' names."""
+    """Element (row, column) of an operand: its number, its index expressions, the two coordinates, and what is
+    multiplied where that is not the element."""
 
     operand: int
     index: tuple[Expr, ...]
     row: Expr
     column: Expr
+    value: Expr | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,9 @@ class RowReader:
 
     def __init__(self, context: Context, scope: Scope, access: Access):
         self.context, self.scope, self.access = context, scope, access
-        self.dtype = context.operands[access.operand].dtype
+        self.source = context.params[("ptr", access.operand)]
+        self.made = access.value and Elements(context, scope, access.value, access.row, access.column)
+        self.dtype = context.operands[access.operand].dtype if self.made is None else "float32"
         self.memory = MEMORY_TYPE[self.dtype]
         self.base, self.row_stride, self.column_stride = self._strides()
 
@@ -72,67 +77,89 @@ class RowReader:
     def identity(self) -> list[Value | int]:
         """Integers that are equal for two work items that read the same rows: the offset, or the batch coordinates
         themselves."""
-        if self.base is not None:
+        if self.base is not None and self.access.value is None:
             return [self.base]
-        names = sorted({n for index in self.access.index for n in coordinates(index) if n.startswith("b")})
+        element = load(self.access.operand, self.access.index, Kind.FLOAT)
+        names = sorted(n for n in coordinates(self.access.value or element) if n.startswith("b"))
         known = {e.name: v for e, v in self.scope.known.items() if e.op == "coord"}
         return [known[n] for n in names]
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
         """Rows first..first+count-1 (those from `limit` on are zeros), `width` columns padded with zeros to `padded`.
 
-        staging: room for count * padded elements of the operand's type.
+        staging: room for count * padded elements of the operand's type, or of float32.
         """
         b = self.context.b
-        source = self.context.params[("ptr", self.access.operand)]
-        if self.base is None:
-            self._stage(first, count, limit, width, padded, staging, None)
-            return Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
-        start = b.at(source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
+        staged = Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
+        if self.base is None or self.made is not None:
+            self._stage(first, count, limit, width, padded, staging)
+            return staged
+        start = b.at(self.source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
         direct = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
         direct = b.binary("arith.andi", direct, b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit"))
         if padded != width:
             direct = b.constant(0, "i1")
         with b.when(b.binary("arith.xori", direct, b.constant(1, "i1"), "staged")):
-            self._stage(first, count, limit, width, padded, staging, start)
+            self._stage(first, count, limit, width, padded, staging)
         pointer = b.select(direct, start, staging, "rows")
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
-    def _stage(
-        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value, start: Value | None
-    ) -> None:
-        """Copy what is there into zeros; by vectors where columns are contiguous."""
+    def _stage(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> None:
+        """Write what is there, and zeros."""
         b = self.context.b
         step = self.context.lanes  # padded widths are multiples of it
-        vector = vector_of(self.memory, step)
-        with b.loop(0, b.mul(padded, count), step, hint="c") as c:
-            b.store(b.constant(0.0, vector), b.at(staging, c, self.memory))
-        valid = b.least(b.as_value(b.sub(limit, first), "i64"), count)
+        valid = b.most(b.least(b.as_value(b.sub(limit, first), "i64"), count), 0)
+        blank = b.mul(valid, padded) if padded == width or self.made is not None else 0
+        with b.loop(blank, b.mul(padded, count), step, hint="c") as c:
+            b.store(b.constant(0.0, vector_of(self.memory, step)), b.at(staging, c, self.memory))
         with b.loop(0, valid, hint="r") as r:
             target = b.at(staging, b.mul(r, padded), self.memory)
-            whole: Value | int = 0
-            if start is not None:
-                unit = b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit")
-                whole = b.select(unit, b.constant(width // step * step, "i64"), b.constant(0, "i64"))
-                line = b.at(start, b.mul(r, self.row_stride), self.memory)
-                with b.loop(0, whole, step, hint="c") as c:
-                    b.store(b.load(b.at(line, c, self.memory), vector), b.at(target, c, self.memory))
-            with b.loop(whole, width, hint="c") as c:
-                address = self._element(b.add(first, r), r, c, start)
-                b.store(b.load(address, self.memory), b.at(target, c, self.memory))
+            if self.made is not None:
+                self.made.fill(b.add(first, r), width, padded, target)
+            else:
+                self._copy(b.add(first, r), width, target)
 
-    def _element(self, position: Value, r: Value, c: Value, start: Value | None) -> Value:
+    def _copy(self, position: Value, width: int, target: Value) -> None:
+        """Copy a row; by vectors where columns are contiguous."""
+        b, step = self.context.b, self.context.lanes
+        whole: Value | int = 0
+        line, stride = self._line(position)
+        if stride is not None:
+            unit = b.compare("eq", b.as_value(stride, "i64"), 1, "unit")
+            whole = b.select(unit, b.constant(width // step * step, "i64"), b.constant(0, "i64"))
+            with b.loop(0, whole, step, hint="c") as c:
+                b.store(b.load(b.at(line, c, self.memory), vector_of(self.memory, step)), b.at(target, c, self.memory))
+        with b.loop(whole, width, hint="c") as c:
+            address = self._element(position, c) if stride is None else b.at(line, b.mul(c, stride), self.memory)
+            b.store(b.load(address, self.memory), b.at(target, c, self.memory))
+
+    def _line(self, position: Value) -> tuple[Value, Value | int | None]:
+        """(address of the first element of a row, distance of its columns); no distance where they are not in line."""
         b = self.context.b
-        if start is not None:
-            offset = b.add(b.mul(r, self.row_stride), b.mul(c, self.column_stride))
-            return b.at(start, offset, self.memory)
+        if self.base is not None:
+            offset = b.add(self.base, b.mul(position, self.row_stride))
+            return b.at(self.source, offset, self.memory, "line"), self.column_stride
+        parts = [integers.linear(index, self.access.column) for index in self.access.index]
+        if any(part is None or self._uses_position(part[0]) for part in parts):
+            return self.source, None
+        inner = Scope(context=self.context, parent=self.scope, known={self.access.row: position})
+        offset: Value | int = 0
+        stride: Value | int = 0
+        for dim, (step, rest) in enumerate(part for part in parts if part is not None):
+            size = self.context.params[("stride", self.access.operand, dim)]
+            offset = b.add(offset, b.mul(inner.integer(rest), size))
+            stride = b.add(stride, b.mul(inner.integer(step), size))
+        return b.at(self.source, offset, self.memory, "line"), stride
+
+    def _element(self, position: Value, c: Value) -> Value:
+        b = self.context.b
         inner = Scope(context=self.context, parent=self.scope, known={self.access.row: position, self.access.column: c})
         offset: Value | int = 0
         for dim, index in enumerate(self.access.index):
             stride = self.context.params[("stride", self.access.operand, dim)]
             offset = b.add(offset, b.mul(inner.integer(index), stride))
-        return b.at(self.context.params[("ptr", self.access.operand)], offset, self.memory)
+        return b.at(self.source, offset, self.memory)
 
 
 def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> tuple[Value, Value]:

@@ -367,9 +367,11 @@ def widen(b: Builder, value: Value, kind: Kind, dtype: str) -> Value:
     lanes, scalar = shape_of(value.type)
     if kind is Kind.BOOL:
         return b.compare("ne", value, b.constant(0, value.type))
+    extend = "arith.extui" if dtype == "uint8" else "arith.extsi"
     if kind is Kind.INT:
-        extend = "arith.extui" if dtype == "uint8" else "arith.extsi"
         return value if scalar == "i64" else b.convert(extend, value, "i64")
+    if dtype in ("int8", "uint8"):
+        return b.convert("arith.sitofp", b.convert(extend, value, "i32"), "f32")
     if dtype in FORMATS:
         return widen_float8(b, value, dtype)
     if scalar == "f64":

@@ -131,7 +131,7 @@ class KernelFunction(ThreadFunction):
         """Of Q, K and V."""
         spec = self.spec
         return [
-            RowReader(self.context, scope, Access(operand=n, index=index, row=row, column=column))
+            RowReader(self.context, scope, Access(operand=n, index=index, row=row, column=column, value=spec.values[n]))
             for n, index, row, column in ((0, spec.q, I, C), (1, spec.k, J, C), (2, spec.v, J, E))
         ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.codegen.mlir.compile import unavailable
-from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
@@ -28,11 +27,11 @@ def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
             )
     for number in (0, 1, 2):
         operand = spec.operands[number]
-        if operand.dtype not in PLANES:
+        if operand.dtype not in PLANES and spec.values[number] is None:
             return Refusal(
                 Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PLANES)}"
             )
-    written = [dtype for dtype in PLANES if dtype not in FORMATS]
+    written = ("float32", "bfloat16", "float16")
     if spec.out_dtype not in written:
         return Refusal(Ground.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
     return None

@@ -121,6 +121,8 @@ class Execution:
         axis = len(self.batch)
         positions = {rows: self.arange(0, n, axis), columns: self.arange(0, width, axis + 1)}
         shape = (*self.batch, n, width)
+        if (value := self.spec.values[operand]) is not None:
+            return self.value(value, positions).to(self.dtype).expand(shape)
         tensor = self.operands[operand].to(self.dtype)
         view = self.slice(tensor, index, self.axes | positions)
         if view is not None:

@@ -22,7 +22,7 @@ import torch
 
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.dtypes import DTYPES, FLOAT8
+from fusion.codegen.triton.dtypes import DTYPES, FLOAT8, PRODUCTS
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
@@ -56,16 +56,18 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
                 Ground.DTYPE,
                 f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(sorted(_LOADED))}",
             )
-    for operand in spec.operands[:3]:
-        if operand.dtype not in DTYPES | FLOAT8:
+    for operand, value in zip(spec.operands[:3], spec.values, strict=True):
+        if operand.dtype not in PRODUCTS and value is None:
             return Refusal(
-                Ground.DTYPE,
-                f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(DTYPES | FLOAT8)}",
+                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PRODUCTS)}"
             )
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype)):
         if dtype not in DTYPES:
             return Refusal(Ground.DTYPE, f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}")
-    for index in (*spec.q, *spec.k, *spec.v):
+    for index in (
+        *spec.q,
+        *(index for number in (1, 2) for part in loads(spec.element(number)) for index in part.args),
+    ):
         if any(contains(part, C) or contains(part, E) for part in loads(index)):
             return Refusal(Ground.INDIRECT_COLUMN, f"a column of Q, K or V is itself read from a tensor: {index}")
     return None

@@ -122,7 +122,8 @@ def boxes(spec: AttentionSpec, d: int, d_v: int) -> dict[str, Box]:
         _box(2, "v", spec.v, (J, E), panels(d_v)),
         _box(None, "do", output, (I, E), panels(d_v)),
     )
-    return {box.name: box for box in found if box is not None}
+    made = {name for name, value in zip("qkv", spec.values, strict=True) if value is not None}
+    return {box.name: box for box in found if box is not None and box.name not in made}
 
 
 def _box(

@@ -124,7 +124,8 @@ class Writer:
 
     lines: statements per level. known: the names (or texts) of values that exist. helpers: functions of `mathematics`
     in use.
-    mask: name of the predicate that says which keys of the tile exist. outer, inner: coordinates of the levels ROW
+    mask: name of the predicate that says which keys of the tile exist. limits: predicates that say which places of
+    other coordinates do, by their names. outer, inner: coordinates of the levels ROW
     and TILE.
     """
 
@@ -135,6 +136,7 @@ class Writer:
     names: set[str] = field(default_factory=lambda: set(RESERVED))
     uses: dict[Expr, int] = field(default_factory=dict)
     mask: str = "j_ok"
+    limits: dict[str, str] = field(default_factory=dict)
     outer: str = "i"
     inner: str = "j"
 
@@ -194,11 +196,12 @@ class Writer:
         self.lines[level] = []
         self.known = {expr: name for expr, name in self.known.items() if name not in bound}
 
-    def where(self, values: dict[Expr, str], mask: str | None = None) -> Writer:
+    def where(self, values: dict[Expr, str], mask: str | None = None, limits: dict[str, str] | None = None) -> Writer:
         """A writer into the same lines for which some coordinates have other names."""
         changed = {coordinate.name for coordinate in values}
         known = {expr: name for expr, name in self.known.items() if not coordinates(expr) & changed}
-        return dataclasses.replace(self, known=known | values, mask=mask or self.mask)
+        limits = self.limits if limits is None else limits
+        return dataclasses.replace(self, known=known | values, mask=mask or self.mask, limits=limits)
 
     # -- texts -------------------------------------------------------------------------------------------------------
 
@@ -316,11 +319,14 @@ class Writer:
         at = self.address(expr, level, self.operand(expr.operand))
         stored = self.spec.operands[expr.operand].dtype
         nothing = "0.0" if stored in FLOAT8 else "0"
-        mask = f", mask={self.mask}, other={nothing}" if "j" in coordinates(expr) else ""
+        limits = [self.mask] if "j" in coordinates(expr) else []
+        limits += [f"({limit})" for name, limit in self.limits.items() if name in coordinates(expr)]
+        mask = f", mask={' & '.join(limits)}, other={nothing}" if limits else ""
         loaded = f"tl.load({at}{mask})"
         if expr.kind is Kind.FLOAT:
             return loaded + (cast(stored, "float32") or ".to(tl.float32)"), _ATOM
-        return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, tl.int64)", _ATOM)
+        held = "tl.int32" if self.spec.operands[expr.operand].torch_dtype.itemsize == 1 else "tl.int64"
+        return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, {held})", _ATOM)
 
     def address(self, expr: Expr, level: Level, name: str) -> str:
         """Pointers to the elements that a load's index names, in the tensor of that name; outer parts are added up

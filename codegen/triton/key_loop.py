@@ -189,9 +189,10 @@ class KeyLoop:
     def _of(self, column: Expr, panel: Panel, key: str = "key", mask: str = "key_ok") -> Writer:
         """The writer for a panel's columns of the keys `key`, of which those exist that `mask` says."""
         named = {column: f"{column.attr}{panel.suffix}", J: key}
-        if all(self.keys.known.get(coordinate) == name for coordinate, name in named.items()):
+        inside = {column.name: panel.inside(column.name)} if panel.inside(column.name) else {}
+        if not inside and all(self.keys.known.get(coordinate) == name for coordinate, name in named.items()):
             return self.keys
-        return self.keys.where(named, mask)
+        return self.keys.where(named, mask, inside)
 
     def _key_parts(self) -> tuple[list[str], list[str]]:
         """Statements that read the tile of K, and those before the loop that point to it."""
@@ -200,7 +201,11 @@ class KeyLoop:
             if "k" in self.boxes:
                 lines.append(self._box("k", panel, "first"))
                 continue
-            part = matrix(self._of(C, panel), 1, self.spec.k, J, C)
+            writer = self._of(C, panel)
+            if self.spec.k_value is not None:
+                lines += self._made("k", self.spec.k_value, writer, panel, "key_ok")
+                continue
+            part = matrix(writer, 1, self.spec.k, J, C)
             lines += self._load("k", part, panel, "key_ok")
             tiles.append(self._tile("k", part, panel))
         return lines, tiles
@@ -216,10 +221,19 @@ class KeyLoop:
                 before = "tl.where(first > begin, first, 0) - KEYS"
                 lines.append(self._box("v", panel, before if mask == "before_ok" else "first"))
                 continue
-            part = matrix(self._of(E, panel, key, mask), 2, self.spec.v, J, E)
+            writer = self._of(E, panel, key, mask)
+            if self.spec.v_value is not None:
+                lines += self._made("v", self.spec.v_value, writer, panel, mask)
+                continue
+            part = matrix(writer, 2, self.spec.v, J, E)
             lines += self._load("v", part, panel, mask, always)
             tiles.append(self._tile("v", part, panel))
         return lines, tiles
+
+    def _made(self, name: str, value: Expr, writer: Writer, panel: Panel, mask: str) -> list[str]:
+        """Statements that make a tile of K or V of what is stored; zeros where there is nothing."""
+        limits = " & ".join([mask, *(f"({limit})" for limit in writer.limits.values())])
+        return [f"{name}{panel.suffix} = tl.where({limits}, {writer.value(value)}, 0.0).to({DTYPES[self.spec.dtype]})"]
 
     def _box(self, name: str, panel: Panel, first: str) -> str:
         """The statement that reads a tile by its descriptor."""
@@ -243,12 +257,14 @@ class KeyLoop:
         at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
         inside = panel.inside(column)
         widened = cast(self.spec.operands[operand].dtype, self.spec.dtype)
-        masked = f"{name} = tl.load({name}_at, mask={f'{mask} & ({inside})' if inside else mask}, other=0.0){widened}"
+        nothing = "0.0" if self.spec.operands[operand].torch_dtype.is_floating_point else "0"
+        limits = f"{mask} & ({inside})" if inside else mask
+        masked = f"{name} = tl.load({name}_at, mask={limits}, other={nothing}){widened}"
         lines = [f"{name}_at = {at}"]
         if always:
             lines.append(masked)
         else:
-            whole = f"tl.load({name}_at, mask={inside}, other=0.0)" if inside else f"tl.load({name}_at)"
+            whole = f"tl.load({name}_at, mask={inside}, other={nothing})" if inside else f"tl.load({name}_at)"
             lines += ["if BOUNDED:", f"    {masked}", "else:", f"    {name} = {whole}{widened}"]
         if not part.rows and not part.both and not part.columns:  # one element for all
             lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {panel.width}])")

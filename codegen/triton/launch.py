@@ -316,7 +316,8 @@ def split_kernels(
 
 def shares_values(spec: AttentionSpec) -> bool:
     """Whether V is the first columns of K where both are the same tensor (latent attention)."""
-    return tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
+    as_stored = spec.k_value is None and spec.v_value is None
+    return as_stored and tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
 
 
 def empty_lists(

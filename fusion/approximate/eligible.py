@@ -32,6 +32,8 @@ def plain(spec: AttentionSpec) -> Plain | str:
         return "the rows are scaled in a way of their own"
     if any(o.dtype not in ("float32", "bfloat16", "float16") for o in spec.operands[:3]):
         return "Q, K and V must be float32, bfloat16 or float16"
+    if spec.tables or any(value is not None for value in spec.values):
+        return "K and V are read through a table, or made of what is stored"
     score, causal = spec.score, False
     if spec.mask is not None:
         if spec.mask.live is not node("ile", (J, I), Kind.BOOL):

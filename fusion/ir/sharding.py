@@ -96,6 +96,8 @@ def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset:
         q=place(0, spec.q),
         k=place(1, spec.k),
         v=place(2, spec.v),
+        k_value=spec.k_value and shift(spec.k_value),
+        v_value=spec.v_value and shift(spec.v_value),
         score=shift(spec.score),
         weight=shift(spec.weight),
         sinks=tuple(map(shift, spec.sinks)),

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import torch
 
-from fusion.ir.expr import J0, J1, ROW_SUM, Expr, Kind, const, coord, coordinates, node
+from fusion.ir.expr import J0, J1, ROW_SUM, Expr, Kind, const, coord, coordinates, load, loads, node
 from fusion.ir.ops import apply
 from fusion.ir.serial import dumped, loaded
 
@@ -136,7 +136,10 @@ class AttentionSpec:
     batch: sizes of the batch coordinates b0, b1, ... (INT expressions in sizes and constants).
     n_q, n_k, d, d_v: numbers of query rows and keys; columns of Q and K; columns of V.
     operands: tensors read; number 0 is Q, 1 is K, 2 is V (one tensor may be listed more than once).
-    q, k, v: index of each operand dimension in (b.., i, c), (b.., j, c), (b.., j, e).
+    q, k, v: index of each operand dimension in (b.., i, c), (b.., j, c), (b.., j, e). An index may be read from another
+        operand, as the block table of a paged cache is: one whose values are known to be within the dimension.
+    k_value, v_value: what is multiplied where that is made from what is stored (a quantised cache): FLOAT expressions
+        in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16"); out_dtype: of the result.
     """
@@ -156,14 +159,17 @@ class AttentionSpec:
     dtype: str
     out_dtype: str
     output: Output
+    k_value: Expr | None = None
+    v_value: Expr | None = None
     weight: Expr = const(1.0)
     sinks: tuple[Expr, ...] = ()
     row_scale: Expr | None = None
     mask: MaskFacts | None = None
 
     def __post_init__(self) -> None:
-        for access, allowed in ((self.q, "ic"), (self.k, "jc"), (self.v, "je")):
-            names = {n for index in access for n in coordinates(index) if not n.startswith("b")}
+        made = [(value,) if value is not None else () for value in self.values]
+        for access, value, allowed in zip((self.q, self.k, self.v), made, ("ic", "jc", "je"), strict=True):
+            names = {n for index in (*access, *value) for n in coordinates(index) if not n.startswith("b")}
             if not names <= set(allowed):
                 raise ValueError(f"an operand's index uses {sorted(names)}, only {list(allowed)} may occur")
         for sink in self.sinks:
@@ -190,9 +196,29 @@ class AttentionSpec:
         return text
 
     @property
+    def values(self) -> tuple[Expr | None, Expr | None, Expr | None]:
+        """What is multiplied in the place of an element of Q, K and V; None where it is the element."""
+        return None, self.k_value, self.v_value
+
+    @property
     def stored(self) -> tuple[Operand, ...]:
-        """The operands that are narrower in memory than anything is computed in: those in float8."""
-        return tuple(o for o in self.operands if o.dtype.startswith("float8"))
+        """The operands that are narrower in memory than anything is computed in: those in float8, and K and V in
+        integers."""
+        return tuple(
+            o for n, o in enumerate(self.operands) if o.dtype.startswith("float8") or n < 3 and o.kind is Kind.INT
+        )
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """The numbers of the operands that Q, K and V are read through."""
+        indices = [index for access in (self.q, self.k, self.v) for index in access]
+        indices += [index for part in loads(*filter(None, self.values)) for index in part.args]
+        return tuple(sorted({part.operand for part in loads(*indices)}))
+
+    def element(self, number: int) -> Expr:
+        """What is multiplied of operand 0, 1 or 2, a FLOAT expression."""
+        index, value = (self.q, self.k, self.v)[number], self.values[number]
+        return load(number, index, Kind.FLOAT) if value is None else value
 
     def describe(self, expr: Expr) -> str:
         """An expression of this spec with its operands' names."""
@@ -215,15 +241,15 @@ class AttentionSpec:
                 for arg in expr.args:
                     visit(arg)
 
-        for index in (*self.k, *self.v):
-            visit(index)
+        for number in (1, 2):
+            visit(self.element(number))
         found = math.gcd(*divisors) if divisors else heads
         return found if found and heads % found == 0 else 1
 
     def expressions(self) -> tuple[Expr, ...]:
         """Every expression of the spec."""
         facts = () if self.mask is None else self.mask.expressions()
-        every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, self.score)
+        every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, *self.values, self.score)
         return tuple(e for e in (*every, self.weight, *self.sinks, self.row_scale, *facts) if e is not None)
 
     def to_json(self) -> str:
@@ -236,7 +262,7 @@ class AttentionSpec:
         return _from_json(text)
 
 
-_EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "score", "weight", "row_scale")
+_EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale")
 _EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
 MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi", "full", "tile_live", "tile_mixed")
 """The fields of `MaskFacts` that are expressions."""

@@ -15,6 +15,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, Kind, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.primitives import PRIMITIVES
+from fusion.ir.traffic import stored_bytes
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import predict
 from fusion.planning.problem import Problem
@@ -60,17 +61,16 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         d_v=d_v,
         dtype=spec.dtype,
         density=_density(spec, values, n_q, n_k),
-        stored_bytes=_stored_bytes(spec, d, d_v),
+        stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
         score_flops=sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(spec.score, spec.weight)),
     )
 
 
-def _stored_bytes(spec: AttentionSpec, d: int, d_v: int) -> float:
-    """Bytes of an element of k and v in memory where one of them is stored in float8, else 0."""
-    k, v = spec.operands[1:3]
-    if k not in spec.stored and v not in spec.stored:
-        return 0
-    return (k.torch_dtype.itemsize * d + v.torch_dtype.itemsize * d_v) / max(1, d + d_v)
+def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:
+    """Bytes of an element of k and v in memory where one of them is stored in another form than it is multiplied in,
+    or read through a table, else 0."""
+    as_is = not spec.tables and all(spec.values[n] is None and spec.operands[n] not in spec.stored for n in (1, 2))
+    return 0 if as_is else stored_bytes(spec, d, d_v, n_k, sizes)
 
 
 def tile_times(

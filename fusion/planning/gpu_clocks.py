@@ -161,7 +161,7 @@ def shares_values(spec: AttentionSpec) -> bool:
     """Whether V is the first columns of K where both are one tensor, and so wide that they will be (latent
     attention)."""
     alike = tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
-    return alike and spec.d is not spec.d_v
+    return alike and spec.k_value is None and spec.v_value is None and spec.d is not spec.d_v
 
 
 def _score_bytes(spec: AttentionSpec) -> int:

@@ -42,6 +42,8 @@ def packed(spec: AttentionSpec, group: int) -> AttentionSpec:
         q=tuple(map(of_rows, spec.q)),
         k=tuple(substitute(index, {last: head}) for index in spec.k),
         v=tuple(substitute(index, {last: head}) for index in spec.v),
+        k_value=spec.k_value and substitute(spec.k_value, {last: head}),
+        v_value=spec.v_value and substitute(spec.v_value, {last: head}),
         score=of_rows(spec.score),
         weight=of_rows(spec.weight),
         sinks=tuple(map(of_rows, spec.sinks)),

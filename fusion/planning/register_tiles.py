@@ -16,8 +16,9 @@ from fusion.machine import Machine
 if TYPE_CHECKING:
     from fusion.ir.spec import AttentionSpec
 
-#: bfloat16 planes that hold an element exactly
-PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8_e5m2": 1}
+#: bfloat16 planes that hold an element exactly; values that are made of stored ones are rounded to the products' dtype
+PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8_e5m2": 1,
+          "int8": 1, "uint8": 1}  # fmt: skip
 
 _AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 _PAIRS = {"avx512_bf16"}
@@ -87,7 +88,8 @@ def planes_of(spec: AttentionSpec, target: Target) -> int:
     """Over how many bfloat16 planes a spec's products go; 0 for multiply-adds."""
     from fusion.ir.spec import Normalizer
 
-    planes = max(PLANES[dtype] for dtype in (spec.dtype, *(operand.dtype for operand in spec.operands[:3])))
+    stored = (spec.operands[n].dtype for n in (0, 1, 2) if spec.values[n] is None)
+    planes = max(PLANES[dtype] for dtype in (spec.dtype, *stored))
     if planes == 1:
         return 1 if target.amx or target.pairs else 0
     # Without a softmax weights may be infinite, which has no planes.

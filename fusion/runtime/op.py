@@ -6,6 +6,7 @@
                        str emitter, bool[] needs) -> Tensor[]
 
     tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
+    table(Tensor positions, SymInt extent, int dim, str operation) -> Tensor
 
 `attention_forward` stands where gradients are needed: besides the output it returns three numbers per query row (see
 `fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient
@@ -18,7 +19,7 @@ Python code of torch's that looks for them (some 20 us).
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
 build the kernel again. `emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is
 tagged so that Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
-`fusion.ir.tile_map`.
+`fusion.ir.tile_map`. `table` checks the positions that K and V are read at: see `fusion.runtime.table_op`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
 from fusion.runtime import autograd, executor
+from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
-VERSION = 11
+VERSION = 12
 """To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
 it."""
 
@@ -51,6 +53,7 @@ _library.define(
     tags=_TAGS,
 )
 _library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
+_library.define("table(Tensor positions, SymInt extent, int dim, str operation) -> Tensor", tags=_TAGS)
 _BELOW = "attention_below_autograd(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor"
 _library.define(_BELOW, tags=_TAGS)
 
@@ -58,6 +61,10 @@ _library.define(_BELOW, tags=_TAGS)
 def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
     parsed = MapSpec.from_json(spec)
     return operands[0].new_empty(parsed.shape(dict(zip(parsed.sizes, sizes, strict=True))), dtype=torch.int32)
+
+
+def _fake_table(positions: Tensor, extent: int, dim: int, operation: str) -> Tensor:
+    return positions.new_empty(positions.shape)
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
@@ -149,6 +156,7 @@ def _register_fake(name: str, function: Callable[..., Any]) -> None:
 _register_fake("attention", _fake)
 _register_fake("attention_below_autograd", _fake)
 _register_fake("tile_map", _fake_tile_map)
+_register_fake("table", _fake_table)
 _register_fake("attention_forward", _fake_forward)
 _register_fake("attention_backward", _fake_backward)
 for _key in ("CPU", "CUDA"):
@@ -157,6 +165,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention_forward", executor.attention_forward, _key)
     _library.impl("attention_backward", executor.attention_backward, _key)
     _library.impl("tile_map", tile_map, _key)
+    _library.impl("table", table, _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
 autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands)
 autograd.register(_library, "attention_forward", _differentiate, _save)

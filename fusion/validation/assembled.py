@@ -98,6 +98,16 @@ def _index(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     return replay.value(args["self"], (*index[: given[0]], *picked, *index[given[0] + wide :]), rank)
 
 
+@rule(aten.index_select, aten.gather)
+def _picked(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    """Elements that a tensor of positions along one dimension names."""
+    args = nodes.arguments(node)
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    own = index if nodes.packet(node) is aten.gather else (index[dim],)
+    place = replay.value(args["index"], own, rank).to(torch.int64)
+    return replay.value(args["self"], (*index[:dim], place, *index[dim + 1 :]), rank)
+
+
 @rule(aten.index_put)
 def _index_put(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args, region = nodes.arguments(node), replay.region

@@ -54,32 +54,33 @@ class Program(Execution):
 
         return evaluate(expr, leaf, self.dtype)
 
-    def _load(self, part: Expr):
+    def _load(self, part: Expr, rank: int = 3):
         dtype = {Kind.FLOAT: self.dtype, Kind.INT: torch.int64, Kind.BOOL: torch.bool}[part.kind]
 
         def load(*index: Tensor) -> Tensor:
-            return self.replay.value(self.part.operands[int(part.attr)], index, 3).to(dtype)  # type: ignore[arg-type]
+            return self.replay.value(self.part.operands[part.operand], index, rank).to(dtype)
 
         return load if part.args else load()
 
-    def _element(self, operand: int, index: tuple[Expr, ...], **columns: Tensor) -> Tensor:
+    def _element(self, operand: int, **columns: Tensor) -> Tensor:
         """Elements of Q, K or V, with the columns on a fourth axis where they are those of a product."""
         rank = 4 if "c" in columns else 3
         known = {e: t.unsqueeze(-1) for e, t in self.known.items()} if rank == 4 else self.known
         known = known | {coord(name): at for name, at in columns.items()}
 
-        def leaf(part: Expr) -> Tensor:
-            return torch.tensor(self.sizes[str(part.attr)]) if part.op == "size" else known[part]
+        def leaf(part: Expr):
+            if part.op == "size":
+                return torch.tensor(self.sizes[part.name])
+            return self._load(part, rank) if part.op == "load" else known[part]
 
-        at = tuple(evaluate(entry, leaf) for entry in index)
-        return self.replay.value(self.part.operands[operand], at, rank).to(self.dtype)
+        return evaluate(self.spec.element(operand), leaf, self.dtype)
 
     def _run(self) -> None:
         spec = self.spec
         summed = self.replay.region.positions(self.size(spec.d)).view(1, 1, 1, -1)
-        query, key = (self._element(k, index, c=summed) for k, index in enumerate((spec.q, spec.k)))
+        query, key = (self._element(number, c=summed) for number in (0, 1))
         self.score = (query * key).sum(-1)
-        values = self._element(2, spec.v)
+        values = self._element(2)
         self.positions = {SCORE: self.score.detach()}
         shape = (*torch.broadcast_shapes(self.score.shape[:2], (len(self.replay.region.keys), 1)), self.n_k)
         x, weight = (

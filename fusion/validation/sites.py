@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from fusion.codegen.reference.backward import recording
-from fusion.ir.expr import walk
+from fusion.ir.expr import loads, walk
 from fusion.ir.spec import AttentionSpec
 from fusion.passes import nodes
 from fusion.passes.find import Site
@@ -235,6 +235,9 @@ def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
     them, is a scale."""
     among = {*site.interior(), site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
+    made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
+    roles |= {part.operands[r.operand]: Role.FACTOR if r.operand < 3 else Role.FINITE for part, r in made}
+    roles |= {scale: Role.FINITE for attention in site.attentions for scale in attention.pullback.scales}
     for leaf in {node for inner in among for node in (inner, *inner.all_input_nodes)} - roles.keys():
         met = list(_met(leaf, among))
         if met and all(_multiplies(node, product) for node, product in met):

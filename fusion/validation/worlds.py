@@ -17,11 +17,12 @@ from torch import Tensor
 
 
 class Role(enum.Enum):
-    """What a tensor is to the scores: a factor of a matrix product (Q, K, V), of a pointwise one, or anything else, a
-    bias or a mask say."""
+    """What a tensor is to the scores: a factor of a matrix product (Q, K, V), of a pointwise one, the scale of a stored
+    tensor, which is finite, or anything else, a bias or a mask say."""
 
     FACTOR = enum.auto()
     SCALE = enum.auto()
+    FINITE = enum.auto()
     OTHER = enum.auto()
 
 
@@ -80,13 +81,14 @@ class Worlds:
             share = self._choice(leaf, torch.tensor(_LIVE_SHARES), flat.dim())
             return drawn < share * 0x80000000
         if not dtype.is_floating_point:
-            return self._integers(leaf, drawn, dtype)
+            return drawn.to(dtype) if role is Role.FACTOR else self._integers(leaf, drawn, dtype)
         masked = torch.tensor(_OF_SCALES if role is Role.SCALE else _OF_BIASES)
         regime = self._choice(leaf, masked, flat.dim())
         kinds = self.kinds.view(-1, *[1] * (flat.dim() - 1))
         usual = self._choice(leaf, torch.tensor((_NORMAL, _NORMAL, _WIDE)), flat.dim())
         regime = torch.where((kinds == MASKED) & (role is not Role.FACTOR), regime, usual)
         regime = torch.where(kinds == SPECIAL, _FINITE if role is Role.FACTOR and self.finite else _SPRINKLED, regime)
+        regime = torch.full_like(regime, _NORMAL) if role is Role.FINITE else regime
         found = _table(dtype)[regime, drawn % _TABLE]
         return torch.where((kinds != ORDINARY) & (role is Role.SCALE), found.abs(), found)
 

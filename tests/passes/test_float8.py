@@ -105,12 +105,14 @@ def test_the_cache_itself_is_read(function):
 @pytest.mark.parametrize("scale", [(), (1, 4, 1, 1), (2, 4, 21, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_places_of_scales(dtype, scale):
-    """Of the whole cache, of heads, of keys; those of keys multiply weights, which float16 holds badly if small."""
+    """Of the whole cache, of heads, of keys; those of keys multiply weights, which float16 holds badly if small: there
+    they are part of the element of V."""
     given = inputs(dtype, scale=scale)
     actual, (site,), graph = run(scaled, given, emitter="auto" if dtype is torch.bfloat16 else "reference")
     of_keys = len(scale) == 4 and scale[2] > 1
     assert dtypes(site)[1] == "float8_e4m3fn"
-    assert (dtypes(site)[2] == "float8_e5m2") is not (of_keys and dtype is torch.float16)
+    assert dtypes(site)[2] == "float8_e5m2"
+    assert (site.spec.v_value is not None) is (of_keys and dtype is torch.float16)
     if of_keys:
         assert "j" in coordinates(site.spec.weight) or dtype is torch.float16
     else:
@@ -148,13 +150,15 @@ def added_to(q, k, v, k_scale, v_scale):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("function", "expected"),
-    [(scaled_columns, "bfloat16"), (in_float64, "float64"), (added_to, "bfloat16")],
+    [(scaled_columns, "float8_e4m3fn"), (in_float64, "float64"), (added_to, "float8_e4m3fn")],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_other_copies_are_left(function, expected):
+def test_what_is_no_scale_of_a_row(function, expected):
+    """Is part of the element; float64 keeps its copy."""
     given = inputs(scale=(1, 4, 1, 16) if function is scaled_columns else (1, 4, 1, 1))
     actual, (site,), _ = run(function, given, emitter="reference")
     assert site.fused and dtypes(site)[1] == expected
+    assert (site.spec.k_value is None) is (function is in_float64)
     exact = function(*(x.double() if x.dtype not in FORMATS else x for x in given))
     assert_as_exact_as_eager(actual, function(*given), exact, torch.bfloat16)
 

@@ -92,10 +92,12 @@ def _blocks(scores: torch.Tensor, rows: int, dead: torch.Tensor | None):
 
 
 class Traffic:
-    """Elements that each kernel reads and writes: in one load or store every address counts once."""
+    """Elements that each kernel reads and writes, and bytes that it reads: in one load or store every address counts
+    once."""
 
     def __init__(self):
         self.reads: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
 
 
@@ -113,7 +115,8 @@ def count_traffic(monkeypatch) -> Traffic:
         return np.unique(pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]).size
 
     def create_masked_load(self, pointers, mask, *rest, **others):
-        found.reads[running[0]] += elements(pointers, mask)
+        found.reads[running[0]] += (count := elements(pointers, mask))
+        found.bytes[running[0]] += count * (pointers.get_element_ty().primitive_bitwidth // 8)
         return load(self, pointers, mask, *rest, **others)
 
     def create_masked_store(self, pointers, value, mask, *rest, **others):

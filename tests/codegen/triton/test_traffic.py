@@ -13,11 +13,14 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
 from fusion.planning.compiled import counts, phase_counts
+from fusion.planning.from_spec import problem_of
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import schedule
 from fusion.planning.tiles import sizes_of
+from tests import emitters
 from tests.codegen.mlir.cases import case, draw
 from tests.codegen.triton.counting import count_traffic
+from tests.passes import test_caches as caches
 
 TILE = Tile(rows=32, keys=16, warps=4, stages=1)
 SHAPES = [{"B": 2, "H": 3, "Nq": 96, "Nk": 80}, {"B": 1, "H": 2, "Nq": 70, "Nk": 75}]
@@ -86,3 +89,21 @@ def test_decoding(monkeypatch, splits: int) -> None:
     assert traffic.writes["attention_split"] == 2 * (round(float(parts.writes)) + splits * n)
     assert traffic.reads["attention_combine"] == 2 * (round(float(merge.reads)) + splits * n)
     assert traffic.writes["attention_combine"] == 2 * round(float(merge.writes) - n)
+
+
+@pytest.mark.parametrize("keys", caches.SPELLINGS, ids=lambda f: f.__name__)
+def test_bytes_of_caches(monkeypatch, keys) -> None:
+    """Of quantised and paged caches: packed elements, scales, zero points and tables."""
+    traffic, specs = count_traffic(monkeypatch), []
+
+    def make(spec):
+        specs.append(spec)
+        return Kernel(spec, dataclasses.replace(TILE, rows=16))
+
+    given = caches.draw(torch.float32)
+    with emitters.interpreted(make):
+        caches.run(keys, given)
+    asked = problem_of(specs[0], {"B0": caches.B, "B1": caches.H, "Nq": 1, "Nk": caches.N})
+    heads = caches.B * caches.H
+    of_keys = asked.n_k * (asked.d + asked.d_v) * asked.key_bytes
+    assert traffic.bytes["attention_forward"] == heads * round(of_keys + 4 * asked.d)

@@ -1,0 +1,173 @@
+"""Rows of K and V that are made from stored elements: unpacked, widened, less a zero point, times a scale.
+
+What is multiplied is an expression in row and column (`AttentionSpec.k_value`). A row is made a vector of columns at a
+time, as float32, in the thread's memory. A column is written as L * u + t, with t the lane: a division of it by what
+divides L is then known for every lane, and one by a multiple of L is the same for all lanes. So packed elements are
+read by one load and spread over the lanes, and scales of groups are read once per vector.
+"""
+
+from __future__ import annotations
+
+from fusion.codegen.mlir.builder import Value, vector_of
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Lanes, Scope, widen
+from fusion.ir import integers
+from fusion.ir.expr import Expr, Kind, coord, coordinates, loads, rebuild
+from fusion.ir.ops import evaluate
+from fusion.ir.widths import interval
+
+BLOCK, LANE = coord("c_block"), coord("c_lane")
+_WORD = (-(2**31), 2**31 - 1)
+
+
+class Elements:
+    """An operand's rows in one scope (of a work item: strides are looked at there)."""
+
+    def __init__(self, context: Context, scope: Scope, value: Expr, row: Expr, column: Expr):
+        self.context, self.scope, self.row = context, scope, row
+        self.b, self.lanes = context.b, context.lanes
+        self.value = by_blocks(value, column, self.lanes)
+        self.unit = self._unit_strides()
+
+    def _unit_strides(self) -> Value:
+        """Whether what is read by several lanes lies side by side."""
+        b, unit = self.b, self.b.constant(1, "i1")
+        for part in loads(self.value):
+            for dim in _along_lanes(part):
+                stride = b.as_value(self.context.params[("stride", part.operand, dim)], "i64")
+                unit = b.binary("arith.andi", unit, b.compare("eq", stride, 1), "unit")
+        return unit
+
+    def fill(self, position: Value, width: int, padded: int, target: Value) -> None:
+        """Write row `position`, float32, `width` columns and zeros up to `padded`."""
+        b, lanes = self.b, self.lanes
+        row = Scope(context=self.context, parent=self.scope, known={self.row: position})
+        whole = b.select(self.unit, b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
+        every = b.compare("eq", self._numbers(), self._numbers())
+        with b.loop(0, whole, lanes, hint="c") as c:
+            b.store(self._vector(row, c, every, True), b.at(target, c, "f32"))
+        with b.loop(whole, padded, lanes, hint="c") as c:
+            left = b.op(f"arith.trunci {b.sub(b.constant(width, 'i64'), c)} : i64 to i32", "i32", "left")
+            valid = b.compare("slt", self._numbers(), b.broadcast(left, lanes), "valid")
+            b.store(b.select(valid, self._vector(row, c, valid, False), 0.0), b.at(target, c, "f32"))
+
+    def _numbers(self) -> Value:
+        return self.b.dense(range(self.lanes), vector_of("i32", self.lanes), "lane")
+
+    def _vector(self, row: Scope, first: Value, valid: Value, together: bool) -> Value:
+        """The elements of the columns from `first` on. together: strides are such that lanes read side by side."""
+        lanes = Lanes(coord=LANE, first=0, count=self.lanes, valid=valid)
+        here = Scope(
+            context=self.context, parent=row, lanes=lanes, known={BLOCK: self.b.div(first, self.lanes, "block")}
+        )
+
+        def leaf(expr: Expr) -> Value | None:
+            if LANE.name not in coordinates(expr):
+                return None
+            if expr.op == "load":
+                return self._load(here, expr) if together else None
+            if expr.op == "to_float" and self._is_word(expr.args[0]):
+                return self.b.convert("arith.sitofp", self._word(here, expr.args[0]), "f32")
+            return None
+
+        here.leaf = leaf
+        return here.vector(self.value)
+
+    def _load(self, here: Scope, expr: Expr) -> Value | None:
+        """Elements that lie side by side in memory, each spread over the lanes that read it; None where they do not."""
+        b, dims = self.b, _along_lanes(expr)
+        pattern = _pattern(expr.args[dims[0]], self.lanes) if len(dims) == 1 else None
+        if pattern is None or (span := max(pattern[1]) - min(pattern[1]) + 1) > self.lanes:
+            return None
+        dtype = self.context.operands[expr.operand].dtype
+        memory, low, offset = MEMORY_TYPE[dtype], min(pattern[1]), b.constant(min(pattern[1]), "i64")
+        for dim, index in enumerate(expr.args):
+            stride = self.context.params[("stride", expr.operand, dim)]
+            offset = b.add(offset, b.mul(here.integer(pattern[0] if dim == dims[0] else index), stride))
+        address = b.at(self.context.params[("ptr", expr.operand)], offset, memory)
+        found = b.load(address, vector_of(memory, span), "x", align=1)
+        places = [place - low for place in pattern[1]]
+        if places != list(range(self.lanes)):
+            found = b.shuffle(found, found, places, "spread")
+        if expr.kind is Kind.INT and memory in ("i8", "i16"):
+            return b.convert("arith.extui" if dtype == "uint8" else "arith.extsi", found, "i32")
+        return found if memory == "i32" else widen(b, found, expr.kind, dtype)
+
+    # Integers of 32 bits
+
+    def _is_word(self, expr: Expr) -> bool:
+        """Whether an integer, and all that it is made of, has 32 bits."""
+
+        def of_load(part: Expr) -> tuple[int, int]:
+            held = self.context.operands[part.operand]
+            bits = 8 * held.torch_dtype.itemsize
+            return (0, 2**bits - 1) if held.dtype == "uint8" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+        bounds = {LANE: integers.integer(self.lanes)}
+        inner = [arg for arg in expr.args if arg.kind is Kind.INT] if expr.op != "load" else []
+        low, high = interval(expr, bounds, of_load)
+        known = expr.op in ("load", "const", "add", "mul", "floordiv", "mod", "iwhere", "coord")
+        return known and _WORD[0] <= low and high <= _WORD[1] and all(map(self._is_word, inner))
+
+    def _word(self, here: Scope, expr: Expr) -> Value:
+        """An integer as a vector of 32 bits."""
+        b, type_ = self.b, vector_of("i32", self.lanes)
+        if coordinates(expr) <= {LANE.name} and not loads(expr):
+            return b.dense(_values(expr, self.lanes), type_, "known")
+        if expr.op == "load" or LANE.name not in coordinates(expr):
+            found = here.value(expr)
+            found = found if found.type.startswith("vector") else b.broadcast(found, self.lanes)
+            return found if found.type == type_ else b.convert("arith.trunci", found, "i32")
+        if expr.op == "iwhere":
+            return b.select(here.vector(expr.args[0]), *(self._word(here, arg) for arg in expr.args[1:]))
+        values = [self._word(here, arg) for arg in expr.args]
+        if expr.op in ("floordiv", "mod"):
+            divisor = expr.args[1].integer if expr.args[1].is_const else 0
+            if divisor > 0 and divisor & (divisor - 1) == 0:
+                if expr.op == "mod":
+                    return b.binary("arith.andi", values[0], divisor - 1)
+                return b.binary("arith.shrsi", values[0], divisor.bit_length() - 1)
+        return here._integer_operation(expr.op, values)
+
+
+def by_blocks(expr: Expr, column: Expr, lanes: int) -> Expr:
+    """An expression in which the column is lanes * BLOCK + LANE."""
+    whole, bounds = integers.add(integers.mul(lanes, BLOCK), LANE), {LANE: integers.integer(lanes)}
+
+    def leaf(part: Expr) -> Expr | None:
+        if part is column:
+            return whole
+        if part.op not in ("floordiv", "mod") or column.name not in coordinates(part.args[0]):
+            return None
+        value, divisor = rebuild(part.args[0], leaf), part.args[1]
+        division = integers.floordiv if part.op == "floordiv" else integers.mod
+        blocks, rest = integers.floordiv(value, lanes, bounds), integers.mod(value, lanes, bounds)
+        if divisor.is_const and divisor.integer % lanes == 0 and LANE.name not in coordinates(blocks):
+            found = division(blocks, divisor.integer // lanes, bounds)
+            return found if part.op == "floordiv" else integers.add(integers.mul(lanes, found), rest)
+        return division(value, divisor, bounds)
+
+    return rebuild(expr, leaf)
+
+
+def _along_lanes(part: Expr) -> list[int]:
+    return [dim for dim, index in enumerate(part.args) if LANE.name in coordinates(index)]
+
+
+def _pattern(index: Expr, lanes: int) -> tuple[Expr, list[int]] | None:
+    """(what is the same for all lanes, what is added in each) of an index; None where that is not known."""
+    same, own = {}, {}
+    for monomial, coefficient in integers.terms(index).items():
+        names = {name for atom in monomial for name in coordinates(atom)}
+        (own if LANE.name in names else same)[monomial] = coefficient
+    varying = integers.from_terms(own)
+    if coordinates(varying) != {LANE.name} or loads(varying):
+        return None
+    return integers.from_terms(same), _values(varying, lanes)
+
+
+def _values(expr: Expr, lanes: int) -> list[int]:
+    """An integer that depends on the lane alone."""
+    import torch
+
+    numbers = torch.arange(lanes)
+    return torch.as_tensor(evaluate(expr, lambda leaf: numbers)).expand(lanes).tolist()
