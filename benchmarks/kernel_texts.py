@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import rows as variants
-from fusion.codegen.mlir.backward.fused import FusedKernel
+from fusion.codegen.mlir.backward.fused import FusedKernel, fuses
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.plan import unsupported as without_backward
@@ -124,7 +124,7 @@ def backward_texts(of: str, spec: AttentionSpec, problem: Problem) -> Iterator[T
     yield f"dk dv, {of}", KeysKernel(problem, needs).text().source
     if spec.normalizer is not Normalizer.NONE:
         yield f"settling, {of}", DeltaErrorKernel(problem, (False,) * len(needs)).text().source
-    if problem.tiling.planes and problem.target.amx:
+    if fuses(problem.target, problem.tiling):
         yield f"fused, {of}", FusedKernel(problem, needs).text().source
 
 

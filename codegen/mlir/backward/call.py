@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusion.codegen.mlir.backward.fused import FusedKernel
+from fusion.codegen.mlir.backward.fused import FusedKernel, fuses
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
@@ -144,11 +144,12 @@ class BackwardCall:
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
 
     def _is_fused(self, choice: int) -> bool:
-        """Whether one kernel gives all gradients: every batch element is one thread's, and products are on tiles."""
-        on_tiles = self.kernel.target.amx and self.kernel.tilings[choice].planes
-        if not on_tiles or not self.needs[0] or not (self.needs[1] or self.needs[2]):
+        """Whether one kernel gives all gradients: there is one, and every batch element is one thread's."""
+        target, tiling = self.kernel.target, self.kernel.tilings[choice]
+        if not fuses(target, tiling) or not self.needs[0] or not (self.needs[1] or self.needs[2] and tiling.planes):
             return False
-        return not self.plan.of(LaneAxis.QUERIES, self.needs) and not self._split(-(-self.n_k // 64))[0]
+        blocks = -(-self.n_k // (tiling.groups * target.lanes))
+        return not self.plan.of(LaneAxis.QUERIES, self.needs) and not self._split(blocks)[0]
 
     def _split(self, blocks: int) -> tuple[bool, int]:
         """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number

@@ -1,10 +1,18 @@
-"""All gradients in one kernel, whose lanes are keys: dQ += dS K is summed up beside dK and dV, on AMX tiles, where all
-blocks of a batch element are one thread's. Scores, weights and dP are then computed once instead of twice.
+"""All gradients in one kernel, whose lanes are keys: dQ += dS K is summed up beside dK and dV, where all blocks of a
+batch element are one thread's. Scores, weights and dP are then computed once instead of twice.
+
+On AMX tiles:
 
     slopes   dS as left operands [16 queries][32 keys], by [block of 16 queries][pair of lane groups][plane]
     keys     K as right operands, pairs of keys along the reduction, by
              [pair of lane groups][block of 16 columns][plane]
     sums     dQ as tiles [block of 16 queries][block of 16 columns][16][16], for all queries of the batch element
+
+By multiply-adds, lanes of the third product are columns:
+
+    slopes   dS as the product for dK has it, [lane group][query][L]: one scalar at a time is broadcast
+    keys     K [key][d]
+    sums     dQ [query][d]
 """
 
 from __future__ import annotations
@@ -16,10 +24,12 @@ from fusion.codegen.mlir.amx import TILE_ELEMENTS, Amx
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import Products
+from fusion.codegen.mlir.products import PanelProducts, Products
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
+from fusion.codegen.mlir.work_items import Tiling
 from fusion.codegen.mlir.x86 import F32, WORDS
 
 HALF = "vector<16xbf16>"
@@ -27,8 +37,8 @@ QUERY_GRADIENT_SPAN = 4 * KEY_SPAN
 """Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""
 
 
-class QueryGradient:
-    """Memory and products. product: that of Q and K; groups: lane groups of a block (even)."""
+class TiledQueryGradient:
+    """Memory and products on tiles. product: that of Q and K; groups: lane groups of a block (even)."""
 
     def __init__(self, b: Builder, product: Amx, groups: int):
         self.b, self.product, self.pairs = b, product, groups // 2
@@ -76,8 +86,8 @@ class QueryGradient:
                 x = b.sub(x, b.bitcast(b.binary("arith.andi", near, -0x10000), F32), "rest")
             b.store(part, b.at(base, plane * TILE_ELEMENTS, "bf16"), align=32)
 
-    def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value) -> None:
-        """sums (of the first of these queries) += dS K over `steps` steps of 32 queries."""
+    def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
+        """sums (of the first of these queries) += dS K over `steps` steps of 32 queries and the block's keys."""
         b = self.b
         with b.loop(0, steps, hint="step") as step:
             with b.loop(0, self.blocks // 2, hint="block") as block:
@@ -110,6 +120,90 @@ class QueryGradient:
         return [b.load(b.at(b.at(sums, base, "f32"), 256 * block, "f32"), F32, "dq") for block in range(self.blocks)]
 
 
+class VectorQueryGradient:
+    """The same by multiply-adds. rows: of a tile."""
+
+    def __init__(self, b: Builder, product: PanelProducts, groups: int, rows: int):
+        self.b, self.product, self.groups, self.rows = b, product, groups, rows
+        self.lanes, self.width, self.vector = product.lanes, product.d_padded, product.vector
+
+    def slope_bytes(self, rows: int) -> int:
+        """None but those of the product for dK."""
+        return 0
+
+    def pair_bytes(self) -> int:
+        return 4 * self.groups * self.lanes * self.width
+
+    def step_bytes(self) -> int:
+        """Sums of a key step of queries."""
+        return 4 * self.product.key_step * self.width
+
+    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        """The block's keys from `first` on, those from `limit` on as zeros."""
+        b, lanes = self.b, self.lanes
+        with b.loop(0, self.groups, hint="g") as g:
+            rows = reader.rows(b.add(first, b.mul(g, lanes)), lanes, limit, self.product.d, self.width, staging)
+            start = b.at(target, b.mul(g, lanes * self.width), "f32")
+            for r in range(lanes):
+                with b.loop(0, self.width, lanes, hint="c") as c:
+                    b.store(load_f32(b, rows, r, c, lanes), b.at(start, b.add(c, r * self.width), "f32"))
+
+    def store(self, slopes: Value, row: Value, group: Value, valid: Value, slope: Value) -> None:
+        """The product for dK has it."""
+
+    def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
+        """sums (of the first of these queries) += dS K over `steps` key steps of queries and `count` keys.
+
+        A row's vectors are taken in runs as long as a register tile has groups, or one less."""
+        b, vectors = self.b, self.width // self.lanes
+        runs = -(-vectors // self.product.group_step)
+        short, longer = divmod(vectors, runs)
+        with b.loop(0, steps, hint="step") as step:
+            for low, high, length in ((0, longer, short + 1), (longer, runs, short)):
+                with b.loop(low, high, hint="run") as run:
+                    column = b.mul(b.add(b.mul(run, length), low), self.lanes)  # the runs before are one longer
+                    self._add_block(slopes, b.at(keys, column, "f32"), b.at(sums, column, "f32"), step, count, length)
+
+    def _add_block(self, slopes: Value, keys: Value, sums: Value, step: Value, count: Value, length: int) -> None:
+        """`length` vectors of the sums of one key step of queries, over the block's keys. The block is summed up by
+        itself first: so short sums lose no digits."""
+        b, lanes, rows = self.b, self.lanes, self.product.key_step
+        first = b.at(slopes, b.mul(step, rows * lanes), "f32")
+
+        def add_key(sums: Sequence[Value], left: Value, key: Value, lane: Value | int) -> list[Value]:
+            line = b.at(keys, b.mul(key, self.width), "f32")
+            right = [b.load(b.at(line, n * lanes, "f32"), self.vector, "k", align=4 * lanes) for n in range(length)]
+            new = []
+            for r in range(rows):
+                slope = b.broadcast(b.load(b.at(left, b.add(lane, r * lanes), "f32"), "f32", "ds"), lanes)
+                new += [b.fma(slope, x, sums[r * length + n], "dq") for n, x in enumerate(right)]
+            return new
+
+        start, whole = [b.constant(0.0, self.vector)] * (rows * length), b.div(count, lanes)
+        with b.carry(0, whole, 1, start, hint="g") as (loop, g, total):
+            left = b.at(first, b.mul(g, self.rows * lanes), "f32")
+            for lane in range(lanes):
+                total = add_key(total, left, b.add(b.mul(g, lanes), lane), lane)
+            loop.yields(*total)
+        left = b.at(first, b.mul(whole, self.rows * lanes), "f32")
+        with b.carry(0, b.rem(count, lanes), 1, loop.results, hint="lane") as (rest, lane, total):
+            rest.yields(*add_key(total, left, b.add(b.mul(whole, lanes), lane), lane))
+        for number, total in enumerate(rest.results):
+            row, n = divmod(number, length)
+            cell = b.at(sums, b.add(b.mul(step, rows * self.width), row * self.width + n * lanes), "f32")
+            b.store(b.add(b.load(cell, self.vector, "dq", align=4 * lanes), total), cell, align=4 * lanes)
+
+    def line(self, sums: Value, row: Value) -> Sequence[Value]:
+        """The vectors of one query's gradient."""
+        start = self.b.at(sums, self.b.mul(row, self.width), "f32")
+        return [self.b.load(self.b.at(start, n, "f32"), self.vector, "dq") for n in range(0, self.width, self.lanes)]
+
+
+def fuses(target: Target, tiling: Tiling) -> bool:
+    """Whether there is such a kernel: on tiles, and by multiply-adds where it was measured (AVX2)."""
+    return target.amx if tiling.planes else not target.avx512
+
+
 class FusedKernel(KeysKernel):
     """dQ, dK and dV, where no gradient of a load wants a kernel whose lanes are queries."""
 
@@ -120,9 +214,12 @@ class FusedKernel(KeysKernel):
         return True
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
-        product = products[0]
-        assert isinstance(product, Amx)
-        self.queries = QueryGradient(self.b, product, self.tiling.groups)
+        product, groups = products[0], self.tiling.groups
+        if isinstance(product, Amx):
+            self.queries = TiledQueryGradient(self.b, product, groups)
+        else:
+            assert isinstance(product, PanelProducts)
+            self.queries = VectorQueryGradient(self.b, product, groups, self.tiling.keys)
         self.row_slopes = self.area(self.queries.slope_bytes(self.tiling.keys), "row_slopes")
         self.key_pairs = self.area(self.queries.pair_bytes(), "key_pairs")
         packed = super()._packed_areas(products)
@@ -169,12 +266,14 @@ class FusedKernel(KeysKernel):
     def _second_products(self, block: Block, start: Value, steps: Value) -> None:
         super()._second_products(block, start, steps)
         sums = self.part(self.query_sums[0], start, self.queries.step_bytes())
-        self.queries.accumulate(self.row_slopes, self.key_pairs, sums, steps)
+        on_tiles = isinstance(self.queries, TiledQueryGradient)
+        slopes = self.row_slopes if on_tiles else self.score_half.weights
+        self.queries.accumulate(slopes, self.key_pairs, sums, steps, block.count)
 
     def _write_queries(self, scope: Scope) -> None:
         """The gradient of Q of a whole batch element."""
         b = self.b
         with b.loop(0, self.n_q, hint="i") as i:
             for block, part in enumerate(self.queries.line(self.query_sums[0], i)):
-                b.store(b.mul(part, self.programs.scale), b.at(self.finished, 16 * block, "f32"))
+                b.store(b.mul(part, self.programs.scale), b.at(self.finished, self.lanes * block, "f32"))
             self._write_line(scope, 0, self.finished, i, self.d)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import Target
@@ -53,20 +54,32 @@ def test_few_queries(target: str, dtype: str) -> None:
     check(c, plan(c, SETS[target], by_rows=True))
 
 
+def check_gradients(c: Case, chosen: quick.Plan, extents: dict[str, int]) -> TrainingKernel:
+    with quick.compiling_for(chosen):
+        run = quick.kernel(c.spec, chosen, trained=True)
+        assert isinstance(run, TrainingKernel)
+        operands, sizes = draw(c, extents)
+        out, statistics = run.forward(operands, sizes)
+        assert_as_exact_as_eager(out, c, operands)
+        grad, needs = torch.randn_like(out), (True,) * len(operands)
+        found = run.backward(grad, out, statistics, operands, sizes, needs)
+        assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
+    return run
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", SETS)
 def test_gradients(target: str, dtype: str) -> None:
     c = case("brain_bias", dtype, 40, 24)
-    chosen = plan(c, SETS[target])
-    with quick.compiling_for(chosen):
-        run = quick.kernel(c.spec, chosen, trained=True)
-        assert isinstance(run, TrainingKernel)
-        operands, sizes = draw(c, SIZES)
-        grad, needs = torch.randn(1, 2, 70, 24).to(operands[0].dtype), (True,) * 4
-        out, statistics = run.forward(operands, sizes)
-        assert_as_exact_as_eager(out, c, operands)
-        found = run.backward(grad, out, statistics, operands, sizes, needs)
-        assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
+    check_gradients(c, plan(c, SETS[target]), SIZES)
+
+
+@pytest.mark.parametrize(("d", "n_q", "n_k"), [(5, 70, 3), (72, 131, 150), (136, 9, 49), (8, 20, 5000)])
+def test_all_gradients_in_one_kernel_of_multiply_adds(d: int, n_q: int, n_k: int) -> None:
+    """Queries, keys and columns that fill neither steps nor blocks nor register tiles."""
+    c = case("causal", "float32", d, 24)
+    run = check_gradients(c, plan(c, emulation.AVX2), SIZES | {"H": 16, "Nq": n_q, "Nk": n_k})
+    assert FusedKernel in {kind for kind, *_ in run._compiled}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
