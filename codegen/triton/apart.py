@@ -58,11 +58,11 @@ class Notes:
     def __init__(self, path: Path | None = None):
         self.path = path
 
-    def known(self, kernel: str, tile: Tile) -> str | None:
+    def known(self, kernel: str, tile: Tile | str) -> str | None:
         """Why a tile is not to be tried, or None."""
         return None if self.path is None else _read(self.path)["lost"].get(f"{kernel}: {tile}")
 
-    def begin(self, kernel: str, tile: Tile) -> None:
+    def begin(self, kernel: str, tile: Tile | str) -> None:
         """A tile is tried from now on."""
         if self.path is not None:
             _write(self.path, _read(self.path) | {"current": f"{kernel}: {tile}", "patience": TILE})

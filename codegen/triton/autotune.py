@@ -16,8 +16,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,6 +68,8 @@ class Stage:
     launch: Callable[[Tile], None]
     others: Callable[[], Sequence[Tile]] | None
     results: Sequence[torch.Tensor] = ()
+    peers: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+    trusted: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +122,17 @@ def run(
 
 
 def launch(stage: Stage, call: Call, tuner: Tuner | None = None) -> Tile:
-    """Launch a stage in its tile or, where that does not fit, in the largest smaller one; which is returned."""
+    """Launch a stage in its tile or, where that does not fit, in the largest smaller one; which is returned. Where a
+    peer was measured to be faster, it is called instead."""
     tile = settled(stage, call, tuner)
+    if tuner is not None and (peer := tuner.peer(stage, call)):
+        try:
+            stage.peers[peer]()
+            return tile
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.info("%s does not take this call (%s); %s runs in tiles of %s", peer, error, stage.kernel, tile)
     while True:
         try:
             stage.launch(tile)
@@ -163,6 +174,7 @@ class Tuner:
     def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: apart.Notes | None = None):
         self.times, self.clock, self.notes = times, clock, notes or apart.Notes()
         self._tiles: dict[tuple, Tile | None] = {}
+        self._peers: dict[tuple, str] = {}
 
     def measures(self, call: Call) -> bool:
         """Whether a call may be timed: not while a CUDA graph is captured, nor where results must not depend on it."""
@@ -182,7 +194,15 @@ class Tuner:
         if key not in self._tiles:
             found = remembered(stage.variant.digest, call.device).get(f"{stage.kernel}: {call.situation}")
             self._tiles[key] = None if found is None else Tile(**found["tile"])
+            self._peers[key] = "" if found is None else found.get("peer", "")
         return self._tiles[key]
+
+    def peer(self, stage: Stage, call: Call) -> str:
+        """The name of what was measured to be faster than the stage in its tile; empty where nothing was."""
+        if not stage.peers or self.tile(stage, call) is None:
+            return ""
+        found = self._peers.get(self._key(stage, call), "")
+        return found if found in stage.peers else ""
 
     def have_measured(self, stages: Sequence[Stage], call: Call, request: Callable[[], Request]) -> None:
         """Settle the tiles of some stages by what another process measures, or as they are where it cannot."""
@@ -215,15 +235,41 @@ class Tuner:
                 best = launch(stage, call)
             elif stage.tile in seconds and seconds[best] > (1 - MARGIN) * seconds[stage.tile]:
                 best = stage.tile
-            log.info("%s: %s, after %.1f s", stage.kernel, best, time.perf_counter() - started)
-            self._tiles[self._key(stage, call)] = best
-            remember(stage.variant.digest, call.device, f"{stage.kernel}: {call.situation}", best, seconds, failed)
+            rivals = self._rivals(stage, call, failed)
+            peer = min(rivals, key=rivals.__getitem__, default="")
+            if peer and rivals[peer] > (1 - MARGIN) * seconds.get(best, math.inf):
+                peer = ""
+            log.info("%s: %s, after %.1f s", stage.kernel, peer or best, time.perf_counter() - started)
+            self._tiles[self._key(stage, call)], self._peers[self._key(stage, call)] = best, peer
+            name = f"{stage.kernel}: {call.situation}"
+            remember(stage.variant.digest, call.device, name, best, seconds | rivals, failed, peer)
 
-    def _seconds(self, stage: Stage, call: Call) -> tuple[dict[Tile, float], dict[Tile, str]]:
+    def _rivals(self, stage: Stage, call: Call, failed: dict[Tile | str, str]) -> dict[str, float]:
+        """The seconds of a stage's peers, of those whose results can be trusted."""
+        seconds = {}
+        for name, run in stage.peers.items():
+            if (known := self.notes.known(stage.kernel, name)) is not None:
+                failed[name] = known
+                continue
+            self.notes.begin(stage.kernel, name)
+            try:
+                for result in stage.results:
+                    result.fill_(math.nan)
+                run()
+                if not stage.trusted():
+                    failed[name] = "its result is less exact than eager's"
+                    continue
+                seconds[name] = (self.clock or by_events)(run, call.device)
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+                _answers(call.device)
+        return seconds
+
+    def _seconds(self, stage: Stage, call: Call) -> tuple[dict[Tile, float], dict[Tile | str, str]]:
         """The seconds of a stage by tile, and why others have none: first with the table's schedule, then the fastest
         with other schedules."""
         seconds: dict[Tile, float] = {}
-        failed: dict[Tile, str] = {}
+        failed: dict[Tile | str, str] = {}
         others = [tile for tile in (stage.others() if stage.others else ()) if tile != stage.tile]
         ranked = self._ranked(stage, call, others)
         expected = self._time(stage, call, ranked, seconds, failed)
@@ -239,7 +285,7 @@ class Tuner:
         call: Call,
         tiles: Sequence[Tile],
         seconds: dict[Tile, float],
-        failed: dict[Tile, str],
+        failed: dict[Tile | str, str],
         expected: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor] | None:
         """Time some tiles. Those whose results are not the expected ones, which are those of the first tile that ran,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion.codegen import reference
-from fusion.codegen.triton import autotune
+from fusion.codegen.triton import autotune, peers
 from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
@@ -65,6 +65,7 @@ class Kernel:
         self._packing: dict[tuple[int, torch.device], Kernel] = {}  # by the number of heads
         self._may_share = shares_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+        self._peers = functools.cache(lambda: {} if (words := peers.said(spec)) is None else peers.calls(spec, words))
         # Derived once: a call would spend more than 100 us on it.
         self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
         self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
@@ -159,6 +160,8 @@ class Kernel:
         stage = self._stage(
             operands[0].device, math.prod(batch), extents, sizes, shared, reads, launch, [results["out"]]
         )
+        if self.tuner is not None:
+            stage = self._beside_peers(stage, operands, sizes, results["out"])
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         autotune.run(
             [stage],
@@ -173,6 +176,12 @@ class Kernel:
                 packed=self.packed,
             ),
         )
+
+    def _beside_peers(self, stage: Stage, operands, sizes, out: torch.Tensor | None) -> Stage:
+        """A stage with what else may compute it: not where statistics of rows are wanted."""
+        calls = {} if self.statistics else self._peers()
+        found = {name: functools.partial(call, operands, self.extents(sizes), out) for name, call in calls.items()}
+        return replace(stage, peers=found, trusted=lambda: peers.as_exact_as_eager(self.spec, operands, sizes, out))
 
     def _stage(
         self,
@@ -238,6 +247,9 @@ class Kernel:
             call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
             measured = self.tuner is not None and self.tuner.tile(stage, call) is not None
             choice = planner.in_tile(choice, autotune.settled(stage, call, self.tuner), sizes, measured)
+            if self.tuner is not None:
+                stage = self._beside_peers(stage, (), sizes, None)
+                choice = replace(choice, peer=self.tuner.peer(stage, call))
         return choice
 
     def prepare(self, sizes: Sequence[int]) -> None:

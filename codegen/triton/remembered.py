@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -18,7 +19,7 @@ from fusion.planning.head_dims import power
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; to be raised when a tile or a situation comes to mean something else."""
 
 
@@ -26,7 +27,8 @@ def _header(digest: str, device: torch.device) -> dict[str, Any]:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"format": FORMAT, "module": digest, "device": name, "triton": triton.__version__}
+    versions = {"triton": triton.__version__, "torch": torch.__version__}  # torch's: of the peers
+    return {"format": FORMAT, "module": digest, "device": name, **versions}
 
 
 def path_of(digest: str, device: torch.device) -> Path:
@@ -43,7 +45,7 @@ def remembered(digest: str, device: torch.device) -> dict[str, Any]:
         content = json.loads(path.read_text())
         if {name: content.get(name) for name in _header(digest, device)} != _header(digest, device):
             return {}
-        return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"])}
+        return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"], choice["peer"])}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
@@ -51,9 +53,11 @@ def remembered(digest: str, device: torch.device) -> dict[str, Any]:
         return {}
 
 
-def _sound(tile: dict[str, Any]) -> bool:
-    """Whether this is what became of a tile in a file."""
+def _sound(tile: dict[str, Any], peer: object) -> bool:
+    """Whether this is what became of a choice in a file."""
     kinds = get_type_hints(Tile)
+    if not isinstance(peer, str):
+        return False
     if tile.keys() != kinds.keys() or any(type(tile[name]) is not kind for name, kind in kinds.items()):
         return False
     sizes = [tile[name] for name, kind in kinds.items() if kind is int and name != "stages"]
@@ -61,11 +65,22 @@ def _sound(tile: dict[str, Any]) -> bool:
 
 
 def remember(
-    digest: str, device: torch.device, name: str, tile: Tile, seconds: dict[Tile, float], failed: dict[Tile, str]
+    digest: str,
+    device: torch.device,
+    name: str,
+    tile: Tile,
+    seconds: Mapping[Tile | str, float],
+    failed: Mapping[Tile | str, str],
+    peer: str = "",
 ) -> None:
-    """Add a choice to its file, with what was measured."""
+    """Add a choice to its file, with what was measured. peer: what is called in place of the kernel."""
     measured = [{"tile": str(other), "seconds": seconds[other]} for other in sorted(seconds, key=seconds.__getitem__)]
-    choice = {"tile": asdict(tile), "measured": measured, "failed": {str(t): text for t, text in failed.items()}}
+    choice = {
+        "tile": asdict(tile),
+        "peer": peer,
+        "measured": measured,
+        "failed": {str(t): text for t, text in failed.items()},
+    }
     choices = remembered(digest, device) | {name: choice}
     try:
         text = json.dumps(_header(digest, device) | {"choices": choices}, indent=1)

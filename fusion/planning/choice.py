@@ -65,6 +65,7 @@ class Choice:
     splits: parts that the keys are cut into.
     packed: query heads whose rows lie side by side in a block of rows.
     measured: whether the tile was timed, not predicted.
+    peer: what is called in place of the kernel, since it was measured to be faster ("sdpa cudnn").
     """
 
     schedule: str
@@ -73,6 +74,7 @@ class Choice:
     splits: int = 1
     packed: int = 1
     measured: bool = False
+    peer: str = ""
 
     @property
     def tiling(self) -> dict[str, int]:
@@ -86,7 +88,8 @@ class Choice:
 
     def __str__(self) -> str:
         parts = "" if self.splits == 1 else f"keys in {self.splits} parts, "
-        return f"{parts}tiles of {self.tile}{', measured' if self.measured else ''}"
+        own = f"{parts}tiles of {self.tile}{', measured' if self.measured else ''}"
+        return f"{self.peer}, measured to be faster than {own}" if self.peer else own
 
 
 def query_stationary(spec: AttentionSpec) -> str:
