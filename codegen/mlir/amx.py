@@ -70,6 +70,10 @@ class Amx:
         return 2 * keys * 16 * self.planes
 
     def staging_elements(self) -> int:
+        return self._staged_rows() + TILE_ELEMENTS // 2
+
+    def _staged_rows(self) -> int:
+        """What is behind them holds 16 columns of 32 keys in float32."""
         return 32 * max(self.d_padded, self.e_padded)
 
     def split(self, x: Value) -> list[Value]:
@@ -102,16 +106,23 @@ class Amx:
         halves = [self.split(load_f32(b, rows, row, b.add(column, h), 16)) for h in (0, 16)]
         return [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
 
+    def _pack_row(self, rows: Rows, row: Value, column: Value, target: Value) -> None:
+        """32 elements of a row, its planes a tile apart."""
+        for plane, x in enumerate(self._row_planes(rows, row, column)):
+            self.b.store(x, self.b.at(target, plane * TILE_ELEMENTS, "bf16"))
+
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        """One group of 16 queries: pairs along d, transposed as 32-bit words."""
+        """One group of 16 queries: pairs along d, transposed in place as 32-bit words."""
         b = self.b
         rows = reader.rows(first, 16, limit, self.d, self.d_padded, staging)
         with b.loop(0, self.chunks, hint="chunk") as chunk:
-            lines = [self._row_planes(rows, r, b.mul(chunk, 32)) for r in range(16)]
             base = b.at(target, b.mul(chunk, TILE_ELEMENTS * self.planes), "bf16")
-            for plane in range(self.planes):
-                for k, pair in enumerate(transpose(b, [b.bitcast(line[plane], WORDS) for line in lines])):
-                    b.store(pair, b.at(base, plane * TILE_ELEMENTS + 32 * k, "bf16"))
+            with b.loop(0, 16, hint="r") as r:
+                self._pack_row(rows, r, b.mul(chunk, 32), b.at(base, b.mul(r, 32), "bf16"))
+            with b.loop(0, self.planes, hint="plane") as plane:
+                lines = [b.at(base, b.add(b.mul(plane, TILE_ELEMENTS), 32 * k), "bf16") for k in range(16)]
+                for line, pair in zip(lines, transpose(b, [b.load(line, WORDS) for line in lines]), strict=True):
+                    b.store(pair, line)
 
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         b = self.b
@@ -119,51 +130,48 @@ class Amx:
         with b.loop(0, 32, hint="r") as r, b.loop(0, self.chunks, hint="chunk") as chunk:
             tile = b.add(b.mul(b.div(r, 16), self.chunks), chunk)
             offset = b.add(b.mul(tile, TILE_ELEMENTS * self.planes), b.mul(b.rem(r, 16), 32))
-            for plane, x in enumerate(self._row_planes(rows, r, b.mul(chunk, 32))):
-                b.store(x, b.at(b.at(target, offset, "bf16"), plane * TILE_ELEMENTS, "bf16"))
+            self._pack_row(rows, r, b.mul(chunk, 32), b.at(target, offset, "bf16"))
 
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         b = self.b
         rows = reader.rows(first, 32, limit, self.e, self.e_padded, staging)
+        columns = b.at(staging, self._staged_rows(), "f64", "columns")
         with b.loop(0, self.e_blocks, hint="block") as block:
-            column = b.mul(block, 16)
-            halves = [transpose(b, [load_f32(b, rows, h + r, column, 16) for r in range(16)]) for h in (0, 16)]
+            with b.loop(0, 32, 16, hint="half") as half:
+                lines = [load_f32(b, rows, b.add(half, r), b.mul(block, 16), 16) for r in range(16)]
+                for column, line in enumerate(transpose(b, lines)):
+                    b.store(line, b.at(columns, b.add(half, 32 * column), "f32"))
             base = b.at(target, b.mul(block, TILE_ELEMENTS * self.planes), "bf16")
-            for row, (low, high) in enumerate(zip(*halves, strict=True)):
-                for plane, (x, y) in enumerate(zip(self.split(low), self.split(high), strict=True)):
-                    b.store(b.shuffle(x, y, range(32)), b.at(base, plane * TILE_ELEMENTS + 32 * row, "bf16"))
+            with b.loop(0, 16, hint="e") as column:
+                line = Rows(pointer=columns, stride=32, memory="f32", dtype="float32")
+                self._pack_row(line, column, b.constant(0, "i64"), b.at(base, b.mul(column, 32), "bf16"))
 
     def query_norms(self, packed: Value) -> Value:
         """The squared norms of a packed group of 16 queries of one plane, a lane each, as bits of float32."""
         b = self.b
-        zero = b.constant(0.0, F32)
-        with b.carry(0, self.chunks, 1, [zero], hint="chunk") as (loop, chunk, (total,)):
-            for pair in range(16):
-                total = self._add_squares(b.at(packed, b.add(b.mul(chunk, TILE_ELEMENTS), 32 * pair), "bf16"), total)
-            loop.yields(total)
+        with b.carry(0, 16 * self.chunks, 1, [b.constant(0.0, F32)], hint="pair") as (loop, pair, (total,)):
+            loop.yields(self._add_squares(b.at(packed, b.mul(pair, 32), "bf16"), total))
         return self._magnitude(loop.results[0])
 
     def key_norms(self, packed: Value) -> Value:
         """The largest squared norms of keys r and r + 16 of a packed key step of one plane, for r in lane r."""
-        b, halves = self.b, []
-        for half in (0, 1):
+        b = self.b
+        with b.carry(0, 2, 1, [b.constant(0, WORDS)], hint="half") as (halves, half, (largest,)):
             start = [b.constant(0.0, F32) for _ in range(16)]
             with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, totals):
-                tile = b.at(packed, b.mul(b.add(chunk, half * self.chunks), TILE_ELEMENTS), "bf16")
+                tile = b.at(packed, b.mul(b.add(chunk, b.mul(half, self.chunks)), TILE_ELEMENTS), "bf16")
                 loop.yields(*(self._add_squares(b.at(tile, 32 * r, "bf16"), total) for r, total in enumerate(totals)))
-            halves.append(self._magnitude(sum_rows(b, loop.results)))
-        return b.most(*halves)
+            halves.yields(b.most(largest, self._magnitude(sum_rows(b, loop.results))))
+        return halves.results[0]
 
     def value_magnitudes(self, packed: Value) -> Value:
         """The largest magnitudes in a packed step of values of one plane, over all lanes, as bits of float32."""
         b = self.b
-        with b.carry(0, self.e_blocks, 1, [b.constant(0, WORDS)], hint="block") as (loop, block, (worst,)):
-            for row in range(16):
-                bits = b.load(b.at(packed, b.add(b.mul(block, TILE_ELEMENTS), 32 * row), "bf16"), WORDS, "pair")
-                high = b.binary("arith.andi", bits, 0x7FFF0000)
-                low = b.binary("arith.shli", b.binary("arith.andi", bits, 0x7FFF), 16)
-                worst = b.most(worst, b.most(high, low), "worst")
-            loop.yields(worst)
+        with b.carry(0, 16 * self.e_blocks, 1, [b.constant(0, WORDS)], hint="line") as (loop, line, (worst,)):
+            bits = b.load(b.at(packed, b.mul(line, 32), "bf16"), WORDS, "pair")
+            high = b.binary("arith.andi", bits, 0x7FFF0000)
+            low = b.binary("arith.shli", b.binary("arith.andi", bits, 0x7FFF), 16)
+            loop.yields(b.most(worst, b.most(high, low), "worst"))
         return loop.results[0]
 
     def _add_squares(self, address: Value, total: Value) -> Value:

@@ -48,9 +48,10 @@ class PackedRows:
         low = b.as_value(low, "i64")
         empty = b.compare("sge", have_low, have_high, "empty")
         have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)
-        for start, stop in ((low, have_low), (have_high, end)):
-            with b.loop(start, stop, step, hint="r") as row:
-                pack(row)
+        before, behind = b.most(b.sub(have_low, low), 0, "before"), b.most(b.sub(end, have_high), 0, "behind")
+        with b.loop(0, b.add(before, behind), step, hint="r") as r:
+            start = b.select(b.compare("slt", r, before), low, b.sub(have_high, before), "start")
+            pack(b.add(start, r, "row"))
         b.store(b.least(low, have_low), self.low)
         b.store(b.most(end, have_high), self.high)
 
