@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.codegen.mlir.cases import PROGRAMS, case
 
 TARGETS = {
-    "neon": Target(lanes=4),
+    "neon": Target(lanes=4, tile_rows=4, tile_groups=4),
     "avx2": Target(lanes=8, tile_rows=4, tile_groups=3),
     "avx512": Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3),
     "pairs": Target(lanes=16, avx512=True, pairs=True, tile_rows=8, tile_groups=3),

@@ -1,9 +1,9 @@
 """The register tiles of CPU kernels: what B_r and B_c are multiples of, and the tile that suits calls of any length.
 
 A kernel's innermost products keep a tile of scores in registers: vectors of queries (groups of lanes) by rows of keys.
-The sizes follow from the number of vector registers: 32 of AVX-512 hold 3 x 8 accumulators, 16 of AVX2 hold 3 x 4; tile
-registers of AMX hold 16 x 16, four of which make 32 x 32. Products of bfloat16 pairs use the same registers as
-multiply-adds.
+The sizes follow from the number of vector registers: 32 of AVX-512 hold 3 x 8 accumulators, 32 of Arm 4 x 4 (what four
+units with a latency of four keep busy), 16 of AVX2 3 x 4; tile registers of AMX hold 16 x 16, four of which make 32 x 32.
+Products of bfloat16 pairs use the same registers as multiply-adds.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def target_of(machine: Machine) -> Target:
         return Target(lanes=16, avx512=True, amx=amx, pairs=pairs, tile_rows=8, tile_groups=3, near_bytes=near)
     if "avx2" in machine.isa:
         return Target(lanes=8, tile_rows=4, tile_groups=3, near_bytes=near)
+    if "neon" in machine.isa:
+        return Target(lanes=4, tile_rows=4, tile_groups=4, near_bytes=near)
     lanes = max(4, machine.vector_bytes // 4 if machine.vector_bytes <= 64 else 4)
     return Target(lanes=lanes, near_bytes=near)
 
