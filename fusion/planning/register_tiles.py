@@ -1,8 +1,8 @@
 """The register tiles of CPU kernels: what B_r and B_c are multiples of, and the tile that suits calls of any length.
 
 A kernel's innermost products keep a tile of scores in registers: vectors of queries (groups of lanes) by rows of keys.
-The sizes follow from the number of vector registers: 32 of AVX-512 hold 3 x 8 accumulators, 32 of Arm 4 x 4 (what four
-units with a latency of four keep busy), 16 of AVX2 3 x 4; tile registers of AMX hold 16 x 16, four of which make 32 x 32.
+The sizes follow from the number of vector registers: 32 of AVX-512 hold 3 x 8 accumulators, 32 of Arm 4 x 4 (enough for
+four units with a latency of four), 16 of AVX2 3 x 4; tile registers of AMX hold 16 x 16, four of which make 32 x 32.
 Products of bfloat16 pairs use the same registers as multiply-adds.
 """
 
