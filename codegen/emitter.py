@@ -69,6 +69,10 @@ class TrainingKernel(Protocol):
         """(output, statistics of rows that `backward` reads: see `fusion.runtime.shapes.statistics_shape`)."""
         ...
 
+    def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """[output, statistics, *further outputs], of an emitter that writes these."""
+        ...
+
     def backward(
         self,
         grad: Tensor,
@@ -83,7 +87,12 @@ class TrainingKernel(Protocol):
 
 
 class Emitter(Protocol):
-    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call."""
+    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call.
+
+    One that has `writes_further_outputs = True` is also given specs with `further` outputs: `compile_training` makes
+    their kernel, with a method `outputs(operands, sizes) -> [output, statistics, *further outputs]`, whether they are
+    trained or not; its None leaves them to the reference interpreter.
+    """
 
     def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:
         """Why there is no kernel for a spec, or None."""

@@ -10,8 +10,8 @@ class Ground(enum.Enum):
     """The closed list of grounds on which an attention is refused; the value of each is its advice."""
 
     WEIGHTS_NEEDED = (
-        "Let nothing but the product with V use the weights: do not return them (output_attentions=False, "
-        "need_weights=False, or compile the function without that output)."
+        "Let nothing else use what was computed before the softmax, or before the weights were complete: take the "
+        "weights themselves, or leave that output out (output_attentions=False, need_weights=False)."
     )
     NOT_POINTWISE = (
         "The operation named here mixes scores of different keys or heads, works along another axis, or is not known. "

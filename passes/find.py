@@ -56,7 +56,8 @@ class Site:
     """A product with V.
 
     anchor: that product (or SDPA call). root: the last node of the region, a view of it. dims: the coordinate of each
-    dimension of the root. refusal: why it stays as it was, or None.
+    dimension of the root. refusal: why it stays as it was, or None. place: before which the call that takes the root's
+    place is to stand; None: the root.
     """
 
     anchor: Node
@@ -66,6 +67,7 @@ class Site:
     attentions: list[Attention] = field(default_factory=list)
     refusal: Refusal | None = None
     blame: Node | None = None
+    place: Node | None = None
 
     def interior(self) -> set[Node]:
         """Nodes that were looked into, among which those of N_q x N_k must die with the region."""

@@ -159,6 +159,24 @@ def _fold_left(name: str, args: tuple[Expr, ...]) -> Expr:
     return result
 
 
+def memory_order(node: Node) -> tuple[int, ...]:
+    """The dimensions of a tensor from the slowest to the fastest in memory; broadcast ones where they stand."""
+    strides = [_hint(stride) for stride in value(node).stride()]
+    for k in reversed(range(len(strides))):
+        if strides[k] == 0 and k + 1 < len(strides):
+            strides[k] = strides[k + 1]
+    return tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
+
+
+def _hint(stride: int | torch.SymInt) -> int:
+    if isinstance(stride, torch.SymInt):
+        hint = stride.node.hint
+        if hint is None:
+            raise Unsupported(Ground.SIZE, "a result whose strides depend on data")
+        return int(hint)
+    return stride
+
+
 def specialize(extent: Any) -> None:
     """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic."""
     if isinstance(extent, torch.SymInt) and not extent.node.expr.is_number:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, walk
+from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
 from fusion.passes.dead_rows import as_exponents, may_be_far, quotient_kind, selected
@@ -23,13 +23,17 @@ _DETACHED = apply("detach", ROW_MAX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """A normalised function of scores: the fields are those of `AttentionSpec`, with "dot" leaves for products."""
+    """A normalised function of scores: the fields are those of `AttentionSpec`, with "dot" leaves for products.
+
+    origin: the normalised score as it was found.
+    """
 
     score: Expr
     normalizer: Normalizer
     weight: Expr
     sinks: tuple[Expr, ...] = ()
     row_scale: Expr | None = None
+    origin: Expr | None = None
 
 
 def attentions(weight: Expr) -> list[Core]:
@@ -42,6 +46,22 @@ def attentions(weight: Expr) -> list[Core]:
     if not has(weight, "softmax", "scaled_softmax"):
         return [_pointwise_core(weight)]
     return [_core(coefficient, core) for coefficient, core in _terms(weight)]
+
+
+def in_terms_of(value: Expr, core: Core) -> Expr | None:
+    """A value that is made of a core's weight, or of the maximum or log-sum of its scores, in WEIGHT, ROW_MAX and
+    ROW_SUM; None where it is made of anything else that depends on scores."""
+    value, columns = _fold_softmax(value), (core.score, *core.sinks)
+    known = {} if core.origin is None else {core.origin: WEIGHT}
+    for part in walk(value):
+        if (maximum := _own_maximum(part, columns)) is not None:
+            known[part] = maximum
+        elif is_maximum(part, columns, "logsumexp"):
+            infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
+            known[part] = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
+    found = _replace(value, known)
+    beyond = ("row_max", "row_sum") if core.normalizer is Normalizer.NONE else ()
+    return None if has(found, "dot", "softmax", "scaled_softmax", "reduce", *beyond) else found
 
 
 # --- hand-written softmax ---------------------------------------------------------------------------------------
@@ -324,7 +344,10 @@ def _core(coefficient: Expr, core: Expr) -> Core:
     if not all(free_of_keys(sink) for sink in sinks):
         column = next(sink for sink in sinks if not free_of_keys(sink))
         raise Unsupported(Ground.COLUMN_OF_SCORES, "a further column of the softmax depends on the scores", column)
-    return Core(score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale)
+    return Core(
+        score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale,
+        origin=core,
+    )  # fmt: skip
 
 
 def _pointwise_core(weight: Expr) -> Core:
@@ -339,4 +362,4 @@ def _pointwise_core(weight: Expr) -> Core:
         raise Unsupported(
             Ground.NO_NORMALISER, "there is no normaliser, and nothing but linear operations, between the two products"
         )
-    return Core(score=weight, normalizer=Normalizer.NONE, weight=const(1.0))
+    return Core(score=weight, normalizer=Normalizer.NONE, weight=const(1.0), origin=weight)

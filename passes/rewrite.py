@@ -5,17 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir import AttentionSpec
-from fusion.ir.expr import Expr, walk
+from fusion.ir.expr import J, walk
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
+from fusion.passes.building import Symbols, copy_provenance, derived, in_place_of
 from fusion.passes.find import Attention, Site
+from fusion.passes.further import Use, uses
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds
 from fusion.passes.specify import Specified, specify
@@ -47,15 +48,16 @@ def rewrite(
     block_mask: the user's mask for every attention.
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     """
-    symbols = _Symbols(module.graph)
+    symbols = Symbols(module.graph)
     specified = _specify_all(sites, symbols, block_mask)
-    _refuse_escaping(module.graph, sites, specified)  # first: these are not validated, and no kernels built for them
+    # First: what is refused here is not validated, and no kernels are built for it.
+    _refuse_escaping(module.graph, sites, specified, None if block_mask else symbols)
     if validate is not None:
         _refuse_different(module.graph, sites, specified, validate)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
     _refuse_unsupported(module.graph, sites, specified, supports)
-    _refuse_escaping(module.graph, sites, specified)
+    _refuse_escaping(module.graph, sites, specified, None)
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
@@ -68,7 +70,7 @@ def rewrite(
     return specified
 
 
-def _specify_all(sites: Sequence[Site], symbols: _Symbols, block_mask: BlockMask | None) -> dict[int, list[Specified]]:
+def _specify_all(sites: Sequence[Site], symbols: Symbols, block_mask: BlockMask | None) -> dict[int, list[Specified]]:
     specified: dict[int, list[Specified]] = {}
     for number, site in enumerate(sites):
         if site.refusal is not None:
@@ -103,11 +105,18 @@ def _refuse_unsupported(
         refusals = (supports(p.spec, device, values, p.differentiable) for p, values in zip(parts, sizes, strict=True))
         if (refusal := next(filter(None, refusals), None)) is not None:
             sites[number].refusal = refusal
+            sites[number].place = None
             del specified[number]
 
 
-def _specify(site: Site, attention: Attention, symbols: _Symbols, block_mask: BlockMask | None) -> Specified:
-    found = specify(site, attention, block_mask)
+def _specify(
+    site: Site,
+    attention: Attention,
+    symbols: Symbols,
+    block_mask: BlockMask | None,
+    found_uses: Sequence[Use] = (),
+) -> Specified:
+    found = specify(site, attention, block_mask, found_uses)
     _refuse_distributed_dropout(found)
     for extent in found.sizes:
         symbols.require(extent)
@@ -127,7 +136,7 @@ def _refuse_distributed_dropout(found: Specified) -> None:
 
 
 def _map_tiles(
-    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: _Symbols, pays: Pays
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: Symbols, pays: Pays
 ) -> None:
     """Give attentions whose masks are data a map of their live tiles, one for all that have the same mask."""
     wanted: dict[Mapped, list[tuple[int, int]]] = {}
@@ -145,14 +154,15 @@ def _map_tiles(
         made: Node | None = None
         for (number, position), part in zip(users, parts, strict=True):
             root = sites[number].root
-            if made is None or not made < root:
-                with graph.inserting_before(root):
+            place = sites[number].place or root
+            if made is None or not made < place:
+                with graph.inserting_before(place):
                     sizes = [symbols.value(extent) for extent in found.sizes]
                     made = graph.call_function(
                         torch.ops.fusion.tile_map.default,
                         (list(found.operands), sizes, found.spec.to_json()),
                     )
-                _copy_provenance(root, made)
+                copy_provenance(root, made)
                 held = [nodes.value(s) if isinstance(s, Node) else s for s in sizes]
                 like = nodes.value(root)
                 shape = found.spec.shape(dict(zip(found.spec.sizes, held, strict=True)))
@@ -160,7 +170,7 @@ def _map_tiles(
             specified[number][position] = with_map(part, made)
 
 
-def _check_tables(graph: Graph, specified: dict[int, list[Specified]], symbols: _Symbols) -> None:
+def _check_tables(graph: Graph, specified: dict[int, list[Specified]], symbols: Symbols) -> None:
     """Let attentions read tables whose positions are known to be there: copies made by `fusion::table`, one for all
     that are read at the same places."""
     known: dict[Table, Node] = {}
@@ -174,11 +184,11 @@ def _check_tables(graph: Graph, specified: dict[int, list[Specified]], symbols: 
             parts[place] = replace(part, operands=tuple(operands))
 
 
-def _checked(graph: Graph, table: Table, symbols: _Symbols) -> Node:
+def _checked(graph: Graph, table: Table, symbols: Symbols) -> Node:
     with graph.inserting_before(table.call):
         arguments = (table.positions, symbols.value(table.extent), table.dim, table.operation)
         made = graph.call_function(torch.ops.fusion.table.default, arguments)
-    _copy_provenance(table.call, made)
+    copy_provenance(table.call, made)
     made.meta["val"] = nodes.value(table.positions).new_empty(nodes.value(table.positions).shape)
     return made
 
@@ -203,21 +213,68 @@ def _impure(node: Node) -> bool:
     return not marks.seed.on(node) and not marks.is_seed(node) and node.is_impure()
 
 
-def _refuse_escaping(graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]]) -> None:
-    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes."""
+def _refuse_escaping(
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: Symbols | None
+) -> None:
+    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes.
+
+    symbols: with them a site is specified anew, with what is needed of its weights as further outputs, where it can be.
+    """
     while True:
-        needs = {sites[n].root: _inputs(parts) for n, parts in specified.items()}
+        needs = {node: _inputs(parts) for n, parts in specified.items() for node in _made(sites[n], parts)}
         live = _live(graph, needs)
-        escaped = {n: blame for n in specified if (blame := _escape(sites[n], live, needs)) is not None}
+        escaped = {n: found for n in specified if (found := _escaping(sites[n], live, needs))}
         if not escaped:
             return
-        for number, (node, user) in escaped.items():
+        for number, nodes_ in escaped.items():
             site = sites[number]
-            site.blame = user if user is not None and user.op != "output" else node
-            where = nodes.source_line(user) if user is not None else None
-            use = _describe_use(node, user) + (f", at {where}" if where else "")
-            site.refusal = Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})")
+            if symbols is not None and (part := _with_further(site, nodes_, live, needs, symbols)) is not None:
+                specified[number] = [part]
+                break  # what it writes may be what others need
+            refuse_escaped(site, nodes_, live, needs)
             del specified[number]
+
+
+def _made(site: Site, parts: Sequence[Specified]) -> list[Node]:
+    """The nodes that the call in the place of a site makes."""
+    return [site.root, *(use.node for part in parts for use in part.uses)]
+
+
+def refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
+    """Say of a site that its weights are needed, and by what."""
+    scores = _downstream_of_products(site, site.interior())
+    node, user = next(
+        ((n, u) for n in escaping for u in n.users if _is_outside(u, live, scores, needs)), (escaping[0], None)
+    )
+    site.blame = user if user is not None and user.op != "output" else node
+    where = nodes.source_line(user) if user is not None else None
+    use = _describe_use(node, user) + (f", at {where}" if where else "")
+    site.refusal = Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})")
+
+
+def _is_outside(user: Node, live: set[Node], scores: set[Node], needs: Mapping[Node, list[Node]]) -> bool:
+    return user in live and user not in scores and user not in needs
+
+
+def _with_further(
+    site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]], symbols: Symbols
+) -> Specified | None:
+    """A site that also writes what is needed of its weights; None where it cannot."""
+    scores = _downstream_of_products(site, site.interior())
+    found = uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))
+    if not found:
+        return None
+    try:
+        part = _specify(site, site.attentions[0], symbols, None, found)
+    except Unsupported:
+        return None
+    users = {u for use in found for u in use.node.users if u in live and u not in scores and u not in needs}
+    site.place = min({site.root, *users})
+    read = [*part.operands, *symbols.of(part.sizes)]
+    if any(not node < site.place or node in scores for node in read) or any(map(marks.dtensor, part.operands)):
+        site.place = None
+        return None
+    return part
 
 
 def _describe_use(node: Node, user: Node | None) -> str:
@@ -241,17 +298,14 @@ def _live(graph: Graph, needs: dict[Node, list[Node]]) -> set[Node]:
     return live
 
 
-def _escape(site: Site, live: set[Node], needs: dict[Node, list[Node]]) -> tuple[Node, Node | None] | None:
-    """A node of the region that holds scores and stays alive, and the live node that uses it."""
-    interior = site.interior()
-    scores = _downstream_of_products(site, interior)
-    operands = {operand for node in needs.get(site.root, ()) for operand in (node,)}
-    alive = sorted((n for n in scores - {site.root} if n in live and n not in operands), reverse=True)
-    for node in alive:
-        for user in node.users:
-            if user in live and user not in scores and user not in needs:
-                return node, user
-    return (alive[0], None) if alive else None
+def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
+    """The nodes of the region that hold scores and stay alive, the last first; those that are used outside of it, where
+    there are any."""
+    scores = _downstream_of_products(site, site.interior())
+    operands = set(needs.get(site.root, ()))
+    alive = [n for n in scores if n in live and n not in operands and n not in needs]
+    used = [n for n in alive if any(_is_outside(user, live, scores, needs) for user in n.users)]
+    return sorted(used or alive, reverse=True)
 
 
 def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
@@ -264,22 +318,26 @@ def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
 
 
 def _replace(
-    graph: Graph, site: Site, parts: Sequence[Specified], symbols: _Symbols, emitter: str, results: dict[Node, Node]
+    graph: Graph, site: Site, parts: Sequence[Specified], symbols: Symbols, emitter: str, results: dict[Node, Node]
 ) -> Node:
     """Put the calls in the place of a site's root. `results`: what stands in the place of roots before it."""
     root = site.root
-    with graph.inserting_before(root):
-        terms = []
+    with graph.inserting_before(site.place or root):
+        terms, further = [], dict[Node, Node]()
         for part in parts:
             operands = [_operand(graph, root, operand, results) for operand in part.operands]
-            terms.append(_call(graph, root, part, operands, symbols, emitter))
+            term, written = _call(graph, site, part, operands, symbols, emitter)
+            terms.append(term)
+            further |= written
         result = terms[0]
         for term in terms[1:]:
-            result = _derived(graph, root, aten.add.Tensor, (result, term))
+            result = derived(graph, root, aten.add.Tensor, (result, term))
         if nodes.dtype(result) != nodes.dtype(root):
-            result = _derived(graph, root, aten.to.dtype, (result, nodes.dtype(root)))
+            result = derived(graph, root, aten.to.dtype, (result, nodes.dtype(root)))
         if marks.mutations(root) and marks.requires_grad(root):  # the backward reads what the call returned
-            result = _derived(graph, root, aten.clone.default, (result,))
+            result = derived(graph, root, aten.clone.default, (result,))
+    for node, written in further.items():  # what stands before it is the region, which dies
+        node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: written < user)
     root.replace_all_uses_with(result)
     graph.erase_node(root)
     return result
@@ -289,94 +347,36 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
     """What the call in the place of `root` takes: a copy of what is written to later, if a backward reads it again."""
     found = results.get(operand, operand)
     if marks.requires_grad(root) and any(root < mutation for mutation in marks.mutations(operand)):
-        return _derived(graph, root, aten.clone.default, (found,))
+        return derived(graph, root, aten.clone.default, (found,))
     return found
 
 
-def _call(graph: Graph, root: Node, part: Specified, operands: list[Node], symbols: _Symbols, emitter: str) -> Node:
-    sizes = [symbols.value(extent) for extent in part.sizes]
+def _call(
+    graph: Graph, site: Site, part: Specified, operands: list[Node], symbols: Symbols, emitter: str
+) -> tuple[Node, dict[Node, Node]]:
+    """The output, and what takes the place of each node that is written beside it."""
+    root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
     arguments = (operands, sizes, part.spec.to_json(), emitter)
-    call = (
-        _differentiable_call(graph, arguments)
-        if part.differentiable
-        else graph.call_function(torch.ops.fusion.attention.default, arguments)
-    )
-    _copy_provenance(root, call)
     output = part.spec.output
     extents = dict(zip(output.dims, nodes.value(root).shape, strict=True))
     like = nodes.value(root)
     packed = like.new_empty([extents[d] for d in output.order], dtype=getattr(torch, part.spec.out_dtype))
-    call.meta["val"] = packed.permute([output.order.index(d) for d in output.dims])
-    return call
-
-
-def _differentiable_call(graph: Graph, arguments: tuple[Any, ...]) -> Node:
-    """The output of `attention_forward`, whose second result only the gradient reads."""
-    both = graph.call_function(torch.ops.fusion.attention_forward.default, arguments)
-    return graph.call_function(operator.getitem, (both, 0))
-
-
-def _derived(graph: Graph, root: Node, target: Any, args: tuple[Any, ...]) -> Node:
-    node = graph.call_function(target, args)
-    _copy_provenance(root, node)
-    node.meta["val"] = target(*(nodes.value(a) if isinstance(a, Node) else a for a in args))
-    return node
-
-
-def _copy_provenance(origin: Node, target: Node) -> None:
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-        if key in origin.meta:
-            target.meta[key] = origin.meta[key]
-
-
-class _Symbols:
-    """Graph values of size expressions: integers, or nodes computed from the nodes that carry each symbol."""
-
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.carriers: dict[str, tuple[Node, int | None]] = {}
-        for node in graph.nodes:
-            held = nodes.value(node) if node.op != "output" else None
-            if isinstance(held, torch.SymInt) and held.node.expr.is_symbol:
-                self.carriers.setdefault(str(held.node.expr), (node, None))
-            elif isinstance(held, torch.Tensor) and node.op == "placeholder":
-                for dim, extent in enumerate(held.shape):
-                    if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol:
-                        self.carriers.setdefault(str(extent.node.expr), (node, dim))
-
-    def require(self, expr: Expr) -> None:
-        """Raise `Unsupported` unless `value` can make this expression."""
-        for part in walk(expr):
-            if part.op == "size" and part.attr not in self.carriers:
-                raise Unsupported(Ground.SIZE, f"the size {part.attr} is not carried by any input of the graph")
-            if part.op not in ("size", "const") and part.op not in _OPERATORS:
-                raise Unsupported(Ground.SIZE, f"a size written as {expr}")
-
-    def value(self, expr: Expr) -> int | Node:
-        """An int, or a node inserted at the graph's insertion point."""
-        if expr.op == "const":
-            return expr.integer
-        if expr.op == "size":
-            return self._symbol(expr.name)
-        result = self.value(expr.args[0])
-        for arg in expr.args[1:]:
-            result = self._combine(_OPERATORS[expr.op], result, self.value(arg))
-        return result
-
-    def _symbol(self, name: str) -> Node:
-        node, dim = self.carriers[name]
-        if dim is None:
-            return node
-        extent = self.graph.call_function(aten.sym_size.int, (node, dim))
-        extent.meta["val"] = nodes.value(node).shape[dim]
-        return extent
-
-    def _combine(self, function: Any, left: int | Node, right: int | Node) -> Node:
-        node = self.graph.call_function(function, (left, right))
-        held = [nodes.value(x) if isinstance(x, Node) else x for x in (left, right)]
-        node.meta["val"] = function(*held)
-        return node
-
-
-_OPERATORS = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
-              "imax": torch.sym_max, "imin": torch.sym_min}  # fmt: skip
+    value, written = packed.permute([output.order.index(d) for d in output.dims]), dict[Node, Node]()
+    if part.uses:
+        every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
+        call = graph.call_function(operator.getitem, (every, 0))
+        written = {
+            use.node: in_place_of(
+                graph, use, further, graph.call_function(operator.getitem, (every, 2 + k)), symbols,
+                site.bounds | {J: site.attentions[0].keys}, marks.requires_grad(root),
+            )
+            for k, (use, further) in enumerate(zip(part.uses, part.spec.further, strict=True))
+        }  # fmt: skip
+    elif part.differentiable:  # the second result only the gradient reads
+        both = graph.call_function(torch.ops.fusion.attention_forward.default, arguments)
+        call = graph.call_function(operator.getitem, (both, 0))
+    else:
+        call = graph.call_function(torch.ops.fusion.attention.default, arguments)
+    copy_provenance(root, call)
+    call.meta["val"] = value
+    return call, written

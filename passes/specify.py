@@ -12,10 +12,11 @@ from torch.fx import Node
 from fusion.ir import AttentionSpec, Operand, Output, integers
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
 from fusion.ir.ops import apply, where
-from fusion.ir.spec import MASK_EXPRESSIONS, MaskFacts, Normalizer
+from fusion.ir.spec import MASK_EXPRESSIONS, FurtherOutput, MaskFacts, Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.find import Attention, Site
+from fusion.passes.further import Use
 from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
 from fusion.passes.operands import Access, scales_rows
@@ -36,6 +37,7 @@ class Specified:
     sizes: the spec's sizes in the graph's own terms.
     differentiable: whether gradients are needed.
     tables: numbers of operands that are positions in others, which are to be checked before they are read.
+    uses: what the further outputs take the place of.
     """
 
     spec: AttentionSpec
@@ -44,11 +46,14 @@ class Specified:
     sizes: tuple[Expr, ...]
     differentiable: bool
     tables: tuple[tuple[int, Table], ...] = ()
+    uses: tuple[Use, ...] = ()
 
 
-def specify(site: Site, attention: Attention, block_mask: BlockMask | None = None) -> Specified:
-    """The spec of one attention of a site, under the user's own mask if there is one; raises `Unsupported` where it
-    cannot be stated."""
+def specify(
+    site: Site, attention: Attention, block_mask: BlockMask | None = None, uses: Sequence[Use] = ()
+) -> Specified:
+    """The spec of one attention of a site, under the user's own mask if there is one, with the further outputs that
+    take the place of `uses`; raises `Unsupported` where it cannot be stated."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
     if core.row_scale is not None and attention.pullback.partly_detached:
@@ -61,6 +66,8 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
     resolve = _Resolver(products, main, attention.pullback, operands)
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve, block_mask)
+    bounds = site.bounds | {J: attention.keys}
+    further = tuple(decided(resolve(use.value), bounds) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
         message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
@@ -69,15 +76,23 @@ def specify(site: Site, attention: Attention, block_mask: BlockMask | None = Non
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
+    spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
+        uses=tuple(uses),
         device=nodes.value(site.root).device.type,
         operands=tuple(operands),
         sizes=values,
         differentiable=differentiable,
         tables=tuple(resolve.tables.items()),
     )
+
+
+def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:
+    wide = "float64" if any(o.dtype == "float64" for o in spec.operands) else "float32"
+    dtype = str(nodes.dtype(use.node)).removeprefix("torch.") if use.is_whole else wide
+    return FurtherOutput(value=value, dims=use.dims, dtype=dtype, reduction=use.reduction, over=use.over)
 
 
 def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, block_mask: BlockMask | None) -> Core:
@@ -305,7 +320,7 @@ def _describe(operands: list[Node], differentiable: bool, of_elements: Collectio
             role = "mask" if dtype == "bool" else role
             counts[role] = counts.get(role, 0) + 1
             name = role if counts[role] == 1 else f"{role}{counts[role]}"
-        order = _order(operand) if differentiable and marks.requires_grad(operand) else ()
+        order = nodes.memory_order(operand) if differentiable and marks.requires_grad(operand) else ()
         described.append(Operand(dtype=dtype, rank=len(nodes.shape(operand)), name=name, order=order))
     return tuple(described)
 
@@ -318,22 +333,4 @@ def _memory_order(site: Site) -> tuple[str, ...]:
     users = site.root.users
     if users and all(u.op == "call_function" and nodes.packet(u) in _STRIDE_AGNOSTIC for u in users):
         return site.dims
-    return tuple(site.dims[k] for k in _order(site.root))
-
-
-def _order(node: Node) -> tuple[int, ...]:
-    """The dimensions of a tensor from the slowest to the fastest in memory; broadcast ones where they stand."""
-    strides = [_hint(stride) for stride in nodes.value(node).stride()]
-    for k in reversed(range(len(strides))):
-        if strides[k] == 0 and k + 1 < len(strides):
-            strides[k] = strides[k + 1]
-    return tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
-
-
-def _hint(stride: int | torch.SymInt) -> int:
-    if isinstance(stride, torch.SymInt):
-        hint = stride.node.hint
-        if hint is None:
-            raise Unsupported(Ground.SIZE, "a result whose strides depend on data")
-        return int(hint)
-    return stride
+    return tuple(site.dims[k] for k in nodes.memory_order(site.root))

@@ -68,6 +68,8 @@ class AttentionKernel(OverlappingKernel):
             steps = self.params[("key_steps",)]
             self.packed_values = b.at(self.packed_keys, b.mul(steps, p.key_bytes()), "i8", "packed_values")
             self.notes = b.at(self.packed_values, b.mul(steps, p.value_bytes()), "i8", "notes")
+            if self.further is not None:
+                self.further.lie_at(b.at(self.notes, b.mul(steps, self.note_bytes), "i8", "kept"), steps)
 
     def _near(self) -> BoundedScores | None:
         """When this kernel's scores are near a centre; None where it would gain nothing (products outweigh the softmax
@@ -80,7 +82,7 @@ class AttentionKernel(OverlappingKernel):
             or spec.normalizer is Normalizer.NONE
         ):
             return None
-        if self.weight is not None or spec.row_scale is not None:
+        if self.weight is not None or spec.row_scale is not None or spec.further:
             return None
         programs = [program for program in (self.programs.masked, self.programs.full) if program is not None]
         return near(programs, self.programs.scale)
@@ -95,10 +97,11 @@ class AttentionKernel(OverlappingKernel):
             self._item(top, item)
         if self.worst is not None:
             raise_flag(b, self.worst, self.params[("ptr", "flag")])
+        kept, beyond = (0, 0) if self.further is None else (self.further.step_bytes, self.further.fixed_bytes)
         return KernelText(
             source=self.function(), slots=self.slots(), rows=self.tiling.groups * self.lanes,
-            key_step=self.products.key_step, fixed_bytes=self.workspace_bytes,
-            step_bytes=self.products.key_bytes() + self.products.value_bytes() + self.note_bytes,
+            key_step=self.products.key_step, fixed_bytes=self.workspace_bytes + beyond,
+            step_bytes=self.products.key_bytes() + self.products.value_bytes() + self.note_bytes + kept,
             may_flag=self.may_flag,
         )  # fmt: skip
 
@@ -118,8 +121,12 @@ class AttentionKernel(OverlappingKernel):
         if mask is not None and mask.tile_live is not None:
             low, high = self._live_range(ranged, mask.tile_live, low, high)
         self._attend(item, low, high)
+        if self.further is not None:
+            self.further.begin()
         with b.loop(0, item.groups, hint="g") as g:
             self._finish(item, g)
+        if self.further is not None:
+            self.further.end(item)
 
     def _begin(self, top: Scope, number: Value) -> Item:
         """The item of a number, with its queries packed."""
@@ -219,6 +226,9 @@ class AttentionKernel(OverlappingKernel):
         b, near = self.b, self.near
         if self.statistics is not None:
             self.statistics.clear(item.padded_groups)
+        skips = self.spec.mask is not None and self.spec.mask.skips
+        if self.further is not None and self.further.keeps and skips:
+            self.further.clear(item.padded_groups)
         self._pack(item.readers, keys.low, keys.high)
         if near is None:
             self._clear(item, float("-inf"))
@@ -358,6 +368,8 @@ class AttentionKernel(OverlappingKernel):
             factor = self._row_factor(rows, m, total)
             if self.statistics is not None:
                 self.statistics.write(rows, g, m, factor)
+        if self.further is not None:
+            self.further.finish(item, g, rows, factor)
         padded = self.products.e_padded
         with b.loop(0, padded, lanes, hint="e") as e:
             cells = [

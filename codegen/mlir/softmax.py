@@ -44,6 +44,7 @@ class Group:
     maximum: vector of the running maximum, in units of the programs' scale
     total: the row of the running sum
     rows: how many rows from `output` on are in units of that maximum (`tile.KEY_SPAN`)
+    kept: the weights of all keys so far in the same units, [key][L], where further outputs are made of them
     """
 
     scores: Value
@@ -53,6 +54,7 @@ class Group:
     maximum: Value
     total: Value
     rows: Value
+    kept: Value | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +198,11 @@ class GroupSoftmax:
             new = self.largest(highest, old)
             b.store(new, group.maximum)
             factor = b.select(b.compare("oeq", old, float("-inf")), 0.0, self.exponent.change(old, new), "factor")
-            with b.loop(0, group.rows, hint="e") as e:
-                cell = self._row(group.output, e)
-                b.store(b.mul(b.load(cell, self.vector, "o"), factor), cell)
+            for base, count in ((group.output, group.rows), (group.kept, self.block.first)):
+                if base is not None:
+                    with b.loop(0, count, hint="e") as e:
+                        cell = self._row(base, e)
+                        b.store(b.mul(b.load(cell, self.vector, "o"), factor), cell)
 
     def coefficients(self) -> tuple[Value, Value]:
         """Of the exponentials, for the maxima in use."""
@@ -234,6 +238,7 @@ class GroupSoftmax:
         """Weights of two rows; returns `sums` with them added."""
         b = self.b
         pair = [self._weight(b.add(key, u), *coefficients) for u in range(PAIR)]
+        self._keep(key, pair)
         store(key, *(self._times_factor(b.add(key, u), p) for u, p in enumerate(pair)))
         return [b.add(s, p, "l") for s, p in zip(sums, pair, strict=True)]
 
@@ -257,4 +262,11 @@ class GroupSoftmax:
 
     def weigh_plain(self, store: Store, key: Value) -> None:
         b, rows = self.b, [self.b.add(key, u) for u in range(PAIR)]
-        store(key, *(self._times_factor(r, b.load(self._row(self.group.scores, r), self.vector, "x")) for r in rows))
+        pair = [b.load(self._row(self.group.scores, r), self.vector, "x") for r in rows]
+        self._keep(key, pair)
+        store(key, *(self._times_factor(r, x) for r, x in zip(rows, pair, strict=True)))
+
+    def _keep(self, key: Value, pair: Sequence[Value]) -> None:
+        if self.group.kept is not None:
+            for u, weight in enumerate(pair):
+                self.b.store(weight, self._row(self.group.kept, self.b.add(self.b.add(self.block.first, key), u)))

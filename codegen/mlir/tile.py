@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad, dense_loads
+from fusion.codegen.mlir.further import FurtherOutputs
 from fusion.codegen.mlir.products import Groups, InterleavedWork, Products, vector_products
 from fusion.codegen.mlir.relative_bias import DistanceTable, distance_parts, without_parts
 from fusion.codegen.mlir.scope import Lanes, Scope
@@ -40,7 +41,7 @@ class TileKernel(KernelFunction):
     def __init__(
         self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
     ):
-        degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
+        degree = 5 if spec.out_dtype == "float32" or spec.further else {1: 3, 2: 4}.get(tiling.planes, 5)
         super().__init__(spec, target, d, d_v, degree, flush=tiling.planes > 0)
         self.tiling = tiling
         whole = (self.programs.masked, self.programs.full, self.weight)
@@ -55,6 +56,7 @@ class TileKernel(KernelFunction):
         else:
             self.products = vector_products(self.b, target, tiling.planes > 0, d, d_v)
         self.statistics = TrainingStatistics(self, tiling.groups) if with_statistics else None
+        self.further = FurtherOutputs(self, tiling.groups) if spec.further else None
         self._tile_areas()
 
     def _tile_areas(self) -> None:
@@ -91,6 +93,7 @@ class TileKernel(KernelFunction):
             maximum=part(self.maxima, g, 4 * lanes, "m_at"),
             total=self.b.at(output, p.e_padded * lanes, "f32"),
             rows=self.sum_rows,
+            kept=self.further.kept_rows(g) if self.further is not None and self.further.keeps else None,
         )
 
     def _top(self) -> Scope:
@@ -269,7 +272,8 @@ class TileKernel(KernelFunction):
                 group = b.add(tile.g, member)
                 if self.statistics is not None:
                     self.statistics.note_maximum(softmax, group, highest)
-                softmax.rescale(highest, exact=self.spec.row_scale is not None)
+                exact = self.further is not None and self.further.exact_maximum
+                softmax.rescale(highest, exact=exact or self.spec.row_scale is not None)
 
     def _weights(self, tile: Tile, low: Value | int, high: Value) -> None:
         """Scores to weights for keys [low, high) of the block and all groups."""

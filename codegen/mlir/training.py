@@ -16,12 +16,14 @@ from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.calling import CompiledKernel, check_sizes, extents_function, operand_slots
+from fusion.codegen.mlir.further import IDENTITY
+from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.ir.results import output_extents, statistics_shape
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.results import REDUCE, coordinate_extents, further_shape, output_extents, statistics_shape
+from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.planning.choice import Choice, Tile, query_stationary
 
 
@@ -40,26 +42,32 @@ class TrainingKernel:
         *_, n_q, n_k, d, d_v = self.extents(sizes)
         if not min(n_q, n_k, d, d_v):
             return ""
-        return self.choice(sizes).heading("//") + self._forward_kernel(d, d_v, 0).text.source
+        return self.choice(sizes).heading("//") + self._forward_kernel(d, d_v, self._choices()[0]).text.source
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Compile what a forward with these sizes will run. Backward kernels are compiled by the first backward."""
         *_, n_q, n_k, d, d_v = self.extents(sizes)
         if min(n_q, n_k, d, d_v) > 0:
-            self._forward_kernel(d, d_v, 0)
+            self._forward_kernel(d, d_v, self._choices()[0])
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How the forward of a call runs: in one tile for all lengths."""
-        n_k, tiling = self.extents(sizes)[-3], self.tilings[0]
+        n_k, tiling = self.extents(sizes)[-3], self.tilings[self._choices()[0]]
         tile = Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The output, and what the backward needs of each row, see `training_statistics`."""
+        out, statistics = self.outputs(operands, sizes)
+        return out, statistics
+
+    def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """[output, statistics, *further outputs]."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         statistics = torch.empty(statistics_shape(self.spec, output_extents(self.spec, sizes)))
         if 0 in (*batch, n_q, n_k, d, d_v):
-            return reference.run(self.spec, operands, sizes), statistics
+            out, *further = reference.run_all(self.spec, operands, sizes)
+            return [out, statistics, *further]
         check_sizes(n_q, n_k, *sizes)
         extent_of = dict(zip([*(f"b{axis}" for axis in range(len(batch))), "i", "e"], [*batch, n_q, d_v], strict=True))
         order, dims = self.spec.output.order, self.spec.output.dims
@@ -69,14 +77,33 @@ class TrainingKernel:
         values |= {("out_stride", name): out.stride(position) for position, name in enumerate(dims)}
         if statistics.numel():
             values |= {("ptr", "statistics"): statistics.data_ptr(), ("statistics_rows",): statistics[0].numel()}
-        for choice in range(len(self.tilings)):
+        copies = [self._copies(f, sizes) for f in self.spec.further]
+        for k, (further, tensor) in enumerate(zip(self.spec.further, copies, strict=True)):
+            values |= {("ptr", "further", k): tensor.data_ptr(), ("further_elements", k): tensor.stride(0)}
+            values |= {("further_stride", k, name): tensor.stride(1 + n) for n, name in enumerate(further.dims)}
+        for choice in self._choices():
             kernel = self._forward_kernel(d, d_v, choice)
             blocks = -(-n_q // kernel.text.rows)
             items = math.prod(batch) * blocks
             own = values | {("items",): items, ("blocks",): blocks}
             if kernel.run(own, min(torch.get_num_threads(), items), n_k):
-                return out, statistics
+                return [out, statistics, *map(_combined, self.spec.further, copies)]
         raise AssertionError("multiply-add kernels raise no flag")
+
+    def _choices(self) -> range:
+        """The tilings to try. Products on AMX tiles are made beside other work, which keeps no weights."""
+        count = len(self.tilings)
+        return range(count - 1 if self.spec.further and self.target.amx else 0, count)
+
+    def _copies(self, further: FurtherOutput, sizes: Sequence[int]) -> Tensor:
+        """Memory for a further output, [1 or threads, ..]: threads collect sums over queries in copies of their own."""
+        shape = further_shape(further, coordinate_extents(self.spec, sizes))
+        dtype = getattr(torch, further.dtype)
+        if further.over == "i":
+            return torch.full((torch.get_num_threads(), *shape), IDENTITY[further.reduction], dtype=dtype)
+        made = torch.empty((1, *shape), dtype=dtype)
+        in_huge_pages(made)
+        return made
 
     def backward(
         self,
@@ -114,6 +141,13 @@ class TrainingKernel:
             if key not in self._compiled:
                 self._compiled[key] = CompiledKernel(write())
             return self._compiled[key]
+
+
+def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:
+    """The output, from its copies."""
+    if further.over != "i":
+        return copies[0]
+    return REDUCE[further.reduction](copies, 0)
 
 
 def backward_tiling(tiling: Tiling) -> Tiling:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from fusion.codegen.reference.forward import Execution
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.results import further_names
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
 
 #: score elements of a block of rows that are alive at once
 BLOCK_ELEMENTS = 1 << 22
@@ -27,15 +29,19 @@ def backward(
     sizes: Sequence[int],
     needs: Sequence[bool],
     dtype: torch.dtype | None = None,
+    further: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """The gradients of the operands that `needs` marks, in order, each of its operand's shape and in the
     computation's dtype.
 
-    grad: of the output, with dimensions `spec.output.dims`.
+    grad: of the output, with dimensions `spec.output.dims`. further: of the further outputs; none where they have none.
     """
+    if not further:
+        spec = replace(spec, further=())
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(needed) for o, needed in zip(operands, needs, strict=True)]
-        return _Backward(spec, given, sizes, dtype).gradients(grad, [t for t, n in zip(given, needs, strict=True) if n])
+        wanted = [t for t, n in zip(given, needs, strict=True) if n]
+        return _Backward(spec, given, sizes, dtype).gradients([grad, *further], wanted)
 
 
 def recording() -> contextlib.AbstractContextManager:
@@ -59,11 +65,11 @@ class _Backward:
     ):
         self.execution = Execution(spec, operands, sizes, dtype)
 
-    def gradients(self, grad: torch.Tensor, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gradients(self, grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         run = self.execution
-        upstream = self._as_rows(grad)
+        upstream = [self._as_rows(grads[0]), *map(self._further, run.spec.further, grads[1:])]
         total = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in wanted]
-        if run.n_q and upstream.numel():
+        if run.n_q and any(gradient.numel() for gradient in upstream):
             gathered = run.gathered()
             # Q, K and V are cut off from their operands, so that each block's gradient is a plain sum into three
             # tensors.
@@ -82,18 +88,36 @@ class _Backward:
         names = [*(f"b{axis}" for axis in range(len(run.batch))), "i", "e"]
         return grad.to(run.dtype).permute([dims.index(name) for name in names])
 
+    def _further(self, further: FurtherOutput, grad: torch.Tensor) -> torch.Tensor:
+        """A further output's gradient with its coordinates in the order b.., i, j."""
+        names = further_names(self.execution.spec, further)
+        return grad.to(self.execution.dtype).permute([further.dims.index(name) for name in names])
+
+    def _part(self, number: int, upstream: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """The gradient of what some rows contribute to a result (number 0: the output)."""
+        if number and "i" not in self.execution.spec.further[number - 1].dims:
+            return upstream  # a sum over the rows
+        return upstream.narrow(len(self.execution.batch), first, count)
+
     def _blocks(self) -> list[tuple[int, int]]:
         run = self.execution
+        if any(f.over == "i" and f.reduction is not Reduction.SUM for f in run.spec.further):
+            return [(0, run.n_q)]
         count = max(1, BLOCK_ELEMENTS // max(1, math.prod(run.batch) * run.n_k))
         return [(first, min(count, run.n_q - first)) for first in range(0, run.n_q, count)]
 
     def _block(self, first, count, cut, upstream, wanted, sums, total) -> None:
-        out = self.execution.rows(first, count, *cut)
-        if not out.requires_grad:
+        results = [
+            (out, self._part(number, upstream[number], first, count))
+            for number, out in enumerate(self.execution.results(first, count, *cut))
+            if out.requires_grad
+        ]
+        if not results:
             return
         places = [(t, s) for t, s in zip(cut, sums, strict=True) if s is not None]
         targets = [*(t for t, _ in places), *wanted]
-        found = torch.autograd.grad(out, targets, upstream.narrow(-2, first, count), allow_unused=True)
+        outputs, gradients = (list(part) for part in zip(*results, strict=True))
+        found = torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
         for into, part in zip([*(s for _, s in places), *total], found, strict=True):
             if part is not None:
                 into += part

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, Expr, I, J, coord
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
 from fusion.ir.ops import evaluate
-from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.results import REDUCE, further_names
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer
 from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 
 
@@ -22,6 +23,15 @@ def run(
     """
     execution = Execution(spec, operands, sizes, dtype)
     return execution.store(execution.rows(0, execution.n_q, *execution.gathered()))
+
+
+def run_all(
+    spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """`run`, and after its result the further outputs of the spec."""
+    execution = Execution(spec, operands, sizes, dtype)
+    out, *further = execution.results(0, execution.n_q, *execution.gathered())
+    return [execution.store(out), *map(execution.store_further, spec.further, further)]
 
 
 class Execution:
@@ -131,11 +141,40 @@ class Execution:
 
     def rows(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[b.., count, d_v]: the output of query rows first..first+count-1."""
+        return self.results(first, count, q, k, v)[0]
+
+    def results(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """The output of query rows first..first+count-1, [b.., count, d_v], and what they contribute to each further
+        output, [b.., rest]."""
         x, positions = self.program(first, count, q, k)
         weight = self.value(self.spec.weight, positions).to(self.dtype)
+        plain = self.spec.normalizer is Normalizer.NONE
+        found = [((x * weight) if plain else self.softmax(x, positions, weight)) @ v]
+        if self.spec.further:
+            known = positions | self.of_further(x, positions)
+            found += [self.further(f, known) for f in self.spec.further]
+        return found
+
+    def of_further(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
+        """What further outputs are made of: WEIGHT, ROW_MAX and ROW_SUM."""
         if self.spec.normalizer is Normalizer.NONE:
-            return (x * weight) @ v
-        return self.softmax(x, positions, weight) @ v
+            return {WEIGHT: x}
+        known = {WEIGHT: self.softmax(x, positions, torch.ones((), dtype=self.dtype, device=x.device))}
+        if any(part in (ROW_MAX, ROW_SUM) for part in walk(*(f.value for f in self.spec.further))):
+            columns = self.columns(x, positions)
+            known[ROW_MAX] = columns.amax(-1, keepdim=True)
+            known[ROW_SUM] = (columns.logsumexp(-1, keepdim=True) - known[ROW_MAX]).exp()
+        return known
+
+    def further(self, further: FurtherOutput, known: dict[Expr, torch.Tensor]) -> torch.Tensor:
+        """One further output over the rows at hand, its coordinates in the order b.., i, j."""
+        value, over = self.value(further.value, known).to(self.dtype), further.over
+        rows, columns = known[I].shape[-2], self.n_k if "j" in (*further.dims, over) else 1
+        value = value.expand(*self.batch, rows, columns)
+        if not over:
+            return value if "j" in further.dims else value.squeeze(-1)
+        axis = -1 if over == "j" else -2
+        return REDUCE[further.reduction](value, axis)
 
     def program(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor):
         """The score program of these rows, [b.., count, n_k], and the positions that it was evaluated at."""
@@ -169,6 +208,11 @@ class Execution:
         scale = self.value(row_scale(self.spec), positions | rows)
         p = p[..., : self.n_k] * scale
         return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
+
+    def store_further(self, further: FurtherOutput, value: torch.Tensor) -> torch.Tensor:
+        """From [b.., i, j] without `over` to the dimensions that are asked for."""
+        names = further_names(self.spec, further)
+        return value.to(getattr(torch, further.dtype)).permute([names.index(n) for n in further.dims]).contiguous()
 
     def store(self, out: torch.Tensor) -> torch.Tensor:
         """From [b.., i, e] to the dimensions and memory order that the spec asks for."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.reference.backward import backward
-from fusion.codegen.reference.forward import run
+from fusion.codegen.reference.forward import run, run_all
 from fusion.ir.results import no_statistics
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
@@ -57,6 +57,11 @@ class ReferenceGradient:
         """(output, zeros)."""
         return self.kernel(operands, sizes), no_statistics(self.spec, operands, sizes)
 
+    def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """[output, zeros, *further outputs]."""
+        out, *further = run_all(self.spec, operands, sizes)
+        return [out, no_statistics(self.spec, operands, sizes), *further]
+
     def backward(
         self,
         grad: Tensor,
@@ -68,6 +73,9 @@ class ReferenceGradient:
     ) -> list[Tensor]:
         """The gradients of the operands that `needs` marks."""
         return backward(self.spec, grad, operands, sizes, needs)
+
+
+writes_further_outputs = True
 
 
 def supports(spec: AttentionSpec, machine: Machine) -> str | None:

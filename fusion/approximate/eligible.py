@@ -24,6 +24,8 @@ class Plain:
 
 def plain(spec: AttentionSpec) -> Plain | str:
     """What the spec is, or why it is not of this kind."""
+    if spec.further:
+        return "its weights are needed, and are those of exact attention"
     if spec.normalizer is Normalizer.NONE:
         return "the weights have no softmax"
     if spec.weight is not const(1.0) or spec.sinks:

@@ -5,6 +5,16 @@ primitive operations of the score language, `spec` the `AttentionSpec` that emit
 """
 
 from fusion.ir.expr import Expr, Kind
-from fusion.ir.spec import AttentionSpec, MaskFacts, Normalizer, Operand, Output
+from fusion.ir.spec import AttentionSpec, FurtherOutput, MaskFacts, Normalizer, Operand, Output, Reduction
 
-__all__ = ["AttentionSpec", "Expr", "Kind", "MaskFacts", "Normalizer", "Operand", "Output"]
+__all__ = [
+    "AttentionSpec",
+    "Expr",
+    "FurtherOutput",
+    "Kind",
+    "MaskFacts",
+    "Normalizer",
+    "Operand",
+    "Output",
+    "Reduction",
+]

@@ -30,7 +30,8 @@ class Kind(enum.Enum):
 class Expr:
     """One interned node. Make nodes with `node` or the helpers below, never with the constructor.
 
-    op: a leaf ("const", "coord", "size", "score", "row_max", "row_sum", "load") or one of `fusion.ir.primitives`.
+    op: a leaf ("const", "coord", "size", "score", "weight", "row_max", "row_sum", "load") or one of
+        `fusion.ir.primitives`.
     args: operand expressions; of a load, the index in each dimension of the operand tensor.
     attr: the constant's value, the coordinate's or size's name, the operand's number, or of a tanh the narrower dtype
         that the model rounds it to; else None.
@@ -153,6 +154,9 @@ ROW_MAX = node("row_max", (), Kind.FLOAT)
 ROW_SUM = node("row_sum", (), Kind.FLOAT)
 """The sum over all keys (and sinks) of exp(score program - ROW_MAX)."""
 
+WEIGHT = node("weight", (), Kind.FLOAT)
+"""The normalised score of query row `i` and key `j`, before the weight program: what `FurtherOutput` is made of."""
+
 I, J, C, E = coord("i"), coord("j"), coord("c"), coord("e")
 I0, I1, J0, J1 = coord("i0"), coord("i1"), coord("j0"), coord("j1")  # first and last row and key of a tile
 TRUE, FALSE = const(True), const(False)
@@ -193,7 +197,7 @@ def coordinates(expr: Expr) -> frozenset[str]:
 def _own_coordinates(part: Expr) -> frozenset[str]:
     if part.op == "coord":
         return frozenset((part.name,))
-    if part.op in ("score", "upstream"):  # "upstream": a gradient, see fusion.ir.derivative
+    if part.op in ("score", "weight", "upstream"):  # "upstream": a gradient, see fusion.ir.derivative
         return frozenset("ij")
     return frozenset("i" if part.op in ("row_max", "row_sum") else ())
 

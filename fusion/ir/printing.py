@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fusion.ir.expr import Expr
 from fusion.ir.primitives import ATOM, PRIMITIVES, Primitive
 
-_LEAVES = {"score": "s", "row_max": "m", "row_sum": "l"}
+_LEAVES = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}
 
 
 def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:

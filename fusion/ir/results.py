@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import AttentionSpec, Normalizer, Operand
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Operand, Reduction
+
+REDUCE = {Reduction.SUM: torch.sum, Reduction.MAX: torch.amax, Reduction.MIN: torch.amin}
+"""Reductions of further outputs over a dimension."""
 
 
 def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
@@ -24,6 +27,23 @@ def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]
     if spec.normalizer is Normalizer.NONE:
         return [0]
     return [3 if spec.row_scale is None else 5, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+
+
+def further_shape(further: FurtherOutput, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
+    """Of a further output; extents: of every coordinate (`coordinate_extents`)."""
+    return [extents[name] for name in further.dims]
+
+
+def further_names(spec: AttentionSpec, further: FurtherOutput) -> list[str]:
+    """The coordinates of a further output in the order b.., i, j."""
+    names = (*(f"b{axis}" for axis in range(len(spec.batch))), "i", "j")
+    return [name for name in names if name in further.dims]
+
+
+def coordinate_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
+    """The extents of b.., i, e and j."""
+    known = dict(zip(spec.sizes, sizes, strict=True))
+    return output_extents(spec, sizes) | {"j": size_value(spec.n_k, known)}
 
 
 def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:

@@ -77,6 +77,37 @@ class Output:
             raise ValueError(f"output dims {self.dims} and memory order {self.order} name different coordinates")
 
 
+class Reduction(enum.Enum):
+    """What becomes of the values of a `FurtherOutput` along a coordinate."""
+
+    NONE = "none"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherOutput:
+    """Something else that is made of the weights: the weights themselves, or a statistic of rows or keys.
+
+    value: an expression in WEIGHT, b.., i, j and captured tensors, or in ROW_MAX, ROW_SUM, b.. and i.
+    reduction, over: how it is reduced over the coordinate `over`, "i" or "j"; NONE and "".
+    dims: the coordinates that are left, from the slowest to the fastest in memory: each batch coordinate, i and j once,
+        without `over`; "j" last where it is there, else "i".
+    dtype: of the tensor.
+    """
+
+    value: Expr
+    dims: tuple[str, ...]
+    dtype: str
+    reduction: Reduction = Reduction.NONE
+    over: str = ""
+
+    def __post_init__(self) -> None:
+        if self.over in self.dims or self.dims[-1] != ("j" if "j" in self.dims else "i"):
+            raise ValueError(f"a further output over {self.over!r} with dimensions {self.dims}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskFacts:
     """What is known of the mask at compile time.
@@ -141,6 +172,7 @@ class AttentionSpec:
     k_value, v_value: what is multiplied where that is made from what is stored (a quantised cache): FLOAT expressions
         in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
+    further: what else is written beside the output.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16"); out_dtype: of the result.
     """
 
@@ -165,6 +197,7 @@ class AttentionSpec:
     sinks: tuple[Expr, ...] = ()
     row_scale: Expr | None = None
     mask: MaskFacts | None = None
+    further: tuple[FurtherOutput, ...] = ()
 
     def __post_init__(self) -> None:
         made = [(value,) if value is not None else () for value in self.values]
@@ -226,6 +259,13 @@ class AttentionSpec:
 
         return to_text(expr, {number: operand.name for number, operand in enumerate(self.operands)})
 
+    def describe_further(self, further: FurtherOutput) -> str:
+        """A further output in words, e.g. "sum over keys of w * w"."""
+        value = self.describe(further.value)
+        if not further.over:
+            return f"{value} per row" if "j" not in further.dims else value
+        return f"{further.reduction.value} over {'keys' if further.over == 'j' else 'queries'} of {value}"
+
     def heads_per_key(self, heads: int) -> int:
         """How many consecutive of the `heads` values of the last batch coordinate read the same keys and values: the
         group size of grouped queries, or 1."""
@@ -250,7 +290,8 @@ class AttentionSpec:
         """Every expression of the spec."""
         facts = () if self.mask is None else self.mask.expressions()
         every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, *self.values, self.score)
-        return tuple(e for e in (*every, self.weight, *self.sinks, self.row_scale, *facts) if e is not None)
+        further = (f.value for f in self.further)
+        return tuple(e for e in (*every, self.weight, *self.sinks, self.row_scale, *facts, *further) if e is not None)
 
     def to_json(self) -> str:
         """The whole spec as text: what the op carries through graphs, caches and processes."""
@@ -280,6 +321,8 @@ def _to_json(spec: AttentionSpec) -> str:
     document["operands"] = [[o.dtype, o.rank, o.name, o.order] for o in spec.operands]
     document["normalizer"], document["dtype"], document["out_dtype"] = spec.normalizer.value, spec.dtype, spec.out_dtype
     document["output"] = [spec.output.dims, spec.output.order]
+    if spec.further:
+        document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in spec.further]
     if spec.mask is not None:
         mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in MASK_EXPRESSIONS}
         document["mask"] = mask | {"fill": repr(spec.mask.fill)}
@@ -306,5 +349,9 @@ def _from_json(text: str) -> AttentionSpec:
         out_dtype=document["out_dtype"],
         output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
         mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
+        further=tuple(
+            FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
+            for v, d, t, r, o in document.get("further", ())
+        ),
         **fields,  # type: ignore[arg-type]
     )

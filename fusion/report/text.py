@@ -49,6 +49,7 @@ def _attentions(site: SiteReport, number: int, shown: dict[object, int]) -> list
             lines.append(f"    reads    {', '.join(f'{o.name} in {o.dtype}' for o in spec.stored)}")
         if spec.mask is not None:
             lines.append(f"    mask     {mask_text(spec, planned.plan)}")
+        lines += _indented("also", "; ".join(map(spec.describe_further, spec.further)))
         lines += _indented("plan", planned.plan.explain().partition("\nothers")[0])
         lines += _indented("runs", planned.runs)
         lines += _indented("approx", found.approximation or "")

@@ -41,11 +41,33 @@ def attention_forward(
     return differentiable(spec, operands[0].device.type, emitter).forward(operands, sizes)
 
 
+def attention_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
+    """`fusion::attention_outputs`: see `fusion.runtime.op`."""
+    if (allowed := Request.parse(emitter).approximation) is not None:
+        dispatch.note_exact(allowed, operands, dispatch.WEIGHTS)
+    return differentiable(spec, operands[0].device.type, emitter).outputs(operands, sizes)
+
+
+def attention_outputs_backward(grad: Tensor, further: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    """`fusion::attention_outputs_backward`: see `fusion.runtime.op`. Gradients that are zero everywhere, which compiled
+    graphs pass for what nothing depends on, cost no more than a look at them."""
+    if not any(bool(g.any()) for g in further):
+        return attention_backward(grad, *arguments)
+    _, _, statistics, operands, sizes, spec, emitter, needs = BackwardArguments(grad, *arguments)
+    kernels = differentiable(spec, operands[0].device.type, emitter)
+    found = kernels.outputs_backward(grad, further, operands, sizes, tuple(needs))
+    return _laid_out(found, operands, spec, needs)
+
+
 def attention_backward(*arguments: Any) -> list[Tensor]:
     """`fusion::attention_backward`: see `fusion.runtime.op`."""
     grad, out, statistics, operands, sizes, spec, emitter, needs = BackwardArguments(*arguments)
     kernels = differentiable(spec, operands[0].device.type, emitter)
     found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs))
+    return _laid_out(found, operands, spec, needs)
+
+
+def _laid_out(found: Sequence[Tensor], operands: Sequence[Tensor], spec: str, needs: Sequence[bool]) -> list[Tensor]:
     described = AttentionSpec.from_json(spec).operands
     wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
     return [laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]

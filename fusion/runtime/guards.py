@@ -112,6 +112,29 @@ class GuardedTraining:
                 self._failed()
         return reference.run(self.spec, operands, sizes), no_statistics(self.spec, operands, sizes)
 
+    def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """[output, statistics, *further outputs]."""
+        if not self.broken:
+            try:
+                return self.kernel.outputs(operands, sizes)
+            except Exception as error:
+                if _must_raise(error):
+                    raise
+                self._failed()
+        out, *further = reference.run_all(self.spec, operands, sizes)
+        return [out, no_statistics(self.spec, operands, sizes), *further]
+
+    def outputs_backward(
+        self,
+        grad: Tensor,
+        further: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor]:
+        """The gradients of the operands that `needs` marks, also through the further outputs."""
+        return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
+
     def backward(
         self,
         grad: Tensor,

@@ -94,6 +94,10 @@ def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> R
     emitter was asked for that does not serve the device."""
     if (found := emitter.find(request.emitter, device)) is None:
         return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device!r}")
+    if spec.further and not getattr(found.load(), "writes_further_outputs", False):
+        return Refusal(
+            Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere, and {found.name} writes none"
+        )
     try:
         return found.load().supports(spec, found.machine(device))
     except UnknownMachineError as problem:
@@ -115,9 +119,9 @@ def machine_of(device: str, request: Request = PLAIN) -> Machine:
 def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool = False) -> Kernel | TrainingKernel:
     """What runs a spec, forward. trained: gradients are needed, for which it writes statistics of its rows."""
     exact = str(replace(request, approximation=None))
-    if trained:
+    if trained or spec.further:
         kernel = differentiable(spec.to_json(), device, exact).kernel
-        if not isinstance(kernel, reference.ReferenceGradient):
+        if spec.further or not isinstance(kernel, reference.ReferenceGradient):
             return kernel
     found = executor(spec.to_json(), device, exact)
     assert isinstance(found, GuardedKernel)

@@ -5,8 +5,14 @@
     attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec,
                        str emitter, bool[] needs) -> Tensor[]
 
+    attention_outputs(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor[]
+    attention_outputs_backward(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands,
+                               SymInt[] sizes, str spec, str emitter, bool[] needs) -> Tensor[]
     tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
     table(Tensor positions, SymInt extent, int dim, str operation) -> Tensor
+
+`attention_outputs` returns the output, the statistics and the further outputs of its spec (weights, or what is made of
+them). Where a gradient arrives at one of these, `attention_outputs_backward` has it; else `attention_backward`.
 
 `attention_forward` stands where gradients are needed: besides the output it returns three numbers per query row (see
 `fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient
@@ -37,7 +43,7 @@ from fusion.runtime import autograd, executor
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
-VERSION = 12
+VERSION = 13
 """To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
 it."""
 
@@ -50,6 +56,12 @@ _library.define(
 _library.define(
     "attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, "
     "str emitter, bool[] needs) -> Tensor[]",
+    tags=_TAGS,
+)
+_library.define("attention_outputs(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor[]", tags=_TAGS)
+_library.define(
+    "attention_outputs_backward(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands, "
+    "SymInt[] sizes, str spec, str emitter, bool[] needs) -> Tensor[]",
     tags=_TAGS,
 )
 _library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
@@ -81,6 +93,19 @@ def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
     return out, operands[0].new_empty(shape, dtype=results.statistics_dtype(operands))
 
 
+def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
+    parsed = AttentionSpec.from_json(spec)
+    extents = results.coordinate_extents(parsed, sizes)
+    further = (
+        operands[0].new_empty(results.further_shape(f, extents), dtype=getattr(torch, f.dtype)) for f in parsed.further
+    )
+    return [*_fake_forward(operands, sizes, spec, emitter), *further]
+
+
+def _fake_outputs_backward(grad: Tensor, further: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return _fake_backward(grad, *arguments)
+
+
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     given = executor.BackwardArguments(*arguments)
     described = AttentionSpec.from_json(given.spec).operands
@@ -106,6 +131,36 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> list[Tensor | No
     return _gradients(ctx, grad, out, statistics, operands)
 
 
+def _save_outputs(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) -> None:
+    operands, *ctx.described = arguments
+    out, statistics, *further = result
+    ctx.further = [(f.shape, f.dtype) for f in further]
+    ctx.save_for_backward(out, statistics, *operands)
+    ctx.mark_non_differentiable(statistics)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *further: Tensor | None) -> list[Any]:
+    out, statistics, *operands = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    if all(g is None for g in further):
+        return _gradients(ctx, grad, out, statistics, operands)
+    filled = [
+        out.new_zeros(shape, dtype=dtype) if g is None else g
+        for g, (shape, dtype) in zip(further, ctx.further, strict=True)
+    ]
+    needs = _needs(ctx, operands)
+    found = iter(
+        torch.ops.fusion.attention_outputs_backward(grad, filled, out, statistics, operands, *ctx.described, needs)
+    )
+    return [next(found) if needed else None for needed in needs]
+
+
+def _needs(ctx: Any, operands: Sequence[Tensor]) -> list[bool]:
+    asked = ctx.needs_input_grad[1:]  # the first says how the operator was called
+    return [bool(n) and o.is_floating_point() for n, o in zip(asked, operands, strict=True)]
+
+
 def _save_operands(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
     operands, *ctx.described = arguments
     ctx.save_for_backward(*operands)
@@ -120,8 +175,7 @@ def _recompute_and_differentiate(ctx: Any, grad: Tensor) -> list[Tensor | None]:
 
 def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands: list[Tensor]) -> list[Tensor | None]:
     """One gradient or None per operand."""
-    asked = ctx.needs_input_grad[1:]  # the first says how the operator was called
-    needs = [bool(n) and o.is_floating_point() for n, o in zip(asked, operands, strict=True)]
+    needs = _needs(ctx, operands)
     found = iter(torch.ops.fusion.attention_backward(grad, out, statistics, operands, *ctx.described, needs))
     return [next(found) if needed else None for needed in needs]
 
@@ -159,15 +213,21 @@ _register_fake("tile_map", _fake_tile_map)
 _register_fake("table", _fake_table)
 _register_fake("attention_forward", _fake_forward)
 _register_fake("attention_backward", _fake_backward)
+_register_fake("attention_outputs", _fake_outputs)
+_register_fake("attention_outputs_backward", _fake_outputs_backward)
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", executor.attention, _key)
     _library.impl("attention_below_autograd", executor.attention, _key)
     _library.impl("attention_forward", executor.attention_forward, _key)
     _library.impl("attention_backward", executor.attention_backward, _key)
+    _library.impl("attention_outputs", executor.attention_outputs, _key)
+    _library.impl("attention_outputs_backward", executor.attention_outputs_backward, _key)
     _library.impl("tile_map", tile_map, _key)
     _library.impl("table", table, _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
 autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands)
 autograd.register(_library, "attention_forward", _differentiate, _save)
 autograd.register(_library, "attention_backward", _refuse, _save_nothing)
+autograd.register(_library, "attention_outputs", _differentiate_outputs, _save_outputs)
+autograd.register(_library, "attention_outputs_backward", _refuse, _save_nothing)
 autograd.register(_library, "tile_map", _no_gradient, _save_count)

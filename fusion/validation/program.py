@@ -92,6 +92,14 @@ class Program(Execution):
         weights = x * weight if plain else self.softmax(x, self.positions, weight)
         self.out = (weights * values).sum(-1)
 
+    def index(self, entry: Expr) -> Tensor:
+        """An entry of an index in b.., i and j, [worlds, 1, keys]."""
+        return self.value(entry, {}).expand(len(self.replay.region.keys), 1, self.n_k)
+
+    def further_value(self, expr: Expr) -> Tensor:
+        """What a further output is made of, [worlds, 1, keys]."""
+        return self.value(expr, self.positions | self.of_further(self.x, self.positions)).to(self.dtype)
+
     def size(self, expr: Expr) -> int:
         return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[str(leaf.attr)])))
 

@@ -179,6 +179,8 @@ class _Comparison:
         single = single if self.coarse else None
         if problem := self._results(eager, exact, ours, single):
             return Verdict(wrong=problem)
+        if problem := self._further(replays, programs):
+            return Verdict(wrong=problem)
         checked = f"values in {points.WORLDS} rows"
         if any(part.differentiable for part in self.parts):
             if problem := self._gradients(replays, eager, exact, single, programs):
@@ -186,12 +188,25 @@ class _Comparison:
             checked += " and their gradients"
         return Verdict(checked=checked + (", key ranges of the mask" if self.parts[0].spec.mask is not None else ""))
 
-    def _results(self, eager: Tensor, exact: Tensor, ours: Tensor, single: Tensor | None) -> str | None:
+    def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
+        """The elements that further outputs are, or are reductions of."""
+        for program in programs:
+            for use, further in zip(program.part.uses, program.spec.further, strict=True):
+                index = tuple(program.index(entry) for entry in use.at)
+                eager, exact, single = (replay.value(use.of, index, 3) for replay in replays)
+                ours = program.further_value(further.value)
+                if problem := self._results(eager, exact, ours, single if self.coarse else None, use.node.name):
+                    return problem
+        return None
+
+    def _results(
+        self, eager: Tensor, exact: Tensor, ours: Tensor, single: Tensor | None, name: str = "the result"
+    ) -> str | None:
         shape = torch.broadcast_shapes(eager.shape, ours.shape)
-        worlds = torch.arange(shape[0]).view(-1, 1).expand(shape)
+        worlds = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape)
         flat = [t.expand(shape).flatten() for t in (eager, exact, ours, worlds)]
         return difference(
-            Values(name="the result", eager=flat[0], exact=flat[1], ours=flat[2], worlds=flat[3], kinds=self.kinds,
+            Values(name=name, eager=flat[0], exact=flat[1], ours=flat[2], worlds=flat[3], kinds=self.kinds,
                    single=None if single is None else single.expand(shape).flatten(), strict=single is None,
                    coarse=self.coarse)
         )  # fmt: skip

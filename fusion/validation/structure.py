@@ -25,7 +25,8 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
     numbers: dict[Node, int] = {}
     inside: set[Node] = set()
     lines: list[object] = []
-    stack = [site.root]
+    further = [(use.of, use) for part in parts for use in part.uses]
+    stack = [site.root, *(node for node, _ in further)]
     while stack:
         here = stack.pop()
         if here in numbers:
@@ -42,6 +43,7 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
     specs = tuple(
         (p.spec.to_json(), tuple(nodes.evaluate_size(n, hints) for n in p.sizes), p.differentiable) for p in parts
     )
+    specs = (*specs, *((numbers[node], tuple(map(str, use.at))) for node, use in further))
     return specs, tuple(numbers.get(o, -1) for o in operands), numbers[site.anchor], site.dims, tuple(lines)
 
 

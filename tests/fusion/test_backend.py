@@ -78,8 +78,8 @@ def test_the_reference_emitter_uses_no_kernel():
 
 def test_strict_raises_what_would_be_left_unfused():
     def two_results(q, k, v):
-        w = torch.softmax(q @ k.mT, -1)
-        return w @ v, w
+        s = q @ k.mT
+        return torch.softmax(s, -1) @ v, s
 
     with pytest.raises(Exception, match="needed elsewhere"):
         torch.compile(two_results, backend="fusion", options={"inner": "eager", "strict": True})(*inputs())
@@ -163,8 +163,8 @@ def test_explain_tells_where_what_and_how():
 
 def test_explain_gives_the_reason():
     def two_results(q, k, v):
-        w = torch.softmax(q @ k.mT, -1)
-        return w @ v, w
+        s = q @ k.mT
+        return torch.softmax(s, -1) @ v, s
 
     report = fusion.explain(two_results, *inputs())
     assert "reason" in str(report) and report.sites[0].reason.startswith("the attention weights are needed elsewhere")

@@ -256,8 +256,8 @@ def test_the_module_of_an_exported_program_is_refused(exported):
 def test_strict_raises_here_too():
     class Both(torch.nn.Module):
         def forward(self, q):
-            w = torch.softmax(q @ q.mT, -1)
-            return w @ q, w
+            s = q @ q.mT
+            return torch.softmax(s, -1) @ q, s
 
     program = torch.export.export(Both(), (torch.randn(2, 5, 8),))
     with pytest.raises(fusion.FusionError, match="needed elsewhere"):

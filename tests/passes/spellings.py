@@ -350,9 +350,9 @@ FUSED = [value for value in list(globals().values()) if callable(value) and geta
 # --- to be left alone -------------------------------------------------------------------------------------------
 
 
-def weights_returned(q, k, v):
-    w = _weights(q @ k.mT)
-    return w @ v, w
+def scores_returned(q, k, v):
+    s = q @ k.mT
+    return _weights(s) @ v, s
 
 
 def scores_used_again(q, k, v):
@@ -422,7 +422,7 @@ def changed_before_it_is_read(q, k, v):
 
 LEFT = {value_added_to_the_product: "is added to another", rounded_to_a_decimal: "", padded_by_reflection: "",
         divided_by_another_sum: "needed elsewhere",
-        weights_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
+        scores_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
         softmax_over_heads: "", heads_mixed: "", permuted_wrongly: "", squared_weights: "not linear",
         normalised_product_added: "added to the weights: s / sum(s)",
         linear_attention: "", doubles: "float64", changed_before_it_is_read: ""}  # fmt: skip

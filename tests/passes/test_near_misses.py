@@ -39,14 +39,14 @@ def talking_heads(q, k, v):
 
 
 def also_averaged(q, k, v):
-    w = torch.softmax(q @ k.mT, -1)
-    out = w @ v
-    return out, w.mean(1)  # here
+    s = q @ k.mT
+    out = torch.softmax(s, -1) @ v
+    return out, s.mean(1)  # here
 
 
 def returned(q, k, v):
-    w = torch.softmax(q @ k.mT, -1)  # here
-    return w @ v, w
+    s = q @ k.mT  # here
+    return torch.softmax(s, -1) @ v, s
 
 
 def constant_added(q, k, v):
@@ -78,7 +78,7 @@ CASES = {
     running_sum: (Ground.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
     talking_heads: (Ground.NOT_POINTWISE, "do not come from a product", "aten.einsum"),
     also_averaged: (Ground.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
-    returned: (Ground.WEIGHTS_NEEDED, "they are returned", "aten.softmax"),
+    returned: (Ground.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
     constant_added: (Ground.WEIGHTS_ADDED, "added to the weights", "aten.add"),
     constant_put_in: (Ground.WEIGHTS_REPLACED, "takes the place of weights", "aten.masked_fill"),
     softmax_twice: (Ground.FURTHER_REDUCTION, "another reduction", "aten.softmax"),

@@ -90,13 +90,13 @@ def test_what_no_kernel_serves_keeps_its_graph():
 
 
 def both(q, k, v):
-    weights = torch.softmax(q @ k.mT, -1)
-    return weights @ v, weights
+    scores = q @ k.mT
+    return torch.softmax(scores, -1) @ v, scores
 
 
 def used(q, k, v):
-    weights = torch.softmax(q @ k.mT, -1)
-    return weights @ v + weights.sum()
+    scores = q @ k.mT
+    return torch.softmax(scores, -1) @ v + scores.sum()
 
 
 def changed(q, k, v):
@@ -127,8 +127,8 @@ def test_what_cannot_be_replaced_says_why(function, reason):
 
 def test_one_of_two_is_replaced():
     def function(q, k, v):
-        first, weights = both(q, k, v)
-        return F.scaled_dot_product_attention(first, k, v), weights
+        first, scores = both(q, k, v)
+        return F.scaled_dot_product_attention(first, k, v), scores
 
     _, graph, sites = found(function, *inputs())
     result = rewrite(graph, sites, always, emitter="reference")

@@ -75,8 +75,8 @@ def _mathml(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         return sign + digits, 7 if sign else ATOM
     if expr.op in ("coord", "size"):
         return _symbol(expr.name), ATOM
-    if expr.op in ("score", "row_max", "row_sum"):
-        letter = {"score": "s", "row_max": "m", "row_sum": "l"}[expr.op]
+    if expr.op in ("score", "row_max", "row_sum", "weight"):
+        letter = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}[expr.op]
         return f"<mi>{letter}</mi>", ATOM
     if expr.op == "load":
         index = "<mo>,</mo>".join(_mathml(arg, names)[0] for arg in expr.args)

@@ -1,0 +1,202 @@
+"""What the forward kernel writes beside the output: weights, and statistics of rows and of keys.
+
+The exponentials of an item's rows are kept as they are made, [group][key][L], relative to the maximum in use, and
+scaled with the output where that rises. When a group of rows is done, its final factor is known while they are still
+in the cache: each becomes a weight, and that the values of all further outputs.
+
+    of queries and keys        transposed, and written row by row
+    reduced over the keys      in registers; so are those of rows alone
+    reduced over the queries   in a row of keys per item, then in a copy of the output per thread
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fusion.codegen.mlir.builder import Value, vector_of
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Scope
+from fusion.codegen.mlir.transpose import transpose
+from fusion.codegen.mlir.work_items import Item
+from fusion.ir.expr import ROW_MAX, WEIGHT, J, coord, walk
+from fusion.ir.spec import FurtherOutput, Reduction
+
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.tile import TileKernel
+
+LINE = 64
+"""Keys of a row that are written in one go."""
+
+IDENTITY = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}
+_COMBINE = {Reduction.SUM: "arith.addf", Reduction.MAX: "arith.maximumf", Reduction.MIN: "arith.minimumf"}
+
+
+class FurtherOutputs:
+    """Writes them for one kernel.
+
+    exact_maximum: whether a row's true maximum is asked for, not one near it
+    keeps: whether weights are kept; statistics of scores need none
+    """
+
+    def __init__(self, kernel: TileKernel, groups: int):
+        self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
+        self.step = kernel.products.key_step
+        numbered = list(enumerate(kernel.spec.further))
+        self.whole = [(k, f) for k, f in numbered if {"i", "j"} <= {*f.dims}]
+        self.of_rows = [(k, f) for k, f in numbered if "j" not in f.dims]
+        self.of_keys = [(k, f) for k, f in numbered if f.over == "i"]
+        used = set(walk(*(f.value for f in kernel.spec.further)))
+        self.exact_maximum = ROW_MAX in used
+        self.keeps = WEIGHT in used
+        self.kept_groups = groups if self.keeps else 0
+        self.lines = [kernel.area(4 * self.lanes * LINE, "lines") for _ in self.whole]
+
+    @property
+    def step_bytes(self) -> int:
+        """Memory per key step."""
+        return (self.kept_groups + len(self.of_keys)) * self.step * self.lanes * 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of a vector of keys beyond the last step, which is read with it."""
+        return (self.kept_groups + len(self.of_keys)) * self.lanes * self.lanes * 4
+
+    def lie_at(self, start: Value, key_steps: Value) -> None:
+        """Where the kept weights lie, in a function's entry. key_steps: those that a thread has room for."""
+        b = self.b
+        self.keys = b.add(b.mul(key_steps, self.step), self.lanes, "kept_keys")
+        self.kept = start
+        parts = (b.mul(b.mul(self.keys, self.kept_groups + n), self.lanes) for n in range(len(self.of_keys)))
+        self.sums = [b.at(start, part, "f32", "key_sums") for part in parts]
+
+    def kept_rows(self, g: Value) -> Value:
+        """The kept weights of a group, [key][L]."""
+        return self.b.at(self.kept, self.b.mul(self.b.mul(g, self.keys), self.lanes), "f32", "kept_rows")
+
+    def clear(self, groups: Value) -> None:
+        """Before keys are visited of which some may be skipped: these have no weight."""
+        b, nothing = self.b, self.b.constant(0.0, self.vector)
+        with b.loop(0, groups, hint="g") as g:
+            rows = self.kept_rows(g)
+            with b.loop(0, self.keys, hint="j") as j:
+                b.store(nothing, self._row(rows, j))
+
+    def begin(self) -> None:
+        """Before the first group of an item is finished."""
+        b = self.b
+        for (_, further), sums in zip(self.of_keys, self.sums, strict=True):
+            nothing = b.constant(IDENTITY[further.reduction], self.vector)
+            with b.loop(0, self.keys, hint="j") as j:
+                b.store(nothing, self._row(sums, j))
+
+    def finish(self, item: Item, g: Value, rows: Scope, factor: Value | None) -> None:
+        """Of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a normaliser."""
+        b, kernel = self.b, self.kernel
+        assert rows.lanes is not None
+        rows.prepare(*(f.value for f in kernel.spec.further), bound=kernel.batch_names | {"i"})
+        start = [
+            b.constant(IDENTITY[f.reduction], self.vector) if f.over else rows.vector(f.value) for _, f in self.of_rows
+        ]
+        if self.whole or self.of_keys or any(f.over for _, f in self.of_rows):
+            start = self._visit_keys(item, g, rows, factor, start)
+        for (k, _), value in zip(self.of_rows, start, strict=True):
+            place = b.at(self._base(k, item.scope), self._offset(k, "i", rows.lanes.first), "f32")
+            b.masked_store(value, place, rows.lanes.valid)
+
+    def _visit_keys(
+        self, item: Item, g: Value, rows: Scope, factor: Value | None, start: Sequence[Value]
+    ) -> list[Value]:
+        """All keys of a group, a line at a time; returns the rows' statistics."""
+        b, n_k, kept = self.b, self.kernel.n_k, self.kept_rows(g)
+        held = [*start] or [b.constant(0.0, self.vector)]
+        with b.carry(0, n_k, LINE, held, hint="line") as (lines, first, totals):
+            count = b.least(b.sub(n_k, first), LINE)
+            values: list[list[Value]] = []
+            with b.carry(0, count, self.lanes, totals, hint="part") as (parts, part, so_far):
+                keys = b.add(first, part)
+                each = [b.add(keys, n) for n in range(self.lanes)]
+                values = b.side_by_side([functools.partial(self._values, rows, kept, key, factor) for key in each])
+                parts.yields(*self._take(part, keys, values, rows, list(so_far)))
+            lines.yields(*parts.results)
+            for (k, further), line in zip(self.whole, self.lines, strict=True):
+                self._write(k, further, line, item, g, first, count)
+        return list(lines.results)[: len(start)]
+
+    def _values(self, rows: Scope, kept: Value, key: Value, factor: Value | None) -> list[Value]:
+        """Of all outputs that depend on a key, for one key; of the last one where there is none."""
+        b = self.b
+        known = {J: b.least(key, b.sub(self.kernel.n_k, 1), "j")}
+        if self.keeps:
+            weight = b.load(self._row(kept, key), self.vector, "p")
+            known[WEIGHT] = weight if factor is None else self.kernel._scaled(weight, factor)
+        scope = Scope(context=self.kernel.context, parent=rows, known=known)
+        return [scope.vector(f.value) for f in self.kernel.spec.further]
+
+    def _take(self, part: Value, keys: Value, values: list[list[Value]], rows: Scope, totals: list[Value]):
+        """What becomes of the values of a vector of keys; returns the statistics of rows with them."""
+        b = self.b
+        assert rows.lanes is not None
+        for (k, _), line in zip(self.whole, self.lines, strict=True):
+            for r, cells in enumerate(transpose(b, [value[k] for value in values])):
+                b.store(cells, b.at(line, b.add(part, r * LINE), "f32"))
+        for n, value in enumerate(values):
+            key = b.add(keys, n)
+            inside = b.compare("slt", key, self.kernel.n_k, "inside")
+            for position, (k, further) in enumerate(self.of_rows):
+                if further.over:
+                    term = b.select(inside, value[k], b.constant(IDENTITY[further.reduction], self.vector))
+                    totals[position] = b.binary(_COMBINE[further.reduction], totals[position], term, "total")
+            for (k, further), sums in zip(self.of_keys, self.sums, strict=True):
+                term = b.select(rows.lanes.valid, value[k], b.constant(IDENTITY[further.reduction], self.vector))
+                place = self._row(sums, key)
+                b.store(b.binary(_COMBINE[further.reduction], b.load(place, self.vector, "of_key"), term), place)
+        return totals
+
+    def _write(
+        self, k: int, further: FurtherOutput, lines: Value, item: Item, g: Value, first: Value, count: Value
+    ) -> None:
+        """A line of each row of a group."""
+        b, lanes, memory = self.b, self.lanes, MEMORY_TYPE[further.dtype]
+        base, row = self._base(k, item.scope), b.add(item.first, b.mul(g, lanes))
+        vectors = b.mul(b.div(count, lanes), lanes)
+        with b.loop(0, b.least(b.sub(item.count, b.mul(g, lanes)), lanes), hint="r") as r:
+            source = b.at(lines, b.mul(r, LINE), "f32")
+            target = b.at(base, b.add(self._offset(k, "i", b.add(row, r)), first), memory)
+            with b.loop(0, vectors, lanes, hint="j") as j:
+                line = b.load(b.at(source, j, "f32"), self.vector)
+                b.store(self.kernel._narrow(line, memory), b.at(target, j, memory))
+            with b.when(b.compare("slt", vectors, count)):
+                line = self.kernel._narrow(b.load(b.at(source, vectors, "f32"), self.vector), memory)
+                if memory == "bf16":  # of which LLVM would make single floats, and round them again
+                    line = b.bitcast(line, vector_of("i16", lanes))
+                b.masked_store(line, b.at(target, vectors, memory), self.kernel._valid(b.sub(count, vectors)))
+
+    def end(self, item: Item) -> None:
+        """After the last group of an item: its part of what is reduced over queries."""
+        b, lanes, n_k = self.b, self.lanes, self.kernel.n_k
+        for (k, further), sums in zip(self.of_keys, self.sums, strict=True):
+            combine = functools.partial(b.binary, _COMBINE[further.reduction])
+            copy = b.at(self._base(k, item.scope), b.mul(self.kernel.thread, self._param("elements", k)), "f32")
+            with b.loop(0, n_k, lanes, hint="j") as j:
+                columns = transpose(b, [b.load(self._row(sums, b.add(j, n)), self.vector) for n in range(lanes)])
+                valid, place = self.kernel._valid(b.sub(n_k, j)), b.at(copy, j, "f32")
+                before = b.masked_load(place, valid, vector_of("f32", lanes))
+                b.masked_store(combine(before, functools.reduce(combine, columns)), place, valid)
+
+    def _row(self, base: Value, key: Value) -> Value:
+        return self.b.at(base, self.b.mul(key, self.lanes), "f32")
+
+    def _param(self, what: str, *which: int | str) -> Value:
+        return self.kernel.params[(f"further_{what}", *which)]
+
+    def _offset(self, k: int, name: str, position: Value | int) -> Value:
+        return self.b.mul(position, self._param("stride", k, name))
+
+    def _base(self, k: int, scope: Scope) -> Value:
+        """Where an output's part for a batch element begins."""
+        b, offset = self.b, self.b.constant(0, "i64")
+        for axis in range(len(self.kernel.spec.batch)):
+            offset = b.add(offset, self._offset(k, f"b{axis}", scope.value(coord(f"b{axis}"))))
+        return b.at(self.kernel.params[("ptr", "further", k)], offset, MEMORY_TYPE[self.kernel.spec.further[k].dtype])

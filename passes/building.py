@@ -1,0 +1,129 @@
+"""Nodes of the rewritten graph: sizes as values, operations with what is recorded of them, and what further outputs of
+an attention become in the places of the nodes that they are for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.ir.expr import Expr, coord, walk
+from fusion.ir.integers import Bounds
+from fusion.ir.spec import FurtherOutput
+from fusion.passes import marks, nodes
+from fusion.passes.further import Use
+from fusion.passes.nodes import Unsupported
+from fusion.refusals import Ground
+
+aten = torch.ops.aten
+
+
+def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    """A call at the graph's insertion point, with its value, and where it comes from."""
+    node = graph.call_function(target, args)
+    copy_provenance(origin, node)
+    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.value))
+    return node
+
+
+def copy_provenance(origin: Node, target: Node) -> None:
+    """Say of a node that it stands for another one."""
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in origin.meta:
+            target.meta[key] = origin.meta[key]
+
+
+def in_place_of(
+    graph: Graph, use: Use, further: FurtherOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
+) -> Node:
+    """What takes the place of a node: a further output in the node's shape, dtype and order in memory.
+
+    made: the further output as the operator returns it. bounds: the extents of the coordinates. trained: whether
+    gradients pass through it.
+    """
+    node, like = use.node, nodes.value(use.node)
+
+    def size(extent: Expr) -> Any:
+        value = symbols.value(extent)
+        return nodes.value(value) if isinstance(value, Node) else value
+
+    dtype = getattr(torch, further.dtype)
+    made.meta["val"] = like.new_empty([size(bounds[coord(name)]) for name in use.dims], dtype=dtype)
+    copy_provenance(node, made)
+    result = made
+    if trained and not marks.requires_grad(node):
+        result = derived(graph, node, aten.detach.default, (result,))
+    if use.divisor is not None:
+        result = derived(graph, node, aten.div.Tensor, (result, symbols.value(use.divisor)))
+    if nodes.dtype(result) != like.dtype:
+        result = derived(graph, node, aten.to.dtype, (result, like.dtype))
+    if use.dims != use.order:
+        result = derived(graph, node, aten.permute.default, (result, [use.dims.index(d) for d in use.order]))
+    if nodes.shape(result) != nodes.shape(node):
+        result = derived(graph, node, aten.reshape.default, (result, [symbols.value(e) for e in nodes.shape(node)]))
+    order = list(nodes.memory_order(node))
+    if order != list(nodes.memory_order(result)):
+        result = derived(graph, node, aten.permute.default, (result, order))
+        result = derived(graph, node, aten.contiguous.default, (result,))
+        result = derived(graph, node, aten.permute.default, (result, [order.index(k) for k in range(len(order))]))
+    return result
+
+
+class Symbols:
+    """Graph values of size expressions: integers, or nodes computed from the nodes that carry each symbol."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.carriers: dict[str, tuple[Node, int | None]] = {}
+        for node in graph.nodes:
+            held = nodes.value(node) if node.op != "output" else None
+            if isinstance(held, torch.SymInt) and held.node.expr.is_symbol:
+                self.carriers.setdefault(str(held.node.expr), (node, None))
+            elif isinstance(held, torch.Tensor) and node.op == "placeholder":
+                for dim, extent in enumerate(held.shape):
+                    if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol:
+                        self.carriers.setdefault(str(extent.node.expr), (node, dim))
+
+    def require(self, expr: Expr) -> None:
+        """Raise `Unsupported` unless `value` can make this expression."""
+        for part in walk(expr):
+            if part.op == "size" and part.attr not in self.carriers:
+                raise Unsupported(Ground.SIZE, f"the size {part.attr} is not carried by any input of the graph")
+            if part.op not in ("size", "const") and part.op not in _OPERATORS:
+                raise Unsupported(Ground.SIZE, f"a size written as {expr}")
+
+    def of(self, sizes: Iterable[Expr]) -> list[Node]:
+        """The nodes that carry what sizes are made of."""
+        return [self.carriers[part.name][0] for part in walk(*sizes) if part.op == "size"]
+
+    def value(self, expr: Expr) -> int | Node:
+        """An int, or a node inserted at the graph's insertion point."""
+        if expr.op == "const":
+            return expr.integer
+        if expr.op == "size":
+            return self._symbol(expr.name)
+        result = self.value(expr.args[0])
+        for arg in expr.args[1:]:
+            result = self._combine(_OPERATORS[expr.op], result, self.value(arg))
+        return result
+
+    def _symbol(self, name: str) -> Node:
+        node, dim = self.carriers[name]
+        if dim is None:
+            return node
+        extent = self.graph.call_function(aten.sym_size.int, (node, dim))
+        extent.meta["val"] = nodes.value(node).shape[dim]
+        return extent
+
+    def _combine(self, function: Any, left: int | Node, right: int | Node) -> Node:
+        node = self.graph.call_function(function, (left, right))
+        held = [nodes.value(x) if isinstance(x, Node) else x for x in (left, right)]
+        node.meta["val"] = function(*held)
+        return node
+
+
+_OPERATORS = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+              "imax": torch.sym_max, "imin": torch.sym_min}  # fmt: skip
