@@ -22,16 +22,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from torch.utils._pytree import tree_map
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 import peak
 import results
+from caches import CACHES
 from measuring import Entry, allowed_error, interleave, prepare
 from models import SMALL, reference, with_sdpa
 from rows import ROWS, Problem, Row, sdpa_call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PARTS = ("short", "decode", "models")
+PARTS = ("short", "decode", "caches", "models")
 HEADS = ("1/1", "2/2", "4/4", "8/8", "8/2", "32/32", "32/8")  # query heads / key heads
 SETTLE = 6e-3  # s
 PEERS = ("inductor", "inductor, sdpa", "sdpa")
@@ -45,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keys", nargs="+", type=int, help="keys in decoding")
     parser.add_argument("--heads", nargs="+", help="query heads / key heads in decoding")
     parser.add_argument("--models", nargs="+", choices=[*SMALL], default=[*SMALL])
+    parser.add_argument("--caches", nargs="+", choices=[*CACHES], default=[*CACHES])
     parser.add_argument("--d", type=int, default=64, help="head dimension")
     parser.add_argument("--dtype", nargs="+", choices=[*DTYPES], default=["fp32", "bf16"])
     parser.add_argument("--seconds", type=float, default=2.0, help="timing per cell, all competitors together")
@@ -91,6 +94,24 @@ def measure_attention(row: Row, problem: Problem, options: argparse.Namespace) -
     return {"bytes": bytes_read, "entries": {entry.name: entry.summary() for entry in [*extra, *entries]}}
 
 
+def measure_cache(name: str, heads: tuple[int, int], keys: int, kind: torch.dtype, options: argparse.Namespace) -> dict:
+    """One cell: a query over a cache that is kept in some form."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    cache, q = CACHES[name], torch.randn(1, heads[0], 1, options.d).to(kind)
+    stored, shared = cache.draw((1, heads[1], keys, options.d), kind)
+    operands = (q, *stored, shared)
+    exact = cache.attention(*tree_map(lambda x: x.double() if x.is_floating_point() else x, operands))
+    allowed = allowed_error(cache.attention(*operands), exact)
+    makers = {peer: functools.partial(compiled, cache.attention, peer, *operands) for peer in ("fusion", "inductor")}
+    entries = [Entry(name=peer) for peer in makers]
+    for entry in entries:
+        prepare(entry, makers[entry.name], exact, allowed)
+    interleave(entries, seconds=options.seconds, settle=SETTLE)
+    live = sum(x.nbytes // (2 if shared else 1) for one in stored for x in one)
+    return {"bytes": live, "entries": {entry.name: entry.summary() for entry in entries}}
+
+
 def measure_model(name: str, N: int, kind: torch.dtype, options: argparse.Namespace) -> dict:
     """One cell: a small model at one length and dtype."""
     torch._dynamo.reset()
@@ -129,6 +150,12 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[dict, Callable[[], dict
                 problem = Problem(H=queries, N=N, d=options.d, dtype=kind)
                 where = {"part": "decode", "what": f"{heads} heads", "N": N, "dtype": dtype}
                 yield where, functools.partial(measure_attention, row, problem, options)
+        for heads in options.heads if "caches" in options.parts else ():
+            queries, keys = map(int, heads.split("/"))
+            for name in options.caches:
+                for N in options.keys:
+                    where = {"part": "caches", "what": f"{CACHES[name].title}, {heads} heads", "N": N, "dtype": dtype}
+                    yield where, functools.partial(measure_cache, name, (queries, keys), N, kind, options)
         for name in options.models if "models" in options.parts else ():
             for N in SMALL[name].lengths[:1] if options.quick else SMALL[name].lengths:
                 where = {"part": "models", "what": SMALL[name].title, "N": N, "dtype": dtype}
@@ -147,7 +174,7 @@ def line(cell: dict) -> list[str]:
         return f"{entry['median'] / ours:.2f}x" if entry["median"] and ours else entry["note"][:20]
 
     share = f"{entries['reading']['median'] / ours:.0%}" if "reading" in entries and ours else ""
-    rate = f"{cell['bytes'] / ours / 1e9:.1f}" if share else ""
+    rate = f"{cell['bytes'] / ours / 1e9:.1f}" if "bytes" in cell and ours else ""
     best = [entries[peer]["median"] for peer in PEERS[:2] if entries.get(peer, {}).get("median")]
     slower = "slower" if ours and best and min(best) < ours else ""
     note = entries["fusion"]["note"][:60]
