@@ -15,26 +15,26 @@ call); of training in `training` and `backward`. Nothing of torch-mlir is import
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
-from fusion.codegen.mlir.training import TrainingKernel
 from fusion.errors import KernelCompilationError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
 
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.training import TrainingKernel
+
 __all__ = [
     "Kernel",
     "KernelCompilationError",
-    "TrainingKernel",
     "compile",
     "compile_training",
     "supports",
@@ -77,6 +77,9 @@ def compile_training(
 ) -> TrainingKernel | None:
     """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at
     their first call. They have one tile for all lengths: nothing is planned or measured."""
+    from fusion.codegen.mlir.backward.plan import unsupported
+    from fusion.codegen.mlir.training import TrainingKernel
+
     machine = machine or Machine.detect()
     if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None
