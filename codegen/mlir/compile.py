@@ -20,7 +20,9 @@ from torch._dynamo.utils import counters
 
 from fusion import disk_cache
 from fusion.codegen.mlir import object_file
+from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.object_file import ObjectFileError
+from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.errors import KernelCompilationError
 from fusion.machine import cpu
 
@@ -105,7 +107,7 @@ def _engine(source: str) -> Any:
     from torch_mlir.passmanager import PassManager
 
     with ir.Context():
-        module = ir.Module.parse(source)
+        module = ir.Module.parse(complete(source))
         if features := cpu.left_out():
             limited = ir.ArrayAttr.get([ir.StringAttr.get(text) for text in ("target-features", features)])
             for operation in module.body:
@@ -113,6 +115,17 @@ def _engine(source: str) -> Any:
                     operation.attributes["llvm.passthrough"] = ir.ArrayAttr.get([limited])
         PassManager.parse(PIPELINE).run(module.operation)
         return ExecutionEngine(module, opt_level=_level(source), shared_libs=[openmp_library()])
+
+
+def complete(source: str) -> str:
+    """A module's text with what LLVM may call and this process need not have: the function that rounds to bfloat16. That
+    happens even where a text only copies elements: LLVM may join them by way of float32."""
+    if "bf16" not in source or ("avx512_bf16" in cpu.detect().isa and not cpu.left_out()):
+        return source
+    b = Builder()
+    rounded = VectorMath(b, avx512=False).narrow(Value("%x", "f32"), "bf16")
+    function = f"func.func @__truncsfbf2(%x: f32) -> bf16 {{\n{b.text()}\n  return {rounded} : bf16\n}}\n"
+    return source.rstrip().removesuffix("}") + function + "}\n"
 
 
 def _level(source: str) -> int:

@@ -119,7 +119,7 @@ def _engine(source: str) -> Any:
     from torch_mlir.passmanager import PassManager
 
     with _context():
-        module = ir.Module.parse(source)
+        module = ir.Module.parse(compiler.complete(source))
         as_it_stands = ir.ArrayAttr.get([ir.StringAttr.get(name) for name in ("noinline", "optnone")])
         for operation in module.body:
             if operation.operation.name == "func.func":

@@ -13,6 +13,7 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training import TrainingKernel
+from fusion.ir import Normalizer
 from fusion.planning.choice import query_stationary
 from tests import emulation
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
@@ -89,3 +90,5 @@ def test_limited_to_avx2(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     c = case("brain_bias", dtype, 40, 24)
     check(c, plan(c, emulation.AVX2, optimised=True))
     check(c, plan(c, emulation.AVX2, optimised=True, by_rows=True))
+    odd = case("plain", dtype, 8, 19, normalizer=Normalizer.NONE)  # columns that are copied one by one
+    check(odd, plan(odd, emulation.AVX2, optimised=True, by_rows=True))
