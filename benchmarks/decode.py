@@ -100,9 +100,8 @@ def measure_cache(name: str, heads: tuple[int, int], keys: int, kind: torch.dtyp
     torch.manual_seed(0)
     cache, q = CACHES[name], torch.randn(1, heads[0], 1, options.d).to(kind)
     stored, shared = cache.draw((1, heads[1], keys, options.d), kind)
-    operands = (q, *stored, shared)
-    wide: Any = tree_map(lambda x: x.double() if x.is_floating_point() else x, operands)
-    exact = cache.attention(*wide)
+    operands: list[Any] = [q, *stored, shared]
+    exact = cache.attention(*tree_map(lambda x: x.double() if x.is_floating_point() else x, operands))
     allowed = allowed_error(cache.attention(*operands), exact)
     makers = {peer: functools.partial(compiled, cache.attention, peer, *operands) for peer in ("fusion", "inductor")}
     entries = [Entry(name=peer) for peer in makers]
