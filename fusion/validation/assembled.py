@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fusion.passes import nodes
 from fusion.validation.layouts import Index
-from fusion.validation.replay import NotReplayable, Replay, rule
+from fusion.validation.replay import NotReplayable, Replay, rule, within
 
 aten = torch.ops.aten
 
@@ -93,8 +93,8 @@ def _index(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     own = index[given[0] : given[0] + wide]
     picked = []
     for k in given:
-        place = replay.value(tensors[k], replay.broadcast(own, common, region.shape(tensors[k])), rank).to(torch.int64)
-        picked.append(torch.where(place < 0, place + shape[k], place))
+        place = replay.value(tensors[k], replay.broadcast(own, common, region.shape(tensors[k])), rank)
+        picked.append(within(place, shape[k]))
     return replay.value(args["self"], (*index[: given[0]], *picked, *index[given[0] + wide :]), rank)
 
 
@@ -104,7 +104,7 @@ def _picked(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args = nodes.arguments(node)
     dim = nodes.normalize_dim(args["dim"], len(index))
     own = index if nodes.packet(node) is aten.gather else (index[dim],)
-    place = replay.value(args["index"], own, rank).to(torch.int64)
+    place = within(replay.value(args["index"], own, rank), replay.region.shape(args["self"])[dim])
     return replay.value(args["self"], (*index[:dim], place, *index[dim + 1 :]), rank)
 
 

@@ -16,8 +16,9 @@ from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, Expr, J, Kind, coord, loads
 from fusion.ir.ops import evaluate
 from fusion.ir.spec import Normalizer
+from fusion.passes import nodes
 from fusion.passes.specify import Specified
-from fusion.validation.replay import Replay
+from fusion.validation.replay import Replay, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,13 @@ class Program(Execution):
 
     def _load(self, part: Expr, rank: int = 3):
         dtype = {Kind.FLOAT: self.dtype, Kind.INT: torch.int64, Kind.BOOL: torch.bool}[part.kind]
+        table = dict(self.part.tables).get(part.operand)
 
         def load(*index: Tensor) -> Tensor:
-            return self.replay.value(self.part.operands[part.operand], index, rank).to(dtype)
+            found = self.replay.value(self.part.operands[part.operand], index, rank).to(dtype)
+            if table is None:
+                return found
+            return within(found, nodes.evaluate_size(table.extent, self.replay.region.hints))
 
         return load if part.args else load()
 

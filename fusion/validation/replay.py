@@ -92,6 +92,11 @@ class Read:
     values: Tensor
 
 
+def within(positions: Tensor, extent: int) -> Tensor:
+    """Positions along a dimension, those from its end as from its start; drawn ones beyond it are brought into it."""
+    return positions.to(torch.int64).remainder(extent)
+
+
 class Replay:
     """One run. least: floats of narrower dtypes are computed in this one."""
 

@@ -249,3 +249,19 @@ def test_positions_that_change_after_they_were_read():
         compiled = torch.compile(function, backend="fusion", options={"inner": "eager"})
         actual, eager = (f(q, cache, torch.arange(12)) for f in (compiled, function))
         assert_as_exact_as_eager(actual, eager, function(q.double(), cache.double(), torch.arange(12)))
+
+
+def test_heads_picked_by_a_list():
+    """As falcon splits its projection: the list is a tensor of the graph, and counts from the end."""
+
+    def attend(x):
+        rows = x.unflatten(-1, (-1, H + 2, D))
+        k, v = (rows[:, :, :, [place]].expand_as(rows[:, :, :, :-2]) for place in (-2, -1))
+        q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (rows[:, :, :, :-2], k, v))
+        return (q @ k.mT * 0.3).softmax(-1) @ v
+
+    x = torch.randn(B, 7, 2 * (H + 2) * D)
+    assert fusion.explain(attend, x).fused == 1
+    torch._dynamo.reset()
+    out = torch.compile(attend, backend="fusion")(x)
+    assert_as_exact_as_eager(out, attend(x), attend(x.double()))
