@@ -13,8 +13,10 @@ it was.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +67,26 @@ class Use:
         return (*(name for name in self.order if name != last), last)
 
 
+_written = ContextVar("_written", default=True)
+
+
+@contextlib.contextmanager
+def none_written() -> Iterator[None]:
+    """While this lasts, attentions whose weights are used elsewhere stay as they are: for kernels that return one
+    tensor."""
+    token = _written.set(False)
+    try:
+        yield
+    finally:
+        _written.reset(token)
+
+
 def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) -> list[Use] | None:
     """What has to be written in the place of the escaping nodes of a site; None where they cannot be.
 
     escaping: nodes of the region that are used outside of it. outside: whether a node is such a user.
     """
-    if len(site.attentions) != 1:
+    if len(site.attentions) != 1 or not _written.get():
         return None
     pullback = site.attentions[0].pullback
     before = dict(pullback.interior)

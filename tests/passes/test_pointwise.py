@@ -37,6 +37,8 @@ CALLS |= dict.fromkeys(COMPARISONS, lambda op, s, t: s.masked_fill(op(s, t), 0.2
 LOGICAL = "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__".split()
 CALLS |= dict.fromkeys(LOGICAL, lambda op, s, t: s.masked_fill(op(s > 0, t > 0), 0.25))
 CALLS |= dict.fromkeys(("logical_not", "bitwise_not"), lambda op, s, t: s.masked_fill(op(t > 0), 0.25))
+SHIFTS = "bitwise_left_shift bitwise_right_shift __lshift__ __rshift__".split()
+CALLS |= dict.fromkeys(SHIFTS, lambda op, s, t: s + op(torch.arange(13) - 6, 2))
 
 
 def of_special_values(op, s, t):
@@ -159,3 +161,20 @@ def test_an_operation_of_the_score(name, dtype):
 def test_an_operation_in_kernels(name):
     ours, eager, exact, _ = computed(groups()[name], torch.float32, "auto")
     assert_as_exact_as_eager(ours[name], eager[name], exact[name], name=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_bits_of_integers(dtype):
+    """Masks of bits and shifts of numbers that wrap in their dtype, negative ones among them."""
+    numbers = (torch.arange(13) * 39 - (0 if dtype is torch.uint8 else 200)).to(dtype)
+    ways = [lambda x: x & 7, lambda x: x & 1, lambda x: x & -8, lambda x: x & 0x70, lambda x: x << 1, lambda x: x << 3,
+            lambda x: x >> 1, lambda x: x >> 5, lambda x: (x << 4) >> 4]  # fmt: skip
+
+    def attend(q, k, v, x):
+        return [torch.softmax(q @ k.mT + way(x) * 0.01, -1) @ v for way in ways]
+
+    given = [torch.randn(2, 5, 8), torch.randn(2, 13, 8), torch.randn(2, 13, 8), numbers]
+    found = torch.compile(attend, backend="fusion")(*given)
+    exact = attend(*(x.double() if x.is_floating_point() else x for x in given))
+    for ours, eager, wide in zip(found, attend(*given), exact, strict=True):
+        assert_as_exact_as_eager(ours, eager, wide)

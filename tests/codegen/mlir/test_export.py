@@ -69,8 +69,17 @@ def test_a_site_that_was_not_fused_has_no_mlir():
         w = torch.softmax(q @ k.mT, -1)
         return w @ v, w
 
+    def returns_scores(q, k, v):
+        s = q @ k.mT
+        return torch.softmax(s, -1) @ v, s
+
     with pytest.raises(MlirExportError, match="a site with 0 was asked for: the attention weights are needed"):
+        fusion.explain(returns_scores, *tensors(1, 2, 5, 4)).sites[0].mlir()
+    with pytest.raises(MlirExportError, match="returns more than one tensor"):
         fusion.explain(returns, *tensors(1, 2, 5, 4)).sites[0].mlir()
+    given = tensors(1, 2, 5, 4)
+    for ours, eager in zip(fusion.export_mlir(returns, *given)(*given), returns(*given), strict=True):
+        assert_as_exact_as_eager(ours, eager, eager)
 
 
 def test_what_has_no_kernel_or_no_elements(monkeypatch):
