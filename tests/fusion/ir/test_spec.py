@@ -7,9 +7,10 @@ import torch
 
 import fusion
 from fusion.ir import AttentionSpec, Output, integers
-from fusion.ir.expr import FALSE, SCORE, TRUE, I, J, Kind, const, coord, load
+from fusion.ir.expr import FALSE, SCORE, TRUE, WEIGHT, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply, as_float, evaluate
 from fusion.ir.primitives import PRIMITIVES
+from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.passes.casts import swallows
 from tests.numerics import assert_same_in_float64
 
@@ -52,6 +53,11 @@ def test_an_operand_that_depends_on_the_wrong_coordinate_is_refused():
 def test_an_output_names_the_same_dimensions_twice():
     with pytest.raises(ValueError, match="name different coordinates"):
         Output(dims=("b0", "i", "e"), order=("b0", "e", "e"))
+
+
+def test_a_further_output_has_the_dimensions_that_are_left():
+    with pytest.raises(ValueError, match="a further output over 'j' with dimensions"):
+        FurtherOutput(value=WEIGHT, dims=("b0", "i", "j"), dtype="float32", reduction=Reduction.SUM, over="j")
 
 
 @pytest.mark.parametrize("name", sorted(set(PRIMITIVES) - {"add", "mul", "floordiv", "mod"}))
