@@ -89,7 +89,7 @@ class TrainingKernel(Protocol):
 class Emitter(Protocol):
     """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call.
 
-    One that has `writes_further_outputs = True` is also given specs with `further` outputs: `compile_training` makes
+    One that is registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes
     their kernel, with a method `outputs(operands, sizes) -> [output, statistics, *further outputs]`, whether they are
     trained or not; its None leaves them to the reference interpreter.
     """
@@ -121,12 +121,14 @@ class Registration:
     devices: the types of devices that it serves; every type where there is none.
     load: the emitter; called where a kernel is asked for first, since an emitter brings a compiler along.
     machine: the machine that a device is.
+    further_outputs: whether it writes weights and statistics of them beside the output.
     """
 
     name: str
     devices: tuple[str, ...]
     load: Callable[[], Emitter]
     machine: Callable[[str], Machine]
+    further_outputs: bool = False
 
     def serves(self, device: str) -> bool:
         """Whether devices of a type are served."""
@@ -141,10 +143,13 @@ def register(
     devices: tuple[str, ...],
     load: Callable[[], Emitter],
     machine: Callable[[str], Machine] = find_machine,
+    further_outputs: bool = False,
 ) -> None:
     """Add an emitter, which becomes the one that "auto" takes on its devices. A name that is known is replaced."""
     _registered.pop(name, None)
-    _registered[name] = Registration(name=name, devices=devices, load=load, machine=machine)
+    _registered[name] = Registration(
+        name=name, devices=devices, load=load, machine=machine, further_outputs=further_outputs
+    )
 
 
 def names() -> list[str]:
@@ -191,6 +196,6 @@ def registered(
         _registered.update(before)
 
 
-register("reference", (), lambda: importlib.import_module("fusion.codegen.reference"))  # type: ignore[arg-type]
-register("mlir", ("cpu",), lambda: importlib.import_module("fusion.codegen.mlir"))  # type: ignore[arg-type]
+register("reference", (), lambda: importlib.import_module("fusion.codegen.reference"), further_outputs=True)  # type: ignore[arg-type]
+register("mlir", ("cpu",), lambda: importlib.import_module("fusion.codegen.mlir"), further_outputs=True)  # type: ignore[arg-type]
 register("triton", ("cuda",), lambda: importlib.import_module("fusion.codegen.triton"))  # type: ignore[arg-type]

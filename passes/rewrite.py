@@ -51,7 +51,7 @@ def rewrite(
     symbols = Symbols(module.graph)
     specified = _specify_all(sites, symbols, block_mask)
     # First: what is refused here is not validated, and no kernels are built for it.
-    _refuse_escaping(module.graph, sites, specified, None if block_mask else symbols)
+    _refuse_escaping(module.graph, sites, specified, symbols if block_mask is None else None)
     if validate is not None:
         _refuse_different(module.graph, sites, specified, validate)
     if pays is not None:

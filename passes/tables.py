@@ -91,10 +91,9 @@ def _position(pullback: PullBack, here: Node, tensor: Node, at: Index, dim: int)
     `here` reads; None where that cannot be known."""
     origin = arguments(here)["self"]
     extent = shape(origin)[dim]
-    if packet(here) is aten.index:
-        position = pullback.value(tensor, at)
-        if integers.is_below(position, extent, pullback.bounds):
-            return position
+    position = pullback.value(tensor, at)
+    if integers.is_below(position, extent, pullback.bounds):
+        return position
     if not pullback.reads_tables or nodes.value(tensor).device != nodes.value(origin).device:
         return None
     while packet(tensor) in _WHOLE and (moved := pullback.step(tensor, at, pullback.bounds)) is not None:

@@ -39,11 +39,7 @@ __all__ = [
     "compile_training",
     "supports",
     "unavailable",
-    "writes_further_outputs",
 ]
-
-
-writes_further_outputs = True
 
 
 def reads(dtype: torch.dtype, machine: Machine) -> bool:

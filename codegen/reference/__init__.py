@@ -20,10 +20,9 @@ from fusion.codegen.reference.kernels import (
     compile_training,
     reads,
     supports,
-    writes_further_outputs,
 )
 
 __all__ = [
     "ReferenceGradient", "ReferenceKernel", "backward", "compile", "compile_training", "reads", "run", "run_all",
-    "supports", "writes_further_outputs",
+    "supports",
 ]  # fmt: skip

@@ -75,9 +75,6 @@ class ReferenceGradient:
         return backward(self.spec, grad, operands, sizes, needs)
 
 
-writes_further_outputs = True
-
-
 def supports(spec: AttentionSpec, machine: Machine) -> str | None:
     """Every spec is supported."""
     return None

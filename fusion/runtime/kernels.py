@@ -94,7 +94,7 @@ def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> R
     emitter was asked for that does not serve the device."""
     if (found := emitter.find(request.emitter, device)) is None:
         return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device!r}")
-    if spec.further and not getattr(found.load(), "writes_further_outputs", False):
+    if spec.further and not found.further_outputs:
         return Refusal(
             Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere, and {found.name} writes none"
         )

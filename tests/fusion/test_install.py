@@ -223,8 +223,9 @@ def test_what_was_installed_before_comes_back() -> None:
 
 def test_a_strict_pass_refuses() -> None:
     def escaping(q, k, v):
-        weights = torch.softmax(q @ k.mT, -1)
-        return weights, weights @ v
+        scores = q @ k.mT
+        weights = torch.softmax(scores, -1)
+        return scores, weights, weights @ v
 
     with fusion.install({"strict": True}), pytest.raises(Exception, match="not fused: .*escaping"):
         torch.compile(escaping)(*tensors())

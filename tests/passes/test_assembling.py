@@ -33,6 +33,8 @@ CALLS = {
     "constant_pad_nd": lambda g, x: g.call(aten.constant_pad_nd.default, arange(g, 4, 5), [1, 2, 0, 1], 7),
     "pad": lambda g, x: g.call(aten.pad.default, arange(g, 4, 5), [-1, 2], "constant", 3),
     "index": lambda g, x: g.call(aten.index.Tensor, x, [arange(g, 4)]),
+    "index_select": lambda g, x: g.call(aten.index_select.default, x, 1, arange(g, 3)),
+    "gather": lambda g, x: g.call(aten.gather.default, x, 0, arange(g, 2, 2)),
     "index_put": lambda g, x: g.call(aten.index_put.default, x, [g.given(torch.rand(4, 5) < 0.5, "m")],
     g.call(aten.scalar_tensor.default, -2.0, dtype=torch.float64)),
     "copy": lambda g, x: g.call(aten.copy.default, x, arange(g, 4, 5)),

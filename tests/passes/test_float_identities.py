@@ -80,7 +80,8 @@ CASES = [
     *(Case(name) for name in _PREDICATES.split()), *(Case(name, operands=2) for name in _COMPARISONS.split()),
 ]  # fmt: skip
 OTHERS = """floor_divide where masked_fill logical_and logical_or logical_not logical_xor bitwise_and
-bitwise_or bitwise_not bitwise_xor __and__ __or__ __xor__"""
+bitwise_or bitwise_not bitwise_xor __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift __lshift__
+__rshift__"""
 """Builders of operations on predicates and integers."""
 
 

@@ -378,7 +378,7 @@ def test_weights_that_are_returned(inner: str):
         weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(D), dim=-1)
         return weights @ v, weights
 
-    _check(program, inner, *_qkv(), fused=False)
+    _check(program, inner, *_qkv(), fused=True)
 
 
 @both

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion.codegen.mlir.target import Target, target_of
+from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import AttentionSpec, Expr, Kind, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
@@ -386,6 +387,16 @@ def assert_gradients_as_exact_as_eager(
     names = [operand.name for operand, needed in zip(c.spec.operands, needs, strict=True) if needed]
     found = (dict(zip(names, gradients, strict=True)) for gradients in (got, theirs, exact))
     numerics.assert_as_exact_as_eager(*found, getattr(torch, c.spec.dtype), name="gradient", check_dtype=False)
+
+
+def assert_trains_as_exact_as_eager(run: TrainingKernel, c: Case, extents: Sizes) -> None:
+    """The house rule for the output of a case and the gradients of all its operands, on drawn tensors."""
+    operands, sizes = draw(c, extents)
+    out, statistics = run.forward(operands, sizes)
+    assert_as_exact_as_eager(out, c, operands)
+    grad, needs = torch.randn_like(out), (True,) * len(operands)
+    found = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
 
 
 def on_threads(run: Callable[[list[torch.Tensor], list[int]], torch.Tensor], *operands) -> list[torch.Tensor]:

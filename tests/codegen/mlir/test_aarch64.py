@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
@@ -15,7 +14,7 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
 from tests.codegen.mlir import aarch64
-from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
+from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_trains_as_exact_as_eager, case, draw
 
 pytestmark = pytest.mark.skipif(aarch64.missing() is not None, reason=str(aarch64.missing()))
 SIZES = {"B": 1, "H": 2, "Nq": 70, "Nk": 150}
@@ -40,12 +39,7 @@ def test_gradients(dtype: str) -> None:
     c = case("bias", dtype, 40, 24)
     with aarch64.running():
         kernel = TrainingKernel(c.spec, tilings_for(c.spec, aarch64.NEON), aarch64.NEON)
-        operands, sizes = draw(c, SIZES)
-        out, statistics = kernel.forward(operands, sizes)
-        assert_as_exact_as_eager(out, c, operands)
-        grad, needs = torch.randn_like(out), (True,) * len(operands)
-        found = kernel.backward(grad, out, statistics, operands, sizes, needs)
-        assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
+        assert_trains_as_exact_as_eager(kernel, c, SIZES)
 
 
 def loops(text: str) -> list[list[str]]:

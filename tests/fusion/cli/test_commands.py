@@ -25,9 +25,10 @@ class Model(torch.nn.Module):
 def attend(q, k, v):
     return torch.softmax(q @ k.mT / 4, -1) @ v
 
-def returns_weights(q, k, v):
-    w = torch.softmax(q @ k.mT, -1)
-    return w @ v, w
+def returns_more(q, k, v):
+    s = q @ k.mT
+    w = torch.softmax(s, -1)
+    return w @ v, w, s
 
 def plain(x):
     return torch.relu(x)
@@ -85,10 +86,10 @@ def test_explain_of_a_module_by_name(capsys, model, monkeypatch):
 
 
 def test_explain_prints_json(capsys, model):
-    code, out, _ = run(capsys, "explain", f"{model}:returns_weights", "--json")
+    code, out, _ = run(capsys, "explain", f"{model}:returns_more", "--json")
     report = json.loads(out)
     assert code == 0 and report["fused"] == 0 and report["total"] == 1
-    assert report["sites"][0]["advice"].startswith("Let nothing but")
+    assert report["sites"][0]["advice"].startswith("Let nothing else use")
     _, out, _ = run(capsys, "explain", f"{model}:attend", "--json", "--compare")
     report = json.loads(out)
     (attention,) = report["sites"][0]["attentions"]
@@ -98,7 +99,7 @@ def test_explain_prints_json(capsys, model):
 
 def test_strict_is_an_exit_code(capsys, model):
     assert run(capsys, "explain", f"{model}:attend", "--strict")[0] == 0
-    assert run(capsys, "explain", f"{model}:returns_weights", "--strict")[0] == 1
+    assert run(capsys, "explain", f"{model}:returns_more", "--strict")[0] == 1
     assert run(capsys, "explain", f"{model}:plain", "--inputs", "single", "--strict")[0] == 1
 
 
