@@ -35,15 +35,16 @@ from tests import emulation
 compiler = importlib.import_module("fusion.codegen.mlir.compile")
 
 TARGETS = {
-    emulation.AVX512: 1,
-    replace(emulation.PAIRS, tile_rows=2, tile_groups=1): 3,
+    emulation.AVX512: 6,
+    replace(emulation.PAIRS, tile_rows=2, tile_groups=1): 10,
     emulation.AMX: 1,
-    emulation.AVX2: 2,
-    Target(lanes=4, tile_rows=4, tile_groups=2): 3,
-    Target(lanes=4, tile_rows=2, tile_groups=1): 8,
+    emulation.AVX2: 13,
+    Target(lanes=4, tile_rows=4, tile_groups=2): 20,
+    Target(lanes=4, tile_rows=2, tile_groups=1): 50,
 }
-"""How often each is drawn: AVX-512, pairs of bfloat16, AMX, AVX2, Arm, and the smallest."""
-OPTIMISED = 1 / 20
+"""Of a hundred specs, how many are run by AVX-512, pairs of bfloat16, AMX, AVX2, Arm and the smallest: by what they
+find in a second. A kernel for AMX takes ten times as long as the others."""
+OPTIMISED = 1 / 40
 """Share of the kernels that LLVM optimises all the same."""
 
 
