@@ -184,11 +184,12 @@ def registered(
     devices: tuple[str, ...],
     load: Callable[[], Emitter],
     machine: Callable[[str], Machine] = find_machine,
+    further_outputs: bool = False,
 ) -> Iterator[None]:
     """An emitter that is registered while this lasts. Kernels that exist are not touched: see
     `fusion.runtime.kernels.emitting`."""
     before = dict(_registered)
-    register(name, devices, load, machine)
+    register(name, devices, load, machine, further_outputs)
     try:
         yield
     finally:
@@ -198,4 +199,4 @@ def registered(
 
 register("reference", (), lambda: importlib.import_module("fusion.codegen.reference"), further_outputs=True)  # type: ignore[arg-type]
 register("mlir", ("cpu",), lambda: importlib.import_module("fusion.codegen.mlir"), further_outputs=True)  # type: ignore[arg-type]
-register("triton", ("cuda",), lambda: importlib.import_module("fusion.codegen.triton"))  # type: ignore[arg-type]
+register("triton", ("cuda",), lambda: importlib.import_module("fusion.codegen.triton"), further_outputs=True)  # type: ignore[arg-type]

@@ -141,16 +141,19 @@ class FurtherOutputs:
         for (k, _), line in zip(self.whole, self.lines, strict=True):
             for r, cells in enumerate(transpose(b, [value[k] for value in values])):
                 b.store(cells, b.at(line, b.add(part, r * LINE), "f32"))
+        inside = [b.compare("slt", b.add(keys, n), self.kernel.n_k, "inside") for n in range(self.lanes)]
+        for position, (k, further) in enumerate(self.of_rows):
+            if further.over:
+                nothing = b.constant(IDENTITY[further.reduction], self.vector)
+                terms = [b.select(there, value[k], nothing) for there, value in zip(inside, values, strict=True)]
+                while len(terms) > 1:  # by twos: a long sum of equal terms, one after the other, drifts
+                    pairs = zip(terms[::2], terms[1::2], strict=True)
+                    terms = [b.binary(_COMBINE[further.reduction], x, y, "total") for x, y in pairs]
+                totals[position] = b.binary(_COMBINE[further.reduction], totals[position], terms[0], "total")
         for n, value in enumerate(values):
-            key = b.add(keys, n)
-            inside = b.compare("slt", key, self.kernel.n_k, "inside")
-            for position, (k, further) in enumerate(self.of_rows):
-                if further.over:
-                    term = b.select(inside, value[k], b.constant(IDENTITY[further.reduction], self.vector))
-                    totals[position] = b.binary(_COMBINE[further.reduction], totals[position], term, "total")
             for (k, further), sums in zip(self.of_keys, self.sums, strict=True):
                 term = b.select(rows.lanes.valid, value[k], b.constant(IDENTITY[further.reduction], self.vector))
-                place = self._row(sums, key)
+                place = self._row(sums, b.add(keys, n))
                 b.store(b.binary(_COMBINE[further.reduction], b.load(place, self.vector, "of_key"), term), place)
         return totals
 

@@ -18,7 +18,6 @@ from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
-from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
@@ -209,9 +208,8 @@ class KernelFunction(ThreadFunction):
         """
         b, spec = self.b, self.spec
         m = b.mul(raw, self.programs.scale)
-        if self.programs.scale > 1:  # the lowest finite fill, in these units, may round beyond float32
-            finite = b.select(b.compare("ogt", m, -LARGEST), m, -LARGEST)
-            m = b.select(b.compare("oeq", raw, float("-inf")), float("-inf"), finite, "m_row")
+        for unit, value in self.programs.fills:
+            m = b.select(b.compare("oeq", raw, unit), value, m, "m_row")
         shift: Value | None = None
         if spec.sinks or spec.row_scale is not None:
             shift = b.div(1.0, self.exponent.excess(raw))

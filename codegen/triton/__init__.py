@@ -61,7 +61,8 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
             return Refusal(
                 Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PRODUCTS)}"
             )
-    for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype)):
+    written = (("a further output has", further.dtype) for further in spec.further)
+    for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype), *written):
         if dtype not in DTYPES:
             return Refusal(Ground.DTYPE, f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}")
     for index in (

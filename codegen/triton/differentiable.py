@@ -17,14 +17,16 @@ from fusion.codegen import reference
 from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.autotune import Stage, Tuner, call_of
+from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
 from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kernels
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
+from fusion.codegen.triton.further import TILED_LIKE, FurtherByKeys, FurtherByRows, further_kernels
 from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
 from fusion.codegen.triton.launch import Kernel, check_sizes, empty_lists, fixed_constants, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.variant import Variant
+from fusion.ir.results import coordinate_extents, further_shape, no_statistics
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
@@ -74,6 +76,40 @@ class Differentiable:
         out, statistics = self.kernel.forward(operands, sizes)
         assert statistics is not None
         return out, statistics
+
+    def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """[output, statistics, *further outputs]."""
+        *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
+        if 0 in (*batch, n_q, n_k, d, d_v):
+            out, *further = reference.run_all(self.spec, operands, sizes)
+            return [out, no_statistics(self.spec, operands, sizes), *further]
+        out, statistics = self.forward(operands, sizes)
+        return [out, statistics, *self._further(operands, sizes, statistics)]
+
+    def _further(self, operands: Sequence[Tensor], sizes: Sequence[int], statistics: Tensor) -> list[Tensor]:
+        *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
+        device, extents = operands[0].device, coordinate_extents(self.spec, sizes)
+        made = [
+            torch.empty(further_shape(f, extents), dtype=getattr(torch, f.dtype), device=device)
+            for f in self.spec.further
+        ]
+        results = {"statistics": statistics} | {f"further{k}": tensor for k, tensor in enumerate(made)}
+        variant = self._kept(
+            (d, d_v, device.type == "cpu", "further"),
+            lambda: Variant(self.spec, further_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
+        )
+        fixed, arguments = fixed_constants(self.spec.dtype, device), (operands, sizes, results, {})
+        tiles, call = self.kernel.planner(device).backward(d, d_v), Call(device=device, sizes=sizes)
+        heads, blocks = math.prod(batch), {FurtherByRows.name: lambda tile: -(-n_q // tile.rows)}
+        blocks[FurtherByKeys.name] = lambda tile: -(-n_k // tile.keys)
+        for name in variant.kernels:
+
+            def launch(tile: Tile, name: str = name) -> None:
+                variant.launch(name, heads * blocks[name](tile), tile, fixed, arguments)
+
+            tile = self.tile or tiles[TILED_LIKE[name]]
+            autotune.launch(Stage(kernel=name, variant=variant, tile=tile, launch=launch, others=None), call)
+        return made
 
     def backward(
         self,
@@ -173,13 +209,19 @@ class Differentiable:
     def _variant(
         self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool, described: bool = False
     ) -> Variant:
-        key = (d, d_v, needs, interpreted, described)
+        def make() -> Variant:
+            kernels = backward_kernels(self.spec, d, d_v, needs, described)
+            read = set().union(*READ.values()) if described else ()
+            return Variant(self.spec, kernels, d, d_v, interpreted, read=read)
+
+        return self._kept((d, d_v, needs, interpreted, described), make)
+
+    def _kept(self, key: tuple, make: Callable[[], Variant]) -> Variant:
+        """A module that is made at first use."""
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:
-                    kernels = backward_kernels(self.spec, d, d_v, needs, described)
-                    read = set().union(*READ.values()) if described else ()
-                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted, read=read)
+                    found = self._variants[key] = make()
         return found
 
 

@@ -19,7 +19,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
+from fusion.codegen.triton.matrices import Matrix, made, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import C, E, Expr, J, const, coordinates
@@ -203,7 +203,7 @@ class KeyLoop:
                 continue
             writer = self._of(C, panel)
             if self.spec.k_value is not None:
-                lines += self._made("k", self.spec.k_value, writer, panel, "key_ok")
+                lines.append(made(f"k{panel.suffix}", self.spec.k_value, writer))
                 continue
             part = matrix(writer, 1, self.spec.k, J, C)
             lines += self._load("k", part, panel, "key_ok")
@@ -223,17 +223,12 @@ class KeyLoop:
                 continue
             writer = self._of(E, panel, key, mask)
             if self.spec.v_value is not None:
-                lines += self._made("v", self.spec.v_value, writer, panel, mask)
+                lines.append(made(f"v{panel.suffix}", self.spec.v_value, writer))
                 continue
             part = matrix(writer, 2, self.spec.v, J, E)
             lines += self._load("v", part, panel, mask, always)
             tiles.append(self._tile("v", part, panel))
         return lines, tiles
-
-    def _made(self, name: str, value: Expr, writer: Writer, panel: Panel, mask: str) -> list[str]:
-        """Statements that make a tile of K or V of what is stored; zeros where there is nothing."""
-        limits = " & ".join([mask, *(f"({limit})" for limit in writer.limits.values())])
-        return [f"{name}{panel.suffix} = tl.where({limits}, {writer.value(value)}, 0.0).to({DTYPES[self.spec.dtype]})"]
 
     def _box(self, name: str, panel: Panel, first: str) -> str:
         """The statement that reads a tile by its descriptor."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion.codegen.triton.dtypes import DTYPES
 from fusion.codegen.triton.expressions import Writer
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, coordinates
@@ -65,6 +66,12 @@ def matrix(
             if part is not integers.integer(0):
                 parts[key].append(f"tl.cast({writer.value(part)}, tl.int64) * {stride}")
     return Matrix(operand=name, **{key: " + ".join(texts) for key, texts in parts.items()})
+
+
+def made(name: str, value: Expr, writer: Writer) -> str:
+    """The statement that makes a tile of K or V of what is stored; zeros where there is nothing."""
+    limits = " & ".join([writer.mask, *(f"({limit})" for limit in writer.limits.values())])
+    return f"{name} = tl.where({limits}, {writer.value(value)}, 0.0).to({DTYPES[writer.spec.dtype]})"
 
 
 def _brackets(text: str) -> str:

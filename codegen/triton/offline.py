@@ -24,6 +24,7 @@ from fusion.codegen.triton.differentiable import LISTED_BY
 from fusion.codegen.triton.disassembly import Loop, amd_number, disassemble, inner_loops
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
+from fusion.codegen.triton.further import TILED_LIKE, further_kernels
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
 from fusion.codegen.triton.tile_lists import TileLists
 from fusion.errors import OfflineCompilationError
@@ -115,6 +116,8 @@ def facts_of(
         tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}
         needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
         kernels += backward_kernels(spec, d, d_v, needs)
+    kernels += further_kernels(spec, d, d_v)
+    tiles |= {name: tiles[other] for name, other in TILED_LIKE.items()}
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 
@@ -189,8 +192,10 @@ def _signature(
     results = {"out": spec.out_dtype, "dout": spec.out_dtype}
     results |= dict.fromkeys(("dead", "tile_list", "tile_counts"), "int32")
     results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
+    results |= {f"further{k}": further.dtype for k, further in enumerate(spec.further)}
     inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
+    inner |= {f"further{k}_stride_{len(further.dims) - 1}" for k, further in enumerate(spec.further)}
     given = {**tile.constants(), "PRECISION": "ieee", "UNIT_TANH": "tanh" in of_target(target).isa}
     described = {
         name: f"tensordesc<{_POINTERS[box.dtype(spec)][1:]}{block}>"

@@ -94,7 +94,7 @@ class FurtherOutput:
     reduction, over: how it is reduced over the coordinate `over`, "i" or "j"; NONE and "".
     dims: the coordinates that are left, from the slowest to the fastest in memory: each batch coordinate, i and j once,
         without `over`; "j" last where it is there, else "i".
-    dtype: of the tensor.
+    dtype: of the tensor; of statistics float32, or float64 where operands have it.
     """
 
     value: Expr
@@ -106,6 +106,8 @@ class FurtherOutput:
     def __post_init__(self) -> None:
         if self.over in self.dims or self.dims[-1] != ("j" if "j" in self.dims else "i"):
             raise ValueError(f"a further output over {self.over!r} with dimensions {self.dims}")
+        if not {"i", "j"} <= {*self.dims} and self.dtype not in ("float32", "float64"):
+            raise ValueError(f"a statistic of weights in {self.dtype}; float32 is what kernels write")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

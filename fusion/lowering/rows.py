@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, node
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, node, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec, Normalizer
 
@@ -31,7 +31,8 @@ FACTOR = node("row_sum", (), Kind.FLOAT, "factor")
 def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
     """(name for people, leaf, value in terms of the leaves before it), ROW_MAX, ROW_SUM and at last FACTOR among the
     leaves."""
-    yield "highest", ROW_MAX, functools.reduce(lambda m, x: where(apply("flt", m, x), x, m), spec.sinks, KEY_MAX)
+    highest = _as_eagers(KEY_MAX) if ROW_MAX in walk(*(f.value for f in spec.further)) else KEY_MAX
+    yield "highest", ROW_MAX, functools.reduce(lambda m, x: where(apply("flt", m, x), x, m), spec.sinks, highest)
     dead, total = apply("feq", ROW_MAX, const(-math.inf)), KEY_SUM
     if spec.sinks:
         yield "base", BASE, where(dead, ZERO, ROW_MAX)
@@ -42,8 +43,32 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
     if zero or (spec.normalizer is Normalizer.SOFTMAX and spec.row_scale is not None):
         total = where(dead, const(math.nan), total)
     yield "row_sum", ROW_SUM, total
+    yield "factor", FACTOR, _factor(spec, SHRINK if spec.sinks else ONE)
+
+
+def _as_eagers(highest: Expr) -> Expr:
+    """Maxima of kernels pass over scores that are NaN. KEY_SUM does not; it is NaN, too, where a score is inf."""
+    unordered = apply("and", apply("fne", KEY_SUM, KEY_SUM), apply("fne", highest, const(math.inf)))
+    return where(unordered, const(math.nan), highest)
+
+
+def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:
     factor = apply("div", ONE, ROW_SUM) if spec.row_scale is None else spec.row_scale
-    factor = apply("fmul", factor, SHRINK) if spec.sinks else factor
+    factor = apply("fmul", factor, shrink)
+    if spec.normalizer is not Normalizer.SAFE_SOFTMAX:
+        return factor
+    dead = apply("feq", ROW_MAX, const(-math.inf))
+    return where(apply("and", dead, apply("feq", ROW_SUM, ZERO)), ZERO, factor)
+
+
+def weight(spec: AttentionSpec) -> Expr:
+    """What a score becomes before the weight program, in terms of SCORE, ROW_MAX and ROW_SUM: for a kernel that meets
+    it once more when its row is known."""
+    if spec.normalizer is Normalizer.NONE:
+        return spec.score
+    base = ROW_MAX
     if spec.normalizer is Normalizer.SAFE_SOFTMAX:
-        factor = where(apply("and", dead, apply("feq", ROW_SUM, ZERO)), ZERO, factor)
-    yield "factor", FACTOR, factor
+        base = where(apply("feq", ROW_MAX, const(-math.inf)), ZERO, ROW_MAX)
+    found = apply("fmul", apply("exp", apply("fsub", spec.score, base)), _factor(spec, ONE))
+    zero = spec.normalizer is Normalizer.ZERO_SOFTMAX
+    return where(apply("feq", found, found), found, ZERO) if zero else found

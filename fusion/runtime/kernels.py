@@ -75,13 +75,14 @@ def emitting(
     devices: tuple[str, ...],
     load: Callable[[], Emitter],
     machine: Callable[[str], Machine] = find_machine,
+    further_outputs: bool = False,
 ) -> Iterator[None]:
     """An emitter that is registered while this lasts (see `fusion.codegen.emitter.register`); kernels that exist are
     not used meanwhile, and those that are built are forgotten at its end."""
     before = dict(_forward), dict(_training)
     forget()
     try:
-        with emitter.registered(name, devices, load, machine):
+        with emitter.registered(name, devices, load, machine, further_outputs):
             yield
     finally:
         forget()

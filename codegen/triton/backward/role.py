@@ -7,81 +7,39 @@ from collections.abc import Callable, Sequence
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import READ, boxes
-from fusion.codegen.triton.dtypes import DTYPES, cast
-from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer, number
-from fusion.codegen.triton.forward import KernelText, kernel_text, place_of
+from fusion.codegen.triton.dtypes import DTYPES
+from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.gradients import Captured, Gradients, gradients_of
-from fusion.codegen.triton.matrices import Matrix, matrix, sum_of
-from fusion.codegen.triton.panels import Panel, panels
-from fusion.codegen.triton.stages import Visit, visit
+from fusion.codegen.triton.matrices import Matrix, sum_of
+from fusion.codegen.triton.stages import Visit
+from fusion.codegen.triton.tiles import Tiles, load_where
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, const, coord
+from fusion.ir.expr import ZERO, Expr, const, coord
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E
 
 
-class Role:
+class Role(Tiles):
     """What the two kernels share: coordinates, statistics, and the gradient of the scores of a tile.
 
     described: tiles of the loop are read by tensor descriptors where they can be.
-    outer: the coordinate that a program owns a block of ("i" for dQ, "j" for dK and dV). Tiles are [outer, inner].
     The loop over tiles is a function (see `stages`), called with MASKED for those that need the mask or are cut off.
     """
 
-    name = ""
-    outer, inner = "i", "j"
-
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        self.spec, self.needs = spec, needs
+        super().__init__(spec, d, d_v, {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink"})
+        self.needs = needs
         read = READ.get(self.name, ()) if described else ()
         self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
-        self.columns, self.values = panels(d), panels(d_v)
         self.gradients: Gradients = gradients_of(spec, needs)
-        self.softmax = spec.normalizer is not Normalizer.NONE
-        known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
-        known |= {I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: "i0" if self.outer == "i" else "first"}
-        known |= {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink"}
-        self.writer = Writer(spec=spec, known=known, outer=self.outer, inner=self.inner)
-        w = self.writer
-        # Columns of a tile whose rows are the inner coordinate, for reading matrices.
-        inside = {I: "row"} if self.inner == "i" else {J: "key"}
-        self.inside = Writer(
-            spec=spec,
-            known=known | inside,
-            names=w.names,
-            helpers=w.helpers,
-            mask="key_ok",
-            outer=self.outer,
-            inner=self.inner,
-        )
-        self.inside.lines[Level.BLOCK], self.inside.lines[Level.ROW] = w.lines[Level.BLOCK], w.lines[Level.ROW]
+        w, found = self.writer, self.gradients
         # Key ranges of a block of rows are computed in places of their own.
-        self.ranges = Writer(
-            spec=spec, known=known | {coord("i0"): "i0", coord("i1"): "i1"}, names=w.names, helpers=w.helpers
-        )
-        found = self.gradients
+        known = self.known | {coord("i0"): "i0", coord("i1"): "i1"}
+        self.ranges = Writer(spec=spec, known=known, names=w.names, helpers=w.helpers)
         captured = [part for item in found.captured for part in {item.gradient, item.full}]
         w.count(spec.score, spec.weight, found.score, found.program, found.full, *captured)
-        self.n_q, self.n_k = w.value(spec.n_q), w.value(spec.n_k)
-        self.dtype = DTYPES[spec.dtype]
-
-    def text(self) -> KernelText:
-        """The kernel."""
-        visits, body = self.body()
-        doc = (self.__doc__ or "").strip().splitlines()[0]
-        return kernel_text(self.name, doc, body, self.writer, [part.text for part in visits])
-
-    def body(self) -> tuple[list[Visit], str]:
-        """(functions that the kernel calls, its body)."""
-        raise NotImplementedError
-
-    def visit(self, name: str, doc: str, body: str, state: Sequence[str]) -> Visit:
-        """The function that visits tiles."""
-        first = ("start", "stop")
-        helpers, sizes = self.writer.helpers, self.spec.sizes
-        return visit(name, doc, body, state=state, first=first, helpers=helpers, sizes=sizes)
 
     def stages(self, visit: Visit, before: bool, indent: int = 4) -> list[str]:
         """The calls of it: for tiles that need no mask, and for the others; before: also before the former."""
@@ -96,52 +54,6 @@ class Role:
             visit.call(indent, start="full_start", stop="full_stop", MASKED=False),
             visit.call(indent, start="full_stop", MASKED=True),
         ]
-
-    # -- pieces ------------------------------------------------------------------------------------------------------
-
-    def decode(self, number_: str, extents: list[str], names: list[str]) -> list[str]:
-        """Statements that take a program's number apart, the last name fastest."""
-        lines, rest = [], number_
-        for name, extent in zip(names[::-1], extents[::-1], strict=True):
-            lines += [f"{name} = {rest} % ({extent})", f"rest_{name} = {rest} // ({extent})"]
-            rest = f"rest_{name}"
-        return lines
-
-    def places(self) -> list[str]:
-        """Statements of the columns of Q and K, and of V, by panels."""
-        return [*(panel.columns("c") for panel in self.columns), *(panel.columns("e") for panel in self.values)]
-
-    def parts(self, writer: Writer, number: int, name: str = "", moving: bool = False) -> list[Matrix]:
-        """Q, K or V, operand `number`, or its gradient of that name, by panels."""
-        index = (self.spec.q, self.spec.k, self.spec.v)[number]
-        row, column = I if number == 0 else J, E if number == 2 else C
-        found = []
-        for panel in self.panels_of(number):
-            at = writer.where({column: f"{column.attr}{panel.suffix}"}) if panel.suffix else writer
-            found.append(matrix(at, number, index, row, column, name=name, moving=moving))
-        return found
-
-    def panels_of(self, number: int) -> tuple[Panel, ...]:
-        """The panels of operand `number` (Q, K, V)."""
-        return self.values if number == 2 else self.columns
-
-    def read(self, name: str, parts: Sequence[Matrix], number: int, mask: str, bounded: bool = False) -> str:
-        """Statements that read Q, K or V at its parts of offsets; bounded: with the mask only where tiles are cut
-        off."""
-        widened = cast(self.spec.operands[number].dtype, self.spec.dtype)
-        lines = []
-        for part, panel in zip(parts, self.panels_of(number), strict=True):
-            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
-            inside = panel.inside("e" if number == 2 else "c")
-            whole, cut = (_load(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
-            lines += [f"{at} = {part.pointers}", source.by_mask(cut, whole) if bounded else cut]
-        return source.block(*lines)
-
-    def boxed(self, name: str, first: str) -> str:
-        """Statements that read the tile of the rows from `first` on by descriptors."""
-        box = self.boxes[name]
-        widened = cast(box.dtype(self.spec), self.spec.dtype)
-        return source.block(*(f"{name}{p.suffix} = {box.load(self.inside, p, first)}{widened}" for p in box.panels))
 
     def store(self, name: str, parts: Sequence[Matrix], number: int, mask: str) -> list[str]:
         """Statements that write the gradient of Q, K or V."""
@@ -173,14 +85,6 @@ class Role:
             for p in (self.panels_of(number) if self.needs[number] else ())
         ]
 
-    def product(self, left: str, right: str, number: int) -> str:
-        """left @ right^T over the columns of Q and K, or of V, as one expression."""
-        text = ""
-        for panel in self.panels_of(number):
-            pair = f"{left}{panel.suffix}, tl.trans({right}{panel.suffix})"
-            text = f"tl.dot({pair}{f', {text}' if text else ''}, input_precision=PRECISION)"
-        return text
-
     def rows_of_output(self, name: str, rows: str, tensor: str = "dout", dtype: str = "") -> list[str]:
         """Statements that read the output or its gradient, [rows, d_v]."""
         axes = [f"tl.cast(b{axis}, tl.int64) * {tensor}_stride_b{axis}" for axis in range(len(self.spec.batch))]
@@ -188,24 +92,8 @@ class Role:
         for panel in self.values:
             across = f"tl.cast(e{panel.suffix}, tl.int64) * {tensor}_stride_e"
             at = sum_of(f"{tensor}_ptr", *axes, f"tl.cast({rows}, tl.int64) * {tensor}_stride_i", across)
-            lines.append(_load(f"{name}{panel.suffix}", at, (panel.inside("e"),), f".to({dtype or self.dtype})"))
+            lines.append(load_where(f"{name}{panel.suffix}", at, (panel.inside("e"),), f".to({dtype or self.dtype})"))
         return lines
-
-    def query_block(self) -> list[str]:
-        """Statements that say which rows of which head a program owns: the last blocks first."""
-        extents = [self.writer.value(extent) for extent in self.spec.batch]
-        names = [f"b{axis}" for axis in range(len(extents))]
-        return [
-            f"blocks = ({self.n_q} + ROWS - 1) // ROWS",
-            "program = tl.program_id(0)",
-            "block = blocks - 1 - program % blocks",
-            *(self.decode("(program // blocks)", extents, names)),
-            "i0 = block * ROWS",
-            f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1",
-            "rows = (i0 + tl.arange(0, ROWS))[:, None]",
-            "rows_ok = rows <= i1",
-            "i = tl.minimum(rows, i1)",
-        ]
 
     def statistics(self, rows: str) -> list[str]:
         """row_max, share (1 / row_sum, or the scale of the row) and delta of rows, shaped as `rows`."""
@@ -213,8 +101,7 @@ class Role:
             return []
         name = "row_sum" if self.spec.row_scale is None else "share"
         lines = [
-            f"row_place = tl.cast({place_of(self.writer)}, tl.int64) * {self.n_q} + {rows}",
-            "row_max = tl.load(statistics_ptr + row_place)",
+            *self.maximum(rows),
             self.plane(name, 1),
             "delta = tl.load(delta_ptr + row_place)",
             "share = 1.0 / row_sum" if self.spec.row_scale is None else "",
@@ -225,12 +112,6 @@ class Role:
                 'row_max = tl.where(row_max == float("-inf"), 0.0, row_max)',
             ]
         return lines
-
-    def plane(self, name: str, number: int) -> str:
-        """The statement that reads a plane of the statistics."""
-        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
-        planes = heads if number == 1 else f"{number} * {heads}"
-        return f"{name} = tl.load(statistics_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place)"
 
     def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
         """Statements from s to ds and to what is summed.
@@ -279,18 +160,6 @@ class Role:
         """Statements that start sums along the inner coordinate."""
         return [f"sum_{n} = tl.full([{length}], 0.0, tl.float32)" for n, _ in self.captured(*axes)]
 
-    def bound(self, expr: Expr, lines: list[str]) -> str:
-        """The value of an expression, after the statements that it needs."""
-        text = self.writer.value(expr)
-        lines += self._taken()
-        return text
-
-    def _taken(self) -> list[str]:
-        """The statements left for the tile so far; they are handed over."""
-        taken = self.writer.lines[Level.TILE]
-        self.writer.lines[Level.TILE] = []
-        return taken
-
     def ranges_of(self, lines: Callable[[Callable[[Expr], str]], list[str]]) -> list[str]:
         """Statements about the rows i0..i1, made with a function that takes expressions in them to texts."""
         made = lines(self.ranges.value)
@@ -323,15 +192,7 @@ class Role:
         """Statements that add a value to the gradient of a load."""
         at = self.writer.address(item.load, self.writer.level_of(item.load), self.gradient_name(item.load))
         inside = f", mask={mask}" if mask else ""
-        return [*self._taken(), f'tl.atomic_add({at}, {value}, sem="relaxed"{inside})']
-
-
-def _load(name: str, at: str, limits: Sequence[str], cast: str) -> str:
-    """The statement that loads what is within the limits, of which empty ones are none."""
-    shown = [text for text in limits if text]
-    shown = [f"({text})" for text in shown] if len(shown) > 1 else shown
-    mask = f", mask={' & '.join(shown)}, other=0.0" if shown else ""
-    return f"{name} = tl.load({at}{mask}){cast}"
+        return [*self.taken(), f'tl.atomic_add({at}, {value}, sem="relaxed"{inside})']
 
 
 def dead_limit(spec: AttentionSpec) -> str:

@@ -58,6 +58,8 @@ def test_an_output_names_the_same_dimensions_twice():
 def test_a_further_output_has_the_dimensions_that_are_left():
     with pytest.raises(ValueError, match="a further output over 'j' with dimensions"):
         FurtherOutput(value=WEIGHT, dims=("b0", "i", "j"), dtype="float32", reduction=Reduction.SUM, over="j")
+    with pytest.raises(ValueError, match="a statistic of weights in bfloat16; float32 is what kernels write"):
+        FurtherOutput(value=WEIGHT, dims=("b0", "i"), dtype="bfloat16", reduction=Reduction.SUM, over="j")
 
 
 @pytest.mark.parametrize("name", sorted(set(PRIMITIVES) - {"add", "mul", "floordiv", "mod"}))

@@ -1,0 +1,178 @@
+"""Further outputs: kernels that follow the forward, and make the weights of each tile once more of its statistics.
+
+    FurtherByRows    what is written of rows, or of rows and keys, and what is reduced over the keys
+    FurtherByKeys    what is reduced over the queries
+
+Of weights that are written this reads little beside what it writes, and each element has one writer. All tiles are
+visited: where a weight is zero, what is made of it need not be.
+"""
+
+from __future__ import annotations
+
+from fusion.codegen.triton import source
+from fusion.codegen.triton.backward import Keys, Queries
+from fusion.codegen.triton.dtypes import DTYPES
+from fusion.codegen.triton.expressions import Level, Writer
+from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.matrices import sum_of
+from fusion.codegen.triton.stages import Visit
+from fusion.codegen.triton.tiles import Tiles
+from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, substitute
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
+from fusion.lowering.rows import weight
+
+_IDENTITY = {Reduction.SUM: "0.0", Reduction.MAX: 'float("-inf")', Reduction.MIN: 'float("inf")'}
+_REDUCED = {Reduction.SUM: "tl.sum", Reduction.MAX: "tl.max", Reduction.MIN: "tl.min"}
+_COMBINED = {Reduction.SUM: "{} + {}", Reduction.MAX: "tl.maximum({}, {})", Reduction.MIN: "tl.minimum({}, {})"}
+_EXISTS = {"i": "rows_ok", "j": "j_ok"}
+
+
+class _Further(Tiles):
+    """What both kernels share: values of a tile, and what becomes of them."""
+
+    length, shape, exists = "ROWS", "[ROWS, KEYS]", "j_ok"
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int):
+        super().__init__(spec, d, d_v, {ROW_MAX: "row_max", ROW_SUM: "row_sum"})
+        self.outputs = {k: f for k, f in enumerate(spec.further) if (f.over == "i") == (self.outer == "j")}
+        made = weight(spec)
+        self.value_of = {k: substitute(f.value, {WEIGHT: made}) for k, f in self.outputs.items()}
+        self.writer.count(*self.value_of.values())
+
+    def statistics(self, rows: str) -> list[str]:
+        """Statements that read row_max and row_sum of rows."""
+        return [*self.maximum(rows), self.plane("row_sum", 1)] if self.softmax else []
+
+    def start(self) -> list[str]:
+        """Statements that begin what is reduced. A maximum of Triton passes over what is not a number; eager's does
+        not."""
+        lines = []
+        for k, f in self.outputs.items():
+            if f.over:
+                lines.append(f"total_{k} = tl.full([{self.length}], {_IDENTITY[f.reduction]}, tl.float32)")
+            if f.over and f.reduction is not Reduction.SUM:
+                lines.append(f"unordered_{k} = tl.full([{self.length}], 0, tl.int32)")
+        return lines
+
+    def tile(self, score: str) -> str:
+        """Statements from a tile's score to what is written and reduced."""
+        parts = [f"s = {score}"]
+        for k, f in self.outputs.items():
+            if f.over:
+                parts += [self.statement(f"value_{k}", self.value_of[k], self.shape), self._reduced(k, f)]
+            elif "j" in f.dims:
+                parts += [self.statement(f"value_{k}", self.value_of[k], self.shape), self.store(k, f"value_{k}")]
+        return source.block(*parts)
+
+    def _reduced(self, k: int, further: FurtherOutput) -> str:
+        term = f"tl.where({self.exists}, value_{k}, {_IDENTITY[further.reduction]})"
+        total = _COMBINED[further.reduction].format(f"total_{k}", f"{_REDUCED[further.reduction]}({term}, 1)")
+        lines = [f"total_{k} = {total}"]
+        if further.reduction is not Reduction.SUM:
+            unordered = f"tl.where({self.exists}, value_{k} != value_{k}, False).to(tl.int32)"
+            lines.append(f"unordered_{k} = tl.maximum(unordered_{k}, tl.max({unordered}, 1))")
+        return source.block(*lines)
+
+    def finish(self) -> list[str]:
+        """Statements that write what was reduced."""
+        lines = []
+        for k, f in self.outputs.items():
+            if f.over:
+                plain = f.reduction is Reduction.SUM
+                total = f"total_{k}" if plain else f'tl.where(unordered_{k} != 0, float("nan"), total_{k})'
+                lines.append(self.store(k, f"({total})[:, None]"))
+        return lines
+
+    def store(self, k: int, value: str) -> str:
+        """The statement that writes elements of an output, those that exist."""
+        dims = self.outputs[k].dims
+        places = (f"tl.cast({name}, tl.int64) * further{k}_stride_{n}" for n, name in enumerate(dims))
+        limits = " & ".join(_EXISTS[name] for name in dims if name in _EXISTS)
+        dtype = DTYPES[self.outputs[k].dtype]
+        return f"tl.store({sum_of(f'further{k}_ptr', *places)}, {value}.to({dtype}), mask={limits})"
+
+
+class FurtherByRows(_Further):
+    """Of one block of ROWS query rows of one head: what is written of them, and what is reduced over the keys."""
+
+    name = "attention_further_rows"
+
+    def body(self) -> tuple[list[Visit], str]:
+        w = self.writer
+        tile = source.block(self.keys("k", self.inside, "key_ok"), self.tile(self.product("q", "k", 0)))
+        columns = [
+            "key = (first + tl.arange(0, KEYS))[:, None]",
+            f"key_ok = key < {self.n_k}",
+            "j = (first + tl.arange(0, KEYS))[None, :]",
+            f"j_ok = j < {self.n_k}",
+            *self.inside.lines[Level.TILE],
+        ]
+        loop = source.block(*source.without_dead(columns, tile), tile)
+        later = source.block(
+            self.read("q", self.parts(w, 0), 0, ""),
+            *self.start(),
+            f"for first in tl.range(0, {self.n_k}, KEYS):",
+            source.indented(loop),
+            *self.finish(),
+        )
+        of_rows = [self._of_rows(k) for k, f in self.outputs.items() if not (f.over or "j" in f.dims)]
+        statistics = self.statistics("i")
+        kept = [*self.places(), *w.lines[Level.BLOCK], *statistics, *w.lines[Level.ROW]]
+        body = source.without_dead(kept, source.block(*of_rows, later))
+        return [], source.block(*self.query_block(), *body, *of_rows, later)
+
+    def _of_rows(self, k: int) -> str:
+        """The statement that writes what depends on no key."""
+        return self.store(k, source.spread(self.writer.value(self.value_of[k]), "[ROWS, 1]"))
+
+
+class FurtherByKeys(_Further):
+    """Of one block of KEYS keys of one head: what is reduced over the queries."""
+
+    name = "attention_further_keys"
+    outer, inner = "j", "i"
+    length, shape, exists = "KEYS", "[KEYS, ROWS]", "rows_ok"
+
+    def body(self) -> tuple[list[Visit], str]:
+        w = self.writer
+        extents = [w.value(extent) for extent in self.spec.batch]
+        own = Writer(spec=self.spec, known=dict(w.known), names=w.names, helpers=w.helpers, outer="j", inner="i")
+        own.lines = w.lines | {Level.TILE: []}
+        keys = self.keys("k", own, "j_ok")
+        tile = source.block(self.read("q", self.parts(self.inside, 0), 0, ""), self.tile(self.product("k", "q", 0)))
+        rows = [
+            "rows = first_row + tl.arange(0, ROWS)",
+            f"rows_ok = (rows < {self.n_q})[None, :]",
+            f"rows = tl.minimum(rows, {self.n_q} - 1)",
+            "row = rows[:, None]",
+            "i = rows[None, :]",
+            *self.inside.lines[Level.TILE],
+            *self.statistics("i"),
+        ]
+        loop = source.block(*source.without_dead(rows, tile), tile)
+        later = source.block(
+            keys,
+            *self.start(),
+            f"for first_row in tl.range(0, {self.n_q}, ROWS):",
+            source.indented(loop),
+            *self.finish(),
+        )
+        position = [
+            f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS",
+            "program = tl.program_id(0)",
+            "first = program % key_blocks * KEYS",
+            *self.decode("(program // key_blocks)", extents, [f"b{axis}" for axis in range(len(extents))]),
+            "j = (first + tl.arange(0, KEYS))[:, None]",
+            f"j_ok = j < {self.n_k}",
+        ]
+        kept = source.without_dead([*self.places(), *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
+        return [], source.block(*position, *kept, later)
+
+
+TILED_LIKE = {FurtherByRows.name: Queries.name, FurtherByKeys.name: Keys.name}
+"""Kernels in whose tiles they run: these hold more of each, so that they fit."""
+
+
+def further_kernels(spec: AttentionSpec, d: int, d_v: int) -> list[KernelText]:
+    """The kernels that write the further outputs of a spec."""
+    return [kernel.text() for kernel in (FurtherByRows(spec, d, d_v), FurtherByKeys(spec, d, d_v)) if kernel.outputs]

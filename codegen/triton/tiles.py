@@ -1,0 +1,184 @@
+"""What kernels share that compute scores once more, from the operands and the forward's statistics of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fusion.codegen.triton import source
+from fusion.codegen.triton.descriptors import Box
+from fusion.codegen.triton.dtypes import DTYPES, cast
+from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer
+from fusion.codegen.triton.forward import KernelText, kernel_text, place_of
+from fusion.codegen.triton.matrices import Matrix, made, matrix
+from fusion.codegen.triton.panels import Panel, panels
+from fusion.codegen.triton.stages import Visit, visit
+from fusion.ir.expr import SCORE, C, E, Expr, I, J, coord
+from fusion.ir.spec import AttentionSpec, Normalizer
+
+
+class Tiles:
+    """Coordinates, tiles of Q, K and V, and statistics of rows.
+
+    outer: the coordinate that a program owns a block of: "i", or "j". Tiles are [outer, inner].
+    known: names of what else stands in expressions. boxes: what is read by tensor descriptors.
+    """
+
+    name = ""
+    outer, inner = "i", "j"
+    boxes: Mapping[str, Box] = {}
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, known: Mapping[Expr, str]):
+        self.spec, self.columns, self.values = spec, panels(d), panels(d_v)
+        self.softmax = spec.normalizer is not Normalizer.NONE
+        self.known: dict[Expr, str] = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
+        first = "i0" if self.outer == "i" else "first"
+        self.known |= {I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: first, **known}
+        self.writer = w = Writer(spec=spec, known=dict(self.known), outer=self.outer, inner=self.inner)
+        # Columns of a tile whose rows are the inner coordinate, for reading matrices.
+        inside = {I: "row"} if self.inner == "i" else {J: "key"}
+        self.inside = Writer(
+            spec=spec,
+            known=self.known | inside,
+            names=w.names,
+            helpers=w.helpers,
+            mask="key_ok",
+            outer=self.outer,
+            inner=self.inner,
+        )
+        self.inside.lines[Level.BLOCK], self.inside.lines[Level.ROW] = w.lines[Level.BLOCK], w.lines[Level.ROW]
+        self.n_q, self.n_k = w.value(spec.n_q), w.value(spec.n_k)
+        self.dtype = DTYPES[spec.dtype]
+
+    def text(self) -> KernelText:
+        """The kernel."""
+        visits, body = self.body()
+        doc = (self.__doc__ or "").strip().splitlines()[0]
+        return kernel_text(self.name, doc, body, self.writer, [part.text for part in visits])
+
+    def body(self) -> tuple[list[Visit], str]:
+        """(functions that the kernel calls, its body)."""
+        raise NotImplementedError
+
+    def visit(self, name: str, doc: str, body: str, state: Sequence[str]) -> Visit:
+        """The function that visits tiles."""
+        first = ("start", "stop")
+        helpers, sizes = self.writer.helpers, self.spec.sizes
+        return visit(name, doc, body, state=state, first=first, helpers=helpers, sizes=sizes)
+
+    def decode(self, number_: str, extents: list[str], names: list[str]) -> list[str]:
+        """Statements that take a program's number apart, the last name fastest."""
+        lines, rest = [], number_
+        for name, extent in zip(names[::-1], extents[::-1], strict=True):
+            lines += [f"{name} = {rest} % ({extent})", f"rest_{name} = {rest} // ({extent})"]
+            rest = f"rest_{name}"
+        return lines
+
+    def places(self) -> list[str]:
+        """Statements of the columns of Q and K, and of V, by panels."""
+        return [*(panel.columns("c") for panel in self.columns), *(panel.columns("e") for panel in self.values)]
+
+    def parts(self, writer: Writer, number: int, name: str = "", moving: bool = False) -> list[Matrix]:
+        """Q, K or V, operand `number`, or its gradient of that name, by panels."""
+        index = (self.spec.q, self.spec.k, self.spec.v)[number]
+        row, column = I if number == 0 else J, E if number == 2 else C
+        found = []
+        for panel in self.panels_of(number):
+            at = writer.where({column: f"{column.attr}{panel.suffix}"}) if panel.suffix else writer
+            found.append(matrix(at, number, index, row, column, name=name, moving=moving))
+        return found
+
+    def panels_of(self, number: int) -> tuple[Panel, ...]:
+        """The panels of operand `number` (Q, K, V)."""
+        return self.values if number == 2 else self.columns
+
+    def read(self, name: str, parts: Sequence[Matrix], number: int, mask: str, bounded: bool = False) -> str:
+        """Statements that read Q, K or V at its parts of offsets; bounded: with the mask only where tiles are cut
+        off."""
+        widened = cast(self.spec.operands[number].dtype, self.spec.dtype)
+        lines = []
+        for part, panel in zip(parts, self.panels_of(number), strict=True):
+            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
+            inside = panel.inside("e" if number == 2 else "c")
+            whole, cut = (load_where(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
+            lines += [f"{at} = {part.pointers}", source.by_mask(cut, whole) if bounded else cut]
+        return source.block(*lines)
+
+    def keys(self, name: str, writer: Writer, mask: str) -> str:
+        """Statements that read a tile of K, or make it of what is stored."""
+        if self.spec.k_value is None:
+            return self.read(name, self.parts(writer, 1), 1, mask)
+        lines = []
+        for panel in self.columns:
+            limits = {C.name: panel.inside(C.name)} if panel.inside(C.name) else {}
+            at = writer.where({C: f"{C.name}{panel.suffix}"}, mask, limits)
+            lines.append(made(f"{name}{panel.suffix}", self.spec.k_value, at))
+        return source.block(*lines)
+
+    def boxed(self, name: str, first: str) -> str:
+        """Statements that read the tile of the rows from `first` on by descriptors."""
+        box = self.boxes[name]
+        widened = cast(box.dtype(self.spec), self.spec.dtype)
+        return source.block(*(f"{name}{p.suffix} = {box.load(self.inside, p, first)}{widened}" for p in box.panels))
+
+    def product(self, left: str, right: str, number: int) -> str:
+        """left @ right^T over the columns of Q and K, or of V, as one expression."""
+        text = ""
+        for panel in self.panels_of(number):
+            pair = f"{left}{panel.suffix}, tl.trans({right}{panel.suffix})"
+            text = f"tl.dot({pair}{f', {text}' if text else ''}, input_precision=PRECISION)"
+        return text
+
+    def query_block(self) -> list[str]:
+        """Statements that say which rows of which head a program owns: the last blocks first."""
+        extents = [self.writer.value(extent) for extent in self.spec.batch]
+        names = [f"b{axis}" for axis in range(len(extents))]
+        return [
+            f"blocks = ({self.n_q} + ROWS - 1) // ROWS",
+            "program = tl.program_id(0)",
+            "block = blocks - 1 - program % blocks",
+            *(self.decode("(program // blocks)", extents, names)),
+            "i0 = block * ROWS",
+            f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1",
+            "rows = (i0 + tl.arange(0, ROWS))[:, None]",
+            "rows_ok = rows <= i1",
+            "i = tl.minimum(rows, i1)",
+        ]
+
+    def plane(self, name: str, number: int) -> str:
+        """The statement that reads a plane of the statistics."""
+        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
+        planes = heads if number == 1 else f"{number} * {heads}"
+        return f"{name} = tl.load(statistics_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place)"
+
+    def bound(self, expr: Expr, lines: list[str]) -> str:
+        """The value of an expression, after the statements that it needs."""
+        text = self.writer.value(expr)
+        lines += self.taken()
+        return text
+
+    def statement(self, name: str, expr: Expr, shape: str) -> str:
+        """The statements of a value in that shape under a name."""
+        lines: list[str] = []
+        text = source.spread(self.bound(expr, lines), shape)
+        return source.block(*lines, f"{name} = {text}")
+
+    def taken(self) -> list[str]:
+        """The statements left for the tile so far; they are handed over."""
+        taken = self.writer.lines[Level.TILE]
+        self.writer.lines[Level.TILE] = []
+        return taken
+
+    def maximum(self, rows: str) -> list[str]:
+        """Statements that read row_max of rows, shaped as `rows`, and say where their statistics are."""
+        return [
+            f"row_place = tl.cast({place_of(self.writer)}, tl.int64) * {self.n_q} + {rows}",
+            "row_max = tl.load(statistics_ptr + row_place)",
+        ]
+
+
+def load_where(name: str, at: str, limits: Sequence[str], cast: str) -> str:
+    """The statement that loads what is within the limits, of which empty ones are none."""
+    shown = [text for text in limits if text]
+    shown = [f"({text})" for text in shown] if len(shown) > 1 else shown
+    mask = f", mask={' & '.join(shown)}, other=0.0" if shown else ""
+    return f"{name} = tl.load({at}{mask}){cast}"
