@@ -90,7 +90,8 @@ class Reduction(enum.Enum):
 class FurtherOutput:
     """Something else that is made of the weights: the weights themselves, or a statistic of rows or keys.
 
-    value: an expression in WEIGHT, b.., i, j and captured tensors, or in ROW_MAX, ROW_SUM, b.. and i.
+    value: an expression in WEIGHT, b.., i, j and captured tensors, or in ROW_MAX, ROW_SUM, b.. and i. It must not
+        depend on ROW_SUM in rows whose maximum is infinite.
     reduction, over: how it is reduced over the coordinate `over`, "i" or "j"; NONE and "".
     dims: the coordinates that are left, from the slowest to the fastest in memory: each batch coordinate, i and j once,
         without `over`; "j" last where it is there, else "i".

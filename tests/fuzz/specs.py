@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from fusion.ir import AttentionSpec, Expr, Normalizer, Operand, Output, integers
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, const, coord, load, size
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
+from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.passes.masks import understand
 
 SIZES = ("B", "H", "Nq", "Nk")
@@ -24,6 +25,8 @@ B0, B1 = coord("b0"), coord("b1")
 EXTENT = {B0: "B", B1: "H", I: "Nq", J: "Nk"}
 FILLS = (-math.inf, torch.finfo(torch.bfloat16).min, -1e9, -1e4)
 """Of masks; each but the last is too large for float16."""
+FURTHER = 0.08
+"""The share of specs that write weights or statistics of them."""
 Shape = dict[str, int]
 
 
@@ -100,6 +103,33 @@ class Draw:
         masks = [lambda: where(self.keep(), x, const(self.rng.choice(FILLS[3:] if half else FILLS)))] * 6
         return self.rng.choice([*kinds, *masks])()
 
+    def further(self, normalizer: Normalizer) -> FurtherOutput:
+        """Weights, a reduction of them, or what is made of a row's maximum and sum."""
+        left = self.rng.sample(["b0", "b1"], 2)
+        kind = self.rng.choice(["table", "rows", "keys"] + ["row"] * (normalizer is not Normalizer.NONE))
+        if kind == "row":
+            infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
+            log_sum = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
+            return FurtherOutput(value=self.rng.choice([ROW_MAX, log_sum]), dims=(*left, "i"), dtype="float32")
+        value = self.of_weight()
+        if kind == "table":
+            return FurtherOutput(value=value, dims=(*self.rng.sample([*left, "i"], 3), "j"), dtype=self.dtype)
+        over, kept = ("j", "i") if kind == "rows" else ("i", "j")
+        reduction = self.rng.choice([Reduction.SUM, Reduction.SUM, Reduction.MAX, Reduction.MIN])
+        return FurtherOutput(value=value, dims=(*left, kept), dtype="float32", reduction=reduction, over=over)
+
+    def of_weight(self) -> Expr:
+        """An expression of one weight, its position and what is read."""
+        kinds: list[Callable[[], Expr]] = [
+            lambda: WEIGHT,
+            lambda: apply("fmul", WEIGHT, apply("log", apply("fadd", WEIGHT, const(1e-3)))),
+            lambda: apply("fmul", WEIGHT, WEIGHT),
+            lambda: apply("fmul", WEIGHT, apply("to_float", integers.sub(I, J))),
+            lambda: apply("fmul", WEIGHT, self.captured()),
+            lambda: where(self.keep(), const(0.0), WEIGHT),
+        ]
+        return self.rng.choice(kinds)()
+
 
 def _five(n: Shape) -> torch.Tensor:
     return torch.randn(5)
@@ -124,6 +154,9 @@ def drawn(seed: int | str) -> Drawn:
         fields["row_scale"] = apply("div", const(1.0), one)
     if rng.random() < 0.15:
         fields["weight"] = draw.captured()
+    draw.rng = further = random.Random(f"further {seed}")
+    if further.random() < FURTHER:
+        fields["further"] = tuple(draw.further(normalizer) for _ in range(further.randint(1, 3)))
     group = rng.choice([1, 1, 1, 2, 3])
     heads = B1 if group == 1 else integers.floordiv(B1, group)
     order = ("b0", "b1", "i", "e") if rng.random() < 0.5 else ("b0", "i", "b1", "e")

@@ -40,6 +40,8 @@ class Way:
 def way(found: Drawn, rng: random.Random) -> Way:
     """One at random."""
     drawn = {name: rng.random() < share for name, share in SHARES.items()}
+    if found.spec.further:  # written by kernels that keep statistics; gradients are the reference interpreter's
+        drawn["trained"] = drawn["by rows"] = False
     fast = not drawn["triton"] and not drawn["as for users"]
     plan = quick.plan(found.spec, rng, by_rows=drawn["by rows"] and not drawn["trained"]) if fast else None
     return Way(emitter="triton" if drawn["triton"] else "mlir", trained=drawn["trained"], plan=plan)
@@ -69,14 +71,15 @@ SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVERFLOW, Verd
 
 def kernel(found: Drawn, how: Way) -> Any:
     """What runs the spec; None where the emitter has no kernel for it."""
+    statistics = how.trained or bool(found.spec.further)
     if how.plan is not None:
-        return quick.kernel(found.spec, how.plan, how.trained)
+        return quick.kernel(found.spec, how.plan, statistics)
     if how.emitter == "triton":
         if triton.supports(found.spec) is not None:
             return None
-        return triton.Differentiable(found.spec) if how.trained else triton.compile(found.spec)
+        return triton.Differentiable(found.spec) if statistics else triton.compile(found.spec)
     try:
-        return mlir.compile_training(found.spec) if how.trained else mlir.compile(found.spec)
+        return mlir.compile_training(found.spec) if statistics else mlir.compile(found.spec)
     except ValueError:
         return None
 
@@ -129,13 +132,17 @@ def _of_fills(exact: Tensors) -> bool:
 
 
 def values_of(
-    found: Drawn, kernel: Any, trained: bool, operands: list[torch.Tensor], sizes: list[int]
+    drawn: Drawn, kernel: Any, trained: bool, operands: list[torch.Tensor], sizes: list[int]
 ) -> list[Tensors]:
     """Outputs, and gradients where it is trained: of the kernel, the reference in the spec's dtype, and in float64."""
-    spec, dtype = found.spec, getattr(torch, found.spec.dtype)
+    spec, dtype = drawn.spec, getattr(torch, drawn.spec.dtype)
     wide = [o.double() if o.is_floating_point() else o for o in operands]
-    eager = reference.run(spec, operands, sizes, dtype)
-    exact = reference.run(spec, wide, sizes, torch.float64)
+    eager, *more = reference.run_all(spec, operands, sizes, dtype)
+    exact, *true = reference.run_all(spec, wide, sizes, torch.float64)
+    if spec.further:
+        ours, _, *found = kernel.outputs(operands, sizes)
+        results = ([ours, *found], [eager, *more], [exact, *true])
+        return [{f"out {n}": value for n, value in enumerate(values)} for values in results]
     if not trained:
         return [{"out": kernel(operands, sizes)}, {"out": eager}, {"out": exact}]
     needs = tuple(o.is_floating_point() for o in operands)
