@@ -20,10 +20,13 @@ LARGEST = 3.4028234663852886e38
 SWALLOWS = 2.0**64
 """A finite fill beyond this stays what it is, or overflows, in a sum with scores in any dtype."""
 
+_KEEPING = ("where", "fadd", "minimum", "maximum")
+"""Operations of which -inf makes -inf, or nothing."""
+
 
 def fill_of(value: Expr) -> float:
     """What a dead score is, but for ordinary scores that it is a sum with: its largest value over all selections. +inf
-    for what is not dead."""
+    for what is not dead, or may be NaN."""
     if value.op == "const":
         return value.value
     if value.op == "where":
@@ -33,7 +36,15 @@ def fill_of(value: Expr) -> float:
     if value.op == "fmul" and value.args[1].is_const and (by := fill_of(value.args[1])) > 0:
         return fill_of(value.args[0]) * by
     low = [fill for arg in value.args if (fill := fill_of(arg)) < -1e3] if value.op == "fadd" else []
-    return sum(low) if low else math.inf
+    return sum(low) if low and not any(map(_loses_infinities, value.args)) else math.inf
+
+
+def _loses_infinities(value: Expr) -> bool:
+    """Whether a value may be NaN because a score that was masked with -inf goes on: -inf * 0, say."""
+    if value.op in _KEEPING or value.op in ROUNDED.values():
+        return any(_loses_infinities(arg) for arg in value.args if arg.kind is Kind.FLOAT)
+    constants = (part.value for part in walk(value) if part.is_const and part.kind is Kind.FLOAT)
+    return not value.is_const and any(map(math.isinf, constants))
 
 
 def is_dead(value: Expr) -> bool:

@@ -13,8 +13,10 @@ from fusion.ir.expr import SCORE, TRUE, I, J, const, coord, walk
 from fusion.ir.ops import apply, evaluate
 from fusion.passes.masks import decided, understand
 from tests.numerics import assert_as_exact_as_eager
+from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 
 N = 40
+LENGTH = 37
 
 
 def _positions(n=N, m=N):
@@ -297,3 +299,27 @@ def test_the_report_says_the_mask_as_understood():
     assert "causal" in line and "i - j < 512" in line and " % of tiles" in line, line
     share = int(line.partition(" % of tiles")[0].rpartition(" ")[2])
     assert 22 <= share <= 30, line
+
+
+def _times_zero(s, live, padding):
+    return torch.where(padding, s.masked_fill(~live, -math.inf), s.masked_fill(~live, -math.inf) * 0 - 1e9)
+
+
+def _times_the_mask(s, live, padding):
+    return s.masked_fill(~live, -math.inf) * padding - 1e9 * ~padding
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("mask", [_times_zero, _times_the_mask])
+def test_scores_masked_with_infinities_that_are_multiplied_are_nan(mask, emitter):
+    """-inf * 0 is NaN in eager mode; it is no fill, and no tile that may hold it can be skipped."""
+
+    def attend(q, k, v, padding):
+        live = _positions(LENGTH, LENGTH)[1] <= _positions(LENGTH, LENGTH)[0]
+        return torch.softmax(mask(q @ k.mT, live, padding[:, None, None]), -1) @ v
+
+    inputs = padded(torch.float32, LENGTH)
+    eager = attend(*inputs)
+    assert eager.isnan().any() and eager.isfinite().any()
+    (site,) = as_exact_as_eager(attend, inputs, emitter)
+    assert site.fused
