@@ -11,6 +11,9 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Threads of OpenMP that wait sleep: there are more of them than cores, and by default each takes its core from a thread
+# that has work. It is read when torch is loaded, here and in every process that a test starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import numpy
@@ -127,6 +130,8 @@ def _same_start() -> Iterator[None]:
     torch.manual_seed(0)
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+        # It times the guards of all that it compiles, on emptied caches, for a metric that nothing here reads.
+        dynamo.guards.profile_guard_manager = lambda *_: 0.0
     yield
 
 
