@@ -30,7 +30,7 @@ Index = tuple[Tensor, ...]
 
 def strides_of(shape: Sequence[int]) -> list[int]:
     """Of a packed tensor."""
-    return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+    return [math.prod(max(extent, 1) for extent in shape[k + 1 :]) for k in range(len(shape))]
 
 
 def number_of(index: Index, shape: Sequence[int]) -> Tensor:
@@ -46,14 +46,6 @@ def functools_sum(parts: Any) -> Tensor:
     return torch.zeros(1, dtype=torch.int64) if total is None else total
 
 
-def unraveled(number: Tensor, shape: Sequence[int]) -> Index:
-    """The index of a packed tensor's element."""
-    return tuple(
-        torch.zeros_like(number) if extent == 1 else torch.div(number, stride, rounding_mode="floor") % extent
-        for extent, stride in zip(shape, strides_of(shape), strict=True)
-    )
-
-
 def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None) -> Callable[[Index], Index] | None:
     """The map from indices of a view to those of its input; None where the operation copies instead.
 
@@ -64,13 +56,34 @@ def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None
     result = result if item is None else operator.getitem(result, item)
     if result.untyped_storage()._cdata != base.untyped_storage()._cdata or result.dtype is not base.dtype:
         return None
-    offset, strides = result.storage_offset(), result.stride()
+    entries = [
+        _entry(extent, stride, result.shape, result.stride(), result.storage_offset())
+        for extent, stride in zip(shape, strides_of(shape), strict=True)
+    ]
+    return lambda index: tuple(entry(index) for entry in entries)
 
-    def moved(index: Index) -> Index:
-        parts = (entry * stride for entry, stride in zip(index, strides, strict=True) if stride)
-        return unraveled(functools_sum(parts) + offset, shape)
 
-    return moved
+def _entry(
+    extent: int, stride: int, shape: Sequence[int], strides: Sequence[int], offset: int
+) -> Callable[[Index], Tensor]:
+    """The index along one dimension (its extent and stride) of a packed tensor, from indices of a view of it. Only what
+    it depends on is read: an index that views broadcast would have the size of all others together."""
+    whole = max(extent, 1) * stride
+    terms = [(k, s) for k, s in enumerate(strides) if shape[k] > 1 and s % whole]
+    offset %= whole
+    if offset % stride + sum((shape[k] - 1) * s for k, s in terms if s % stride) < stride:  # carries nothing
+        terms, offset = [(k, s // stride) for k, s in terms if s % stride == 0], offset // stride
+        whole, stride = whole // stride, 1
+    within = offset + sum((shape[k] - 1) * s for k, s in terms) < whole
+    if within and (offset, stride) == (0, 1) and [s for _, s in terms] == [1]:
+        return lambda index: index[terms[0][0]]
+
+    def entry(index: Index) -> Tensor:
+        number = functools_sum(index[k] * s for k, s in terms) + offset
+        place = torch.div(number, stride, rounding_mode="floor") if stride > 1 else number
+        return place if within else place % max(extent, 1)
+
+    return entry
 
 
 def along_dimensions(run: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Callable[[Index], Index]:

@@ -5,6 +5,7 @@ one dimension. Contractions are in `products`, what picks or makes elements in `
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def _softmax(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
         return _on_whole_lines(replay, node, origin, dim, index, rank)
     first = int(offset.min())
     others = [*range(first), *range(first + replay.region.n_k, extent)]
-    columns = [replay.value(origin, index, rank)]
+    columns = [_line(replay, origin, index, rank, keys.shape[1])]
     for place in others:
         spot = torch.full([1] * rank, place)
         at = tuple(spot if k == dim else _first_key(entry, rank) for k, entry in enumerate(index))
@@ -122,6 +123,12 @@ def _softmax(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 def _first_key(entry: Tensor, rank: int) -> Tensor:
     """An index entry for columns that are no keys: where it varies by key, that of the first."""
     return entry[..., :1] if entry.dim() == rank and entry.shape[-1] > 1 else entry
+
+
+def _line(replay: Replay, origin: Node, index: Sequence[Tensor], rank: int, extent: int) -> Tensor:
+    """The elements of `origin` that an operation along the last axis runs on, however few of them differ."""
+    value = replay.value(origin, tuple(index), rank)
+    return value.expand(*value.shape[:-1], extent)
 
 
 def _run_along(replay: Replay, node: Node, columns: list[Tensor]) -> Tensor:
@@ -148,7 +155,7 @@ def _on_whole_lines(replay: Replay, node: Node, origin: Node, dim: int, index: I
         raise NotReplayable
     at = list(replay.further(index))
     at[dim] = torch.arange(extent).view([1] * rank + [-1])
-    lines = _run_along(replay, node, [replay.value(origin, tuple(at), rank + 1)])
+    lines = _run_along(replay, node, [_line(replay, origin, at, rank + 1, extent)])
     shape = torch.broadcast_shapes(lines.shape[:-1], index[dim].shape)
     places = index[dim].expand(shape).unsqueeze(-1)
     return lines.expand(*shape, lines.shape[-1]).gather(-1, places).squeeze(-1)
@@ -184,7 +191,7 @@ def _reduction(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
         at[dim] = torch.arange(extent).view([1] * rank + [-1])
     else:
         raise NotReplayable
-    return _run_along(replay, node, [replay.value(origin, tuple(at), rank + 1)])
+    return _run_along(replay, node, [_line(replay, origin, at, rank + 1, at[dim].shape[-1])])
 
 
 @rule(aten.dropout, aten.feature_dropout)
