@@ -26,9 +26,9 @@ from fusion.machine import Machine
 from fusion.planning import bounds
 from fusion.planning.optimum import snapped_tile
 from fusion.planning.plan import Problem, plan
-from fusion.planning.simulate.memory import TwoLevelMemory
-from fusion.planning.simulate.schedules import run
-from fusion.planning.simulate.strassen import product_io, strassen
+from simulate.memory import TwoLevelMemory
+from simulate.schedules import run
+from simulate.strassen import product_io, strassen
 
 N, D = 256, 16
 RNG = np.random.default_rng(0)

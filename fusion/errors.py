@@ -34,10 +34,6 @@ class NoFittingTileError(FusionError, ValueError):
         self.needed = needed
 
 
-class FastMemoryError(FusionError, RuntimeError):
-    """A program on the simulated memory exceeded the capacity or touched what is not loaded."""
-
-
 class OptionError(FusionError, ValueError):
     """An option of the backend that does not exist or has a value it cannot take."""
 

@@ -25,8 +25,8 @@ def diff(heading: str) -> str:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of the package."""
-    for name in ("fusion", "passes", "codegen"):
+    """A copy of the package and of the examples."""
+    for name in ("fusion", "passes", "codegen", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
@@ -48,7 +48,7 @@ def run(package: Path, *arguments: str) -> str:
 COUNTED = """
 import numpy as np
 from fusion.planning.compiled import counts
-from fusion.planning.simulate.schedules import run
+from examples.simulate.schedules import run
 rng = np.random.default_rng(0)
 q, k, v = (rng.normal(size=shape) for shape in ((13, 5), (22, 5), (22, 3)))
 tile = {"B_r": 4, "B_c": 6}

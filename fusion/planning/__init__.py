@@ -1,4 +1,4 @@
-"""Symbolic I/O cost model: schedules, lower bounds, a simulated memory to count on, the best tile, predicted time.
+"""Symbolic I/O cost model: schedules, lower bounds, the best tile, predicted time.
 
 The modules that use sympy are imported where they are needed, so that `import fusion` stays light.
 """

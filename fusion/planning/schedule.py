@@ -3,7 +3,7 @@ planner must know of it.
 
 A schedule is a sequence of phases that share nothing in fast memory. I/O counts element transfers between the slow
 memory and a fast memory of M elements; the footprint of a phase is what it holds there at most.
-`fusion.planning.simulate` runs the same schedules on a simulated memory, and the counts agree exactly.
+`examples/simulate` runs the same schedules on a simulated memory, and the counts agree exactly.
 """
 
 from __future__ import annotations

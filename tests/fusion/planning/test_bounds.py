@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import sympy
 
+from examples.simulate.schedules import run
 from fusion.machine import Machine
 from fusion.planning import bounds
 from fusion.planning.optimum import optimum
 from fusion.planning.plan import Problem, plan
-from fusion.planning.simulate.schedules import run
 from fusion.planning.symbols import M, d
 from tests.numerics import assert_same_in_float64
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from fusion.errors import FastMemoryError
-from fusion.planning.simulate.memory import TwoLevelMemory
+from examples.simulate.memory import FastMemoryError, TwoLevelMemory
 
 
 @pytest.fixture

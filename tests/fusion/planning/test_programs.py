@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.errors import FastMemoryError, NoFittingTileError
+from examples.simulate.memory import FastMemoryError
+from examples.simulate.schedules import run
+from examples.simulate.schedules_backward import run_backward
+from fusion.errors import NoFittingTileError
 from fusion.planning.compiled import counts
 from fusion.planning.least_io import least_io
 from fusion.planning.plan import Problem
 from fusion.planning.schedules import SCHEDULES, schedule
-from fusion.planning.simulate.schedules import run
-from fusion.planning.simulate.schedules_backward import run_backward
 from fusion.planning.tiles import sizes_of
 from tests.numerics import ROUNDING, assert_same_in_float64, assert_within
 

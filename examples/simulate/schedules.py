@@ -11,9 +11,9 @@ import math
 
 import numpy as np
 
-from fusion.planning.simulate.approximate import certified_sparse, polynomial
-from fusion.planning.simulate.memory import TwoLevelMemory
-from fusion.planning.simulate.rows import Tile, begin_rows, finish_rows, length, online_softmax, spans, stream
+from .approximate import certified_sparse, polynomial
+from .memory import TwoLevelMemory
+from .rows import Tile, begin_rows, finish_rows, length, online_softmax, spans, stream
 
 
 def run(

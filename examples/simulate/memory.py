@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fusion.errors import FastMemoryError
-
 Index = Any  # whatever indexes a numpy array
+
+
+class FastMemoryError(RuntimeError):
+    """A program exceeded the capacity or touched what is not loaded."""
 
 
 class TwoLevelMemory:

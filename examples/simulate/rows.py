@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from fusion.planning.simulate.memory import TwoLevelMemory
+from .memory import TwoLevelMemory
 
 Tile = Mapping[str, int]
 

@@ -12,9 +12,10 @@ import math
 import numpy as np
 
 from fusion.errors import ProblemError
-from fusion.planning.simulate.memory import TwoLevelMemory
-from fusion.planning.simulate.rows import Tile, length, spans
-from fusion.planning.simulate.schedules import exponentiate_and_multiply
+
+from .memory import TwoLevelMemory
+from .rows import Tile, length, spans
+from .schedules import exponentiate_and_multiply
 
 # (left sum, right sum, targets): quadrants 0..3 = 11, 12, 21, 22 with their signs (Strassen 1969).
 _PRODUCTS = (

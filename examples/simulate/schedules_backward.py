@@ -1,4 +1,4 @@
-"""The backward schedules as programs on the simulated memory, in the manner of `fusion.planning.simulate.schedules`.
+"""The backward schedules as programs on the simulated memory, in the manner of `simulate.schedules`.
 
 Given Q, K, V, O, dO and the log-sum-exp L (or, materialised, P), slow memory gets dQ, dK, dV. scale 1/sqrt(d).
 """
@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from fusion.planning.simulate.memory import TwoLevelMemory
-from fusion.planning.simulate.rows import Tile, length, spans
+from .memory import TwoLevelMemory
+from .rows import Tile, length, spans
 
 Sizes = tuple[int, int, int, int]
 

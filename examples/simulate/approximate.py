@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from fusion.planning.simulate.memory import TwoLevelMemory
-from fusion.planning.simulate.rows import Tile, begin_rows, finish_rows, length, online_softmax, spans
+from .memory import TwoLevelMemory
+from .rows import Tile, begin_rows, finish_rows, length, online_softmax, spans
 
 
 def exponents(d: int, degree: int) -> np.ndarray:
