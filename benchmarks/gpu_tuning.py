@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import fusion
-from fusion.codegen.triton.absent import absent, meta
 from fusion.codegen.triton.autotune import agree
 from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.candidates import candidates
@@ -26,6 +25,7 @@ from fusion.planning.from_spec import gpu_tile_times
 from fusion.planning.gpu import GpuPlanner
 from gpu_cells import Operands, Place, operands_of
 from gpu_device import Device, Rehearsal
+from offline.absent import absent, meta
 from static_cells import Settled
 
 MOST = 12  # tiles of a kernel

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.codegen.triton.absent import absent, meta
 from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.static_facts import StaticFacts, static_facts
 from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import Extents, GpuPlanner
 from fusion.planning.gpu_model import TileModel
+from offline.absent import absent, meta
+from offline.static_facts import StaticFacts, static_facts
 from rows import GPU_ROWS, Problem
 from tracing import traced
 

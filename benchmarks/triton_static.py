@@ -3,8 +3,8 @@
     python benchmarks/triton_static.py [--target sm_90] [--rows full causal] [--widths 64 128] [--out FOLDER]
 
 The specs are those that the passes find in the variants' plain functions; what is compiled is what a call compiles on a
-device of that capability (`fusion.codegen.triton.absent`). Of each inner loop: instructions by unit, matrix products by
-shape, exponentials under products, spills, redundancy of layouts, clocks by resource. `fusion.codegen.triton.timeline`
+device of that capability (`offline.absent`). Of each inner loop: instructions by unit, matrix products by
+shape, exponentials under products, spills, redundancy of layouts, clocks by resource. `offline.timeline`
 has the model and the published figures that it was fitted to, which the first lines of the table repeat. Needs no GPU.
 """
 
@@ -20,8 +20,8 @@ from rich.progress import track
 import results
 from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.forward import Forward
-from fusion.codegen.triton.static_facts import StaticFacts, static_facts
 from fusion.machine import Machine, of_target
+from offline.static_facts import StaticFacts, static_facts
 from peer_loops import PEERS, compiled_peer
 from rows import GPU_ROWS
 from static_cells import Cell, compiled, flop_of_trip, tile_of
@@ -96,7 +96,7 @@ def main() -> None:
         f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}, "
         f"commit {results.environment({})['commit'] or 'unknown'}",
         f"{options.target}, {device.cores} multiprocessors, bfloat16, traced specs; "
-        "predicted by `fusion.codegen.triton.timeline`, not measured. "
+        "predicted by `offline.timeline`, not measured. "
         "Rates are of the loop's own products; of a whole backward, those of five products.",
         "",
         "| " + " | ".join(HEAD) + " |",

@@ -17,12 +17,11 @@ from rich.progress import track
 
 import results
 from fusion.codegen.triton.forms import may_specialize
-from fusion.codegen.triton.offline import Facts, facts_of
-from fusion.errors import OfflineCompilationError
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, Kind, const, coord, load, size
 from fusion.ir.ops import apply, where
 from fusion.machine import of_target
+from offline.facts import Facts, OfflineCompilationError, facts_of
 
 HEAD = ("kernel", "program", "d", "target", "shared B", "registers", "spills B", "products", "notes", "s")
 

@@ -100,10 +100,6 @@ class KernelTextError(FusionError, RuntimeError):
     place."""
 
 
-class OfflineCompilationError(FusionError, RuntimeError):
-    """A generated kernel was refused by Triton: a defect of this package or of Triton; the message has both."""
-
-
 class MlirExportError(FusionError, ValueError):
     """Something cannot be written as an MLIR module, or such a module not be run."""
 

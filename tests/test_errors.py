@@ -18,12 +18,10 @@ from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.codegen.triton import launch as triton_launch
-from fusion.codegen.triton import offline
 from fusion.codegen.triton import source as triton_source
 from fusion.errors import (
     KernelTextError,
     MlirExportError,
-    OfflineCompilationError,
     ProblemError,
     UnknownScheduleError,
     UnsupportedSizeError,
@@ -146,14 +144,6 @@ def test_of_sizes_beyond_the_kernels(spec, monkeypatch):
         trained.forward(given, [1, 2, 5, 5])
     with pytest.raises(UnsupportedSizeError, match="was met; GPU kernels take sizes below"):
         triton_launch.check_sizes([1 << 40])
-
-
-def test_of_ptxas(monkeypatch):
-    failed = SimpleNamespace(returncode=1, stdout="", stderr="no such target")
-    monkeypatch.setattr(offline.subprocess, "run", lambda *args, **kwargs: failed)
-    monkeypatch.setattr(offline, "_ptxas", lambda target: "ptxas")
-    with pytest.raises(OfflineCompilationError, match="ptxas refused the kernel for sm_1: no such target"):
-        offline._nvidia(".target sm_1", "sm_1")
 
 
 def test_of_block_masks():

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.offline.facts import compile_offline
 from fusion.codegen import mlir, reference, triton
 from fusion.codegen.triton.further import TILED_LIKE, further_kernels
-from fusion.codegen.triton.offline import compile_offline
 from fusion.ir import AttentionSpec, Kind, Normalizer, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, C, I, J, const, load
 from fusion.ir.ops import apply, where

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+from benchmarks.offline.facts import compile_offline
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.descriptors import READ, boxes
@@ -16,7 +17,6 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forms import may_specialize
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, forward_kernels
-from fusion.codegen.triton.offline import compile_offline
 from fusion.codegen.triton.variant import Variant
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import C, E, J, coord

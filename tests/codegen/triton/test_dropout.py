@@ -7,9 +7,9 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
+from benchmarks.offline.facts import facts_of
 from fusion.codegen import reference
 from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.offline import facts_of
 from fusion.ir.primitives import hashed
 from fusion.planning.choice import Tile
 from tests.numerics import assert_as_exact_as_eager

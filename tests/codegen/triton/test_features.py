@@ -10,11 +10,11 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
+from benchmarks.offline.facts import facts_of_features
 from fusion.approximate import certificates
 from fusion.approximate.eligible import plain
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.codegen.reference import polynomial as reference
-from fusion.codegen.triton.offline import facts_of_features
 from fusion.codegen.triton.polynomial import FeatureKernels, feature_tile, supports
 from fusion.ir.request import Approximation, Request
 from fusion.machine import machine

@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
+from benchmarks.offline.facts import compile_offline, facts_of
 from fusion.codegen import triton
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, combining_tile, split_kernels
-from fusion.codegen.triton.offline import compile_offline, facts_of
 from fusion.machine import of_target
 from fusion.planning import packed_rows
 from fusion.planning.choice import Tile

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion.codegen.triton.absent import absent, meta
+from benchmarks.offline.absent import absent, meta
+from benchmarks.offline.static_facts import static_facts
 from fusion.codegen.triton.launch import Kernel, forward_kernels
-from fusion.codegen.triton.static_facts import static_facts
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, walk
 from fusion.machine import machine

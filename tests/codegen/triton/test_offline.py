@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
+from benchmarks import offline
+from benchmarks.offline.facts import Facts, OfflineCompilationError, compile_offline, facts_of
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import combining_tile, forward_kernels, split_kernels
-from fusion.codegen.triton.offline import Facts, compile_offline, facts_of
 from fusion.machine import of_target
 from fusion.planning import packed_rows
 from fusion.planning.choice import Tile
@@ -156,3 +158,11 @@ def test_kernels_compile_after_others_were_interpreted(tmp_path, monkeypatch) ->
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     check(facts_of(c.spec, "sm_80"))
     assert any(tmp_path.iterdir())
+
+
+def test_a_kernel_that_ptxas_refuses_is_an_error(monkeypatch):
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="no such target")
+    monkeypatch.setattr(offline.facts.subprocess, "run", lambda *args, **kwargs: failed)
+    monkeypatch.setattr(offline.facts, "_ptxas", lambda target: "ptxas")
+    with pytest.raises(OfflineCompilationError, match="ptxas refused the kernel for sm_1: no such target"):
+        offline.facts._nvidia(".target sm_1", "sm_1")

@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion.codegen.triton.absent import absent
+from benchmarks.offline.absent import absent
+from benchmarks.offline.disassembly import Instruction, Loop, inner_loops
+from benchmarks.offline.static_facts import StaticFacts, redundancy, static_facts
+from benchmarks.offline.timeline import RATES, clocks_of
 from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.disassembly import Instruction, Loop, inner_loops
 from fusion.codegen.triton.launch import Kernel
-from fusion.codegen.triton.static_facts import StaticFacts, redundancy, static_facts
-from fusion.codegen.triton.timeline import RATES, clocks_of
 from fusion.ir import AttentionSpec
 from fusion.machine import machine
 

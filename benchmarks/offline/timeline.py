@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.codegen.triton.disassembly import LANES, Instruction, Loop
 from fusion.machine import Machine
 from fusion.planning.gpu_clocks import EFFICIENCY, HIDDEN, SHARED_BYTES, WARP_INTERVAL
+
+from .disassembly import LANES, Instruction, Loop
 
 PARTS = 4
 """Of a multiprocessor, each with an instruction issued per clock."""

@@ -4,7 +4,7 @@
         Kernel(spec)([meta(tensor) for tensor in operands], sizes)
 
 Operands are tensors on torch's meta device. What is compiled is what a user's call compiles: Triton specialises on the
-values of integers, on strides and on alignment, which compiling ahead of time (`offline`) has to assume.
+values of integers, on strides and on alignment, which compiling ahead of time (`facts`) has to assume.
 """
 
 from __future__ import annotations

@@ -17,22 +17,27 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
-from fusion.codegen.triton.absent import TENSOR_COLUMNS, gpu_target
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.differentiable import LISTED_BY
-from fusion.codegen.triton.disassembly import Loop, amd_number, disassemble, inner_loops
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.further import TILED_LIKE, further_kernels
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
 from fusion.codegen.triton.tile_lists import TileLists
-from fusion.errors import OfflineCompilationError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import of_target
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import shares_values
+
+from .absent import TENSOR_COLUMNS, gpu_target
+from .disassembly import Loop, amd_number, disassemble, inner_loops
+
+
+class OfflineCompilationError(RuntimeError):
+    """A generated kernel was refused by Triton: a defect of this package or of Triton; the message has both."""
+
 
 HEADS = 64
 """For which tiles are chosen: enough blocks for a whole device."""

@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.codegen.triton.disassembly import Loop, amd_number, disassemble, inner_loops, registers_of
-from fusion.codegen.triton.timeline import RATES, SUSTAINED, Clocks, clocks_of, residents
 from fusion.machine import Machine
+
+from .disassembly import Loop, amd_number, disassemble, inner_loops, registers_of
+from .timeline import RATES, SUSTAINED, Clocks, clocks_of, residents
 
 _LAYOUT = re.compile(
     r"^#(\w+) = #ttg\.(?:nvidia_mma|amd_mfma)<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\][^}]*instrShape = \[(\d+), (\d+)",
