@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
-from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.backward import Keys, Queries, backward_kernels
 from fusion.codegen.triton.descriptors import boxes
-from fusion.codegen.triton.differentiable import LISTED_BY
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.further import TILED_LIKE, further_kernels
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
-from fusion.codegen.triton.tile_lists import TileLists
+from fusion.codegen.triton.tile_lists import KeyLists, RowLists, TileLists
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import of_target
 from fusion.planning.choice import Tile
@@ -118,7 +117,8 @@ def facts_of(
     kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=shares_values(spec), packed=1))
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **planner.backward(d, d_v)}
     if training:
-        tiles |= {name: list_tile(tiles[user]) for name, user in LISTED_BY.items()}
+        listed = {KeyLists.name: Queries.name, RowLists.name: Keys.name}  # by the kernels that visit the tiles
+        tiles |= {name: list_tile(tiles[user]) for name, user in listed.items()}
         needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
         kernels += backward_kernels(spec, d, d_v, needs)
     kernels += further_kernels(spec, d, d_v)

@@ -365,14 +365,3 @@ def _descriptor(tensor: torch.Tensor) -> ctypes.Array:
     """What MLIR's C interface takes for a memref: two pointers, an offset, sizes and strides."""
     fields = [tensor.data_ptr(), tensor.data_ptr(), 0, *tensor.shape, *tensor.stride()]
     return (ctypes.c_int64 * len(fields))(*fields)
-
-
-def run_text(
-    text: str, entry: str, inputs: Sequence[torch.Tensor], results: Sequence[tuple[Sequence[int], torch.dtype]]
-):
-    """Compile a module given as text, and run one of its functions."""
-    from torch_mlir import ir
-
-    with ir.Context():
-        module = ir.Module.parse(text)
-        return Compiled(module, entry, results)(*inputs)

@@ -35,9 +35,6 @@ from fusion.planning.gpu import GpuPlanner
 
 log = logging.getLogger(__name__)
 
-LISTED_BY = {KeyLists.name: Queries.name, RowLists.name: Keys.name}
-"""Kernels that list tiles, and those that visit them."""
-
 
 class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.

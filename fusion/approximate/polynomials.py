@@ -1,8 +1,8 @@
 """Polynomials close to the exponential on [-B, B] in *relative* error, which is what attention weights need.
 
 A common factor of all weights cancels in the softmax, so the error that counts is that of exp(-x) p(x) against 1. The
-best polynomial under that weight (minimax) is found by Remez's exchange; the Taylor and Chebyshev series are here to be
-compared with. Coefficients are of powers of x, lowest first.
+best polynomial under that weight (minimax) is found by Remez's exchange. Coefficients are of powers of x, lowest
+first.
 
 What a row needs is less than that: its errors *summed* over the keys, against the sum of its weights. Where the mean
 square of the row's scores is known to be at most m (cheap to bound from the data), a bound of the form
@@ -21,9 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion.errors import ApproximationError
-
-MAX_DEGREE = 16
 GRID = 4001
 TOLERANCE = 1e-4
 """How far from the best a polynomial may be before another exchange."""
@@ -72,18 +69,6 @@ def relative_error(coefficients: np.ndarray, bound: float, floor: float | None =
         nearest = np.where(x[1:] * x[:-1] > 0, np.minimum(np.abs(x[1:]), np.abs(x[:-1])), 0.0)
         found /= floor + nearest**2 * np.minimum(decay[1:], decay[:-1])
     return float(found.max(initial=0.0))
-
-
-def taylor(degree: int, bound: float) -> Polynomial:
-    """The Taylor polynomial at 0."""
-    return _polynomial(np.array([1 / math.factorial(g) for g in range(degree + 1)]), bound)
-
-
-def chebyshev(degree: int, bound: float) -> Polynomial:
-    """Interpolation of the exponential in the Chebyshev nodes of [-bound, bound]."""
-    nodes = np.cos((np.arange(degree + 1) + 0.5) * math.pi / (degree + 1))
-    series = np.polynomial.chebyshev.chebfit(nodes, np.exp(bound * nodes), degree)
-    return _polynomial(_unscaled(series, bound), bound)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,21 +148,6 @@ def _polynomial(coefficients: np.ndarray, bound: float, floor: float | None = No
     if floor is None:
         return Polynomial(coefficients=powers, bound=bound, error=level)
     return Polynomial(coefficients=powers, bound=bound, error=level * floor, spread=level)
-
-
-def degree_for(bound: float, epsilon: float, kind: str = "minimax") -> int:
-    """The least degree (at least 1) whose relative error on [-bound, bound] is at most epsilon.
-
-    kind: minimax, chebyshev or taylor. Raises ApproximationError where MAX_DEGREE does not reach it.
-    """
-    make = {"minimax": minimax, "chebyshev": chebyshev, "taylor": taylor}[kind]
-    for degree in range(1, MAX_DEGREE + 1):
-        if make(degree, bound).error <= epsilon:
-            return degree
-    raise ApproximationError(
-        f"no polynomial of degree {MAX_DEGREE} or less is within {epsilon:g} of exp on [-{bound:g}, {bound:g}]; "
-        f"allow a larger epsilon, or run exact attention"
-    )
 
 
 def feature_count(d: int, degree: int) -> int:

@@ -143,18 +143,13 @@ class Machine:
         return self.architecture == "interpreter"
 
     @property
-    def amd(self) -> bool:
-        """Whether this is a GPU of AMD."""
-        return self.architecture.startswith("gfx")
-
-    @property
     def wave(self) -> int:
         """Lanes of a GPU that run together (a warp of NVIDIA, a wave of AMD)."""
         return self.vector_bytes // 4
 
-    def lanes(self, dtype: object = "float32") -> int:
-        """Elements in one vector register."""
-        return max(1, self.vector_bytes // dtype_bytes(dtype))
+    def lanes(self) -> int:
+        """Elements of float32 in one vector register."""
+        return max(1, self.vector_bytes // 4)
 
     def __str__(self) -> str:
         levels = ", ".join(map(str, self.levels))

@@ -79,13 +79,6 @@ def sparse() -> Bound:
     )
 
 
-def sparse_inputs(nonzeros_in: int | sympy.Expr, nonzeros_scores: int | sympy.Expr) -> Bound:
-    """Sparse Q, K, V: `nonzeros_in` = min(nnz(Q) + nnz(K), nnz(V)), `nonzeros_scores` = nnz(Q K^T)."""
-    entries, scores = sympy.sympify(nonzeros_in), sympy.sympify(nonzeros_scores)
-    expression = sympy.Min(entries**2 / M, entries * sympy.sqrt(scores) / sympy.sqrt(M))
-    return Bound(name="sparse_inputs", expression=expression, valid=sympy.true, source="2410.09397")
-
-
 BOUNDS: dict[str, Callable[[], Bound]] = {
     bound.__name__: bound
     for bound in (trivial, standard_product, small_cache, both_regimes, any_product, backward, sparse)

@@ -42,7 +42,6 @@ def _flash() -> Schedule:
         source="2307.08691",
         phases=(_attend(sympy.Integer(1)),),
         order="N^2 d^2 / M",
-        slow=N_q,
         kernels=("cpu", "gpu"),
         colour="#0072B2",
     )
@@ -56,7 +55,6 @@ def _block_sparse() -> Schedule:
         source="2205.14135, Prop. 4",
         phases=(_attend(s),),
         order="N d + s N^2 d^2 / M",
-        slow=N_q,
         kernels=("cpu", "gpu"),
         skips=True,
         unmasked="flash",
@@ -93,7 +91,6 @@ def _key_stationary() -> Schedule:
         source="2205.14135, Alg. 1, Thm 2",
         phases=(phase,),
         order="N^2 d^2 / M",
-        slow=2 * N_q,
         colour="#56B4E9",
     )
 
@@ -118,7 +115,6 @@ def _rabe_staats() -> Schedule:
         source="2112.05682",
         phases=(attend, merge),
         order="N^2 d^2 / M",
-        slow=B_r * (d_v + 2) * C,
         colour="#CC79A7",
     )
 
@@ -149,7 +145,6 @@ def _split_k() -> Schedule:
         source="Flash-Decoding",
         phases=(attend, merge),
         order="N^2 d^2 / M + (N_k / B_s) N d",
-        slow=splits * N_q * (d_v + 1),
         kernels=("cpu", "gpu"),
         skips=True,
         colour="#009E73",
@@ -182,7 +177,6 @@ def _small_cache() -> Schedule:
         source="2402.07443, Sec. 3.2",
         phases=(scores, output),
         order="N^2 d / sqrt(M)",
-        slow=PAIRS + N_q,
         colour="#D55E00",
     )
 
@@ -217,7 +211,6 @@ def _materialized() -> Schedule:
         source="2205.14135, Alg. 0, Thm 2",
         phases=(product, softmax, output),
         order="N d + N^2",
-        slow=2 * PAIRS,
         closed_form=False,
         colour="#7F7F7F",
     )
@@ -248,7 +241,6 @@ def _polynomial() -> Schedule:
         source="after 2302.13214; schedule derived here",
         phases=(state, output),
         order="N d + N r d^2 / M",
-        slow=N_q,
         exact=False,
         kernels=("cpu", "gpu"),
         closed_form=False,
@@ -277,7 +269,6 @@ def _certified_sparse() -> Schedule:
         source="derived here",
         phases=(summaries, attend),
         order="N d + (s + 1 / B_c) N^2 d^2 / M",
-        slow=N_q + 2 * d * C,
         exact=False,
         kernels=("cpu",),
         closed_form=False,

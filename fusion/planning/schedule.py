@@ -40,7 +40,6 @@ class Schedule:
     """An algorithm with its tile left open.
 
     order: the I/O at the best tile, up to a constant.
-    slow: extra slow memory in elements.
     direction: forward or backward.
     exact: whether it computes attention itself rather than an approximation.
     kernels: the kinds of machine ("cpu", "gpu") for which an emitter has a kernel of it.
@@ -55,7 +54,6 @@ class Schedule:
     source: str
     phases: tuple[Phase, ...]
     order: str
-    slow: sympy.Expr
     direction: str = "forward"
     exact: bool = True
     kernels: tuple[str, ...] = ()

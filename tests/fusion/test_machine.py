@@ -99,7 +99,7 @@ def test_architectures():
     """Limits of a compilation target; of one that is not listed, those of the next older one."""
     assert of_target("sm_90").shared_memory == 227 << 10 and "wgmma" in of_target("sm_90a").isa
     assert of_target("sm_86").shared_memory == 99 << 10 and of_target("sm_88").shared_memory == 163 << 10
-    assert of_target("gfx942").wave == 64 and of_target("gfx942").amd and of_target("gfx1101").wave == 32
+    assert of_target("gfx942").wave == 64 and of_target("gfx1101").wave == 32
     assert INTERPRETER.interpreted and not of_target("sm_80").interpreted
     for name in ("sm_50", "gfx8", "risc"):
         with pytest.raises(UnknownMachineError, match="known: sm_70"):

@@ -12,7 +12,6 @@ from fusion.planning import bounds
 from fusion.planning.optimum import optimum
 from fusion.planning.plan import Problem, plan
 from fusion.planning.symbols import M, d
-from tests.numerics import assert_same_in_float64
 
 # The constant of the claim "counted I/O is within a constant of the lower bound": stated in docs/cost-model.md.
 CONSTANT = 9
@@ -39,14 +38,6 @@ def test_values():
 def test_every_bound_prints_its_source(name):
     bound = bounds.BOUNDS[name]()
     assert bound.source and bound.source in str(bound) and str(bound.expression) in str(bound)
-
-
-def test_dense_inputs_make_the_sparse_bound_the_dense_one():
-    n, width = 512, 32
-    dense = bounds.sparse_inputs(n * width, n * n).expression
-    for capacity in (width * width // 4, width * width, 4 * width * width):
-        expected = bounds.evaluate("both_regimes", n_q=n, n_k=n, d=width, d_v=width, capacity=capacity)
-        assert_same_in_float64(float(dense.subs(M, capacity)), expected)
 
 
 def capacities(n, width):
