@@ -64,9 +64,7 @@ def _cast_arguments(graph: Graph, node: Node, dtype: torch.dtype, made: dict[tup
             with graph.inserting_before(node):
                 converted = graph.call_function(aten.to.dtype, (value, dtype))
             converted.meta["val"] = nodes.value(value).to(dtype)
-            for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-                if key in node.meta:
-                    converted.meta[key] = node.meta[key]
+            nodes.copy_provenance(node, converted)
             made[value, dtype] = converted
         return made[value, dtype]
 

@@ -24,16 +24,9 @@ aten = torch.ops.aten
 def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...]) -> Node:
     """A call at the graph's insertion point, with its value, and where it comes from."""
     node = graph.call_function(target, args)
-    copy_provenance(origin, node)
+    nodes.copy_provenance(origin, node)
     node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.value))
     return node
-
-
-def copy_provenance(origin: Node, target: Node) -> None:
-    """Say of a node that it stands for another one."""
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-        if key in origin.meta:
-            target.meta[key] = origin.meta[key]
 
 
 def in_place_of(
@@ -52,7 +45,7 @@ def in_place_of(
 
     dtype = getattr(torch, further.dtype)
     made.meta["val"] = like.new_empty([size(bounds[coord(name)]) for name in use.dims], dtype=dtype)
-    copy_provenance(node, made)
+    nodes.copy_provenance(node, made)
     result = made
     if trained and not marks.requires_grad(node):
         result = derived(graph, node, aten.detach.default, (result,))

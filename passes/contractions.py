@@ -128,14 +128,15 @@ def _broadcast(left: Index, right: Index) -> Index | None:
     return tuple(y if x is one else x for x, y in pairs)
 
 
-_MOVES = {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.contiguous, aten.clone,
-          aten.unsqueeze, aten.squeeze, aten.movedim, aten.flatten, aten.unflatten, aten.swapaxes, aten.to,
-          aten._to_copy, aten.t}  # fmt: skip
+MOVES = {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.contiguous, aten.clone,
+         aten.unsqueeze, aten.squeeze, aten.movedim, aten.flatten, aten.unflatten, aten.swapaxes, aten.t, aten.to,
+         aten._to_copy}  # fmt: skip
+"""Views, copies and casts, as they stand behind parameters and products."""
 
 
 def is_parameter(node: Node) -> bool:
     """Whether a node is a parameter, up to views and casts."""
-    while node.op == "call_function" and packet(node) in _MOVES and node.all_input_nodes:
+    while node.op == "call_function" and packet(node) in MOVES and node.all_input_nodes:
         node = node.all_input_nodes[0]
     if node.op == "get_attr":
         return True

@@ -18,7 +18,7 @@ from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.checkpointing import bodies
-from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_parameter
+from fusion.passes.contractions import ADDING, MOVES, Factors, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
@@ -172,9 +172,6 @@ def _specializing(anchor: Node, root: Node, met: Upstream) -> Site | None:
             continue
 
 
-_MOVES = {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.contiguous, aten.clone,
-          aten.unsqueeze, aten.squeeze, aten.movedim, aten.flatten, aten.unflatten, aten.swapaxes, aten.to,
-          aten._to_copy}  # fmt: skip
 _MAX_CHAIN = 8
 
 
@@ -185,7 +182,7 @@ def _chain(anchor: Node, met: Upstream) -> list[Node]:
         user = next(iter(chain[-1].users))
         if user.op != "call_function" or not nodes.is_tensor(user):
             break
-        if packet(user) not in _MOVES and not _scales_rows(user, met):
+        if packet(user) not in MOVES and not _scales_rows(user, met):
             break
         same_device = nodes.value(user).device == nodes.value(anchor).device
         if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device:

@@ -196,6 +196,13 @@ def normalize_dim(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
+def copy_provenance(origin: Node, target: Node) -> None:
+    """Say of a node that it stands for another one."""
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in origin.meta:
+            target.meta[key] = origin.meta[key]
+
+
 def source_line(node: Node) -> str | None:
     """Where the user wrote this, as "file.py:12 in forward: code", from the stack trace that Dynamo recorded."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,16 @@ from fusion.passes.elementary import ELEMENTARY
 aten = torch.ops.aten
 
 
-def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr] | None) -> Builder:
+def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr], on_bool: str | None = None) -> Builder:
+    """on_bool: a sum of bools is their disjunction, a product their conjunction."""
+
     def builder(call: Call) -> Expr | None:
         left, right = call.args[:2]
         alpha = call.kwargs.get("alpha", 1)
         kind = kind_of(call.dtype)
-        if kind is Kind.INT and on_integer is not None:
+        if kind is Kind.BOOL and on_bool is not None:
+            return apply(on_bool, operand(left, Kind.BOOL), operand(right, Kind.BOOL))
+        if kind is Kind.INT:
             right = operand(right, Kind.INT) if alpha == 1 else integers.mul(operand(right, Kind.INT), alpha)
             return on_integer(operand(left, Kind.INT), right)
         if kind is not Kind.FLOAT:
@@ -109,15 +114,6 @@ _PRODUCTS = range(1, 9)
 """Exponents of powers that are computed as products, which costs less."""
 
 
-def _unary(name: str) -> Builder:
-    def builder(call: Call) -> Expr | None:
-        if kind_of(call.dtype) is not Kind.FLOAT:
-            return None
-        return apply(name, operand(call.args[0], Kind.FLOAT))
-
-    return builder
-
-
 def _either(on_float: Callable[[Expr], Expr], on_integer: Callable[[Expr], Expr]) -> Builder:
     def builder(call: Call) -> Expr | None:
         kind = kind_of(call.dtype)
@@ -156,7 +152,7 @@ def _bitwise_and(call: Call) -> Expr | None:
     """Of integers, those with a constant whose bits are the lowest, or all but the lowest: a remainder, or what is left
     without it. Negative numbers are as if they had ones without end."""
     if call.dtype is torch.bool:
-        return _and(*(operand(arg, Kind.BOOL) for arg in call.args))
+        return apply("and", *(operand(arg, Kind.BOOL) for arg in call.args))
     value, mask = (operand(arg, Kind.INT) for arg in call.args)
     value, mask = (mask, value) if value.is_const else (value, mask)
     if not mask.is_const:
@@ -182,6 +178,9 @@ def _shift(left: bool) -> Builder:
         return integers.mul(value, 1 << by.integer) if left else integers.floordiv(value, 1 << by.integer)
 
     return builder
+
+
+_and, _or, _not = (partial(apply, name) for name in ("and", "or", "not"))
 
 
 def _exclusive_or(left: Expr, right: Expr) -> Expr:
@@ -288,43 +287,14 @@ def _is_inf(call: Call) -> Expr:
     return apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), const(math.inf))
 
 
-_ADD = _arithmetic("fadd", lambda left, right: integers.add(left, right))
-_SUB = _arithmetic("fsub", integers.sub)
-_MUL = _arithmetic("fmul", lambda left, right: integers.mul(left, right))
-
-
-def _multiply(call: Call) -> Expr | None:
-    """A product of bools is their conjunction."""
-    if call.dtype is torch.bool:
-        return apply("and", operand(call.args[0], Kind.BOOL), operand(call.args[1], Kind.BOOL))
-    return _MUL(call)
-
-
-def _add(call: Call) -> Expr | None:
-    if call.dtype is torch.bool:
-        return apply("or", operand(call.args[0], Kind.BOOL), operand(call.args[1], Kind.BOOL))
-    return _ADD(call)
-
-
-def _and(left: Expr, right: Expr) -> Expr:
-    return apply("and", left, right)
-
-
-def _or(left: Expr, right: Expr) -> Expr:
-    return apply("or", left, right)
-
-
-def _not(value: Expr) -> Expr:
-    return apply("not", value)
-
-
 def _tanh(x: Expr, call: Call) -> Expr:
     value = apply("tanh", x)
     return rounding_to(value, "bfloat16") if call.dtype is torch.bfloat16 else value
 
 
 BUILDERS: dict[Any, Builder] = ELEMENTARY | {
-    aten.add: _add, aten.sub: _SUB, aten.rsub: _reverse_subtract, aten.mul: _multiply,
+    aten.add: _arithmetic("fadd", integers.add, "or"), aten.mul: _arithmetic("fmul", integers.mul, "and"),
+    aten.sub: _arithmetic("fsub", integers.sub), aten.rsub: _reverse_subtract,
     aten.div: _divide, aten.true_divide: _divide, aten.floor_divide: _floor_divide, aten.remainder: _remainder,
     aten.pow: _power, aten.neg: _either(lambda x: apply("neg", x), integers.neg),
     aten.abs: _either(lambda x: apply("abs", x), lambda x: apply("iabs", x)),
@@ -350,7 +320,8 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
 }  # fmt: skip
 """Overload packet -> builder. A builder returns None where it cannot express the call."""
 _NAMESAKES = "floor ceil trunc sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"
-BUILDERS.update({getattr(aten, name): _unary(name) for name in _NAMESAKES.split()})
+for _name in _NAMESAKES.split():
+    BUILDERS[getattr(aten, _name)] = float_function(lambda x, call, name=_name: apply(name, x))
 BUILDERS[aten.tanh] = float_function(_tanh)
 _SECOND_NAMES = {
     "multiply": "mul", "divide": "div", "subtract": "sub", "negative": "neg", "absolute": "abs", "fix": "trunc",

@@ -14,7 +14,7 @@ from fusion.ir.expr import J, walk
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
-from fusion.passes.building import Symbols, copy_provenance, derived, in_place_of
+from fusion.passes.building import Symbols, derived, in_place_of
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use, uses
 from fusion.passes.nodes import Unsupported
@@ -162,7 +162,7 @@ def _map_tiles(
                         torch.ops.fusion.tile_map.default,
                         (list(found.operands), sizes, found.spec.to_json()),
                     )
-                copy_provenance(root, made)
+                nodes.copy_provenance(root, made)
                 held = [nodes.value(s) if isinstance(s, Node) else s for s in sizes]
                 like = nodes.value(root)
                 shape = found.spec.shape(dict(zip(found.spec.sizes, held, strict=True)))
@@ -188,7 +188,7 @@ def _checked(graph: Graph, table: Table, symbols: Symbols) -> Node:
     with graph.inserting_before(table.call):
         arguments = (table.positions, symbols.value(table.extent), table.dim, table.operation)
         made = graph.call_function(torch.ops.fusion.table.default, arguments)
-    copy_provenance(table.call, made)
+    nodes.copy_provenance(table.call, made)
     made.meta["val"] = nodes.value(table.positions).new_empty(nodes.value(table.positions).shape)
     return made
 
@@ -377,6 +377,6 @@ def _call(
         call = graph.call_function(operator.getitem, (both, 0))
     else:
         call = graph.call_function(torch.ops.fusion.attention.default, arguments)
-    copy_provenance(root, call)
+    nodes.copy_provenance(root, call)
     call.meta["val"] = value
     return call, written

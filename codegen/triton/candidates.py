@@ -15,10 +15,10 @@ import torch
 
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.forms import may_specialize
-from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
+from fusion.planning.gpu_clocks import score_bytes
 from fusion.planning.gpu_model import may_rotate
 from fusion.planning.head_dims import panelled, power
 
@@ -112,7 +112,7 @@ def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tup
     d, d_v = panelled(d), panelled(d_v)
     width, size = d + d_v, getattr(torch, spec.dtype).itemsize
     scores = tile.rows * tile.keys
-    matrices = tile.stages * scores * _bytes_per_score(spec)
+    matrices = tile.stages * scores * score_bytes(spec)
     if kernel == "attention_backward_prepare":
         return 0, 8 * tile.rows * d_v
     if kernel == "attention_backward_queries":
@@ -124,13 +124,6 @@ def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tup
         tile.rows * d * size + tile.stages * tile.keys * width * size + matrices,
         4 * tile.rows * d_v + ((8 if tile.rotated else 4) + size) * scores,
     )
-
-
-def _bytes_per_score(spec: AttentionSpec) -> int:
-    """Bytes that are loaded for every score: of bias and mask matrices."""
-    read = {*loads(spec.score), *loads(spec.weight)}
-    numbers = {load.operand for load in read if {"i", "j"} <= coordinates(load)}
-    return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
 
 
 def residents(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> int:

@@ -24,7 +24,6 @@ from fusion.codegen.triton.split import Combine, Part
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.variant import PLAIN, Variant
 from fusion.errors import UnsupportedSizeError
-from fusion.ir.expr import C, E, substitute
 from fusion.ir.results import output_extents, statistics_shape
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
@@ -32,6 +31,7 @@ from fusion.lowering.numbers import SIZE_LIMIT
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_clocks import may_share_values
 
 
 class Kernel:
@@ -63,7 +63,7 @@ class Kernel:
         plan = plan or functools.partial(GpuPlanner, spec, **fixed)
         self.planner = functools.cache(lambda device: plan(machine_of(device)))
         self._packing: dict[tuple[int, torch.device], Kernel] = {}  # by the number of heads
-        self._may_share = shares_values(spec)
+        self._may_share = may_share_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._peers = functools.cache(lambda: {} if (words := peers.said(spec)) is None else peers.calls(spec, words))
         # Derived once: a call would spend more than 100 us on it.
@@ -324,12 +324,6 @@ def split_kernels(
     """The kernels of the schedule `split_k`, in launch order."""
     part, combine = Part(spec, d, d_v, order), Combine(spec, d, d_v, statistics, order)
     return [*([TileLists(spec).text()] if part.listed else []), part.text(), combine.text()]
-
-
-def shares_values(spec: AttentionSpec) -> bool:
-    """Whether V is the first columns of K where both are the same tensor (latent attention)."""
-    as_stored = spec.k_value is None and spec.v_value is None
-    return as_stored and tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
 
 
 def empty_lists(

@@ -148,7 +148,7 @@ def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
         d=panelled(d),
         d_v=panelled(d_v),
         size=4 if spec.dtype == "float32" else 2,
-        score_bytes=_score_bytes(spec),
+        score_bytes=score_bytes(spec),
         instructions=backward * (max(0, len(inner) - 1) + costs),
         specials=float(backward * len(special)),
         masked=mask is not None,
@@ -157,15 +157,19 @@ def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
     )
 
 
+def may_share_values(spec: AttentionSpec) -> bool:
+    """Whether V is the first columns of K where both are the same tensor (latent attention)."""
+    as_stored = spec.k_value is None and spec.v_value is None
+    return as_stored and tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
+
+
 def shares_values(spec: AttentionSpec) -> bool:
-    """Whether V is the first columns of K where both are one tensor, and so wide that they will be (latent
-    attention)."""
-    alike = tuple(substitute(index, {E: C}) for index in spec.v) == spec.k
-    return alike and spec.k_value is None and spec.v_value is None and spec.d is not spec.d_v
+    """Whether V may be the first columns of K, and is of such a width that it will be."""
+    return spec.d is not spec.d_v and may_share_values(spec)
 
 
-def _score_bytes(spec: AttentionSpec) -> int:
-    """Bytes that are loaded for each score."""
+def score_bytes(spec: AttentionSpec) -> int:
+    """Bytes that are loaded for each score: of bias and mask matrices."""
     read = {*loads(spec.score), *loads(spec.weight)}
     numbers = {load.operand for load in read if {"i", "j"} <= coordinates(load)}
     return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
@@ -208,7 +212,7 @@ def program_kind(spec: AttentionSpec) -> str:
     if any({"i", "j"} <= coordinates(index) for load in read for index in load.args):
         return "gather"
     if any({"i", "j"} <= coordinates(load) for load in read):
-        return "matrix" if _score_bytes(spec) <= 2 else "wide matrix"
+        return "matrix" if score_bytes(spec) <= 2 else "wide matrix"
     if mask is not None and mask.tile_live is not None:
         return "listed"
     if special := list(filter(_is_special, walk(full, spec.weight))):

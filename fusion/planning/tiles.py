@@ -10,6 +10,7 @@ import numpy as np
 
 from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
+from fusion.planning.head_dims import power
 from fusion.planning.problem import Problem
 
 Tile = dict[str, int]
@@ -95,12 +96,12 @@ def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:
     registers.
     """
     powers = [16, 32, 64, 128, 256]
-    rows = [block for block in powers if block <= max(16, _power(problem.n_q))]
-    cols = [block for block in powers if block <= max(16, _power(problem.n_k))]
+    rows = [block for block in powers if block <= max(16, power(problem.n_q))]
+    cols = [block for block in powers if block <= max(16, power(problem.n_k))]
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1, 2, 3, 4]})
-    width, size = _power(problem.d) + _power(problem.d_v), problem.element_bytes
-    shared = tiles["B_r"] * _power(problem.d) * size + tiles["stages"] * tiles["B_c"] * width * size
-    accumulators = 4 * tiles["B_r"] * (_power(problem.d_v) + tiles["B_c"]) + size * tiles["B_r"] * tiles["B_c"]
+    width, size = power(problem.d) + power(problem.d_v), problem.element_bytes
+    shared = tiles["B_r"] * power(problem.d) * size + tiles["stages"] * tiles["B_c"] * width * size
+    accumulators = 4 * tiles["B_r"] * (power(problem.d_v) + tiles["B_c"]) + size * tiles["B_r"] * tiles["B_c"]
     keep = (shared <= machine.shared_memory) & (accumulators <= 0.75 * machine.registers)
     if not keep.any():
         raise NoFittingTileError(
@@ -109,7 +110,3 @@ def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:
             f"use schedule='small_cache' or 'materialized'"
         )
     return {name: column[keep] for name, column in tiles.items()}
-
-
-def _power(size: int) -> int:
-    return 1 << max(0, (max(1, size) - 1).bit_length())
