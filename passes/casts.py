@@ -72,7 +72,7 @@ def cast(value: Expr, dtype: torch.dtype) -> Expr | None:
 def round_constants(value: Expr, dtype: torch.dtype) -> Expr:
     """Constants, also those selected by a mask, as `dtype` holds them, and sums with a fill rounded to it."""
     if value.op == "const":
-        return const(rounded(float(value.attr), dtype))  # type: ignore[arg-type]
+        return const(rounded(value.value, dtype))
     if value.op == "where":
         condition, then, otherwise = value.args
         return where(condition, round_constants(then, dtype), round_constants(otherwise, dtype))

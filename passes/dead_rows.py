@@ -47,8 +47,8 @@ def quotient_kind(shift: Expr, denominator: Expr) -> str:
     denominator is 0 as well.
     """
     shift, denominator = (_in_dead_rows(value) for value in (shift, denominator))
-    dead = shift.is_const and float(shift.attr) == -math.inf  # type: ignore[arg-type]
-    empty = denominator.is_const and not abs(float(denominator.attr)) > 0  # type: ignore[arg-type]
+    dead = shift.is_const and shift.value == -math.inf
+    empty = denominator.is_const and not abs(denominator.value) > 0
     return "softmax" if dead or empty or ROW_MAX in (shift, denominator) else "safe_softmax"
 
 
@@ -106,13 +106,13 @@ def _is_function_of_load(value: Expr) -> bool:
 
 def may_be_far(value: Expr) -> bool:
     """Whether a value may be a mask's finite fill, or what became of it: also one far above all scores."""
-    above = (arg.is_const and arg.kind is Kind.FLOAT and -_LOW <= float(arg.attr) < math.inf  # type: ignore[arg-type]
+    above = (arg.is_const and arg.kind is Kind.FLOAT and -_LOW <= arg.value < math.inf
              for part in walk(value) if part.op in ("where", "fadd", "fsub") for arg in part.args)  # fmt: skip
     return may_be_lowest(value) or any(above)
 
 
 def _is_low(part: Expr) -> bool:
-    return part.is_const and part.kind is Kind.FLOAT and -math.inf < float(part.attr) <= _LOW  # type: ignore[arg-type]
+    return part.is_const and part.kind is Kind.FLOAT and -math.inf < part.value <= _LOW
 
 
 def _in_dead_rows(value: Expr) -> Expr:
@@ -132,7 +132,7 @@ def facts(condition: Expr) -> Facts:
 def may_be_infinite(value: Expr, known: Facts) -> bool:
     """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over the keys may."""
     if value.op == "const":
-        return math.isinf(float(value.attr))  # type: ignore[arg-type]
+        return math.isinf(value.value)
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score") or is_bounded(value.op):
         return False
     if value.op == "load":

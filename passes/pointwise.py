@@ -58,7 +58,7 @@ def _divide(call: Call) -> Expr | None:
     if kind_of(call.dtype) is Kind.INT:
         right = operand(right, Kind.INT)
         # Only a positive constant divisor and, for truncation, a non-negative dividend are the same as floor division.
-        if not (right.is_const and int(right.attr) > 0):  # type: ignore[arg-type]
+        if not (right.is_const and right.integer > 0):
             return None
         left = operand(left, Kind.INT)
         return integers.floordiv(left, right) if mode == "floor" or integers.is_nonnegative(left) else None
@@ -70,7 +70,7 @@ def _divide(call: Call) -> Expr | None:
 
 def _is_power_of_two(value: Expr) -> bool:
     """Whether a value is a constant that can be divided by without rounding."""
-    return value.is_const and math.isfinite(number := float(value.attr)) and abs(math.frexp(number)[0]) == 0.5  # type: ignore[arg-type]
+    return value.is_const and math.isfinite(value.value) and abs(math.frexp(value.value)[0]) == 0.5
 
 
 def _floor_divide(call: Call) -> Expr | None:
@@ -81,7 +81,7 @@ def _remainder(call: Call) -> Expr | None:
     left, right = call.args[:2]
     if kind_of(call.dtype) is Kind.INT:
         right = operand(right, Kind.INT)
-        positive = right.is_const and int(right.attr) > 0  # type: ignore[arg-type]
+        positive = right.is_const and right.integer > 0
         return integers.mod(operand(left, Kind.INT), right) if positive else None
     left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
     if not _is_power_of_two(right):
@@ -95,7 +95,7 @@ def _power(call: Call) -> Expr | None:
     base, exponent = operand(call.args[0], Kind.FLOAT), operand(call.args[1], Kind.FLOAT)
     if not exponent.is_const:
         return apply("pow", base, exponent)
-    value = float(exponent.attr)  # type: ignore[arg-type]
+    value = exponent.value
     if value == 0.5:
         return apply("sqrt", base)
     if value == -0.5:

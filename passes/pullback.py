@@ -342,7 +342,7 @@ class PullBack:
 
     def _varies(self, index: Index, atom: Expr) -> bool:
         """Whether an operand depends on its row; a dimension of size 1 may have lost its coordinate."""
-        return any(str(atom.attr) in coordinates(e) for e in index) or self.bounds[atom] is integers.integer(1)
+        return any(atom.name in coordinates(e) for e in index) or self.bounds[atom] is integers.integer(1)
 
     def _with_added(self, here: Node, index: Index, product: Expr) -> Expr:
         """What baddbmm adds to its product."""

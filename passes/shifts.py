@@ -102,5 +102,5 @@ def _shrinks(op: str, factor: Expr) -> bool:
     """Whether multiplying (or dividing) by a factor makes nothing larger."""
     if not factor.is_const:
         return False
-    size = abs(float(factor.attr))  # type: ignore[arg-type]
+    size = abs(factor.value)
     return size <= 1 if op == "fmul" else 1 <= size

@@ -173,11 +173,11 @@ def _main_product(score: Expr, products: list[Product]) -> int:
     One that no tensor holds must be it. Else the one with the widest reduction is taken: the most expensive to
     materialise.
     """
-    numbers = sorted({int(part.attr) for part in walk(score) if part.op == "dot"})  # type: ignore[arg-type]
+    numbers = sorted({part.operand for part in walk(score) if part.op == "dot"})
 
     def rank(number: int) -> tuple[bool, int, int]:
         extent = products[number].extent
-        width = int(extent.attr) if extent.is_const else 0  # type: ignore[arg-type]
+        width = extent.integer if extent.is_const else 0
         return not products[number].held, width, -number
 
     return max(numbers, key=rank)
@@ -214,7 +214,7 @@ class _Resolver:
 
     def _leaf(self, part: Expr) -> Expr | None:
         if part.op == "dot":
-            product = self.products[int(part.attr)]  # type: ignore[arg-type]
+            product = self.products[part.operand]
             if product == self.main:
                 return apply("fmul", SCORE, self(product.scale))
             if product.node is self.main.node:
@@ -250,7 +250,7 @@ class _Resolver:
             if part.op != "load":
                 return None
             index = tuple(rebuild(arg, leaf) for arg in part.args)
-            return load(self._number(held[int(part.attr)]), index, part.kind)  # type: ignore[arg-type]
+            return load(self._number(held[part.operand]), index, part.kind)
 
         return rebuild(expr, leaf)
 

@@ -91,7 +91,7 @@ def mixes_heads(linear: Node) -> bool:
     if not nodes.is_tensor(here) or nodes.value(here).dim() < 3:
         return False
     index = tuple(coord(f"r{k}") for k in range(nodes.value(here).dim()))
-    summed, bounds = str(index[-1].attr), dict(zip(index, shape(here), strict=True))
+    summed, bounds = index[-1].name, dict(zip(index, shape(here), strict=True))
     for _ in range(_MAX_STEPS):
         if is_contraction(here):
             batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))

@@ -95,16 +95,19 @@ class Forward:
         stages = self._stages()
         finish = self._finish()
         range_text = source.without_dead(range_text, source.block(stages, finish))
-        later = source.block(*load_q, *self.loop.pointers(), *range_text, stages, finish)
-        level_lines = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
+        return self._programs(self._placed(source.block(*load_q, *self.loop.pointers(), *range_text, stages, finish)))
+
+    def _placed(self, later: str) -> str:
+        """Statements for a block of rows, after those that say where it lies and what they use of its coordinates."""
         places = [
             "rows = i0 + tl.arange(0, ROWS)",
             "i = tl.minimum(rows, i1)[:, None]",
             *(panel.columns("c") for panel in self.columns),
             *(panel.columns("e") for panel in self.values),
+            *self.writer.lines[Level.BLOCK],
+            *self.writer.lines[Level.ROW],
         ]
-        kept = source.without_dead([*places, *level_lines], later)
-        return self._programs(source.block(self._position(), *kept, later))
+        return source.block(self._position(), *source.without_dead(places, later), later)
 
     def _programs(self, body: str) -> str:
         """The body for a program's block of rows, or for one after the other where programs are persistent: then all

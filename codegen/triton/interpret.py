@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -73,8 +75,7 @@ def _language_restored() -> Iterator[None]:
                     setattr(place, name, member)
 
 
-@contextlib.contextmanager
-def _plain_integers() -> Iterator[None]:
+def _plain_integers() -> AbstractContextManager:
     """Inside, an interpreted scalar becomes a Python integer whether it is kept in an array of shape [] or [1]."""
     from triton.runtime import interpreter
 
@@ -84,33 +85,21 @@ def _plain_integers() -> Iterator[None]:
         patch(tensor, *rest)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
-    interpreter._patch_lang_tensor = patched
-    try:
-        yield
-    finally:
-        interpreter._patch_lang_tensor = patch
+    return mock.patch.object(interpreter, "_patch_lang_tensor", patched)
 
 
-@contextlib.contextmanager
-def _fused_multiply_add() -> Iterator[None]:
+def _fused_multiply_add() -> AbstractContextManager:
     """Inside, products of float32 are not rounded before something is added to them: the interpreter rounds twice."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    fma = InterpreterBuilder.create_fma
 
     def create_fma(self, x, y, z):
         exact = x.data.astype("float64") * y.data + z.data
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
-    InterpreterBuilder.create_fma = create_fma
-    try:
-        yield
-    finally:
-        InterpreterBuilder.create_fma = fma
+    return mock.patch.object(InterpreterBuilder, "create_fma", create_fma)
 
 
-@contextlib.contextmanager
-def _exact_bfloat16() -> Iterator[None]:
+def _exact_bfloat16() -> AbstractContextManager:
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -127,15 +116,10 @@ def _exact_bfloat16() -> Iterator[None]:
             return TensorHandle(_to_bits(source.data), tl.bfloat16)
         return truncate(self, source, target)
 
-    InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = create_dot, create_fp_trunc
-    try:
-        yield
-    finally:
-        InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc = dot, truncate
+    return mock.patch.multiple(InterpreterBuilder, create_dot=create_dot, create_fp_trunc=create_fp_trunc)
 
 
-@contextlib.contextmanager
-def _exact_float8() -> Iterator[None]:
+def _exact_float8() -> AbstractContextManager:
     """Inside, float8 is widened to float16 as torch does it: the interpreter takes infinities and NaN for numbers."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -150,11 +134,7 @@ def _exact_float8() -> Iterator[None]:
         bits = torch.from_numpy(source.data.view("uint8"))
         return TensorHandle(bits.view(stored).to(torch.float16).numpy(), tl.float16)
 
-    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
-    try:
-        yield
-    finally:
-        InterpreterBuilder.create_fp_to_fp = convert
+    return mock.patch.object(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
 
 
 def _from_bits(bits: Any) -> Any:

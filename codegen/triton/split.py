@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.expressions import Level, number
+from fusion.codegen.triton.expressions import number
 from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, kernel_text, place_of
 from fusion.codegen.triton.key_loop import KeyLoop, Order
 from fusion.ir.fills import LARGEST
@@ -97,18 +97,8 @@ class Combine(Part):
     def text(self) -> KernelText:
         """The kernel; the loop over keys is that of `Part`, in the same module."""
         again = self._again()
-        later = source.block(*self._sum_of_parts(), again, Forward._finish(self))
-        places = [
-            "rows = i0 + tl.arange(0, ROWS)",
-            "i = tl.minimum(rows, i1)[:, None]",
-            *(panel.columns("c") for panel in self.columns),
-            *(panel.columns("e") for panel in self.values),
-        ]
-        levels = [*self.writer.lines[Level.BLOCK], *self.writer.lines[Level.ROW]]
-        body = source.block(
-            "program = tl.program_id(0)", self._position(), *source.without_dead([*places, *levels], later), later
-        )
-        return kernel_text(self.name, self._doc(), body, self.writer)
+        body = self._placed(source.block(*self._sum_of_parts(), again, Forward._finish(self)))
+        return kernel_text(self.name, self._doc(), source.block("program = tl.program_id(0)", body), self.writer)
 
     def _sum_of_parts(self) -> list[str]:
         """Statements that add the parts up, relative to the largest of their maxima."""
