@@ -65,15 +65,11 @@ def literal(value: float, scalar: str) -> str:
     if scalar.startswith("i"):
         return str(int(value))
     if value != value or value in (float("inf"), float("-inf")):
-        bits = struct.unpack("<I", struct.pack("<f", value))[0]
-        if scalar == "f64":
-            return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
-        return f"0x{bits:08X}" if scalar == "f32" else f"0x{bits >> 16:04X}" if scalar == "bf16" else _half(value)
+        if scalar == "bf16":
+            return literal(value, "f32")[: len("0x7F80")]
+        packed, bits, digits = {"f64": ("d", "Q", 16), "f32": ("f", "I", 8), "f16": ("e", "H", 4)}[scalar]
+        return f"0x{struct.unpack(f'<{bits}', struct.pack(f'<{packed}', value))[0]:0{digits}X}"
     return f"{value:.17e}" if scalar == "f64" else f"{value:.9e}"
-
-
-def _half(value: float) -> str:
-    return f"0x{struct.unpack('<H', struct.pack('<e', value))[0]:04X}"
 
 
 class Loop:
@@ -271,15 +267,16 @@ class Builder:
         type_ = vector_of(scalar, shape_of(x.type)[0])
         return x if type_ == x.type else self.op(f"{op} {x} : {x.type} to {type_}", type_, hint)
 
+    def reduce(self, kind: str, x: Value, hint: str) -> Value:
+        """All lanes of a vector as one scalar: `reduce("add", x, "sum")`."""
+        scalar = shape_of(x.type)[1]
+        return self.op(f"vector.reduction <{kind}>, {x} : {x.type} into {scalar}", scalar, hint)
+
     def bitcast(self, x: Value, type_: str, hint: str = "bits") -> Value:
         """The same bits as another type; the number of lanes may change."""
         if x.type == type_:
             return x
-        op = (
-            "vector.bitcast"
-            if x.type.startswith("vector") and shape_of(x.type)[0] != shape_of(type_)[0]
-            else "arith.bitcast"
-        )
+        op = "arith.bitcast" if shape_of(x.type)[0] == shape_of(type_)[0] else "vector.bitcast"
         return self.op(f"{op} {x} : {x.type} to {type_}", type_, hint)
 
     def broadcast(self, x: Value, lanes: int, hint: str | None = None) -> Value:

@@ -72,9 +72,7 @@ class DenseLoad:
         assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
-        all_valid = b.op(
-            f"vector.reduction <and>, {scope.lanes.valid} : {scope.lanes.valid.type} into i1", "i1", "all_valid"
-        )
+        all_valid = b.reduce("and", scope.lanes.valid, "all_valid")
         unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
         square = b.binary("arith.andi", all_valid, unit)
         done, none = b.constant(0, "i64"), b.constant(0, "i64")

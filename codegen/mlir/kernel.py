@@ -215,11 +215,7 @@ class AttentionKernel(OverlappingKernel):
             alive = self._alive(m, fill)
             not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
             found = b.binary("arith.andi", not_alive, self._valid(b.sub(item.count, b.mul(g, lanes))))
-            loop.yields(
-                b.binary(
-                    "arith.ori", dead, b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")
-                )
-            )
+            loop.yields(b.binary("arith.ori", dead, b.reduce("or", found, "dead")))
         return loop.results[0]
 
     def _visit(self, item: Item, keys: KeyRange) -> None:
@@ -272,7 +268,7 @@ class AttentionKernel(OverlappingKernel):
 
         def largest(vector: Value) -> Value:
             """As a number. Magnitudes are ordered as their bits are, infinities and NaN above all others."""
-            bits = b.op(f"vector.reduction <maxsi>, {vector} : {vector.type} into i32", "i32", "largest")
+            bits = b.reduce("maxsi", vector, "largest")
             return b.bitcast(bits, "f32")
 
         with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
@@ -300,7 +296,7 @@ class AttentionKernel(OverlappingKernel):
             m = b.load(memory.maximum, self.vector, "m")
             b.store(b.select(dead, float("-inf"), m), memory.maximum)
             rows = b.binary("arith.andi", dead, self._valid(b.sub(item.count, b.mul(g, lanes))))
-            found = b.op(f"vector.reduction <or>, {rows} : {rows.type} into i1", "i1", "found")
+            found = b.reduce("or", rows, "found")
             loop.yields(b.binary("arith.ori", any_, found))
         return loop.results[0]
 

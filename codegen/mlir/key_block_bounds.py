@@ -57,7 +57,7 @@ class KeyBlockBounds(RowStatisticsKernel):
             loop.yields(*(b.add(x, b.select(c, one, none)) for x, c in ((out, ruled_out), (all_, seen))))
         found = b.at(p[("ptr", "found")], b.mul(item, 2), "f32", "found")
         for number, x in enumerate(loop.results):
-            b.store(b.op(f"vector.reduction <add>, {x} : {F32} into f32", "f32", "count"), b.at(found, number, "f32"))
+            b.store(b.reduce("add", x, "count"), b.at(found, number, "f32"))
 
     def _gap(self) -> Value:
         bits = self.b.op(f"arith.trunci {self.params[('gap',)]} : i64 to i32", "i32", "gap_bits")

@@ -90,7 +90,7 @@ class Moments(RowStatisticsKernel):
     def _most(self, number: int) -> Value:
         b = self.b
         x = b.load(b.at(self.largest, LANES * number, "f32"), F32, "x")
-        return b.op(f"vector.reduction <maximumf>, {x} : {F32} into f32", "f32", "most")
+        return b.reduce("maximumf", x, "most")
 
     def _is_beyond(self, keys: Value) -> Value:
         """Whether keys of this norm (squared) make the bound of the scores larger than anything that is asked for."""
@@ -104,7 +104,7 @@ class Moments(RowStatisticsKernel):
         for column in range(0, self.width, LANES):
             x = b.load(b.at(self.mean, column, "f32"), F32, "mean")
             total = b.fma(x, x, total)
-        mean = b.op(f"vector.reduction <add>, {total} : {F32} into f32", "f32", "square")
+        mean = b.reduce("add", total, "square")
         return b.unary("math.sqrt", self._most(0), "raw"), b.unary("math.sqrt", mean, "mean")
 
     def _beyond_by_mean(self) -> Value:

@@ -64,6 +64,6 @@ def clear_largest(b: Builder, worst: Value) -> None:
 def raise_flag(b: Builder, worst: Value, flag: Value) -> None:
     """Tell the launcher where one of them was too large for planes."""
     seen = b.load(worst, WORDS, "worst")
-    largest = b.op(f"vector.reduction <maxsi>, {seen} : {WORDS} into i32", "i32", "largest")
+    largest = b.reduce("maxsi", seen, "largest")
     with b.when(b.compare("sge", largest, LARGE_BITS)):
         b.store(b.constant(1, "i64"), flag)

@@ -239,7 +239,7 @@ class _RowKernel(KernelFunction):
         output = self._own(self.outputs, r, self.e_padded)
         if self.spec.normalizer is not Normalizer.NONE:
             m, total = (b.load(self._own(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
-            total = b.op(f"vector.reduction <add>, {total} : {self.vector} into f32", "f32", "sum")
+            total = b.reduce("add", total, "sum")
             factor = self._row_factor(scope, m, b.broadcast(total, lanes))
             with b.loop(0, self.e_padded, lanes, hint="e") as e:
                 at = b.at(output, e, "f32")
@@ -264,7 +264,7 @@ class _RowKernel(KernelFunction):
             loop.yields(b.select(b.compare("ogt", x, highest), x, highest))
         total = zero
         if not plain:
-            top = b.op(f"vector.reduction <maxnumf>, {loop.results[0]} : {self.vector} into f32", "f32", "top")
+            top = b.reduce("maxnumf", loop.results[0], "top")
             top = b.broadcast(top, lanes)
             m = b.select(b.compare("ogt", top, m), top, m, "m")
             c, shift = self.exponent.coefficients(m)

@@ -193,7 +193,7 @@ class GroupSoftmax:
         old = b.load(group.maximum, self.vector, "m_old")
         limit = 0.0 if exact else RESCALE_ABOVE / (self.scale * LOG2E)
         far = b.compare("ogt", b.sub(highest, old), limit, "far")
-        any_far = b.op(f"vector.reduction <or>, {far} : {far.type} into i1", "i1", "any_far")
+        any_far = b.reduce("or", far, "any_far")
         with b.when(any_far):
             new = self.largest(highest, old)
             b.store(new, group.maximum)

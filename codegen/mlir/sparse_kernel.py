@@ -59,7 +59,7 @@ class SparseKernelText(AttentionKernel):
         super()._attend(item, low, high)
         for g in range(self.tiling.groups):
             worst = b.most(worst, b.load(b.at(self.left_out, g * self.lanes, "f32"), self.vector, "left"))
-        most = b.op(f"vector.reduction <maxnumf>, {worst} : {worst.type} into f32", "f32", "worst")
+        most = b.reduce("maxnumf", worst, "worst")
         target = b.at(self.params[("ptr", "skipped")], b.mul(item.number, 2), "f32")
         b.store(most, target)
         b.store(b.load(self.computed, "f32", "computed"), b.at(target, 1, "f32"))
@@ -110,7 +110,7 @@ class SparseKernelText(AttentionKernel):
             part, total = self._share(tile, member, highest)
             high = b.compare("ugt", part, b.mul(total, share), "high")
             high = b.binary("arith.andi", high, self._rows(tile, member))
-            found = b.op(f"vector.reduction <or>, {high} : {high.type} into i1", "i1", "found")
+            found = b.reduce("or", high, "found")
             loop.yields(b.binary("arith.ori", any_, found, "any"))
         return loop.results[0]
 

@@ -187,7 +187,7 @@ class BackwardKernel(BackwardTile):
                 alive = b.binary("arith.andi", alive, b.compare("olt", shift, b.mul(c, -limit)))
             not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
             found = b.binary("arith.andi", not_alive, self._valid(b.sub(queries.count, i)))
-            any_found = b.op(f"vector.reduction <or>, {found} : {found.type} into i1", "i1", "dead")
+            any_found = b.reduce("or", found, "dead")
             loop.yields(b.binary("arith.ori", dead, any_found))
         return loop.results[0]
 
