@@ -14,6 +14,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads of OpenMP that wait sleep: there are more of them than cores, and by default each takes its core from a thread
 # that has work. It is read when torch is loaded, here and in every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# In each empty cache directory, of which tests make many, Inductor would compile a program per instruction set.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import hypothesis
 import numpy
@@ -132,6 +134,8 @@ def _same_start() -> Iterator[None]:
         dynamo.reset()
         # It times the guards of all that it compiles, on emptied caches, for a metric that nothing here reads.
         dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    if inductor := sys.modules.get("torch._inductor.config"):
+        inductor.aot_inductor.precompile_headers = False  # they take longer than the few packages that are compiled
     yield
 
 

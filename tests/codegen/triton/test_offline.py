@@ -23,6 +23,7 @@ from tests.codegen.mlir.cases import case
 from tests.codegen.triton.whole import whole
 
 MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+LONG = pytest.mark.long
 
 
 def check(facts: list[Facts]) -> None:
@@ -59,7 +60,7 @@ def test_matrices_of_scores_serialise_nothing(name: str, d: int) -> None:
     assert all(fact.spilled < 0.01 for fact in facts), facts
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "window"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=LONG), "causal", "window"])
 def test_products_run_beside_the_exponentials_on_hopper(name: str) -> None:
     """In the rotated order a product is in flight while a tile's exponentials are issued; in the plain one none is."""
     spec = case(name, "bfloat16", 128).spec
@@ -72,14 +73,20 @@ def test_products_run_beside_the_exponentials_on_hopper(name: str) -> None:
         assert under > 0.9 * every if rotated else under == 0, fact
 
 
-@pytest.mark.parametrize(("d", "d_v"), [(80, 80), (96, 96), (192, 128), (256, 256), (512, 512), (576, 512)])
+@pytest.mark.parametrize(
+    ("d", "d_v"),
+    [(80, 80), (192, 128), (256, 256), (576, 512), *(pytest.param(d, d, marks=LONG) for d in (96, 512))],
+)
 def test_heads_of_every_width_on_hopper(d: int, d_v: int) -> None:
     facts = facts_of(whole(case("causal", "bfloat16", d, d_v).spec), "sm_90")
     check(facts)
     assert all(fact.spilled < 0.01 for fact in facts), facts
 
 
-@pytest.mark.parametrize(("name", "d", "d_v"), [("alibi", 96, 96), ("causal", 192, 128), ("bias", 256, 256)])
+@pytest.mark.parametrize(
+    ("name", "d", "d_v"),
+    [pytest.param("alibi", 96, 96, marks=LONG), ("causal", 192, 128), ("bias", 256, 256)],
+)
 def test_gradients_of_wide_heads_on_hopper(name: str, d: int, d_v: int) -> None:
     spec = case(name, "bfloat16", d, d_v).spec
     facts = {fact.kernel: fact for fact in facts_of(spec, "sm_90", training=True)}
@@ -106,7 +113,7 @@ def packed(q, k, v, numbers):
     return torch.softmax((q @ k.mT).masked_fill(~keep, -math.inf), -1) @ v
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [pytest.param(64, marks=LONG), 128])
 def test_loops_do_not_spill_where_tiles_are_listed(d: int) -> None:
     inputs = [torch.randn(2, 2, 256, d, dtype=torch.bfloat16) for _ in range(3)]
     numbers = torch.arange(256).div(50, rounding_mode="floor")[None].repeat(2, 1)
@@ -126,7 +133,7 @@ def test_atomic_additions_survive() -> None:
     assert not any(fact.lost for fact in facts), facts
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("target", MATRIX)
 @pytest.mark.parametrize("d", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
