@@ -28,6 +28,7 @@ from fusion.refusals import Ground
 
 aten = torch.ops.aten
 
+_EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
 _DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS
 
 
@@ -60,6 +61,8 @@ def normalize(
     write_casts(traced.graph)
     _mark_gradients(module, traced)
     traced.graph.eliminate_dead_code()
+    write_extrema(traced.graph)
+    _mark_stops(traced)
     seed_dropout(traced.graph)
     traced.graph.lint()
     traced.recompile()
@@ -190,6 +193,23 @@ def drop_settled_assertions(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def write_extrema(graph: torch.fx.Graph) -> None:
+    """Write max(dim) and min(dim) of which the values alone are used as amax and amin, unless a gradient flows: that of
+    amax goes to all of several equal elements."""
+    for node in list(graph.nodes):
+        found = _EXTREMA.get(node.target)
+        if found is None or marks.requires_grad(node) or any(user.args[1] != 0 for user in node.users):
+            continue
+        args = nodes.arguments(node)
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                extremum = graph.call_function(found, (args["self"], [args["dim"]], args["keepdim"]))
+            extremum.meta.update(user.meta)
+            user.replace_all_uses_with(extremum)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
 def seed_dropout(graph: torch.fx.Graph) -> None:
     """Draw a seed in front of every active dropout: `marks.seed` is the node of a random int64 of shape [1].
 
@@ -243,7 +263,6 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
             held = nodes.value(node)
             integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
             marks.requires_grad.set(node, enabled and inputs and not detached and not integral)
-    _mark_stops(traced)
 
 
 def _mark_stops(traced: GraphModule) -> None:

@@ -19,8 +19,18 @@ SCORES = ("torch.tanh(s / 5) * 5", "20 * torch.tanh(s / 20)", "F.silu(s)", "s.cl
           "torch.exp(s.clamp(max=2))", "(torch.relu(s) + 1e-6).sqrt()", "torch.lerp(s, s.tanh(), 0.6)", "F.elu(s)",
           "s.float()", "s.sign() * s.abs().sqrt()", "torch.atan(s)", "s / (1 + s.abs())", "s.pow(3) * 0.05",
           "F.hardtanh(s)", "torch.maximum(s, -s * 0.5)", "s.reciprocal().clamp(-3, 3)")  # fmt: skip
+FURTHER = 0.08
+"""The share of programs that return statistics, too."""
 SPECIALS = ("math.inf", "-math.inf", "math.nan", "1e30", "-3e4", "0.0", "-0.0", "1e-40")
 
+STATISTICS = ("{p}", "{p}.sum(-2)", "{p}.mean(dim=-2, keepdim=True)", "{p}.amax(-1)", "{p}.max(-1).values", "{p}.mT",
+              "-({p} * torch.log({p} + 1e-9)).sum(-1)", "({p} * {p}.clamp(min=1e-6).log()).sum(-1, keepdim=True)",
+              "{p}.square().sum(-1)", "({p} * torch.arange(M)).sum(-1)", "{p}[..., :2]", "{p}.detach()", "{p}.amin(-2)",
+              "{p}[..., 1:, :].mean(-1)", "{p}.float().sum(-1)", "{p}.mT.sum(-1)", "{p} @ {v}[..., :3]", "{p}.sum(0)",
+              "{p}.std(-2)", "{p}.flatten()", "{p} * 2 + 1", "{p}.pow(3).amax(-2)", "{p}.mean((-1, -2))",
+              "torch.where({p} > 0.1, {p}, 0.0).sum(-2)", "{p}.log()", "({p} * {p}.detach()).sum(-1)")  # fmt: skip
+OF_SCORES = ("s.amax(-1)", "s.max(-1)[0]", "s.logsumexp(-1)", "torch.logsumexp(s, -1, keepdim=True)", "s.amax(-2)",
+             "s.logsumexp(-1).square()", "s.amax(-1).amax(-1)", "s.sum(-1)")  # fmt: skip
 WRITES = (".mul_(0.7)", ".add_(1)", "[..., :1] = 0", ".fill_(0.5)", "[..., ::2].mul_(-2)", ".mT.add_(0.3)")
 
 
@@ -39,6 +49,9 @@ def program(seed: int | str) -> Program:
     out = by_sdpa(w, q, k, v) if w.chance(0.12) else by_hand(w, q, k, v)
     finish(w, out)
     route, emitter = _route(w)
+    if (more := random.Random(f"statistics {seed}")).random() < FURTHER:
+        return_statistics(w, v, more)
+        emitter = more.choice([emitter, emitter, "auto"])
     return Program(
         text=w.text(), trained=w.trained, route=route, emitter=emitter, intended=w.intended,
         kinds=tuple(sorted({*w.kinds, dtype, route, emitter, "training" if w.trained else "inference"})),
@@ -239,6 +252,19 @@ def finish(w: Writer, out: str) -> None:
         w.say(f"return {out}, {w.pick(*further)}")
     else:
         w.say(f"return {out}")
+
+
+def return_statistics(w: Writer, v: str, rng: random.Random) -> None:
+    """Results that are made of weights and scores, beside the output or made of it."""
+    made = [name for name in ("p", "s") if any(line.startswith(f"{name} =") for line in w.lines)]
+    if not made:
+        return
+    w.note("statistics returned")
+    found = []
+    for _ in range(rng.randint(1, 2)):
+        drawn = rng.choice(OF_SCORES if rng.random() < 0.3 or "p" not in made else STATISTICS)
+        found.append(drawn.format(p="p", v=v))
+    w.lines[-1] = ", ".join([w.lines[-1], *found])
 
 
 def _written(w: Writer) -> list[str]:

@@ -99,6 +99,12 @@ def logits(q, k, v):
     return torch.softmax(s, -1) @ v, s.amax(-1), s.logsumexp(-1, keepdim=True)
 
 
+def picked_logits(q, k, v):
+    s = causal(q, k)
+    w = torch.softmax(s, -1)
+    return w @ v, s.max(-1).values, w.min(-1, keepdim=True)[0]
+
+
 def two_products(q, k, v):
     w = weights(q, k)
     return w @ v, w @ (v * 2)[..., :4], w
@@ -124,6 +130,7 @@ CASES = {
     masked_statistics: ["max j", "sum i", "sum j"],
     extremes: ["max i", "max j", "min i", "min j"],
     logits: ["none", "none"],
+    picked_logits: ["min j", "none"],
     two_products: ["none"],
     used_before: ["sum i"],
 }
@@ -143,10 +150,12 @@ def run(function, inputs, emitter="auto", inner="eager"):
 
 
 def gradients(function, inputs):
-    """Of the results' squares, where these are finite; in the inputs' dtype."""
+    """Of the results' sum, each element times a number of its own; in the inputs' dtype."""
     given = [x.clone().requires_grad_() for x in inputs]
-    results = function(*given)
-    torch.stack([r.square().sum().float() for r in results if r.requires_grad]).sum().backward()
+    results = [r for r in function(*given) if r.requires_grad]
+    draw = torch.Generator().manual_seed(5)
+    factors = [torch.randn(r.shape, generator=draw, dtype=torch.float64).to(r) for r in results]
+    torch.autograd.backward(results, factors)
     return [x.grad for x in given]
 
 
@@ -170,7 +179,9 @@ def test_statistics_write_no_weights(function):
         assert not {"i", "j"} <= {*further.dims}
 
 
-@pytest.mark.parametrize("function", [returned, returned_masked, sigmoid, entropy, key_sums, extremes, logits, weighed])
+@pytest.mark.parametrize(
+    "function", [returned, returned_masked, sigmoid, entropy, key_sums, extremes, logits, weighed, picked_logits]
+)
 def test_gradients_are_eagers(function):
     inputs = tensors(19, 23 if function is not logits else 19)
     torch._dynamo.reset()
