@@ -3,6 +3,7 @@ an attention become in the places of the nodes that they are for."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -63,6 +64,55 @@ def in_place_of(
         result = derived(graph, node, aten.contiguous.default, (result,))
         result = derived(graph, node, aten.permute.default, (result, [order.index(k) for k in range(len(order))]))
     return result
+
+
+_IN_STEPS = {
+    aten.amax: aten.amax.default, aten.max: aten.amax.default, aten.amin: aten.amin.default,
+    aten.min: aten.amin.default, aten.sum: aten.sum.dim_IntList, aten.mean: aten.mean.dim,
+}  # fmt: skip
+
+
+def split_reductions(graph: Graph, region: Iterable[Node]) -> None:
+    """`_split_reduction` for what reduces nodes of a region, or what is made of them element by element."""
+    todo, seen = [*region], set(region)
+    while todo:
+        here = todo.pop()
+        for user in list(here.users):
+            with contextlib.suppress(Unsupported):  # sizes that are data
+                if user not in seen and nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(here):
+                    todo.append(user)
+                    seen.add(user)
+                _split_reduction(graph, user)
+
+
+def _split_reduction(graph: Graph, node: Node) -> None:
+    """Write a reduction over several dimensions as one over the last of them, of which a further output may take the
+    place, and one over the rest: where that is as exact, and an extremum has no gradient, which ties would share
+    otherwise."""
+    if (
+        node.op != "call_function"
+        or nodes.packet(node) not in _IN_STEPS
+        or node.target in (aten.max.other, aten.min.other)
+    ):
+        return
+    args, held = nodes.arguments(node), nodes.value(node)
+    dims = args.get("dim")
+    origin, rank = args["self"], len(nodes.shape(args["self"]))
+    if isinstance(dims, int) or args.get("dtype") is not None:
+        return
+    dims = sorted(nodes.normalize_dim(dim, rank) for dim in dims or range(rank))
+    exact = held.dtype in (torch.float32, torch.float64)
+    sums = nodes.packet(node) in (aten.sum, aten.mean)
+    if len(dims) < 2 or (not exact if sums else marks.requires_grad(node)):
+        return
+    step = _IN_STEPS[nodes.packet(node)]
+    with graph.inserting_before(node):
+        inner = derived(graph, node, step, (origin, dims[-1:], True))
+        outer = derived(graph, node, step, (inner, dims, bool(args.get("keepdim"))))
+    for made in (inner, outer):
+        marks.requires_grad.set(made, marks.requires_grad(node))
+    node.replace_all_uses_with(outer)
+    graph.erase_node(node)
 
 
 class Symbols:

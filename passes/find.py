@@ -31,6 +31,7 @@ from fusion.passes.upstream import (
     NORMALISED,
     Met,
     Upstream,
+    is_statistic,
     looks_like_attention,
 )
 from fusion.passes.views import Index, broadcast_index, source
@@ -182,7 +183,7 @@ def _chain(anchor: Node, met: Upstream) -> list[Node]:
         user = next(iter(chain[-1].users))
         if user.op != "call_function" or not nodes.is_tensor(user):
             break
-        if packet(user) not in MOVES and not _scales_rows(user, met):
+        if packet(user) not in MOVES and not (_scales_rows(user, met) and _factor_dies(user, anchor, met)):
             break
         same_device = nodes.value(user).device == nodes.value(anchor).device
         if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device:
@@ -199,6 +200,29 @@ def _scales_rows(node: Node, met: Upstream) -> bool:
     if not (isinstance(product, Node) and isinstance(factor, Node) and nodes.is_tensor(factor)):
         return False
     return shape(product) == shape(node) and Met.STATISTIC | Met.PRODUCT in met[factor]
+
+
+def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
+    """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights.
+
+    Else it would have to be written beside the scaled product; beside the plain one the statistics are enough.
+    """
+    inside, todo = {scaling, anchor}, [anchor]
+    while todo:
+        here = todo.pop()
+        if here is anchor or not is_contraction(here):
+            above = [p for p in here.all_input_nodes if Met.PRODUCT in met[p] and p not in inside]
+            inside.update(above)
+            todo += above
+    made = {scaling.args[1]}
+    while made:
+        made.remove(here := max(made))
+        if not is_statistic(here):
+            if not inside.issuperset(here.users):
+                return False
+            inside.add(here)
+            made |= {parent for parent in here.all_input_nodes if Met.STATISTIC in met[parent]}
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,8 +129,12 @@ class _Walk:
             use = self._reduced(user, node, index)
             return None if use is None else [use]
         moved = _index_after(user, node, index, self.pullback.bounds)
-        if moved is None or (value := self._value(user, moved)) is None or WEIGHT not in walk(value):
+        if moved is None:
             return None
+        if packet(user) is not aten.detach:  # of scores it is no weight, and yet may be reduced to a statistic
+            value = self._value(user, moved)
+            if value is None or WEIGHT not in walk(value):
+                return None
         return self.ends(user, moved)
 
     def _value(self, node: Node, index: Index) -> Expr | None:

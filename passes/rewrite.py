@@ -14,7 +14,7 @@ from fusion.ir.expr import J, walk
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
-from fusion.passes.building import Symbols, derived, in_place_of
+from fusion.passes.building import Symbols, derived, in_place_of, split_reductions
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use, uses
 from fusion.passes.nodes import Unsupported
@@ -49,6 +49,7 @@ def rewrite(
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     """
     symbols = Symbols(module.graph)
+    split_reductions(module.graph, [node for site in sites if site.refusal is None for node in site.interior()])
     specified = _specify_all(sites, symbols, block_mask)
     # First: what is refused here is not validated, and no kernels are built for it.
     _refuse_escaping(module.graph, sites, specified, symbols if block_mask is None else None)
@@ -262,19 +263,38 @@ def _with_further(
     """A site that also writes what is needed of its weights; None where it cannot."""
     scores = _downstream_of_products(site, site.interior())
     found = uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))
-    if not found:
+    if not found or (any(marks.requires_grad(use.node) for use in found) and not marks.requires_grad(site.root)):
         return None
     try:
         part = _specify(site, site.attentions[0], symbols, None, found)
     except Unsupported:
         return None
     users = {u for use in found for u in use.node.users if u in live and u not in scores and u not in needs}
-    site.place = min({site.root, *users})
+    place = _before(min({site.root, *users}), site.root)
     read = [*part.operands, *symbols.of(part.sizes)]
-    if any(not node < site.place or node in scores for node in read) or any(map(marks.dtensor, part.operands)):
-        site.place = None
+    if place is None or any(not node < place or node in scores or marks.dtensor(node) for node in read):
         return None
+    if any(place <= mutation < site.root for node in read for mutation in marks.mutations(node)):
+        return None
+    site.place = place
     return part
+
+
+def _before(place: Node, root: Node) -> Node | None:
+    """The last node from `place` upwards before which gradients are enabled as they are at the root; None where none
+    is."""
+    while _enabled(place)[0] != _enabled(root)[0]:
+        if (place := _enabled(place)[1]) is None:
+            return None
+    return place
+
+
+def _enabled(node: Node) -> tuple[bool, Node | None]:
+    """Whether gradients are enabled at a node, and the node that says so; None where they are as at the start."""
+    while (node := node.prev).op != "root":
+        if node.target is torch._C._set_grad_enabled:
+            return bool(node.args[0]), node
+    return torch.is_grad_enabled(), None
 
 
 def _describe_use(node: Node, user: Node | None) -> str:
@@ -309,8 +329,8 @@ def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> 
 
 
 def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
-    reached = {product.node for attention in site.attentions for product in attention.pullback.products}
-    reached.discard(site.anchor)
+    products = {product.node for attention in site.attentions for product in attention.pullback.products}
+    reached = (products & interior) - {site.anchor}  # others were met when further outputs were looked for
     for node in sorted(interior):  # topological
         if any(parent in reached for parent in node.all_input_nodes):
             reached.add(node)

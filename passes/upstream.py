@@ -80,7 +80,7 @@ class Upstream:
         met = self.inputs(node) | (Met.PRODUCT if extended_factors(node) else _NOTHING)
         if kind in _SOFTMAX | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
             met |= Met.SOFTMAX if kind in _SOFTMAX else Met.EXP
-        if kind in _STATISTICS:
+        if is_statistic(node):
             met |= Met.STATISTIC | (Met.SUM if kind in (aten.sum, aten.linalg_vector_norm) else _NOTHING)
         return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met
 
@@ -103,6 +103,11 @@ def mixes_heads(linear: Node) -> bool:
             moved = origin, index
         here, index = moved
     return False
+
+
+def is_statistic(node: Node) -> bool:
+    """Whether a node reduces its input."""
+    return node.op == "call_function" and packet(node) in _STATISTICS
 
 
 def looks_like_attention(met: Met) -> bool:

@@ -261,9 +261,15 @@ def return_statistics(w: Writer, v: str, rng: random.Random) -> None:
         return
     w.note("statistics returned")
     found = []
-    for _ in range(rng.randint(1, 2)):
-        drawn = rng.choice(OF_SCORES if rng.random() < 0.3 or "p" not in made else STATISTICS)
-        found.append(drawn.format(p="p", v=v))
+    for number in range(rng.randint(1, 2)):
+        of = "s" if rng.random() < 0.3 or "p" not in made else "p"
+        drawn = rng.choice(OF_SCORES if of == "s" else STATISTICS).format(p="p", v=v)
+        if rng.random() < 0.4:  # computed where the weights are, before the product with V
+            last = max(n for n, line in enumerate(w.lines) if line.startswith(f"{of} ="))
+            mode = rng.choice(["", "with torch.no_grad(): ", "with torch.no_grad(): "])
+            w.lines.insert(last + 1, f"{mode}of_{of}_{number} = {drawn}")
+            drawn = f"of_{of}_{number}"
+        found.append(drawn)
     w.lines[-1] = ", ".join([w.lines[-1], *found])
 
 

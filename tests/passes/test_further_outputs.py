@@ -105,6 +105,33 @@ def picked_logits(q, k, v):
     return w @ v, s.max(-1).values, w.min(-1, keepdim=True)[0]
 
 
+def over_all_heads(q, k, v):
+    """QK-clip, and what is left of several dimensions."""
+    s = causal(q, k)
+    w = torch.softmax(s, -1)
+    with torch.no_grad():
+        clip = s.amax((0, 2, 3)), s.max(), s.detach().amax((-2, -1), keepdim=True)
+    return w @ v, *clip, w.square().sum((1, 3))
+
+
+def averaged_over_layers(q, k, v):
+    w = weights(q, k)
+    x = w @ v
+    later = weights(x + q, k)
+    return later @ v, (w + later) / 2, torch.stack([w, later]).mean((0, 2))
+
+
+def merged_parts(q, k, v):
+    """Attention over two parts of the keys, put together by their log-sum-exps."""
+    (k1, k2), (v1, v2) = (x.split((x.shape[2] // 2, x.shape[2] - x.shape[2] // 2), 2) for x in (k, v))
+    s1, s2 = scores(q, k1), scores(q, k2)
+    l1, l2 = s1.logsumexp(-1, True), s2.logsumexp(-1, True)
+    o1, o2 = torch.softmax(s1, -1) @ v1, torch.softmax(s2, -1) @ v2
+    top = torch.maximum(l1, l2)
+    f1, f2 = (l1 - top).exp(), (l2 - top).exp()
+    return (o1 * f1 + o2 * f2) / (f1 + f2)
+
+
 def two_products(q, k, v):
     w = weights(q, k)
     return w @ v, w @ (v * 2)[..., :4], w
@@ -131,6 +158,9 @@ CASES = {
     extremes: ["max i", "max j", "min i", "min j"],
     logits: ["none", "none"],
     picked_logits: ["min j", "none"],
+    over_all_heads: ["none", "none", "none", "sum j"],
+    averaged_over_layers: ["none", "none"],
+    merged_parts: ["none", "none"],
     two_products: ["none"],
     used_before: ["sum i"],
 }
@@ -218,6 +248,99 @@ def test_statistics_without_a_gradient_have_none():
     given = [x.requires_grad_() for x in tensors()]
     out, importance, peak = torch.compile(watched, backend="fusion", options={"inner": "aot_eager"})(*given)
     assert out.requires_grad and not importance.requires_grad and not peak.requires_grad
+
+
+def without_gradient(q, k, v):
+    w = weights(q, k)
+    with torch.no_grad():
+        importance = w.sum(-2).mean()
+    with torch.no_grad():
+        peak = w.amax(-1).mean()
+    return w @ v, importance, peak
+
+
+def table_without_gradient(q, k, v):
+    w = weights(q, k)
+    with torch.no_grad():
+        rest = (w * 2 + 1).cumsum(-1)
+    return w @ v, rest
+
+
+def values_alone_have_a_gradient(q, k, v):
+    with torch.no_grad():
+        w = weights(q, k)
+        importance = w.sum(-2).mean()
+    return w @ v, importance
+
+
+def output_without_gradient(q, k, v):
+    w = weights(q, k)
+    importance = w.sum(-2)
+    with torch.no_grad():
+        out = w @ v
+    return importance, out
+
+
+def neither_has_a_gradient(q, k, v):
+    w = weights(q, k)
+    importance = w.detach().sum(-2)
+    with torch.no_grad():
+        out = w @ v
+    return (q * 2).sum(), importance, out
+
+
+MODES = [without_gradient, table_without_gradient, values_alone_have_a_gradient, output_without_gradient,
+         neither_has_a_gradient]  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", MODES, ids=lambda f: f.__name__)
+def test_gradients_flow_where_they_do_in_eager_mode(function, inner):
+    """The call stands where the first of what it writes is used; that may be where gradients are off."""
+    inputs = tensors(19, 23)
+    torch._dynamo.reset()
+    with failures_raised():
+        compiled = torch.compile(function, backend="fusion", options={"inner": inner})
+        given = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
+        ours, eager = compiled(*given[0]), function(*given[1])
+    assert [x.requires_grad for x in ours] == [x.requires_grad for x in eager]
+    wide = [x.double() for x in inputs]
+    assert_as_exact_as_eager(ours, eager, function(*wide))
+    found = gradients(compiled, inputs), gradients(function, inputs), gradients(function, wide)
+    for a, b, exact in zip(*found, strict=True):
+        assert (a is None or not a.any()) if b is None else True
+        if b is not None:
+            assert_as_exact_as_eager(a, b, exact)
+
+
+def values_changed_between(q, k, v):
+    w = weights(q, k)
+    importance = w.sum(-2)
+    v[..., 0] = 0
+    return w @ v, importance
+
+
+def values_scaled_between(q, k, v):
+    w = weights(q, k)
+    importance = w.sum(-2)
+    v.mul_(importance.mean())
+    return w @ v, importance
+
+
+def changed_after(q, k, v):
+    w = weights(q, k)
+    out = w @ v
+    v.zero_()
+    return out, w.sum(-2)
+
+
+@pytest.mark.parametrize("function", [values_changed_between, values_scaled_between, changed_after])
+def test_operands_that_change_in_place(function):
+    given = [tensors() for _ in range(3)]
+    ours, _ = run(function, given[0])
+    wide = [x.double() for x in given[2]]
+    eager, exact = function(*given[1]), function(*wide)
+    assert_as_exact_as_eager((*ours, *given[0]), (*eager, *given[1]), (*exact, *wide))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
