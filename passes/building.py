@@ -66,6 +66,23 @@ def in_place_of(
     return result
 
 
+def in_mode_of(root: Node, place: Node) -> Node | None:
+    """The last node from `place` upwards before which gradients are enabled as they are at the root; None where none
+    is."""
+    found: Node | None = place
+    while found is not None and _enabled(found)[0] != _enabled(root)[0]:
+        found = _enabled(found)[1]
+    return found
+
+
+def _enabled(node: Node) -> tuple[bool, Node | None]:
+    """Whether gradients are enabled at a node, and the node that says so; None where they are as at the start."""
+    while (node := node.prev).op != "root":
+        if node.target is torch._C._set_grad_enabled:
+            return bool(node.args[0]), node
+    return torch.is_grad_enabled(), None
+
+
 _IN_STEPS = {
     aten.amax: aten.amax.default, aten.max: aten.amax.default, aten.amin: aten.amin.default,
     aten.min: aten.amin.default, aten.sum: aten.sum.dim_IntList, aten.mean: aten.mean.dim,

@@ -14,7 +14,7 @@ from fusion.ir.expr import J, walk
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
-from fusion.passes.building import Symbols, derived, in_place_of, split_reductions
+from fusion.passes.building import Symbols, derived, in_mode_of, in_place_of, split_reductions
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use, uses
 from fusion.passes.nodes import Unsupported
@@ -270,7 +270,7 @@ def _with_further(
     except Unsupported:
         return None
     users = {u for use in found for u in use.node.users if u in live and u not in scores and u not in needs}
-    place = _before(min({site.root, *users}), site.root)
+    place = in_mode_of(site.root, min({site.root, *users}))
     read = [*part.operands, *symbols.of(part.sizes)]
     if place is None or any(not node < place or node in scores or marks.dtensor(node) for node in read):
         return None
@@ -278,23 +278,6 @@ def _with_further(
         return None
     site.place = place
     return part
-
-
-def _before(place: Node, root: Node) -> Node | None:
-    """The last node from `place` upwards before which gradients are enabled as they are at the root; None where none
-    is."""
-    while _enabled(place)[0] != _enabled(root)[0]:
-        if (place := _enabled(place)[1]) is None:
-            return None
-    return place
-
-
-def _enabled(node: Node) -> tuple[bool, Node | None]:
-    """Whether gradients are enabled at a node, and the node that says so; None where they are as at the start."""
-    while (node := node.prev).op != "root":
-        if node.target is torch._C._set_grad_enabled:
-            return bool(node.args[0]), node
-    return torch.is_grad_enabled(), None
 
 
 def _describe_use(node: Node, user: Node | None) -> str:
