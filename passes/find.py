@@ -214,7 +214,9 @@ def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
             above = [p for p in here.all_input_nodes if Met.PRODUCT in met[p] and p not in inside]
             inside.update(above)
             todo += above
-    made = {scaling.args[1]}
+    factor = scaling.args[1]
+    assert isinstance(factor, Node)
+    made = {factor}
     while made:
         made.remove(here := max(made))
         if not is_statistic(here):
