@@ -212,7 +212,7 @@ def _judged(samples: list[Sample], ours: list[Tensors], exact: list[Tensors]) ->
     """The verdict on all draws together. Eager's overflows may also be missing where exponentials have no maximum, in
     the place of which the fused softmax has one."""
     program, eager = samples[0].program, [one.eager for one in samples]
-    largest = max((_magnitude(x) for one in samples for x in one.given if x.is_floating_point()), default=1.0)
+    largest = max((magnitude(x) for one in samples for x in one.given if x.is_floating_point()), default=1.0)
     return allowing_overflow(ours, eager, exact, program.dtype, largest, UNSHIFTED in program.kinds)
 
 
@@ -248,7 +248,7 @@ def _without_overflow(
     as_exact = (missing & exact.isfinite()) | (~eager.isfinite() & (ours == exact))  # the latter: infinities
     eager = torch.where(as_exact, exact.to(eager.dtype), eager)
     limits = torch.finfo(ours.dtype)
-    rounding = GROSS * limits.eps * _magnitude(exact)
+    rounding = GROSS * limits.eps * magnitude(exact)
     at_the_end = exact.isfinite() & (exact.abs() + rounding > limits.max)
     beyond = (ours.sign() == exact.sign()) & (at_the_end | (exact.isfinite() & ours.isinf() & ~eager.isfinite()))
     eager, exact = torch.where(beyond, ours, eager), exact.masked_fill(beyond, torch.nan)
@@ -267,7 +267,7 @@ def verdict(
     )
     if dtype is torch.float64:  # nothing here is more exact than that; a wrong formula shows all the same
         dtype = torch.float32
-    rounding = GROSS * torch.finfo(dtype).eps * max(map(_magnitude, exact.values()), default=0.0) * max(1.0, largest)
+    rounding = GROSS * torch.finfo(dtype).eps * max(map(magnitude, exact.values()), default=0.0) * max(1.0, largest)
     sized = {name for name in exact if not _vanishes(name, ours, exact, rounding)}
     ours, eager, exact = ({name: way[name] for name in way if name in sized} for way in (ours, eager, exact))
     try:
@@ -278,7 +278,7 @@ def verdict(
         message = str(problem)
         inexact = "error" in message and "exceeds" in message
         share = _share(ours, eager, sharp if "stable" in message else exact, dtype) if inexact else math.inf
-        far = max((_magnitude(ours[n].double() - e) for n, e in exact.items() if e.is_floating_point()), default=0.0)
+        far = max((magnitude(ours[n].double() - e) for n, e in exact.items() if e.is_floating_point()), default=0.0)
         gross = share > GROSS and not (inexact and far <= rounding)
         return Result(Verdict.WRONG if gross else Verdict.OVER, message, share)
     return Result(Verdict.RIGHT)
@@ -287,11 +287,11 @@ def verdict(
 def _vanishes(name: str, ours: Tensors, exact: Tensors, rounding: float) -> bool:
     """Whether a gradient is zero, but for rounding, as that of a bias of rows is: it has no size of its own that
     rounding could be measured by, so that of the largest tensor is taken, times the largest input."""
-    small = "gradient" in name and _magnitude(exact[name]) <= rounding / 1e3
+    small = "gradient" in name and magnitude(exact[name]) <= rounding / 1e3
     return small and bool((ours[name].abs() <= rounding).all())
 
 
-def _magnitude(value: torch.Tensor) -> float:
+def magnitude(value: torch.Tensor) -> float:
     """Of the largest finite element."""
     return float(value.double().nan_to_num(0, 0, 0).abs().max()) if value.numel() else 0.0
 
