@@ -81,8 +81,9 @@ def none_written() -> Iterator[None]:
         _written.reset(token)
 
 
-def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) -> list[Use] | None:
-    """What has to be written in the place of the escaping nodes of a site; None where they cannot be.
+def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) -> tuple[list[Use], set[Node]] | None:
+    """What has to be written in the place of the escaping nodes of a site, and the nodes on the way to it; None where
+    they cannot be.
 
     escaping: nodes of the region that are used outside of it. outside: whether a node is such a user.
     """
@@ -96,7 +97,8 @@ def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) 
             if (index := walk.index_of(node)) is None or (ends := walk.ends(node, index)) is None:
                 return None
             found |= {use.node: use for use in ends}
-        return list(found.values())
+        on_the_way = pullback.interior.keys() - before.keys()
+        return list(found.values()), on_the_way | found.keys()
     finally:
         pullback.interior = before  # what was looked at now is no part of the region
 

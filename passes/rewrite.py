@@ -262,7 +262,9 @@ def _with_further(
 ) -> Specified | None:
     """A site that also writes what is needed of its weights; None where it cannot."""
     scores = _downstream_of_products(site, site.interior())
-    found = uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))
+    if (met := uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))) is None:
+        return None
+    found, on_the_way = met
     if not found or (any(marks.requires_grad(use.node) for use in found) and not marks.requires_grad(site.root)):
         return None
     try:
@@ -274,10 +276,16 @@ def _with_further(
     read = [*part.operands, *symbols.of(part.sizes)]
     if place is None or any(not node < place or node in scores or marks.dtensor(node) for node in read):
         return None
-    if any(place <= mutation < site.root for node in read for mutation in marks.mutations(node)):
+    if any(_reads_something_else(node, place) for node in site.interior() | {site.anchor} | on_the_way):
         return None
     site.place = place
     return part
+
+
+def _reads_something_else(node: Node, place: Node) -> bool:
+    """Whether what a node reads is written in place between it and the place of a call that reads it instead."""
+    mutations = {m for parent in node.all_input_nodes for m in marks.mutations(parent)} - {node}
+    return any((node < mutation) != (place <= mutation) for mutation in mutations)
 
 
 def _describe_use(node: Node, user: Node | None) -> str:

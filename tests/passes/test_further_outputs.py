@@ -334,9 +334,35 @@ def changed_after(q, k, v):
     return out, w.sum(-2)
 
 
-@pytest.mark.parametrize("function", [values_changed_between, values_scaled_between, changed_after])
+def gate_changed_before_it_is_read(q, k, v, gate):
+    w = weights(q, k)
+    out = w @ v
+    gate[..., 0] = 5
+    return out, (w * gate).sum(-1)
+
+
+def gate_changed_after_it_was_read(q, k, v, gate):
+    w = weights(q, k)
+    gated = w * gate
+    gate.view(-1).add_(1)
+    return w @ v, gated.sum(-2), gate
+
+
+def gate_of_a_table_changed(q, k, v, gate):
+    w = weights(q, k)
+    out = w @ v
+    gate[..., ::2] = 5
+    return out, w * gate
+
+
+CHANGED = [values_changed_between, values_scaled_between, changed_after, gate_changed_before_it_is_read,
+           gate_changed_after_it_was_read, gate_of_a_table_changed]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", CHANGED, ids=lambda f: f.__name__)
 def test_operands_that_change_in_place(function):
-    given = [tensors() for _ in range(3)]
+    """The call reads its operands at one place, wherever the operations of the graph read them."""
+    given = [[*tensors(), torch.linspace(0, 1, 29)][: function.__code__.co_argcount] for _ in range(3)]
     ours, _ = run(function, given[0])
     wide = [x.double() for x in given[2]]
     eager, exact = function(*given[1]), function(*wide)
