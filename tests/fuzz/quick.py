@@ -26,10 +26,11 @@ from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec
-from fusion.machine import Machine
+from fusion.machine import Machine, cpu
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.register_tiles import planes_of
+from fusion.runtime import kernels
 from tests import emulation
 
 compiler = importlib.import_module("fusion.codegen.mlir.compile")
@@ -107,6 +108,17 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unoptimised() -> Iterator[None]:
+    """Within it, LLVM takes kernels for this processor as they stand; none is kept, and none made before is found."""
+    with (
+        mock.patch.multiple(compiler, _engine=_engine, _object_name=lambda source: None),
+        mock.patch.multiple(mlir, _kernels={}, _training={}),
+        mock.patch.multiple(kernels, _forward={}, _training={}),
+    ):
+        yield
+
+
 @functools.cache
 def _context() -> Any:
     from torch_mlir import ir
@@ -121,7 +133,10 @@ def _engine(source: str) -> Any:
 
     with _context():
         module = ir.Module.parse(compiler.complete(source))
-        as_it_stands = ir.ArrayAttr.get([ir.StringAttr.get(name) for name in ("noinline", "optnone")])
+        written = [ir.StringAttr.get(name) for name in ("noinline", "optnone")]
+        if features := cpu.left_out():
+            written.append(ir.ArrayAttr.get([ir.StringAttr.get(text) for text in ("target-features", features)]))
+        as_it_stands = ir.ArrayAttr.get(written)
         for operation in module.body:
             if operation.operation.name == "func.func":
                 operation.attributes["llvm.passthrough"] = as_it_stands
