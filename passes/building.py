@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fusion.ir.expr import Expr, coord, walk
 from fusion.ir.integers import Bounds
 from fusion.ir.spec import FurtherOutput
 from fusion.passes import marks, nodes
+from fusion.passes.find import Site
 from fusion.passes.further import Use
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
@@ -89,17 +90,31 @@ _IN_STEPS = {
 }  # fmt: skip
 
 
-def split_reductions(graph: Graph, region: Iterable[Node]) -> None:
-    """`_split_reduction` for what reduces nodes of a region, or what is made of them element by element."""
-    todo, seen = [*region], set(region)
+def split_reductions(graph: Graph, sites: Sequence[Site]) -> None:
+    """`_split_reduction` for what reduces nodes that sites looked into, or what is made of them element by element, but
+    for nodes that the sites read."""
+    region, read = _known(sites)
+    todo, seen = [*region], region | read
     while todo:
         here = todo.pop()
-        for user in list(here.users):
+        for user in [user for user in here.users if user not in seen]:
+            seen.add(user)
             with contextlib.suppress(Unsupported):  # sizes that are data
-                if user not in seen and nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(here):
+                if nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(here):
                     todo.append(user)
-                    seen.add(user)
-                _split_reduction(graph, user)
+                else:
+                    _split_reduction(graph, user)
+
+
+def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
+    """The nodes that sites looked into, and those that they read or end at."""
+    region, read = set[Node](), {node for site in sites for node in (site.anchor, site.root)}
+    for attention in (attention for site in sites for attention in site.attentions):
+        walked = attention.pullback
+        region.update(walked.interior)
+        read.update(walked.loaded, [attention.value.node])
+        read.update(node for p in walked.products for node in (p.node, p.query.node, p.key.node))
+    return region, read
 
 
 def _split_reduction(graph: Graph, node: Node) -> None:

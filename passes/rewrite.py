@@ -49,7 +49,7 @@ def rewrite(
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     """
     symbols = Symbols(module.graph)
-    split_reductions(module.graph, [node for site in sites if site.refusal is None for node in site.interior()])
+    split_reductions(module.graph, sites)
     specified = _specify_all(sites, symbols, block_mask)
     # First: what is refused here is not validated, and no kernels are built for it.
     _refuse_escaping(module.graph, sites, specified, symbols if block_mask is None else None)
