@@ -84,15 +84,13 @@ def _enabled(node: Node) -> tuple[bool, Node | None]:
     return torch.is_grad_enabled(), None
 
 
-_IN_STEPS = {
-    aten.amax: aten.amax.default, aten.max: aten.amax.default, aten.amin: aten.amin.default,
-    aten.min: aten.amin.default, aten.sum: aten.sum.dim_IntList, aten.mean: aten.mean.dim,
-}  # fmt: skip
+_EXTREMA = {aten.amax.default: aten.amax.default, aten.max.default: aten.amax.default,
+            aten.amin.default: aten.amin.default, aten.min.default: aten.amin.default}  # fmt: skip
 
 
-def split_reductions(graph: Graph, sites: Sequence[Site]) -> None:
-    """`_split_reduction` for what reduces nodes that sites looked into, or what is made of them element by element, but
-    for nodes that the sites read."""
+def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
+    """`_split_extremum` for extrema of nodes that sites looked into, or of what becomes of these element by element.
+    Nodes that the sites read stay."""
     region, read = _known(sites)
     todo, seen = [*region], region | read
     while todo:
@@ -102,8 +100,8 @@ def split_reductions(graph: Graph, sites: Sequence[Site]) -> None:
             with contextlib.suppress(Unsupported):  # sizes that are data
                 if nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(here):
                     todo.append(user)
-                else:
-                    _split_reduction(graph, user)
+                elif user.target in _EXTREMA and not marks.requires_grad(user):
+                    _split_extremum(graph, user)
 
 
 def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
@@ -117,32 +115,17 @@ def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
     return region, read
 
 
-def _split_reduction(graph: Graph, node: Node) -> None:
-    """Write a reduction over several dimensions as one over the last of them, of which a further output may take the
-    place, and one over the rest: where that is as exact, and an extremum has no gradient, which ties would share
-    otherwise."""
-    if (
-        node.op != "call_function"
-        or nodes.packet(node) not in _IN_STEPS
-        or node.target in (aten.max.other, aten.min.other)
-    ):
+def _split_extremum(graph: Graph, node: Node) -> None:
+    """Write an extremum over several dimensions as one over the last of them, of which a further output may take the
+    place, and one over the rest. (With a gradient, which several equal elements share, that would be another one.)"""
+    args = nodes.arguments(node)
+    rank = len(nodes.shape(args["self"]))
+    dims = sorted(nodes.normalize_dim(dim, rank) for dim in args.get("dim") or range(rank))
+    if len(dims) < 2:
         return
-    args, held = nodes.arguments(node), nodes.value(node)
-    dims = args.get("dim")
-    origin, rank = args["self"], len(nodes.shape(args["self"]))
-    if isinstance(dims, int) or args.get("dtype") is not None:
-        return
-    dims = sorted(nodes.normalize_dim(dim, rank) for dim in dims or range(rank))
-    exact = held.dtype in (torch.float32, torch.float64)
-    sums = nodes.packet(node) in (aten.sum, aten.mean)
-    if len(dims) < 2 or (not exact if sums else marks.requires_grad(node)):
-        return
-    step = _IN_STEPS[nodes.packet(node)]
     with graph.inserting_before(node):
-        inner = derived(graph, node, step, (origin, dims[-1:], True))
-        outer = derived(graph, node, step, (inner, dims, bool(args.get("keepdim"))))
-    for made in (inner, outer):
-        marks.requires_grad.set(made, marks.requires_grad(node))
+        inner = derived(graph, node, _EXTREMA[node.target], (args["self"], dims[-1:], True))
+        outer = derived(graph, node, _EXTREMA[node.target], (inner, dims, bool(args.get("keepdim"))))
     node.replace_all_uses_with(outer)
     graph.erase_node(node)
 

@@ -14,7 +14,7 @@ from fusion.ir.expr import J, walk
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
-from fusion.passes.building import Symbols, derived, in_mode_of, in_place_of, split_reductions
+from fusion.passes.building import Symbols, derived, in_mode_of, in_place_of, split_extrema
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use, uses
 from fusion.passes.nodes import Unsupported
@@ -49,7 +49,7 @@ def rewrite(
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     """
     symbols = Symbols(module.graph)
-    split_reductions(module.graph, sites)
+    split_extrema(module.graph, sites)
     specified = _specify_all(sites, symbols, block_mask)
     # First: what is refused here is not validated, and no kernels are built for it.
     _refuse_escaping(module.graph, sites, specified, symbols if block_mask is None else None)

@@ -48,12 +48,13 @@ def drawn(c: Case, shape: dict[str, int], layout: str = "packed") -> tuple[list[
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("format_", FORMATS, ids=str)
 def test_every_number_is_widened_exactly(format_: torch.dtype, dtype: str) -> None:
-    """A query with a single key has its value for a result: subnormal numbers, infinities and NaN included."""
+    """A query with a single key has its value for a result: subnormal numbers, infinities and NaN included. (To the
+    last bit where the score is 0; the weight may be off by rounding else.)"""
     c = narrow(case("plain", dtype, 16), format_)
     (q, k, _), sizes = drawn(c, {"B": 1, "H": 16, "Nq": 1, "Nk": 1})
     v = every_number(format_).view(1, 16, 1, 16)
     for kernel in (Kernel(c.spec, SMALL), Kernel(c.spec, DESCRIBED)):
-        is_same(kernel([q, k, v], sizes).flatten(), v.flatten().to(getattr(torch, dtype)))
+        is_same(kernel([q * 0, k, v], sizes).flatten(), v.flatten().to(getattr(torch, dtype)))
     (variant,) = kernel._variants.values()
     assert "v_tiles.load(" in variant.source
 
