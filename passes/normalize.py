@@ -17,13 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import autocast, dtensor, einsums, encoder, marks, nodes
+from fusion.passes import autocast, dtensor, einsums, encoder, marks, nodes, vmap
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
-from fusion.passes.outline import is_outlined, outline, record
+from fusion.passes.outline import is_outlined, outline, record, traces_through
 from fusion.passes.repeats import Later, Repeats
-from fusion.passes.vmap import VmapAsBroadcast
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -74,11 +73,11 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Retrace(torch.fx.Interpreter):
-    """Runs Dynamo's graph; vmap and torch's fused encoder modules run as the operations they stand for."""
+    """Runs Dynamo's graph; torch's fused encoder modules run as the operations they stand for."""
 
     def __init__(self, module: GraphModule, bodies: Mapping[str, GraphModule]):
         super().__init__(module)
-        self.vmap = VmapAsBroadcast(module)
+        self.bodies = bodies
         self.checkpoints = Checkpoints(module, bodies)
         self.repeats = Repeats()
 
@@ -93,8 +92,8 @@ class _Retrace(torch.fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.vmap.handles(target):
-            return self.vmap.call(target, args)
+        if (level := vmap.own(target)) is not None:
+            return level(*args)
         if self.checkpoints.handles(target):
             return self.checkpoints.call(args, kwargs)
         if (converted := dtensor.conversion(target, args)) is not None:
@@ -116,7 +115,9 @@ class _Retrace(torch.fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_outlined(target):
-            return record(self.fetch_attr(target), args)
+            body = self.fetch_attr(target)
+            traced = vmap.through(_Retrace(body, self.bodies), args) if traces_through(body.graph) else None
+            return record(body, args) if traced is None else traced
         return super().call_module(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

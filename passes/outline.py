@@ -1,8 +1,9 @@
 """Parts of Dynamo's graph that cannot be traced again: each becomes one call of a graph of its own, and stays as it is.
 
-Such parts are function transforms of `torch.func` (`grad`, `jvp`, a `vmap` of tensors), whose levels live outside of
-the graph, calls of `torch.autograd.Function`, which bring a backward of their own, and operations on tensors that hold
-others (quantised weights). The attentions around them are fused as ever.
+Such parts are function transforms of `torch.func` (`grad`, `jvp`), whose levels live outside of the graph, calls of
+`torch.autograd.Function`, which bring a backward of their own, and operations on tensors that hold others (quantised
+weights). The attentions around them are fused as ever. A `vmap` is a part too, but one that is traced through where
+that is possible (`fusion.passes.vmap`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PREFIX = "outlined_"
 
 def outline(module: GraphModule) -> GraphModule:
     """The same computation with one call in the place of each such part; the module itself where there is none."""
-    parts = [part for part in _parts(module.graph) if not vmap.is_broadcast(part)]
+    parts = _parts(module.graph)
     if not parts:
         return module
     last = {part[-1]: part for part in parts}
@@ -96,6 +97,13 @@ def _writes(node: Node, inside: set[Node]) -> bool:
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     changing = name in ("setitem", "iadd", "imul") or (name.endswith("_") and not name.endswith("__"))
     return changing and any(given not in inside and nodes.is_tensor(given) for given in node.all_input_nodes[:1])
+
+
+def traces_through(body: Graph) -> bool:
+    """Whether an outlined part is a `vmap` with none of the others inside."""
+    names = [getattr(node.target, "__name__", "") for node in body.nodes if node.op == "call_function"]
+    others = any(name == "autograd_function_apply" or (name.endswith(_ENTER) and "vmap" not in name) for name in names)
+    return vmap.is_outermost(body) and not others and not any(map(_unwraps, body.nodes))
 
 
 def is_outlined(target: Any) -> bool:

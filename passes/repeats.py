@@ -85,8 +85,8 @@ class Repeats:
         """The value of a call that was met before, whose operations are now in the graph; None for others, of which
         `note` is to be told. values: of the nodes of Dynamo's graph."""
         mode, self._key, self._values = get_proxy_mode(), None, values
-        if mode is None or not _is_of_torch(call):
-            return None
+        if mode is None or not _is_of_torch(call) or torch._C._functorch.maybe_current_level() is not None:
+            return None  # inside of vmap a tensor is not the one that its node made
         self._tracer, self._given = mode.tracer, {}
         with torch._C.DisableTorchFunction():  # the trace's modes would look at every use of a tensor
             try:

@@ -1,98 +1,54 @@
-"""`vmap` in Dynamo's graphs, retraced as broadcasting.
+"""`vmap` in Dynamo's graphs, traced through.
 
-Models build masks by nested `vmap` over (batch, head, query, key) of a function of four integers. Every value inside
-is logically a scalar, so the batch dimensions can be ordinary broadcast dimensions: level l of K nested levels is
-dimension l - 1 of K. Other uses of vmap stay as they are (`fusion.passes.outline`).
+The batching rules of torch.func make of each operation one on tensors with one more dimension, and those are what the
+graph gets. They act below the level at which the rest is traced, so composite operations arrive in pieces (a `matmul`
+as views and a `bmm`). Masks written as nested `vmap`s over positions are read this way, and attentions inside a `vmap`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Interpreter
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, get_proxy_mode
 
-from fusion.passes import nodes
-
-_ENTER, _LEAVE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
-_ADD, _REMOVE = "_add_batch_dim", "_remove_batch_dim"
-_IGNORED = "lazy_load_decompositions"
+_ENTER = "_vmap_increment_nesting"
+_OWN = (_ENTER, "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
 
 
-class VmapAsBroadcast:
-    """Runs the functorch calls of one graph, in order."""
-
-    def __init__(self, module: GraphModule):
-        self.depths = iter(_depths(module))
-        self.level = 0
-        self.depth = 0
-
-    def handles(self, target: Any) -> bool:
-        """Whether a call is one of vmap's own."""
-        name = getattr(target, "__name__", "")
-        return "functorch" in getattr(target, "__module__", "") and name in (_ENTER, _LEAVE, _ADD, _REMOVE, _IGNORED)
-
-    def call(self, target: Any, args: tuple[Any, ...]) -> Any:
-        """The result of such a call, in terms of broadcast dimensions."""
-        name = target.__name__
-        if name == _ENTER:
-            if self.level == 0:
-                self.depth = next(self.depths)
-            self.level += 1
-            return self.level
-        if name == _LEAVE:
-            self.level -= 1
-            return self.level
-        if name == _ADD:
-            return self._add(*args)
-        return self._remove(*args) if name == _REMOVE else None
-
-    def _add(self, x: torch.Tensor, dim: int, level: int) -> torch.Tensor:
-        return x.view(-1, *[1] * (self.depth - level))
-
-    def _remove(self, x: torch.Tensor, level: int, size: int, dim: int) -> torch.Tensor:
-        rank = self.depth - level + 1
-        x = x.reshape([*[1] * (rank - x.dim()), *x.shape])
-        at = x.dim() - rank
-        return x.expand([size if k == at else -1 for k in range(x.dim())])
+def own(target: Any) -> Any:
+    """The function behind a call of vmap's own, which enters and leaves levels; None for other calls. Dynamo's graph
+    has its wrapper, which would put the call into the trace."""
+    name = getattr(target, "__name__", "")
+    return getattr(torch._C._functorch, name) if name in _OWN else None
 
 
-def _depths(module: GraphModule) -> list[int]:
-    """The nesting depth of each outermost vmap."""
-    depths, level = [], 0
-    for node in module.graph.nodes:
-        name = _name(node)
-        if name == _ENTER:
-            level += 1
-            depths = depths if level > 1 else [*depths, 1]
-            depths[-1] = max(depths[-1], level)
-        elif name == _LEAVE:
-            level -= 1
-    return depths
+def is_outermost(graph: Graph) -> bool:
+    """Whether the first call of a graph enters a `vmap`."""
+    calls = (node for node in graph.nodes if node.op.startswith("call"))
+    return getattr(next(calls).target, "__name__", "") == _ENTER
 
 
-def is_broadcast(part: Sequence[Node]) -> bool:
-    """Whether a part of Dynamo's graph is nested `vmap`s over vectors of positions, of functions of scalars."""
-    removed = False
-    for node in part:
-        name = _name(node)
-        if name == _ADD:
-            if nodes.value(node.args[0]).dim() != 1 or node.args[1] != 0:  # type: ignore[arg-type]
-                return False
-        elif name == _REMOVE:
-            removed = True
-            if node.args[3] != 0:
-                return False
-        elif name not in (_ENTER, _LEAVE, _IGNORED) and not _is_scalar(node, removed):
-            return False
-    return _name(part[0]) in (_ENTER, _IGNORED)
+def through(body: Interpreter, args: tuple[Any, ...]) -> Any:
+    """Run a part of Dynamo's graph that enters and leaves its levels of `vmap`, and trace what becomes of its
+    operations. None where an operation has no rule; nothing of the part is in the graph then."""
+    mode, depth = get_proxy_mode(), _depth()
+    assert mode is not None
+    graph = mode.tracer.graph
+    before = next(iter(reversed(graph.nodes)))
+    try:
+        with disable_proxy_modes_tracing(), ProxyTorchDispatchMode(mode.tracer, "fake"):
+            return body.run(*args)
+    except (RuntimeError, NotImplementedError):
+        while _depth() > depth:
+            torch._C._functorch._vmap_decrement_nesting()
+        for node in reversed(graph.nodes):
+            if node is before:
+                return None
+            graph.erase_node(node)
 
 
-def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-
-
-def _is_scalar(node: Node, removed: bool) -> bool:
-    held = nodes.value(node)
-    return not removed and (not isinstance(held, torch.Tensor) or held.dim() == 0)
+def _depth() -> int:
+    level = torch._C._functorch.maybe_current_level()
+    return -1 if level is None else level

@@ -19,6 +19,7 @@ from fusion.codegen.mlir.hashing import hash_bits
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates
+from fusion.ir.fills import has_fill
 from fusion.ir.spec import Operand
 from fusion.lowering.numbers import magnitude
 
@@ -206,11 +207,13 @@ class Scope:
         return self._simple(expr.op, args)
 
     def _fused(self, expr: Expr) -> Value | None:
-        """a * b + c as one operation. Rounds once where eager rounds twice; the same for infinities and NaN."""
+        """a * b + c as one operation. Rounds once where eager rounds twice; the same for infinities and NaN. Not of
+        fills: of a product that lies between two numbers, c would choose, and a unit of rounding there decides a row."""
         if expr.op != "fadd":
             return None
         for product, rest in (expr.args, expr.args[::-1]):
-            if product.op == "fmul" and self.varies(product) and product not in self.known:
+            plain = product.op == "fmul" and not has_fill(product)
+            if plain and self.varies(product) and product not in self.known:
                 return self.b.fma(*(self.value(e) for e in (*product.args, rest)))
         return None
 

@@ -20,6 +20,9 @@ LARGEST = 3.4028234663852886e38
 SWALLOWS = 2.0**64
 """A finite fill beyond this stays what it is, or overflows, in a sum with scores in any dtype."""
 
+_HIDES = 2.0**20
+"""A unit of rounding of constants beyond this hides scores."""
+
 _KEEPING = ("where", "fadd", "minimum", "maximum")
 """Operations of which -inf makes -inf, or nothing."""
 
@@ -45,6 +48,11 @@ def _loses_infinities(value: Expr) -> bool:
         return any(_loses_infinities(arg) for arg in value.args if arg.kind is Kind.FLOAT)
     constants = (part.value for part in walk(value) if part.is_const and part.kind is Kind.FLOAT)
     return not value.is_const and any(map(math.isinf, constants))
+
+
+def has_fill(value: Expr) -> bool:
+    """Whether a constant is part of a value beside which scores vanish."""
+    return any(part.is_const and part.kind is Kind.FLOAT and abs(part.value) > _HIDES for part in walk(value))
 
 
 def is_dead(value: Expr) -> bool:

@@ -414,3 +414,19 @@ def test_fills_beyond_float32_are_finite_in_float64(function):
         actual = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": "reference"})(*given)
     assert reports[0].sites[0].fused
     assert_same_in_float64(actual, function(*given))
+
+
+def test_a_fill_times_a_factor_rounds_as_in_eager():
+    """The product lies between two numbers, and what is added to it says which where both are rounded at once."""
+    fill, factor = -(2.0**23 + 1) * 2.0**60, torch.full((24, 1), 1.5)
+    factor[::2] = -1.5
+
+    def function(q, k, v, factor, bias):
+        return (torch.where(keep(q, k), q @ k.mT, fill) * factor + bias).softmax(-1) @ v
+
+    torch.manual_seed(0)
+    inputs = [*(torch.randn(1, 2, 24, 8) for _ in range(3)), factor, torch.randn(24)]
+    report = fusion.explain(function, *inputs)
+    assert [site.fused for site in report.sites] == [True]
+    actual = torch.compile(function, backend="fusion")(*inputs)
+    assert_as_exact_as_eager(actual, function(*inputs), function(*(x.double() for x in inputs)))

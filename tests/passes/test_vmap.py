@@ -1,12 +1,14 @@
-"""vmap over positions, retraced as broadcasting; vmap of anything else is refused."""
+"""vmap is traced through, be it over positions of a mask or around an attention."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.nn.functional as F
 
+import fusion
 from fusion.passes.normalize import normalize
-from fusion.passes.vmap import VmapAsBroadcast
-from tests.numerics import assert_same
+from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.graphs import captured
 
 
@@ -23,7 +25,94 @@ def test_nested_positions_broadcast():
     assert_same(graph(*positions)[0], keep(*positions))
 
 
-def test_calls_of_other_modules_are_not_its_own():
-    module = captured(keep, torch.arange(3), torch.arange(4))
-    rule = VmapAsBroadcast(module)
-    assert not rule.handles(torch.add) and not rule.handles("name")
+def attend(q, k, v):
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def over_the_batch(q, k, v):
+    return torch.vmap(attend)(q, k, v)
+
+
+def heads_moved(q, k, v):
+    return torch.vmap(torch.vmap(attend), in_dims=(1, 1, 1), out_dims=2)(q, k, v)
+
+
+def of_sdpa(q, k, v):
+    return torch.vmap(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))(q, k, v)
+
+
+def keys_shared(q, k, v):
+    return torch.vmap(attend, in_dims=(0, None, None))(q, k[0], v[0])
+
+
+def with_a_mask_per_element(q, k, v):
+    lengths = torch.arange(q.shape[0]) + 3
+
+    def one(q, k, v, length):
+        live = torch.arange(k.shape[-2]) < length
+        return (q @ k.mT).masked_fill(~live, -torch.inf).softmax(-1) @ v
+
+    return torch.vmap(one)(q, k, v, lengths)
+
+
+def written_in_place(q, k, v):
+    def one(q, k, v):
+        scores = q @ k.mT
+        scores.mul_(0.3)
+        scores[..., :2] = 0
+        return scores.softmax(-1) @ v
+
+    return torch.vmap(one)(q, k, v)
+
+
+def without_a_gradient_of_weights(q, k, v):
+    def one(q, k, v):
+        with torch.no_grad():
+            weights = (q @ k.mT).softmax(-1)
+        return weights @ v + attend(q, k, v)
+
+    return torch.vmap(one)(q, k, v)
+
+
+def by_einsum(q, k, v):
+    def one(q, k, v):
+        weights = torch.einsum("hid,hjd->hij", q, k).sub(1).softmax(-1)
+        return torch.einsum("hij,hjd->ihd", weights, v)
+
+    return torch.vmap(one, out_dims=1)(q, k, v)
+
+
+AROUND = [over_the_batch, heads_moved, of_sdpa, keys_shared, with_a_mask_per_element, written_in_place,
+          without_a_gradient_of_weights, by_einsum]  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", AROUND, ids=lambda f: f.__name__)
+def test_an_attention_inside_vmap_is_fused(function, dtype, dynamic):
+    def run(call, dtype):
+        torch.manual_seed(0)
+        inputs = [torch.randn(3, 2, 9, 8).to(dtype).requires_grad_() for _ in range(3)]
+        out = call(*inputs)
+        out.sin().sum().backward()
+        return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+    with fusion.collect_reports() as reports:
+        compiled = torch.compile(function, backend="fusion", options={"inner": "aot_eager"}, dynamic=dynamic)
+        actual = run(compiled, dtype)
+    sites = [site.fused for report in reports for site in report.sites]
+    assert sites and all(sites)
+    exact = run(function, torch.float64)
+    assert_as_exact_as_eager(actual, run(function, dtype), exact, dtype)
+
+
+def test_what_has_no_rule_stays_as_it_is():
+    def function(q, k, v):
+        return torch.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(q) + attend(q, k, v)
+
+    inputs = [torch.randn(3, 9, 8) for _ in range(3)]
+    torch.manual_seed(0)
+    expected = function(*inputs)
+    torch.manual_seed(0)
+    compiled = torch.compile(function, backend="fusion", options={"inner": "eager"})
+    assert_as_exact_as_eager(compiled(*inputs), expected, expected.double())
