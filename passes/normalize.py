@@ -40,15 +40,10 @@ def normalize(
     """
     dtensor.refuse_absent(module)
     outlined = outline(module)
-    fakes = _fake_inputs(module, example_inputs)
-
-    def run(*args: Any) -> Any:
-        with torch.fx.traceback.preserve_node_meta():
-            return _Retrace(outlined, bodies or {}).run(*args)
-
-    # Activation checkpointing counts what autograd saves: not what it saves for this trace.
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-        traced = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    try:
+        traced = _trace(outlined, _fake_inputs(module, example_inputs), bodies or {})
+    except vmap.Untraceable:
+        traced = _trace(outlined, _fake_inputs(module, example_inputs), bodies or {}, sealed=True)
     _refuse_fake_constants(traced)
     _carry_placeholders(module, traced)
     dtensor.mark(traced.graph)
@@ -68,6 +63,20 @@ def normalize(
     return traced
 
 
+def _trace(
+    outlined: GraphModule, fakes: Sequence[Any], bodies: Mapping[str, GraphModule], sealed: bool = False
+) -> GraphModule:
+    """sealed: whether each `vmap` stays one call."""
+
+    def run(*args: Any) -> Any:
+        with torch.fx.traceback.preserve_node_meta():
+            return _Retrace(outlined, bodies, sealed).run(*args)
+
+    # Activation checkpointing counts what autograd saves: not what it saves for this trace.
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        return make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -75,9 +84,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 class _Retrace(torch.fx.Interpreter):
     """Runs Dynamo's graph; torch's fused encoder modules run as the operations they stand for."""
 
-    def __init__(self, module: GraphModule, bodies: Mapping[str, GraphModule]):
+    def __init__(self, module: GraphModule, bodies: Mapping[str, GraphModule], sealed: bool):
         super().__init__(module)
-        self.bodies = bodies
+        self.bodies, self.sealed = bodies, sealed
         self.checkpoints = Checkpoints(module, bodies)
         self.repeats = Repeats()
 
@@ -116,8 +125,9 @@ class _Retrace(torch.fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_outlined(target):
             body = self.fetch_attr(target)
-            traced = vmap.through(_Retrace(body, self.bodies), args) if traces_through(body.graph) else None
-            return record(body, args) if traced is None else traced
+            if self.sealed or not traces_through(body.graph):
+                return record(body, args)
+            return vmap.through(_Retrace(body, self.bodies, self.sealed), args)
         return super().call_module(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

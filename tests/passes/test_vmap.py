@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion
+from fusion.passes import vmap
 from fusion.passes.normalize import normalize
 from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.graphs import captured
@@ -39,6 +40,12 @@ def heads_moved(q, k, v):
 
 def of_sdpa(q, k, v):
     return torch.vmap(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))(q, k, v)
+
+
+def of_batched_sdpa(q, k, v):
+    return torch.vmap(lambda q, k, v: F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True))(
+        q, k, v
+    )
 
 
 def keys_shared(q, k, v):
@@ -82,7 +89,7 @@ def by_einsum(q, k, v):
     return torch.vmap(one, out_dims=1)(q, k, v)
 
 
-AROUND = [over_the_batch, heads_moved, of_sdpa, keys_shared, with_a_mask_per_element, written_in_place,
+AROUND = [over_the_batch, heads_moved, of_sdpa, of_batched_sdpa, keys_shared, with_a_mask_per_element, written_in_place,
           without_a_gradient_of_weights, by_einsum]  # fmt: skip
 
 
@@ -106,13 +113,33 @@ def test_an_attention_inside_vmap_is_fused(function, dtype, dynamic):
     assert_as_exact_as_eager(actual, run(function, dtype), exact, dtype)
 
 
-def test_what_has_no_rule_stays_as_it_is():
-    def function(q, k, v):
-        return torch.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(q) + attend(q, k, v)
+def dropped(q, k, v):
+    return torch.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(q) + attend(q, k, v)
 
+
+def test_random_numbers_are_those_of_eager():
     inputs = [torch.randn(3, 9, 8) for _ in range(3)]
     torch.manual_seed(0)
-    expected = function(*inputs)
+    expected = dropped(*inputs)
     torch.manual_seed(0)
-    compiled = torch.compile(function, backend="fusion", options={"inner": "eager"})
+    compiled = torch.compile(dropped, backend="fusion", options={"inner": "eager"})
     assert_as_exact_as_eager(compiled(*inputs), expected, expected.double())
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_cannot_be_traced_stays_as_it_is(monkeypatch, dynamic):
+    """Nothing of the attempt is left behind, and the attention after it is fused."""
+
+    def function(q, k, v):
+        return attend(torch.vmap(lambda row, other: row.add_(1) @ other[: row.shape[-1]])(q.sin(), k), k, v)
+
+    def refuse(*given):
+        raise RuntimeError("no rule")
+
+    once = vmap.own
+    monkeypatch.setattr(vmap, "own", lambda target: refuse if "remove" in str(target) else once(target))
+    inputs = [torch.randn(3, 8, 8) for _ in range(3)]
+    report = fusion.explain(function, *inputs)
+    assert [site.fused for site in report.sites] == [True]
+    compiled = torch.compile(function, backend="fusion", options={"inner": "eager"}, dynamic=dynamic)
+    assert_as_exact_as_eager(compiled(*inputs), function(*inputs), function(*(x.double() for x in inputs)))
