@@ -208,7 +208,7 @@ class Scope:
 
     def _fused(self, expr: Expr) -> Value | None:
         """a * b + c as one operation. Rounds once where eager rounds twice; the same for infinities and NaN. Not of
-        fills: of a product that lies between two numbers, c would choose, and a unit of rounding there decides a row."""
+        fills: of a product that lies between two numbers, c would choose, and a unit of rounding there decides rows."""
         if expr.op != "fadd":
             return None
         for product, rest in (expr.args, expr.args[::-1]):
