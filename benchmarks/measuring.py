@@ -40,6 +40,7 @@ class Entry:
         quartiles = statistics.quantiles(self.times, n=4) if len(self.times) > 3 else None
         return {
             "median": self.median,
+            "least": min(self.times, default=None),
             "quartiles": [quartiles[0], quartiles[2]] if quartiles else None,
             "samples": len(self.times),
             "first_call": self.first_call,

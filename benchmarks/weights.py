@@ -2,9 +2,11 @@
 attention without them, and against what writing N x N weights takes by itself.
 
     python benchmarks/weights.py [--length 1024] [--heads 12] [--dtype float32] [--seconds 6] [--cases weights entropy]
+    python benchmarks/weights.py --train
 
 All run in turns within one process. "alone" is the same attention, fused, without the further output; "writing" fills
-a fresh tensor of the weights' size, as every call that returns weights must.
+a fresh tensor of the weights' size, as every call that returns weights must. --train: a step, of which the loss is the
+mean square of the output plus that of the further output, and which ends with the gradients of q, k and v.
 """
 
 from __future__ import annotations
@@ -65,9 +67,16 @@ def log_sum(q, k, v) -> Result:
 CASES: dict[str, Callable[..., Result]] = {
     function.__name__: function for function in (weights, mean_of_heads, entropy, key_sums, largest_logit, log_sum)
 }
+TRAINED = ("weights", "mean_of_heads", "entropy", "key_sums", "log_sum")
+"""Those whose gradients are computed in kernels."""
 
 
-def contestants(case: str, tensors: list[torch.Tensor]) -> list[Entry]:
+def loss_of(function: Callable[..., Result]) -> Callable[..., torch.Tensor]:
+    """The mean squares of the results."""
+    return lambda *tensors: sum(result.square().mean() for result in function(*tensors))  # type: ignore[return-value]
+
+
+def contestants(case: str, tensors: list[torch.Tensor], train: bool) -> list[Entry]:
     """What is timed for one case, each run once."""
     q = tensors[0]
     shape = (*q.shape[:3], q.shape[2])
@@ -75,12 +84,25 @@ def contestants(case: str, tensors: list[torch.Tensor]) -> list[Entry]:
     for name, function, backend in (
         ("fusion", CASES[case], "fusion"), ("alone", alone, "fusion"), ("inductor", CASES[case], "inductor"),
     ):  # fmt: skip
-        run = torch.compile(function, backend=backend)
-        calls[name] = lambda run=run: run(*tensors)
-    calls["writing"] = lambda: torch.empty(shape, dtype=q.dtype).fill_(1.0)
+        run = torch.compile(loss_of(function) if train else function, backend=backend)
+        if train:
+            calls[name] = lambda run=run: torch.autograd.grad(run(*tensors), tensors)
+        else:
+            calls[name] = lambda run=run: run(*tensors)
+    if not train:
+        calls["writing"] = lambda: torch.empty(shape, dtype=q.dtype).fill_(1.0)
     for call in calls.values():
         call()
     return [Entry(name=name, call=call) for name, call in calls.items()]
+
+
+def compared(ms: dict[str, float], train: bool) -> dict[str, str]:
+    """The columns of a row of the table."""
+    columns = {name: f"{ms[name]:.1f}" for name in ("fusion", "alone", *(["writing"] if not train else []), "inductor")}
+    columns["fusion / alone"] = f"{ms['fusion'] / ms['alone']:.2f}"
+    if not train:
+        columns["(fusion - alone) / writing"] = f"{(ms['fusion'] - ms['alone']) / ms['writing']:.2f}"
+    return columns | {"Inductor / fusion": f"{ms['inductor'] / ms['fusion']:.2f}"}
 
 
 def main() -> None:
@@ -89,25 +111,24 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES))
+    parser.add_argument("--train", action="store_true", help="a training step")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     shape = (1, chosen.length, chosen.heads, WIDTH)
     tensors = [torch.randn(shape, dtype=getattr(torch, chosen.dtype)).transpose(1, 2) for _ in range(3)]
+    tensors = [tensor.requires_grad_(chosen.train) for tensor in tensors]
     print(f"{find_machine('cpu').name}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"N = {chosen.length}, {chosen.heads} heads of {WIDTH}, {chosen.dtype}; medians in ms\n")
-    heads = ("fusion", "alone", "writing", "Inductor")
-    compared = ("fusion / alone", "(fusion - alone) / writing", "Inductor / fusion")
-    print("| case | " + " | ".join((*heads, *compared)) + " |\n|---|" + "---|" * 7)
-    for case in chosen.cases:
+    for number, case in enumerate(chosen.cases or [case for case in CASES if not chosen.train or case in TRAINED]):
         torch._dynamo.reset()
-        with torch.no_grad():
-            entries = contestants(case, tensors)
+        with torch.set_grad_enabled(chosen.train):
+            entries = contestants(case, tensors, chosen.train)
             interleave(entries, seconds=chosen.seconds)
-        ms = {entry.name: 1e3 * (entry.median or 0.0) for entry in entries}
-        ratios = ms["fusion"] / ms["alone"], (ms["fusion"] - ms["alone"]) / ms["writing"], ms["inductor"] / ms["fusion"]
-        times = " | ".join(f"{ms[name]:.1f}" for name in ("fusion", "alone", "writing", "inductor"))
-        print(f"| {case} | {times} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
+        columns = compared({entry.name: 1e3 * (entry.median or 0.0) for entry in entries}, chosen.train)
+        if not number:
+            print(f"| case | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+        print(f"| {case} | {' | '.join(columns.values())} |", flush=True)
 
 
 if __name__ == "__main__":

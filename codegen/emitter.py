@@ -81,8 +81,10 @@ class TrainingKernel(Protocol):
         operands: Sequence[Tensor],
         sizes: Sequence[int],
         needs: tuple[bool, ...],
+        further: Sequence[Tensor | None] = (),
     ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks, of any dtype and strides."""
+        """The gradients of the operands that `needs` marks, of any dtype and strides. further: what arrives at each of
+        the further outputs, None where nothing does; not passed where nothing arrives at any."""
         ...
 
 

@@ -22,10 +22,13 @@ def attend(
 ) -> None:
     """Run a command until it ends well or time.time() passes the deadline, in which case it is killed.
 
-    watched: a file that it writes before and after every step. patience(): the seconds without a write after which it
-    counts as hung. lost(reason): called after every crash or hang, before the next start; it has to see to it that the
-    next one goes on elsewhere. environment: the command's, in place of this process's. Raises OSError where it cannot
-    be started.
+    watched: a file that it writes before and after every step.
+    patience(): the seconds without a write after which it counts as hung.
+    lost(reason): called after every crash or hang, before the next start; it has to see to it that the next one goes on
+        elsewhere.
+    environment: the command's, in place of this process's.
+
+    Raises OSError where it cannot be started.
     """
     for _ in range(MOST_RESTARTS):
         child = subprocess.Popen(command, env=environment)

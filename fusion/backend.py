@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +21,23 @@ from fusion.approximate import certificates, dispatch
 from fusion.errors import BlockMaskError, EmitterError, StrictError, UnknownMachineError
 from fusion.ir import AttentionSpec
 from fusion.ir.request import Approximation, Request
+from fusion.lowering import further_gradients
 from fusion.options import Options
-from fusion.passes import checkpointing, graph_excerpt, nodes
+from fusion.passes import checkpointing, graph_excerpt, nodes, transforms
 from fusion.passes.find import Site, find_sites, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
 from fusion.passes.upstream import escaping_weights
+from fusion.planning.key_sets import sets_pay
 from fusion.planning.plan import plan
 from fusion.planning.tile_map_cost import map_pays
 from fusion.refusals import Ground, Refusal
 from fusion.report.dump import Dump
+from fusion.report.graph_breaks import graph_break
 from fusion.report.report import NO_ATTENTION, AttentionReport, Planned, Report, SiteReport, publish
 from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fusion.attention)
-from fusion.validation import Verdict, calls, validate
+from fusion.validation import Verdict, calls, key_sets, validate
 
 log = logging.getLogger(__name__)
 logs.configure()
@@ -84,6 +88,7 @@ def _request(options: Options) -> Request:
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
     graph, report = _fuse(module, example_inputs, options)
+    report.graph_breaks = [found] if (found := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):
         raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     return graph, report
@@ -110,7 +115,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         note = f"left to the inner compiler: {type(problem).__name__}: {first}"
         log.warning("%s%s", note, "" if isinstance(problem, nodes.Unsupported) else f"; {dump.where}")
         return module, Report(notes=[note])
-    report.notes = _unseen(graph, report)
+    report.notes = _unseen(module, graph, report)
     report.sites = inside.sites + report.sites
     report.notes += inside.notes
     log.info("fused %d of %d attentions in %.3f s", report.fused, len(report.sites), time.perf_counter() - started)
@@ -124,7 +129,10 @@ def _passes(
 ) -> tuple[GraphModule, Report, Report]:
     """(the rewritten graph, the report of its attentions, that of the graphs that it checkpoints)."""
     dump.stage("dynamo", module)
+    module, transformed = _fuse_transformed(module, options)
     bodies, inside = _fuse_checkpointed(module, options)
+    inside.sites += transformed.sites
+    inside.notes += transformed.notes
     graph = normalize(module, example_inputs, bodies)
     dump.stage("normalized", graph)
     sites = find_sites(graph.graph, functools.partial(kernels.reads, request=_request(options)))
@@ -139,6 +147,7 @@ def _passes(
         _pays(options),
         options.block_mask,
         functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
+        functools.partial(_keeps_mask, options) if options.block_mask is None else None,
     )
     _check_block_mask(sites, options)
     dump.stage("rewritten", graph)
@@ -148,16 +157,13 @@ def _passes(
     return graph, report, inside
 
 
-def _unseen(graph: GraphModule, report: Report) -> list[str]:
+def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str]:
     """Why a graph with attention weights has no site."""
     if report.sites:
         return []
+    end = "a graph break follows" if graph_break(module) else "they are returned"
     places = dict.fromkeys(nodes.source_line(node) or node.name for node in escaping_weights(graph.graph))
-    return [
-        f"attention weights leave this graph before a product with V ({place}): they are returned, or a graph break "
-        "follows (TORCH_LOGS=graph_breaks names it)"
-        for place in places
-    ]
+    return [f"attention weights leave this graph before a product with V ({place}): {end}" for place in places]
 
 
 def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str, GraphModule], Report]:
@@ -174,6 +180,47 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
     return fused, whole
 
 
+SCORES_OF_DERIVATIVES = 2**30
+"""Bytes of scores from which on attention is fused whose tangents or second derivatives are asked for: for memory, as
+eager mode keeps several such tables. The reference interpreter computes them, a block of rows at a time, and takes
+several times as long as Inductor's code (`benchmarks/derivatives.py`)."""
+
+
+def _fuse_transformed(module: GraphModule, options: Options) -> tuple[GraphModule, Report]:
+    """The graph with the attentions inside of its function transforms fused, and what was found there."""
+    fused: list[tuple[transforms.Run, GraphModule]] = []
+    whole = Report()
+    for run in transforms.runs(module) if options.transforms != "never" else ():
+        if not may_hold_attention(run.body):
+            continue
+        if run.refusal is not None:
+            whole.notes.append(f"attention inside of a function transform stays as it is: {run.refusal}")
+            continue
+        with run.modes():
+            graph, report = _fuse(run.body, run.values, options)
+        if options.transforms == "auto" and run.beyond_gradients and options.block_mask is None:
+            _leave_small(report)
+        whole.sites += report.sites
+        whole.notes += [note for note in report.notes if note != NO_ATTENTION]
+        if report.fused:
+            fused.append((run, graph))
+    return transforms.with_fused(module, fused), whole
+
+
+def _leave_small(report: Report) -> None:
+    """Mark what was fused as left to the inner compiler where none of it has many scores."""
+    problems = [plan.problem for site in report.sites for plan in site.plans]
+    most = max((4 * p.batch * p.heads * p.n_q * p.n_k for p in problems), default=0)
+    if most >= SCORES_OF_DERIVATIVES:
+        return
+    for site in (site for site in report.sites if site.fused):
+        message = (
+            f"tangents or second derivatives are asked for, and {most} bytes of scores are too few for their "
+            "computation by blocks of rows to pay"
+        )
+        site.fused, site.attentions, site.refusal = False, (), Refusal(Ground.DERIVATIVES, message)
+
+
 def _validated(
     verdicts: dict[int, Verdict], site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
 ) -> Refusal | None:
@@ -188,6 +235,23 @@ def _validated(
         verdict.wrong,
     )
     return Refusal(Ground.DEFECT, f"the fused program would differ from eager (a defect of fusion): {verdict.wrong}")
+
+
+def _keeps_mask(options: Options, found: Specified, dense: Specified, hints: Mapping[str, int]) -> str | None:
+    """Why an attention is to see a mask of all keys rather than read the keys of its rows' sets; None where not."""
+    if found.device != "cpu":
+        return "kernels that read the keys of sets are for CPUs"
+    request = _request(options)
+    if (refusal := kernels.unsupported(found.spec, found.device, request)) is not None:
+        return str(refusal)
+    if options.verify and (wrong := key_sets.contradiction(found, hints)) is not None:
+        counters["fusion"]["invalid"] += 1
+        log.error("a defect of fusion: an attention with sets of keys sees a mask of all keys: %s", wrong)
+        return f"it would compute something else (a defect of fusion): {wrong}"
+    sets, masked = ((part.spec, tuple(_sizes(part, hints).values())) for part in (found, dense))
+    shapes = (nodes.shape(dense.operands[number]) for number, _ in dense.key_sets)
+    elements = sum(math.prod(nodes.evaluate_size(n, hints) for n in shape) for shape in shapes)
+    return sets_pay(sets, masked, elements, kernels.machine_of(found.device, request))
 
 
 def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]:
@@ -241,11 +305,32 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
     return AttentionReport(
         spec=part.spec,
         sizes=sizes,
+        keys=_keys(part, sizes),
         shapes=_shapes(part, hints),
         planned=_planned(part, hints, options),
         source=kernels.kernel_source(part.spec, part.device, request, part.differentiable, values),
         approximation=_approximation(part, hints, options),
+        gradients=_gradients(part.spec) if part.differentiable else "",
     )
+
+
+def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
+    """What became of an attention's sets of keys, in words; "" where it has none."""
+    if part.mask_kept:
+        return f"every row has a set of them, but all are read under a mask: {part.mask_kept}"
+    if part.by_rows is None:
+        return ""
+    count, table = nodes.evaluate_size(part.spec.n_k, sizes), part.spec.operands[part.by_rows.table].name
+    if part.spec.among is None:
+        return f"{count} of them, read through {table}"
+    every, heads = nodes.evaluate_size(part.spec.among, sizes), nodes.evaluate_size(part.spec.n_q, sizes)
+    return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
+
+
+def _gradients(spec: AttentionSpec) -> str:
+    """Which gradients of further outputs are the reference interpreter's, a line each."""
+    left = further_gradients.left_out(spec)
+    return "\n".join(f"through {spec.describe_further(f)}: the reference interpreter, as {why}" for f, why in left)
 
 
 def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:

@@ -54,10 +54,6 @@ class MissingPackageError(FusionError, ImportError):
     """Something optional was asked for whose package is not installed."""
 
 
-class DoubleBackwardError(FusionError, NotImplementedError):
-    """A second derivative of a fused attention was asked for."""
-
-
 class ShardingError(FusionError, RuntimeError):
     """An attention of DTensors that no process could compute its part of."""
 

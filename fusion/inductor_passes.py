@@ -109,7 +109,7 @@ def _carry_attributes(fused: GraphModule, module: GraphModule) -> None:
 
 class BelowAutogradPass(CustomGraphPass):
     """What every graph with fused attentions needs once gradients are traced; beside it, Inductor's own attention
-    patterns are kept off what we left alone.
+    patterns are kept off what we did not fuse.
 
     They match by the class of an operation instead of its meaning and give wrong results for several things we refuse
     to fuse (a softmax over another dimension, for one). As a pass it makes Inductor's caches tell the two apart, and

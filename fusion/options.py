@@ -11,6 +11,7 @@ from fusion.errors import OptionError
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 TileMaps = Literal["auto", "always", "never"]
+Transforms = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
 
@@ -26,6 +27,8 @@ class Options:
     tile_maps: whether masks that are data (padding, document numbers, mask tensors) or that leave keys in several
         places (a window or the first keys) are searched for tiles that need not be computed: "auto" where that costs
         next to nothing by the cost model, "always", or "never".
+    transforms: whether attention inside of `torch.func.jvp`, `grad` and their kin is fused: "auto" where kernels
+        compute what is asked for, or where the table of scores that is not made is large; "always", or "never".
     block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
         that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
         and heads). None for no such mask. An attention that cannot have it is an error.
@@ -43,6 +46,7 @@ class Options:
     inner: Inner = "inductor"
     emitter: str = "auto"
     tile_maps: TileMaps = "auto"
+    transforms: Transforms = "auto"
     block_mask: Any = None
     autotune: bool = False
     strict: bool = False
@@ -52,8 +56,12 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Options from the caller's dict, which is left alone; raises `OptionError` naming what is valid. mode: that of
-        torch.compile, which says what `autotune` is where the dict does not."""
+        """Options from the caller's dict, which is not changed.
+
+        mode: that of torch.compile, which says what `autotune` is where the dict does not.
+
+        Raises `OptionError`, which names what is valid.
+        """
         if str(mode).startswith("max-autotune"):
             given = {"autotune": True, **(given or {})}
         hints = get_type_hints(cls)

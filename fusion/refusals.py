@@ -76,6 +76,9 @@ class Ground(enum.Enum):
     OTHER_MACHINE = "Plan for the processor that the model runs on."
     INDIRECT_COLUMN = "Gather the columns first, and multiply the result."
     TRANSFORM = "Compile the function inside the transform, not around it; write the change out of place."
+    DERIVATIVES = (
+        'Ask for it with options={"transforms": "always"}: memory is then linear in the length, and more time is taken.'
+    )
     DISTRIBUTED_DROPOUT = "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."
     OTHER_PROCESSES = "Compile on the processes of its mesh only."
     LOST_TENSOR = "Pass the tensor in as an argument, or register it as a buffer."

@@ -38,7 +38,7 @@ def write_casts(graph: Graph) -> None:
 
 
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
-    """The dtype that autocast computes this operation in, or None where it leaves it alone."""
+    """The dtype that autocast computes this operation in, or None where it changes nothing."""
     held = nodes.value(node)
     if (
         not isinstance(node.target, torch._ops.OpOverload)

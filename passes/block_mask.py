@@ -35,8 +35,10 @@ def predicate(
 ) -> tuple[Expr, list[Node]]:
     """(where the mask lets a key be seen, the nodes that the predicate's loads are numbered by).
 
-    bounds: of the attention's coordinates b0, b1, ..., i and j. device: where the attention is computed. Captured
-    tensors become buffers of `module` there. Raises BlockMaskError where the mask does not fit the attention.
+    bounds: of the attention's coordinates b0, b1, ..., i and j.
+    device: where the attention is computed.
+
+    Captured tensors become buffers of `module` there. Raises BlockMaskError where the mask does not fit the attention.
     """
     batch = sorted((c for c in bounds if c.name.startswith("b")), key=lambda c: int(c.name[1:]))
     if isinstance(mask, Tensor):

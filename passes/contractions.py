@@ -3,7 +3,6 @@ sums of a product that is broadcast."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,19 +243,28 @@ def _expand_ellipsis(term: str, rank: int) -> str:
     return term.replace("...", "".join(str(k) for k in range(count, 0, -1)))
 
 
+def is_moderate(scale: float) -> bool:
+    """Whether scores of ordinary size stay so when they are scaled last: overflow moves by 2**24 at most."""
+    return 2.0**-24 <= abs(scale) <= 2.0**24
+
+
 def strip_scale(node: Node) -> tuple[Node, float]:
-    """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T."""
+    """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T.
+
+    (c q) k is c (q k) where q k does not overflow; one that is not moderate stays with its operand.
+    """
     scale = 1.0
     while node.op == "call_function" and packet(node) in (aten.mul, aten.div) and nodes.is_tensor(node):
         tensor, factor = node.args[:2]
         if packet(node) is aten.mul and not isinstance(tensor, Node):
             tensor, factor = factor, tensor
         factor = nodes.number(factor)
-        plain = isinstance(tensor, Node) and nodes.is_tensor(tensor) and isinstance(factor, (int, float))
-        if not plain or marks.stop_gradient(node) or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
+        if not isinstance(tensor, Node) or not nodes.is_tensor(tensor) or not isinstance(factor, (int, float)):
             break
-        if not 0 < abs(factor) < math.inf:
+        if factor == 0 or marks.stop_gradient(node) or node.kwargs or nodes.dtype(tensor) != nodes.dtype(node):
             break
-        scale = scale * factor if packet(node) is aten.mul else scale / factor
-        node = tensor  # pyright: ignore[reportAssignmentType]
+        scaled = scale * factor if packet(node) is aten.mul else scale / factor
+        if not is_moderate(scaled):
+            break
+        scale, node = scaled, tensor
     return node, scale

@@ -1,7 +1,7 @@
 """Find attention: every product with V whose weights pull back to a normalised function of a product of Q and K.
 
 `find_sites(graph)` only reads the graph. A site says what to replace (`root`, the last node of the region) and by
-which attentions (usually one; several for a difference of attentions), or why it must be left alone.
+which attentions (usually one; several for a difference of attentions), or why it is not fused.
 """
 
 from __future__ import annotations

@@ -21,7 +21,12 @@ LIMIT = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcerptNode:
-    """One box. name: the node's; text: its operation; shape: of its result; parents: names of its inputs.
+    """One box.
+
+    name: the node's.
+    text: its operation.
+    shape: of its result.
+    parents: names of its inputs.
 
     role: "input" (stays in the graph), "product", "step", "blame" (stopped the analysis) or "fused".
     """

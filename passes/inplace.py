@@ -7,6 +7,7 @@ that it does not know.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -88,8 +89,10 @@ def _out_of_place(node: Node) -> Any | None:
 
 
 def _same_type(node: Node, target: Node) -> bool:
-    """In place, the result is cast to the target's dtype; only calls that need no cast are the same out of place."""
-    others = [a for a in node.args[1:] if nodes.is_tensor(a)]
+    """In place, the result is cast to the target's dtype; only calls that need no cast are the same out of place.
+    Positions that are written at are no values."""
+    positions = nodes.arguments(node).get("index")
+    others = [a for a in node.args[1:] if nodes.is_tensor(a) and a is not positions]
     dtype = nodes.dtype(target)
     promoted = dtype
     for other in others:
@@ -109,16 +112,30 @@ def _is_view(node: Node) -> bool:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return True  # getitem and the like: assume it aliases
-    if nodes.packet(node) in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
+    if _converts(target) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
         return False  # another dtype: a copy
-    returns_alias = any(r.alias_info is not None for r in target._schema.returns)
-    return returns_alias or nodes.packet(node) in MAYBE_ALIAS
+    return _returns_alias(target) or _may_alias(target)
+
+
+@functools.cache
+def _converts(target: torch._ops.OpOverload) -> bool:
+    return target.overloadpacket in (aten.to, aten._to_copy)
+
+
+@functools.cache
+def _may_alias(target: torch._ops.OpOverload) -> bool:
+    return target.overloadpacket in MAYBE_ALIAS
+
+
+@functools.cache
+def _returns_alias(target: torch._ops.OpOverload) -> bool:
+    return any(r.alias_info is not None for r in target._schema.returns)
 
 
 def may_copy(node: Node) -> bool:
     """Whether a node may have memory of its own: a clone, or a reshape of what is not laid out for it."""
     target = node.target
-    views = isinstance(target, torch._ops.OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
+    views = isinstance(target, torch._ops.OpOverload) and _returns_alias(target)
     return not views or nodes.packet(node) in MAYBE_ALIAS
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -178,9 +179,13 @@ def _hint(stride: int | torch.SymInt) -> int:
 
 
 def specialize(extent: Any) -> None:
-    """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic."""
+    """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic.
+
+    All sizes that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression.
+    """
     if isinstance(extent, torch.SymInt) and not extent.node.expr.is_number:
-        int(extent)  # torch records the guard: another value compiles again
+        for symbol in extent.node.expr.free_symbols:
+            extent.node.shape_env.evaluate_expr(symbol)  # torch records the guard: another value compiles again
         raise Specialized
 
 
@@ -190,6 +195,17 @@ def arguments(node: Node) -> dict[str, Any]:
     bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
     bound |= dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
     return {name: number(argument) for name, argument in (bound | node.kwargs).items()}
+
+
+def impurity() -> Callable[[Node], bool]:
+    """`Node.is_impure`, which is asked once for each operator."""
+    of_operator = functools.cache(lambda target: torch._library.utils.is_impure(target))
+
+    def impure(node: Node) -> bool:
+        whole = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+        return of_operator(node.target) if whole else node.is_impure()
+
+    return impure
 
 
 def normalize_dim(dim: int, rank: int) -> int:

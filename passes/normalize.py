@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
-from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,7 +21,8 @@ from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
 from fusion.passes.outline import is_outlined, outline, record, traces_through
-from fusion.passes.repeats import Later, Repeats
+from fusion.passes.repeats import Later, Repeats, part_of
+from fusion.passes.trace_inputs import Given, carry_placeholders, fake_inputs, placed
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -41,11 +41,11 @@ def normalize(
     dtensor.refuse_absent(module)
     outlined = outline(module)
     try:
-        traced = _trace(outlined, _fake_inputs(module, example_inputs), bodies or {})
+        traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {})
     except vmap.Untraceable:
-        traced = _trace(outlined, _fake_inputs(module, example_inputs), bodies or {}, sealed=True)
+        traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {}, sealed=True)
     _refuse_fake_constants(traced)
-    _carry_placeholders(module, traced)
+    carry_placeholders(module, traced)
     dtensor.mark(traced.graph)
     write_to_the_whole(traced.graph)
     make_functional(traced.graph)
@@ -54,7 +54,7 @@ def normalize(
     mark_mutations(traced.graph)
     write_casts(traced.graph)
     _mark_gradients(module, traced)
-    traced.graph.eliminate_dead_code()
+    traced.graph.eliminate_dead_code(nodes.impurity())
     write_extrema(traced.graph)
     _mark_stops(traced)
     seed_dropout(traced.graph)
@@ -64,17 +64,22 @@ def normalize(
 
 
 def _trace(
-    outlined: GraphModule, fakes: Sequence[Any], bodies: Mapping[str, GraphModule], sealed: bool = False
+    outlined: GraphModule,
+    fakes: Sequence[Any],
+    mode: FakeTensorMode,
+    bodies: Mapping[str, GraphModule],
+    sealed: bool = False,
 ) -> GraphModule:
-    """sealed: whether each `vmap` stays one call."""
+    """fakes, mode: see `fake_inputs`. sealed: whether each `vmap` stays one call."""
 
-    def run(*args: Any) -> Any:
+    def run():  # without annotations: the graph would have them, as text, and no key in AOTAutograd's cache
+        values = placed(fakes, mode)
         with torch.fx.traceback.preserve_node_meta():
-            return _Retrace(outlined, bodies, sealed).run(*args)
+            return _Retrace(outlined, bodies, sealed).run(*values)
 
     # Activation checkpointing counts what autograd saves: not what it saves for this trace.
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-        return make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    with mode, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        return make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,7 +96,7 @@ class _Retrace(torch.fx.Interpreter):
         self.repeats = Repeats()
 
     def run_node(self, n: Node) -> Any:
-        if (again := self.repeats.again(n, self.env)) is not None:
+        if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
             return again
         held = nodes.value(n)
         if n.target == "item" and isinstance(held, (torch.SymFloat, torch.SymInt)):
@@ -139,22 +144,9 @@ class _Retrace(torch.fx.Interpreter):
 
     def map_nodes_to_values(self, args: Any, n: Node) -> Any:
         for node in n.all_input_nodes:
-            if isinstance(held := self.env.get(node), Later):
+            if isinstance(held := self.env.get(node), (Given, Later)):
                 self.env[node] = held.made()
         return super().map_nodes_to_values(args, n)
-
-
-def _fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    recorded = [nodes.value(node) for node in placeholders]
-    mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = []
-    for found, given in zip(recorded, example_inputs, strict=True):
-        chosen = dtensor.real(given if found is None else found)
-        plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, torch._subclasses.FakeTensor)
-        plain = plain and not dtensor.is_dtensor(chosen)
-        fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
-    return fakes
 
 
 def _refuse_fake_constants(traced: GraphModule) -> None:
@@ -165,19 +157,6 @@ def _refuse_fake_constants(traced: GraphModule) -> None:
                 Ground.LOST_TENSOR,
                 f"the trace lost sight of a tensor used by {next(iter(node.users), node).format_node()}",
             )
-
-
-def _carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
-    """Dynamo's notes on its inputs (sources, static marks), without which Inductor treats parameters as inputs."""
-    sources = [node for node in origin.graph.nodes if node.op == "placeholder"]
-    targets = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    for source, target in zip(sources, targets, strict=True):
-        for key, value in source.meta.items():
-            target.meta.setdefault(key, value)
-        if hasattr(source, "_dynamo_source"):
-            target._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
-    for key, value in origin.meta.items():
-        traced.meta.setdefault(key, value)
 
 
 def drop_inactive_dropout(graph: torch.fx.Graph) -> None:

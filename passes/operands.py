@@ -17,7 +17,7 @@ from fusion.ir.expr import ONE, C, Expr, const, coordinates
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.caches import changes, linear_in, stored
-from fusion.passes.contractions import strip_scale
+from fusion.passes.contractions import is_moderate, strip_scale
 from fusion.passes.nodes import Unsupported
 from fusion.passes.views import Index
 from fusion.refusals import Ground
@@ -81,11 +81,10 @@ def locate(
     while True:
         if linear_in(index, row, column):
             found, found_scale = Access(node=here, index=index, dtype=dtype), scale
-        opaque = marks.mutations(here) or marks.attention_root(here)
-        stripped, factor = (here, 1.0) if opaque else strip_scale(here)
-        if stripped is not here and column is C and not changes(passed := _between(here, stripped), walk.anchor):
+        stripped, scaled = _without_scale(here, scale) if column is C else (here, scale)
+        if stripped is not here and not changes(passed := _between(here, stripped), walk.anchor):
             walk.interior |= dict.fromkeys(passed)
-            here, scale = stripped, scale * factor
+            here, scale = stripped, scaled
             continue
         if (moved := walk.step(here, index, bounds)) is None:
             break
@@ -96,6 +95,14 @@ def locate(
             Ground.LAYOUT, "an operand of the product is indexed in a way that is not linear in its row and column"
         )
     return found, const(found_scale)
+
+
+def _without_scale(here: Node, scale: float) -> tuple[Node, float]:
+    """What constants multiply to make a node, and `scale` times these; the node itself where that is far from 1."""
+    if marks.mutations(here) or marks.attention_root(here):
+        return here, scale
+    stripped, factor = strip_scale(here)
+    return (stripped, scale * factor) if is_moderate(scale * factor) else (here, scale)
 
 
 def _between(here: Node, origin: Node) -> list[Node]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.wrap import wrap
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -29,11 +30,11 @@ _PREFIX = "outlined_"
 
 def outline(module: GraphModule) -> GraphModule:
     """The same computation with one call in the place of each such part; the module itself where there is none."""
-    parts = _parts(module.graph)
-    if not parts:
+    found = parts(module.graph)
+    if not found:
         return module
-    last = {part[-1]: part for part in parts}
-    inside = {node for part in parts for node in part}
+    last = {part[-1]: part for part in found}
+    inside = {node for part in found for node in part}
     graph, made, bodies = Graph(), dict[Node, Node](), dict[str, GraphModule]()
     for node in module.graph.nodes:
         if node not in inside:
@@ -44,32 +45,61 @@ def outline(module: GraphModule) -> GraphModule:
             call = graph.call_module(name, tuple(made[given] for given in inputs))
             made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
     named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
-    return GraphModule(bodies | {name: operator.attrgetter(name)(module) for name in named}, graph)
+    return _graph_module(bodies | {name: operator.attrgetter(name)(module) for name in named}, graph)
 
 
-def _parts(graph: Graph) -> list[list[Node]]:
+def _graph_module(*given: Any) -> GraphModule:
+    """A module whose Python code is written when it is called: most of these are only read."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(*given)
+
+
+def parts(graph: Graph) -> list[list[Node]]:
     """The nodes of each outermost function transform, and of each call of a `torch.autograd.Function`, in order."""
-    parts: list[list[Node]] = []
+    found = _by_levels(graph)
+    for node in graph.nodes:
+        if _name(node) == "_autograd_grad":  # what `torch.func.vjp` returns may be called behind its levels
+            given = set(node.all_input_nodes)
+            for part in [p for p in found if p[-1] < node and not given.isdisjoint(p)][:1]:
+                last = next((p[-1] for p in found if node in p), node)
+                whole = [n for n in graph.nodes if part[0] <= n <= last]
+                found = [p for p in found if p[0] < part[0]] + [whole] + [p for p in found if p[0] > last]
+    return found
+
+
+def _by_levels(graph: Graph) -> list[list[Node]]:
+    found: list[list[Node]] = []
     depth = 0
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        entering = name.endswith(_ENTER)
-        if entering and depth == 0 or (name == "autograd_function_apply" and depth == 0 and torch.is_grad_enabled()):
-            parts.append([])
-        if depth or entering or (name == "autograd_function_apply" and torch.is_grad_enabled()):
-            parts[-1].append(node)
+        entering = _name(node).endswith(_ENTER)
+        own_gradient = _name(node) == "autograd_function_apply" and torch.is_grad_enabled()
+        if depth == 0 and (entering or own_gradient):
+            found.append([])
+        if depth or entering or own_gradient:
+            found[-1].append(node)
         elif _unwraps(node):
-            parts.append([node])
-        depth += entering - name.endswith(_LEAVE)
-    return parts
+            found.append([node])
+        depth += entering - _name(node).endswith(_LEAVE)
+    return found
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def transforms(part: list[Node]) -> bool:
+    """Whether a part is made of transforms of torch.func, and not of a `vmap` alone."""
+    return any(_name(node) in ("_grad_increment_nesting", "_jvp_increment_nesting") for node in part)
 
 
 def _unwraps(node: Node) -> bool:
     """Whether a node makes plain tensors of one that holds others, as quantised weights do: the trace would meet those
     and not know them. (DTensors are traced as such.)"""
-    if node.op in ("placeholder", "get_attr", "output") or any(map(_wraps, tree_leaves(nodes.value(node)))):
+    if node.op in ("placeholder", "get_attr", "output"):
         return False
-    return any(_wraps(nodes.value(given)) for given in node.all_input_nodes)
+    if not any(_wraps(nodes.value(given)) for given in node.all_input_nodes):
+        return False
+    return not any(map(_wraps, tree_leaves(nodes.value(node))))
 
 
 def _wraps(held: Any) -> bool:
@@ -84,15 +114,15 @@ def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node
         held = given.op == "get_attr"
         made[given] = body.node_copy(given) if held else body.placeholder(given.name)
     for node in part:
-        if _writes(node, inside):
+        if writes(node, inside):
             raise Unsupported(Ground.TRANSFORM, "a function transform of torch.func changes a tensor in place")
         made[node] = body.node_copy(node, made.__getitem__)
     outputs = [node for node in part if any(user not in inside for user in node.users)]
     body.output(tuple(made[node] for node in outputs))
-    return GraphModule(module, body), [given for given in inputs if given.op != "get_attr"], outputs
+    return _graph_module(module, body), [given for given in inputs if given.op != "get_attr"], outputs
 
 
-def _writes(node: Node, inside: set[Node]) -> bool:
+def writes(node: Node, inside: set[Node]) -> bool:
     """Whether a node changes a tensor that was made before its part."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     changing = name in ("setitem", "iadd", "imul") or (name.endswith("_") and not name.endswith("__"))

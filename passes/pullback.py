@@ -32,6 +32,7 @@ from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_distance
 from fusion.passes.folding import folded
 from fusion.passes.inplace import may_copy
+from fusion.passes.key_sets import KeySet, scattered
 from fusion.passes.narrow import Narrow
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
@@ -76,6 +77,7 @@ class PullBack:
         self.reads_tables = False  # (of keys and values: see `caches`)
         self.tables: dict[int, Table] = {}
         self.scales: set[Node] = set()
+        self.key_sets: dict[Node, KeySet] = {}
         self.products: list[Product] = []
         self.loaded: list[Node] = []
         self.interior: dict[Node, None] = {}
@@ -357,7 +359,7 @@ class PullBack:
         """Whether an expression free of scores is better read from the tensor that the graph can compute once.
 
         Only what depends on both i and j is evaluated N_q * N_k times: more than one load or more than a couple of
-        transcendental functions there cost more than one load.
+        transcendental functions there cost more than one load. (A set of keys need not be read.)
         """
         if not {"i", "j"} <= coordinates(result):
             return False
@@ -367,14 +369,14 @@ class PullBack:
             if weight or part.op == "load":
                 both = {"i", "j"} <= coordinates(part)
                 heavy += weight * both
-                reads += part.op == "load" and both
+                reads += part.op == "load" and both and self.loaded[part.operand] not in self.key_sets
         return heavy > _MAX_HEAVY or (reads > 1 and result.kind is Kind.FLOAT)
 
 
 _OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.to: PullBack._cast, aten._to_copy: PullBack._cast, aten.type_as: PullBack._cast,
     aten.dropout: PullBack._dropout, aten.native_dropout: PullBack._dropout, aten.feature_dropout: PullBack._dropout,
-    None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
+    aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
 }  # fmt: skip
 """Operation -> the element at an index of its result, or None where it is to be loaded; None stands for getitem."""
 

@@ -3,12 +3,15 @@
 Models have many equal layers, and loops many equal steps. A call of Dynamo's graph on tensors of the same form, under
 the same modes, is made of the same operations. Its value is like the one that Dynamo has recorded; it is made where a
 call that is traced asks for it.
+
+Steps of a loop read and write other slices of the same tensors. Numbers in an index are therefore no part of a call's
+form: where each of them is a number of a `select` or `slice` in what the call became, a copy has its own there.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,
-    disable_proxy_modes_tracing,
     get_proxy_mode,
     set_proxy_slot,
 )
@@ -28,11 +30,22 @@ from torch.fx.proxy import _COPY_META_FIELDS, Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusion.passes import nodes
+from fusion.passes.trace_inputs import Given, untraced
+
+aten = torch.ops.aten
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEVICES = ("cpu", "cuda")
 _OF_THE_CALL = ("stack_trace", *_COPY_META_FIELDS)
 """Of a node's annotations, those that say where in the model it comes from."""
+_NUMBERED: dict[Any, dict[Any, tuple[int, ...]]] = {
+    operator.getitem: {aten.select.int: (2,), aten.slice.Tensor: (2, 3)},
+    operator.setitem: {aten.select.int: (2,)},
+}
+"""Which arguments are numbers of an index. The ends of a slice that is written decide on the shape of what is written,
+and are part of the form."""
+_FILLS = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar)
+_REQUIRES_GRAD = -1  # its place in the form of a tensor
 Form = tuple[Any, ...]
 
 
@@ -42,14 +55,22 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
-    """What a call became. given: the nodes of its arguments; operations: what was written, in order; results: which
-    node each tensor of its value is; form, mode: of these."""
+    """What a call became.
+
+    given: the nodes of its arguments.
+    operations: what was written, in order.
+    results: which node each tensor of its value is.
+    form, mode, versions: of these.
+    places: where the numbers of an index are, as arguments of operations, in order.
+    """
 
     given: tuple[Node, ...]
     operations: tuple[Node, ...]
     results: tuple[Node, ...]
     form: Form
-    mode: FakeTensorMode
+    mode: FakeTensorMode | None
+    versions: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +80,31 @@ class Later:
     recorded: Any
     results: tuple[Node, ...]
     form: Form
-    mode: FakeTensorMode
+    mode: FakeTensorMode | None
     tracer: Any
 
     def made(self) -> Any:
         """The value, in the running trace."""
         leaves, structure = tree_flatten(self.recorded)
-        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        assert self.mode is not None
+        with untraced():
             found = [fast_detach(self.mode, leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
         for leaf, node in zip(found, self.results, strict=True):
             set_proxy_slot(leaf, self.tracer, _ProxyTensor(Proxy(node, self.tracer), None))
         return tree_unflatten(found, structure)
+
+
+def part_of(call: Node, values: Mapping[Node, Any]) -> Later | None:
+    """What a node takes out of several results of a call that was copied; None of other nodes."""
+    whole = values.get(call.args[0]) if call.target is operator.getitem and isinstance(call.args[0], Node) else None
+    if not isinstance(whole, Later) or not isinstance(whole.recorded, (list, tuple)) or type(call.args[1]) is not int:
+        return None
+    if not all(isinstance(part, torch.Tensor) for part in whole.recorded):
+        return None
+    recorded, node = whole.recorded[call.args[1]], whole.results[call.args[1]]
+    with torch._C.DisableTorchFunction():
+        form = _form_of_tensors(recorded)
+    return Later(recorded=recorded, results=(node,), form=form, mode=whole.mode, tracer=whole.tracer)
 
 
 class Repeats:
@@ -87,17 +122,19 @@ class Repeats:
         mode, self._key, self._values = get_proxy_mode(), None, values
         if mode is None or not _is_of_torch(call) or torch._C._functorch.maybe_current_level() is not None:
             return None  # inside of vmap a tensor is not the one that its node made
-        self._tracer, self._given = mode.tracer, {}
+        self._tracer, self._given, self._numbers, self._tracked = mode.tracer, {}, [], False
         with torch._C.DisableTorchFunction():  # the trace's modes would look at every use of a tensor
             try:
-                key = (call.op, call.target, _modes(), self._form(call.args), self._form(call.kwargs))
+                key = (call.op, call.target, _modes(), self._form_of_arguments(call), self._form(call.kwargs))
                 before = self._met.get(key)
             except (_Unknown, TypeError):  # TypeError: a target without a hash
                 return None
-            if before is None or _form_of_result(recorded := nodes.value(call)) != before.form:
+            recorded = None if call.target is operator.setitem else nodes.value(call)
+            # Of a tensor that is changed later, Dynamo has recorded what it is after that.
+            if before is None or _form_of_result(recorded) != before.form or _versions(recorded) != before.versions:
                 self._key, self._last = None if key in self._met else key, _last(mode.tracer.graph)
                 return None
-        results = _copied(before, tuple(self._given), call, mode.tracer.graph)
+        results = _copied(before, tuple(self._given), self._numbers, call, mode.tracer.graph)
         return Later(recorded=recorded, results=results, form=before.form, mode=before.mode, tracer=mode.tracer)
 
     def note(self, result: Any) -> None:
@@ -119,26 +156,54 @@ class Repeats:
         known = {*self._given, *operations}
         if not all(_is_known(node) and known.issuperset(node.all_input_nodes) for node in operations):
             return None
-        if self._given and any(_writes(node) for node in operations):
+        written = [node for node in operations if _writes(node)]
+        if self._given and not all(self._writes_part(node, operations) for node in written):
             return None
-        leaves, _ = tree_flatten(result)
+        if result is None and not written:
+            return None
+        leaves = [] if result is None else tree_flatten(result)[0]
         try:
             results = tuple(self._node(leaf) for leaf in leaves)
         except _Unknown:
             return None
         if not set(results) <= set(operations):
             return None
-        given = tuple(self._given)
-        return _Traced(given=given, operations=operations, results=results, form=form, mode=leaves[0].fake_mode)
+        places = _places(operations, self._key[1]) if self._numbers and self._key else ()
+        if [operations[n].args[k] for n, k in places] != self._numbers:
+            return None
+        return _Traced(
+            given=tuple(self._given),
+            operations=operations,
+            results=results,
+            form=form,
+            mode=leaves[0].fake_mode if leaves else None,
+            versions=_versions(result),
+            places=places,
+        )
+
+    def _writes_part(self, node: Node, operations: tuple[Node, ...]) -> bool:
+        """Whether a write changes nothing but elements: it goes to a view that the call made, and autograd sees
+        nothing of it."""
+        return node.target in _FILLS and node.args[0] in operations and not self._tracked
+
+    def _form_of_arguments(self, call: Node) -> Form:
+        """Numbers in an index are put aside in `_numbers`."""
+        if call.target not in _NUMBERED or (index := _without_numbers(call)) is None:
+            return self._form(call.args)
+        form, self._numbers = index
+        rest = (*call.args[:1], *call.args[2:])
+        return "indexed", *form, *map(self._form, rest)
 
     def _form(self, value: Any) -> Form:
         """What a call can see of a value before it runs."""
         if isinstance(value, Node):
             value = self._values[value]
+        if isinstance(value, Given):
+            return self._known(value.node, _form_of_tensors(value.recorded))
         if isinstance(value, Later) and len(value.results) == 1:
-            return self._numbered(value.results[0]), *value.form
+            return self._known(value.results[0], value.form)
         if isinstance(value, torch.Tensor):
-            return self._numbered(self._node(value)), *_form_of_tensors(value)
+            return self._known(self._node(value), _form_of_tensors(value))
         if isinstance(value, (list, tuple)):
             return type(value), *map(self._form, value)
         if isinstance(value, dict):
@@ -149,14 +214,15 @@ class Repeats:
             raise _Unknown
         return type(value), repr(value)  # 0.0 is not -0.0
 
-    def _numbered(self, node: Node) -> int:
-        """Which of the arguments this is: x + x is not x + y."""
-        return self._given.setdefault(node, len(self._given))
+    def _known(self, node: Node, form: Form) -> Form:
+        """The form of an argument, with which of them it is: x + x is not x + y."""
+        self._tracked |= form[_REQUIRES_GRAD] and torch.is_grad_enabled()
+        return self._given.setdefault(node, len(self._given)), *form
 
     def _node(self, tensor: torch.Tensor) -> Node:
         """The node of a tensor. One whose value the trace knows may decide what a call becomes."""
         held = self._tracer.tensor_tracker.get(tensor) if type(tensor) is FakeTensor else None
-        if held is None or tensor.constant is not None or (held.constant is not None and held.constant.numel()):
+        if held is None or any(c is not None and c.numel() for c in (held.constant, tensor.constant)):
             raise _Unknown
         return held.proxy.node
 
@@ -175,29 +241,64 @@ def _modes() -> Form:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
 
 
+def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
+    """What is between the brackets of x[...], without the numbers that a copy may have others of, and these; None for
+    an index with anything but numbers."""
+    form, numbers, index = [], [], call.args[1]
+    for item in index if isinstance(index, tuple) else (index,):
+        if type(item) is int:
+            form.append(int)
+            numbers.append(item)
+        elif item is None or item is Ellipsis:
+            form.append(str(item))
+        elif isinstance(item, slice) and {type(item.start), type(item.stop), type(item.step)} <= {int, type(None)}:
+            whole, fixed = item == slice(None), call.target is operator.setitem
+            form += [str(item)] if whole or fixed else [slice, item.start is None, item.stop is None, item.step]
+            numbers += [] if whole or fixed else [item.start or 0, 2**63 - 1 if item.stop is None else item.stop]
+        else:
+            return None
+    return (isinstance(index, tuple), *form), numbers
+
+
+def _places(operations: tuple[Node, ...], target: Any) -> tuple[tuple[int, int], ...]:
+    """The numbers of the index in what a call of `target` became."""
+    numbered = _NUMBERED[target]
+    return tuple(
+        (n, k) for n, node in enumerate(operations) for k in numbered.get(node.target, ()) if k < len(node.args)
+    )
+
+
 def _form_of_tensors(value: Any) -> Form:
+    if isinstance(value, torch.Tensor):
+        return "tensor", *_form_of_tensor(value)
     leaves, structure = tree_flatten(value)
     return structure, *map(_form_of_tensor, leaves)
 
 
 def _form_of_tensor(tensor: torch.Tensor) -> Form:
-    sizes = (*tensor.shape, *tensor.stride())
-    if any(isinstance(size, torch.SymInt) for size in sizes):
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if torch.SymInt in {*map(type, shape), *map(type, strides)}:
         raise _Unknown
     negated = tensor.is_conj() or tensor.is_neg()
-    return tensor.dim(), *sizes, tensor.dtype, tensor.device, tensor.requires_grad, negated
+    return shape, strides, tensor.dtype, tensor.device, negated, tensor.requires_grad
 
 
 def _form_of_result(value: Any) -> Form | None:
-    """The form of new tensors; None of what else a call may return, and of tensors that are changed in place later:
-    Dynamo has recorded what they are after that."""
-    leaves, _ = tree_flatten(value)
-    if not leaves or not all(type(x) is FakeTensor and not x.is_inference() and x._version == 0 for x in leaves):
+    """The form of new tensors, or of nothing; None of what else a call may return."""
+    if value is None:
+        return ()
+    leaves = (value,) if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
+    if not leaves or not all(type(x) is FakeTensor and not x.is_inference() for x in leaves):
         return None
     try:
         return _form_of_tensors(value)
     except _Unknown:
         return None
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    """How often the tensors of a value were changed in place."""
+    return tuple(leaf._version for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
 def _is_known(node: Node) -> bool:
@@ -212,7 +313,9 @@ def _last(graph: Graph) -> Node:
     return next(iter(reversed(graph.nodes)))
 
 
-def _copied(before: _Traced, given: tuple[Node, ...], call: Node, graph: Graph) -> tuple[Node, ...]:
+def _copied(
+    before: _Traced, given: tuple[Node, ...], numbers: Sequence[int], call: Node, graph: Graph
+) -> tuple[Node, ...]:
     """Write what became of a call once more, on other arguments; returns the nodes of its value."""
     made = dict(zip(before.given, given, strict=True))
     origin = {key: call.meta[key] for key in _OF_THE_CALL if key in call.meta}
@@ -220,4 +323,6 @@ def _copied(before: _Traced, given: tuple[Node, ...], call: Node, graph: Graph) 
         args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
         made[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         made[node].meta = {key: held for key, held in node.meta.items() if key not in _OF_THE_CALL} | origin
+    for (place, argument), number in zip(before.places, numbers, strict=bool(before.places)):
+        made[before.operations[place]].update_arg(argument, number)
     return tuple(made[node] for node in before.results)

@@ -11,10 +11,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import J, walk
+from fusion.ir.results import output_extents
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
 from fusion.passes.building import Symbols, derived, in_mode_of, in_place_of, split_extrema
+from fusion.passes.by_rows import Pays as SetsPay
+from fusion.passes.by_rows import read_sets, with_merged_heads
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use, uses
 from fusion.passes.nodes import Unsupported
@@ -38,15 +41,16 @@ def rewrite(
     pays: Pays | None = None,
     block_mask: BlockMask | None = None,
     validate: Validate | None = None,
+    sets_pay: SetsPay | None = None,
 ) -> dict[int, list[Specified]]:
     """Replace every site that can be; the others get a refusal. Returns the specs by position in `sites`.
 
     module: the compiler's own copy, whose graph is changed.
     supports: (spec, device, sizes, whether it is differentiated) -> why no kernel can be made for it, or None.
-    emitter: handed to the op.
-    pays: whether a map of the tiles of a mask is worth its cost on a device; None makes no maps.
+    emitter: handed to the op. pays: whether a map of a mask's tiles is worth its cost on a device; None makes none.
     block_mask: the user's mask for every attention.
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
+    sets_pay: whether keys are read by the sets of their rows (see `by_rows`); None keeps masks.
     """
     symbols = Symbols(module.graph)
     split_extrema(module.graph, sites)
@@ -55,6 +59,7 @@ def rewrite(
     _refuse_escaping(module.graph, sites, specified, symbols if block_mask is None else None)
     if validate is not None:
         _refuse_different(module.graph, sites, specified, validate)
+    read_sets(module.graph, specified, sets_pay)
     if pays is not None:
         _map_tiles(module.graph, sites, specified, symbols, pays)
     _refuse_unsupported(module.graph, sites, specified, supports)
@@ -62,9 +67,8 @@ def rewrite(
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
-        site = sites[number]
-        results[site.root] = _replace(module.graph, site, parts, symbols, emitter, results)
-    module.graph.eliminate_dead_code(_impure)
+        results[sites[number].root] = _replace(module.graph, sites[number], parts, symbols, emitter, results)
+    module.graph.eliminate_dead_code(_impurity())
     drop_seeds(module.graph)
     module.graph.lint()
     module.recompile()
@@ -143,7 +147,7 @@ def _map_tiles(
     wanted: dict[Mapped, list[tuple[int, int]]] = {}
     for number, parts in specified.items():
         for position, part in enumerate(parts):
-            if (found := mapped(part)) is not None:
+            if part.by_rows is None and (found := mapped(part)) is not None:
                 wanted.setdefault(found, []).append((number, position))
     hints = nodes.size_hints(graph)
     for found, users in wanted.items():
@@ -209,9 +213,10 @@ def _refuse_reordered_reads(site: Site) -> None:
                     raise problem
 
 
-def _impure(node: Node) -> bool:
+def _impurity() -> Callable[[Node], bool]:
     """Keep what has an effect, by torch's own rule, but for dropout whose mask a fused attention makes itself."""
-    return not marks.seed.on(node) and not marks.is_seed(node) and node.is_impure()
+    impure = nodes.impurity()
+    return lambda node: not marks.seed.on(node) and not marks.is_seed(node) and impure(node)
 
 
 def _refuse_escaping(
@@ -221,9 +226,11 @@ def _refuse_escaping(
 
     symbols: with them a site is specified anew, with what is needed of its weights as further outputs, where it can be.
     """
+    impure = _impurity()
+    kept = [node for node in graph.nodes if node.op == "output" or impure(node)]
     while True:
         needs = {node: _inputs(parts) for n, parts in specified.items() for node in _made(sites[n], parts)}
-        live = _live(graph, needs)
+        live = _live(kept, needs)
         escaped = {n: found for n in specified if (found := _escaping(sites[n], live, needs))}
         if not escaped:
             return
@@ -298,9 +305,9 @@ def _inputs(parts: Sequence[Specified]) -> list[Node]:
     return [operand for part in parts for operand in part.operands]
 
 
-def _live(graph: Graph, needs: dict[Node, list[Node]]) -> set[Node]:
+def _live(kept: Sequence[Node], needs: dict[Node, list[Node]]) -> set[Node]:
     live: set[Node] = set()
-    stack = [node for node in graph.nodes if node.op == "output" or _impure(node)]
+    stack = list(kept)
     while stack:
         node = stack.pop()
         if node not in live:
@@ -368,9 +375,8 @@ def _call(
     """The output, and what takes the place of each node that is written beside it."""
     root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
     arguments = (operands, sizes, part.spec.to_json(), emitter)
-    output = part.spec.output
-    extents = dict(zip(output.dims, nodes.value(root).shape, strict=True))
-    like = nodes.value(root)
+    output, like = part.spec.output, nodes.value(root)
+    extents = output_extents(part.spec, [nodes.value(s) if isinstance(s, Node) else s for s in sizes])
     packed = like.new_empty([extents[d] for d in output.order], dtype=getattr(torch, part.spec.out_dtype))
     value, written = packed.permute([output.order.index(d) for d in output.dims]), dict[Node, Node]()
     if part.uses:
@@ -390,4 +396,4 @@ def _call(
         call = graph.call_function(torch.ops.fusion.attention.default, arguments)
     nodes.copy_provenance(root, call)
     call.meta["val"] = value
-    return call, written
+    return with_merged_heads(graph, root, call, part.spec), written

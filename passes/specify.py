@@ -17,6 +17,7 @@ from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
+from fusion.passes.key_sets import KeySet
 from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
 from fusion.passes.operands import Access, scales_rows
@@ -29,6 +30,17 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ByRows:
+    """An attention over a set of keys, which are read through a table.
+
+    table: the number of the operand that holds the positions. dense: the same attention with a mask of all keys.
+    """
+
+    table: int
+    dense: Specified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Specified:
     """A spec and what its call takes.
 
@@ -38,6 +50,8 @@ class Specified:
     differentiable: whether gradients are needed.
     tables: numbers of operands that are positions in others, which are to be checked before they are read.
     uses: what the further outputs take the place of.
+    key_sets: what is known of operands that are masks made of positions, by number.
+    by_rows: how its keys became sets of rows, where they did. mask_kept: why they did not, though they could be.
     """
 
     spec: AttentionSpec
@@ -47,6 +61,9 @@ class Specified:
     differentiable: bool
     tables: tuple[tuple[int, Table], ...] = ()
     uses: tuple[Use, ...] = ()
+    key_sets: tuple[tuple[int, KeySet], ...] = ()
+    by_rows: ByRows | None = None
+    mask_kept: str = ""
 
 
 def specify(
@@ -86,6 +103,7 @@ def specify(
         sizes=values,
         differentiable=differentiable,
         tables=tuple(resolve.tables.items()),
+        key_sets=resolve.key_sets(),
     )
 
 
@@ -253,6 +271,11 @@ class _Resolver:
             return load(self._number(held[part.operand]), index, part.kind)
 
         return rebuild(expr, leaf)
+
+    def key_sets(self) -> tuple[tuple[int, KeySet], ...]:
+        """What is known of operands that are masks, by number."""
+        known = self.walked.key_sets
+        return tuple((number, known[node]) for (node, table), number in self.numbers.items() if node in known)
 
     def _number(self, node: Node, table: Table | None = None) -> int:
         if (node, table) not in self.numbers:

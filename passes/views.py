@@ -148,7 +148,7 @@ def _unflatten(flat: Expr, extents: Sequence[Expr], bounds: integers.Bounds) -> 
             result.append(integers.integer(0))
         else:
             result.append(flat if last else integers.mod(flat, extent, bounds))
-            flat = integers.floordiv(flat, extent, bounds)
+            flat = flat if last else integers.floordiv(flat, extent, bounds)
     return result[::-1]
 
 

@@ -78,6 +78,17 @@ LONGEST = (
 )
 """Files that take longest, which run first."""
 
+OPTIMISED = (
+    "codegen/mlir/",
+    "fusion/test_disk_cache.py",
+    "fusion/test_warm_start.py",
+    "fuzz/",
+    "models/test_generate.py",
+)
+"""Tests that run the CPU kernels that users get; so do tests that start processes, those marked `optimised`, and all of
+them in the long set. In the others LLVM takes a kernel's instructions as they stand, in a third of the time: what they
+test is the text."""
+
 # What architecture tests found, by the run's title: the table at the end of the run. With several workers (-n) each
 # hands its part over when it ends.
 OUTCOMES = pytest.StashKey[dict[str, list]]()
@@ -85,6 +96,7 @@ OUTCOMES = pytest.StashKey[dict[str, list]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: the exhaustive part of a test, left out unless -m asks for it")
+    config.addinivalue_line("markers", "optimised: with CPU kernels as users get them")
     config.stash[OUTCOMES] = {}
 
 
@@ -132,6 +144,19 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         for title in found:
             terminalreporter.section(title)
             terminalreporter.write_line(table(found[title]))
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """CPU kernels as users get them, or not optimised by LLVM."""
+    marked = request.config.option.markexpr or request.node.get_closest_marker("optimised")
+    if marked or _place(request.node).startswith(OPTIMISED) or importlib.util.find_spec("torch_mlir") is None:
+        yield
+        return
+    from tests.fuzz.quick import unoptimised
+
+    with unoptimised():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,8 @@ def _describe(path: str, actual, eager, reference, bound: float) -> str:
     )
 
 
-def _assert_same_kind(path: str, actual: torch.Tensor, eager: torch.Tensor, *, dtype: bool, strides: bool) -> None:
+def assert_same_kind(path: str, actual: torch.Tensor, eager: torch.Tensor, *, dtype: bool, strides: bool) -> None:
+    """Assert that shapes agree, and dtypes and strides where these are asked for. path: where the tensors stand."""
     assert actual.shape == eager.shape, f"{path}: shape {list(actual.shape)}, eager has {list(eager.shape)}"
     assert not dtype or actual.dtype == eager.dtype, f"{path}: {actual.dtype}, eager has {eager.dtype}"
     if strides and actual.numel() > 0:
@@ -100,7 +101,7 @@ def assert_as_exact_as_eager(
     for path, want in theirs.items():
         got, reference = ours[path].detach().cpu(), exact[path].detach().cpu()
         want = want.detach().cpu()
-        _assert_same_kind(path, ours[path], theirs[path], dtype=check_dtype, strides=check_strides)
+        assert_same_kind(path, ours[path], theirs[path], dtype=check_dtype, strides=check_strides)
         assert reference.shape == want.shape, f"{path}: the reference has shape {list(reference.shape)}"
         if want.dtype in _EXACT:
             assert torch.equal(got, want), f"{path}: {int((got != want).sum())} integers differ from eager's"
@@ -144,7 +145,7 @@ def assert_same(actual: Any, expected: Any, name: str = "output") -> None:
     assert ours.keys() == theirs.keys() and theirs, f"outputs {sorted(ours)}, expected {sorted(theirs)}"
     for path, want in theirs.items():
         got, want = ours[path].detach().cpu(), want.detach().cpu()
-        _assert_same_kind(path, got, want, dtype=True, strides=False)
+        assert_same_kind(path, got, want, dtype=True, strides=False)
         differ = (got != want) & ~((got != got) & (want != want))
         assert not differ.any(), f"{path}: {int(differ.sum())} of {got.numel()} elements differ"
 
@@ -156,7 +157,7 @@ def assert_same_in_float64(actual: Any, expected: Any, terms: Any = 0, name: str
     Takes tensors, arrays and numbers. terms: what the numbers are sums of, where these may cancel.
     """
     ours, theirs = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (actual, expected))
-    _assert_same_kind(name, ours, theirs, dtype=True, strides=False)
+    assert_same_kind(name, ours, theirs, dtype=True, strides=False)
     _assert_same_specials(name, ours, theirs)
     finite = theirs.isfinite()
     error, size = norms(ours[finite] - theirs[finite])[0], norms(theirs[finite])[0]

@@ -81,7 +81,10 @@ def attention_function(
     machine: Machine | None = None,
     public: bool = False,
 ) -> AttentionFunction:
-    """The function of a spec. shapes: of its operands; sizes: values of `spec.sizes`.
+    """The function of a spec.
+
+    shapes: of its operands.
+    sizes: values of `spec.sizes`.
 
     Raises MlirExportError where there is no kernel for it.
     """

@@ -90,8 +90,11 @@ class FeatureKernels:
         return state
 
     def readout(self, q: torch.Tensor, state: torch.Tensor, divided: bool = False) -> torch.Tensor:
-        """[heads, N, d_v + 1]: for q [heads, N, d] the sums over keys of p(q.k) [v, 1]; divided: the first d_v of them,
-        divided by the last. state: times what every feature is worth (`weights`)."""
+        """[heads, N, d_v + 1]: for q [heads, N, d] the sums over keys of p(q.k) [v, 1].
+
+        divided: the first d_v of them, divided by the last.
+        state: times what every feature is worth (`weights`).
+        """
         heads, n, _ = q.shape
         blocks = -(-n // QUERY_BLOCK)
         planes = _state_planes(state)

@@ -53,7 +53,8 @@ class _RowKernel(KernelFunction):
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         self.stretch = KEY_SPAN
         room = FIRST_CACHE if spec.operands[1].dtype == spec.operands[2].dtype == "float32" else SECOND_CACHE
-        while self.stretch > 2 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > room:
+        alone = spec.among is not None and spec.n_q.is_const and spec.n_q.integer == 1  # no row reads the same keys
+        while not alone and self.stretch > 2 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > room:
             self.stretch //= 2
         self.keys, self.values = row_products(self.b, spec, target, self.d_padded, self.e_padded)
         # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
@@ -290,7 +291,7 @@ class _RowKernel(KernelFunction):
     ) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
         b, lanes = self.b, self.lanes
-        rows = keys.rows(j0, lanes, self.n_k, self.d, self.d_padded, self.staging)
+        rows = keys.apart(j0, lanes, self.n_k, self.d, self.d_padded, self.staging)
         score = sum_rows(b, self.keys.dot_products(rows, query))
         valid = self._valid(b.sub(high, j0))
         lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
@@ -323,7 +324,7 @@ class _RowKernel(KernelFunction):
         sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
         zero = b.constant(0.0, self.vector)
         with b.carry(low, high, lanes, [zero] * (sets * count), hint="j0") as (loop, j0, sums):
-            rows, sums = values.rows(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging), list(sums)
+            rows, sums = values.apart(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging), list(sums)
             self.values.add(sums, rows, self.scores, b.sub(j0, low), e, count)
             loop.yields(*sums)
         found = self.values.in_order([functools.reduce(b.add, loop.results[n::count]) for n in range(count)])

@@ -31,7 +31,8 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A block of rows in memory: element (r, c) is at pointer + r * stride + c, all padded columns readable.
+    """A block of rows in memory: element (r, c) is at pointer + r * stride + c, or at lines[r] + c, all padded columns
+    readable.
 
     memory: MLIR's type of an element; dtype: torch's.
     """
@@ -40,6 +41,7 @@ class Rows:
     stride: Value | int
     memory: str
     dtype: str
+    lines: tuple[Value, ...] = ()
 
 
 class RowReader:
@@ -105,6 +107,23 @@ class RowReader:
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
+    def apart(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
+        """The same rows, where they may lie anywhere: a table says where. They are read in place, too."""
+        b = self.context.b
+        positions = [b.least(b.add(first, r), b.sub(limit, 1)) for r in range(count)]
+        found = [self._line(position) for position in positions] if self.base is None and self.made is None else []
+        stride = found[0][1] if found else None
+        if stride is None or padded != width:
+            return self.rows(first, count, limit, width, padded, staging)
+        whole = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
+        direct = b.binary("arith.andi", whole, b.compare("eq", b.as_value(stride, "i64"), 1, "unit"))
+        with b.when(b.binary("arith.xori", direct, b.constant(1, "i1"), "staged")):
+            self._stage(first, count, limit, width, padded, staging)
+        lines = [
+            b.select(direct, line, b.at(staging, r * padded, self.memory), "line") for r, (line, _) in enumerate(found)
+        ]
+        return Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype, lines=tuple(lines))
+
     def _stage(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> None:
         """Write what is there, and zeros."""
         b = self.context.b
@@ -166,8 +185,7 @@ def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lan
     """2 `lanes` consecutive elements of a row in bfloat16 as float32, those at even places and those at odd ones: one
     operation for each, where elements in order take two."""
     words = f"vector<{lanes}xi32>"
-    address = b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory)
-    both = b.load(address, words, "x", align=2)
+    both = b.load(_address(b, rows, row, column), words, "x", align=2)
     even = b.binary("arith.shli", both, b.constant(16, words), "even")
     odd = b.binary("arith.andi", both, b.constant(-65536, words), "odd")
     return b.convert("arith.bitcast", even, "f32"), b.convert("arith.bitcast", odd, "f32")
@@ -175,7 +193,13 @@ def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lan
 
 def load_line(b: Builder, rows: Rows, row: Value | int, column: Value | int, type_: str) -> Value:
     """Consecutive elements of a row as they are, as many as the vector type has."""
-    return b.load(b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory), type_, "x")
+    return b.load(_address(b, rows, row, column), type_, "x")
+
+
+def _address(b: Builder, rows: Rows, row: Value | int, column: Value | int) -> Value:
+    if rows.lines and isinstance(row, int):
+        return b.at(rows.lines[row], column, rows.memory)
+    return b.at(rows.pointer, b.add(b.mul(row, rows.stride), column), rows.memory)
 
 
 def load_f32(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> Value:

@@ -10,7 +10,7 @@ FLOAT is f32. BOOL is i1. INT is i64 as a scalar; as a vector i32 where its magn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
@@ -22,6 +22,7 @@ from fusion.ir.expr import Expr, Kind, coordinates
 from fusion.ir.fills import has_fill
 from fusion.ir.spec import Operand
 from fusion.lowering.numbers import magnitude
+from fusion.lowering.ranges import Interval, is_ordinary
 
 #: MLIR's type of an element in memory; of the bits of a float8
 MEMORY_TYPE = {
@@ -65,13 +66,14 @@ class Lanes:
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """What every scope of a kernel shares."""
+    """What every scope of a kernel shares. ranges: what is known of leaves."""
 
     b: Builder
     params: Params
     math: VectorMath
     operands: tuple[Operand, ...]
     lanes: int
+    ranges: Mapping[Expr, Interval] = field(default_factory=dict)
 
 
 def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Value) -> Callable[[Expr], Value | None]:
@@ -202,6 +204,8 @@ class Scope:
             branches = [a if shape_of(a.type)[0] else b.broadcast(a, self.context.lanes) for a in branches]
             return b.select(condition, *branches)
         args = self._same_shape(args)
+        if expr.op == "log" and is_ordinary(expr.args[0], self.context.ranges):
+            return self.context.math.log(args[0], ordinary=True)
         if len(args) == 1 and expr.kind is Kind.FLOAT:
             return self.context.math.unary(expr.op)(args[0])
         return self._simple(expr.op, args)

@@ -19,6 +19,7 @@ from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.ranges import ranges
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
@@ -77,6 +78,7 @@ class KernelFunction(ThreadFunction):
             math=VectorMath(self.b, target.avx512, degree, flushes=flush, bfloat16=target.bfloat16),
             operands=spec.operands,
             lanes=self.lanes,
+            ranges=ranges(spec),
         )
         self.programs: ScorePrograms = score_programs(spec, folded=True)
         self.exponent = Exponent(self.context, self.programs.scale)
@@ -204,7 +206,8 @@ class KernelFunction(ThreadFunction):
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
         """What each lane's output is multiplied by.
 
-        raw: the running maximum in units of the programs' scale; total: the sum.
+        raw: the running maximum in units of the programs' scale.
+        total: the sum.
         """
         b, spec = self.b, self.spec
         m = b.mul(raw, self.programs.scale)

@@ -31,8 +31,8 @@ class SparseKernel:
         """(output [h, N_q, d_v], share of the normaliser left out at most [h], tiles computed [h]); None for inputs
         beyond the range of split planes.
 
-        marks: uint8 [h, row tiles, key tiles], row tiles a multiple of `sets`: the tiles to look at. share: the weight,
-        relative to its row's sum, below which a key may be left out.
+        marks: uint8 [h, row tiles, key tiles], row tiles a multiple of `sets`: the tiles to look at.
+        share: the weight, relative to its row's sum, below which a key may be left out.
         """
         heads, n_q, d = q.shape
         n_k, d_v = v.shape[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from fusion.codegen import reference
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.plan import backward_plan
+from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.calling import CompiledKernel, check_sizes, extents_function, operand_slots
 from fusion.codegen.mlir.further import IDENTITY
@@ -22,9 +23,12 @@ from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.ir.results import REDUCE, coordinate_extents, further_shape, output_extents, statistics_shape
+from fusion.ir.results import REDUCE, coordinate_extents, further_shape, output_extents, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, FurtherOutput
+from fusion.lowering import further_gradients
 from fusion.planning.choice import Choice, Tile, query_stationary
+
+log = logging.getLogger(__name__)
 
 
 class TrainingKernel:
@@ -33,8 +37,8 @@ class TrainingKernel:
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         self.spec, self.tilings, self.target = spec, tuple(tilings), target
         self.extents = extents_function(spec)
-        self.plan = backward_plan(spec)
         self._compiled: dict[tuple, CompiledKernel] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool], BackwardPlan] = {}
         self._lock = threading.Lock()
 
     def source(self, sizes: Sequence[int]) -> str:
@@ -113,13 +117,30 @@ class TrainingKernel:
         operands: Sequence[Tensor],
         sizes: Sequence[int],
         needs: tuple[bool, ...],
+        further: Sequence[Tensor | None] = (),
     ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks."""
+        """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
-        if 0 in (*batch, n_q, n_k, d, d_v):
-            return reference.backward(self.spec, grad, operands, sizes, needs)
+        arriving = [g for g in further if g is not None]
+        places = tuple(place for place, g in enumerate(further) if g is not None)
+        spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
+        reason = further_gradients.unsupported(spec, needs)
+        if reason is not None:
+            log.debug("the gradient of %s is the reference interpreter's: %s", self.spec, reason)
+        if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
+            return reference.backward(spec, grad, operands, sizes, needs, further=arriving)
         check_sizes(n_q, n_k, *sizes)
-        return BackwardCall(self, grad, out, statistics, operands, sizes, needs).gradients()
+        skips = bool(arriving) and spec.mask is not None and spec.mask.skips
+        plan = self._plan(places, skips and not all(math.isfinite(size_of(g)) for g in arriving))
+        return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
+
+    def _plan(self, places: tuple[int, ...], everywhere: bool) -> BackwardPlan:
+        """For gradients that arrive at these of the further outputs."""
+        with self._lock:
+            if (places, everywhere) not in self._plans:
+                spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
+                self._plans[places, everywhere] = backward_plan(spec, everywhere)
+            return self._plans[places, everywhere]
 
     def _forward_kernel(self, d: int, d_v: int, choice: int) -> CompiledKernel:
         return self._build(
@@ -128,12 +149,13 @@ class TrainingKernel:
         )
 
     def backward_kernel(
-        self, kind: type[BackwardKernel], needs: tuple[bool, ...], d: int, d_v: int, choice: int
+        self, kind: type[BackwardKernel], plan: BackwardPlan, needs: tuple[bool, ...], d: int, d_v: int, choice: int
     ) -> CompiledKernel:
         """One of the backward kernels, with products and tile of the `choice`-th tiling."""
         tiling = backward_tiling(self.tilings[choice])
-        problem = Problem(spec=self.spec, plan=self.plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
-        return self._build((kind, needs, d, d_v, choice), lambda: kind(problem, needs).text())
+        problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
+        key = (kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice)
+        return self._build(key, lambda: kind(problem, needs).text())
 
     def _build(self, key: tuple, write: Callable[[], KernelText]) -> CompiledKernel:
         """The kernel of a text, which is written and compiled at first use."""

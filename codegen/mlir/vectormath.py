@@ -43,12 +43,12 @@ _LOG2E_LOW = LOG2E - _LOG2E_HIGH
 
 @functools.cache
 def exp2_polynomial(degree: int) -> tuple[float, ...]:
-    """Coefficients c0..c_degree of 2**x on [0, 1], near the best in relative error, with c0 = 1: 2**0 is exact."""
+    """Coefficients c0..c_degree of 2**x on [0, 1], near the best in relative error, and exact at both ends: a weight
+    whose score is the row's maximum is 1, also where the difference is rounded to just below 0."""
     # p(x) = 1 + x r(x). The error vanishes at 0 and where r meets (2**x - 1) / x; with these the roots of a Chebyshev
-    # polynomial of degree + 1, stretched so that its smallest root is 0 and its interval ends at 1, the error is nearly
-    # even.
+    # polynomial of degree + 1, stretched so that the outermost are 0 and 1, the error is nearly even.
     roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
-    nodes = (roots[:-1] - roots[-1]) / (1 - roots[-1])
+    nodes = (roots[:-1] - roots[-1]) / (roots[0] - roots[-1])
     r = np.linalg.solve(np.vander(nodes, degree, increasing=True), np.expm1(nodes * LN2) / nodes)
     return (1.0, *r.tolist())
 
@@ -122,27 +122,35 @@ class VectorMath:
         error = b.fma(b.unary("arith.negf", x), estimate, 1.0)
         return b.fma(error, estimate, estimate, "recip")  # one step of Newton's method
 
-    def log(self, x: Value) -> Value:
-        """Natural logarithm, 1e-7: exponent and mantissa in [sqrt(1/2), sqrt(2)), log(m) by a polynomial in m - 1."""
+    def log(self, x: Value, ordinary: bool = False) -> Value:
+        """Natural logarithm, 1e-7. ordinary: x is positive, neither denormal nor infinite, or NaN."""
+        b = self.b
+        if ordinary:
+            return b.fma(x, 0.0, self._normal_log(x), "log")  # NaN stays
+        denormal = b.compare("olt", x, 1.17549435e-38)
+        shift = b.select(denormal, b.constant(-23.0, x.type), 0.0)
+        value = self._normal_log(b.select(denormal, b.mul(x, 2.0**23), x), shift)
+        value = b.select(b.compare("oeq", x, math.inf), math.inf, value)
+        value = b.select(b.compare("oeq", x, 0.0), -math.inf, value)
+        return b.select(b.compare("olt", x, 0.0), math.nan, b.select(b.compare("uno", x, x), x, value), "log")
+
+    def _normal_log(self, x: Value, shift: Value | None = None) -> Value:
+        """Of positive numbers: exponent (plus `shift`) and mantissa in [sqrt(1/2), sqrt(2)), log(m) by a polynomial in
+        m - 1."""
         b, lanes = self.b, shape_of(x.type)[0]
         integer = vector_of("i32", lanes)
-        denormal = b.compare("olt", x, 1.17549435e-38)
-        scaled = b.select(denormal, b.mul(x, 2.0**23), x)
-        bits = b.bitcast(scaled, integer)
+        bits = b.bitcast(x, integer)
         # Subtracting the bits of sqrt(1/2) makes the exponent field count from there.
         offset = b.sub(bits, 0x3F3504F3)
         exponent = b.binary("arith.shrsi", offset, 23)
         mantissa = b.bitcast(b.add(b.binary("arith.andi", offset, 0x7FFFFF), 0x3F3504F3), x.type)
         e = b.op(f"arith.sitofp {exponent} : {integer} to {x.type}", x.type, "e")
-        e = b.select(denormal, b.sub(e, 23.0), e)
+        e = e if shift is None else b.add(e, shift)
         f = b.sub(mantissa, 1.0, "f")
         square = b.mul(f, f)
         tail = b.mul(b.mul(horner(b, f, _LOG_TAIL), f), square)
         low = b.fma(e, _LN2_LOW, b.fma(square, -0.5, tail))
-        value = b.fma(e, _LN2_HIGH, b.add(f, low))
-        value = b.select(b.compare("oeq", x, math.inf), math.inf, value)
-        value = b.select(b.compare("oeq", x, 0.0), -math.inf, value)
-        return b.select(b.compare("olt", x, 0.0), math.nan, b.select(b.compare("uno", x, x), x, value), "log")
+        return b.fma(e, _LN2_HIGH, b.add(f, low))
 
     def log1p(self, x: Value) -> Value:
         """log(1 + x), also near 0: the rounding of 1 + x is made good to first order."""

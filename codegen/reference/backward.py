@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch.autograd import forward_ad
 
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.results import further_names
@@ -20,6 +21,14 @@ from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
 
 #: score elements of a block of rows that are alive at once
 BLOCK_ELEMENTS = 1 << 22
+
+_KEYS = torch._C.DispatchKey
+_OF_RECORDING = (
+    _KEYS.AutogradCPU, _KEYS.AutogradCUDA, _KEYS.AutogradOther, _KEYS.AutogradFunctionality, _KEYS.ADInplaceOrView,
+    _KEYS.ZeroTensor, _KEYS.FuncTorchDynamicLayerFrontMode, _KEYS.FuncTorchDynamicLayerBackMode,
+    _KEYS.FuncTorchGradWrapper,
+)  # fmt: skip
+"""What autograd and the levels of torch.func need; an operator is called below them, or below a dispatch mode."""
 
 
 def backward(
@@ -29,34 +38,32 @@ def backward(
     sizes: Sequence[int],
     needs: Sequence[bool],
     dtype: torch.dtype | None = None,
-    further: Sequence[torch.Tensor] = (),
+    further: Sequence[torch.Tensor | None] = (),
 ) -> list[torch.Tensor]:
     """The gradients of the operands that `needs` marks, in order, each of its operand's shape and in the
     computation's dtype.
 
-    grad: of the output, with dimensions `spec.output.dims`. further: of the further outputs; none where they have none.
+    grad: of the output, with dimensions `spec.output.dims`. further: of each of the further outputs, None where nothing
+    arrives; () where nothing does at any.
     """
-    if not further:
-        spec = replace(spec, further=())
+    arriving = [g for g in further if g is not None]
+    spec = replace(spec, further=tuple(f for f, g in zip(spec.further, further, strict=False) if g is not None))
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(needed) for o, needed in zip(operands, needs, strict=True)]
         wanted = [t for t, n in zip(given, needs, strict=True) if n]
-        return _Backward(spec, given, sizes, dtype).gradients([grad, *further], wanted)
+        return _Backward(spec, given, sizes, dtype).gradients([grad, *arriving], wanted)
 
 
-def recording() -> contextlib.AbstractContextManager:
-    """Let autograd record although this runs inside an operator, below the dispatcher's autograd keys."""
-    keys = torch._C.DispatchKey
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record although this runs inside an operator, below the dispatcher's autograd keys. Tangents that
+    tensors have outside are the operator's business."""
     hidden = torch._C._dispatch_tls_local_exclude_set()
-    for key in (
-        keys.AutogradCPU,
-        keys.AutogradCUDA,
-        keys.ADInplaceOrView,
-        keys.AutogradOther,
-        keys.AutogradFunctionality,
-    ):
+    for key in _OF_RECORDING:
         hidden = hidden.remove(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, hidden), forward_ad._set_fwd_grad_enabled(False):
+        yield
 
 
 class _Backward:

@@ -70,9 +70,10 @@ class ReferenceGradient:
         operands: Sequence[Tensor],
         sizes: Sequence[int],
         needs: tuple[bool, ...],
+        further: Sequence[Tensor | None] = (),
     ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks."""
-        return backward(self.spec, grad, operands, sizes, needs)
+        """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
+        return backward(self.spec, grad, operands, sizes, needs, further=further)
 
 
 def supports(spec: AttentionSpec, machine: Machine) -> str | None:

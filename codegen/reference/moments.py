@@ -12,9 +12,10 @@ from torch import Tensor
 class Moments(NamedTuple):
     """Of H heads, before any scale, in float32, with keys k_j minus their mean but for the first of `norms`.
 
-    norms: [H, 3], squares of the largest (key, key minus the mean, query). means: [H, d], the means of the keys.
+    norms: [H, 3], squares of the largest (key, key minus the mean, query).
+    means: [H, d], the means of the keys.
     squares, slants: [H, N_q], for every query the means of (q.k_j)^2 and of q.k_j over the keys before it (0 where
-    there are none): all keys, or those of earlier segments.
+        there are none): all keys, or those of earlier segments.
     """
 
     norms: Tensor
@@ -24,8 +25,12 @@ class Moments(NamedTuple):
 
 
 def moments(q: Tensor, k: Tensor, owner: Tensor, segment: int = 0) -> Moments:
-    """q: [H, N_q, d]; k: [U, N_k, d]; owner: [H], the keys of each head. segment: keys that become visible together
-    where attention is causal (query i sees those of earlier segments); 0: all of them are visible."""
+    """q: [H, N_q, d].
+    k: [U, N_k, d].
+    owner: [H], the keys of each head.
+    segment: keys that become visible together where attention is causal (query i sees those of earlier segments); 0:
+        all of them are visible.
+    """
     q, k = q.float(), k.float()
     n_q, n_k, d = q.shape[1], k.shape[1], q.shape[2]
     means = torch.bmm(k.new_full((1, 1, n_k), 1 / n_k).expand(len(k), 1, n_k), k)

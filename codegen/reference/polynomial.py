@@ -24,8 +24,10 @@ class Monomials:
     """The monomials in d coordinates up to a degree, in graded order, number 0 being 1.
 
     parents, variables: [r] int64; monomial a is monomial parents[a] times coordinate variables[a] (number 0 is the
-    product of itself and a coordinate d that is always 1). degrees: [r] int64. multinomials: [r] float64, the
-    coefficient of q^a k^a in (q.k)^degree. below_top: how many are below the top degree.
+        product of itself and a coordinate d that is always 1).
+    degrees: [r] int64.
+    multinomials: [r] float64, the coefficient of q^a k^a in (q.k)^degree.
+    below_top: how many are below the top degree.
     """
 
     d: int
@@ -87,8 +89,10 @@ def attend(
 
     coefficients: c_0, c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own.
 
-    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists. chunk: if not 0, causal (key j for
-    query i >= j) in chunks of so many rows: a state of the chunks before, and the exponential itself inside of a chunk.
+    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists.
+
+    chunk: if not 0, causal (key j for query i >= j) in chunks of so many rows: a state of the chunks before, and the
+        exponential itself inside of a chunk.
     """
     powers = torch.as_tensor(coefficients, dtype=torch.float64)
     if chunk:

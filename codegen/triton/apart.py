@@ -39,8 +39,11 @@ COMMAND = (sys.executable, "-c", "from fusion.codegen.triton.apart import main; 
 class Request:
     """A call to be repeated.
 
-    spec: as text. statistics: whether the forward writes them. packed: heads that share blocks of rows. backward: the
-    output's gradient, the output and the statistics, where the call is of the backward; needs: the marked operands.
+    spec: as text.
+    statistics: whether the forward writes them.
+    packed: heads that share blocks of rows.
+    backward: the output's gradient, the output and the statistics, where the call is of the backward.
+    needs: the marked operands.
     """
 
     spec: str

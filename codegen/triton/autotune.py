@@ -57,9 +57,12 @@ Times = Callable[[str, Sequence[int], Sequence[Tile]], Sequence[float]]
 class Stage:
     """Launches that share a tile.
 
-    kernel: the one that takes the time. variant: its module. tile: the table's. launch: all of them in a tile, as often
-    as is asked. others: tiles that may run, too; None where the tile is settled. results: what the launches write (not
-    what they add to), rows of values.
+    kernel: the one that takes the time.
+    variant: its module.
+    tile: the table's.
+    launch: all of them in a tile, as often as is asked.
+    others: tiles that may run, too; None where the tile is settled.
+    results: what the launches write (not what they add to), rows of values.
     """
 
     kernel: str
@@ -74,8 +77,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What is known of a call. sizes: values of the spec's sizes. situation: what choices are remembered by, beside
-    kernel and device."""
+    """What is known of a call.
+
+    sizes: values of the spec's sizes.
+    situation: what choices are remembered by, beside kernel and device.
+    """
 
     device: torch.device
     sizes: Sequence[int]
@@ -108,8 +114,11 @@ def run(
     reset: Callable[[], None],
     request: Callable[[], Request],
 ) -> None:
-    """Launch the stages, each in its tile. reset: undo what launches have added to results. request: this call, for
-    another process to repeat."""
+    """Launch the stages, each in its tile.
+
+    reset: undo what launches have added to results.
+    request: this call, for another process to repeat.
+    """
     if tuner is not None and any(tuner.tile(stage, call) is None for stage in stages) and tuner.measures(call):
         if tuner.clock is None:
             tuner.have_measured(stages, call, request)

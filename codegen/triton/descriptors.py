@@ -32,10 +32,16 @@ READ = {"attention_backward_queries": {"k", "v"}, "attention_backward_keys": {"q
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A tensor whose tiles are boxes. operand: its number, None for the output's gradient. name: in the kernel, "q",
-    "k", "v" or "do". dims: of the tensor, without those that are not indexed, the columns' last. index: of a head's
-    first element by these. rows: which of them counts queries or keys. panels: of the columns. whole: whether the
-    columns begin the dimension."""
+    """A tensor whose tiles are boxes.
+
+    operand: its number, None for the output's gradient.
+    name: in the kernel, "q", "k", "v" or "do".
+    dims: of the tensor, without those that are not indexed, the columns' last.
+    index: of a head's first element by these.
+    rows: which of them counts queries or keys.
+    panels: of the columns.
+    whole: whether the columns begin the dimension.
+    """
 
     operand: int | None
     name: str

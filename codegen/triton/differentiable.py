@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,25 +23,34 @@ from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kern
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
 from fusion.codegen.triton.further import TILED_LIKE, FurtherByKeys, FurtherByRows, further_kernels
-from fusion.codegen.triton.gradients import gradients_of, unsupported_gradient
+from fusion.codegen.triton.gradients import (
+    arriving,
+    delta_of_further,
+    gradients_of,
+    unsupported_gradient,
+    with_arriving,
+)
 from fusion.codegen.triton.launch import Kernel, check_sizes, empty_lists, fixed_constants, list_tile, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.variant import Variant
-from fusion.ir.results import coordinate_extents, further_shape, no_statistics
+from fusion.ir.expr import ZERO
+from fusion.ir.results import coordinate_extents, further_shape, no_statistics, size_of
 from fusion.ir.sizes import size_function
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
 
 log = logging.getLogger(__name__)
+Kept = TypeVar("Kept")
 
 
 class Differentiable:
     """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
 
     dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32. tile: in
-    place of those that are planned. tuner: measures tiles. plan: see `Kernel`.
+    place of those that are planned. tuner: measures tiles. plan: see `Kernel`. arriving: the spec is one of
+    `with_arriving`.
     """
 
     def __init__(
@@ -49,13 +59,15 @@ class Differentiable:
         tile: Tile | None = None,
         tuner: Tuner | None = None,
         plan: Callable[[Machine], GpuPlanner] | None = None,
+        arriving: bool = False,
     ):
-        self.spec, self.tile = spec, tile
+        self.spec, self.tile, self.plan = spec, tile, plan
+        self.trained = spec if arriving else replace(spec, further=())
         self.tuner = tuner if tile is None else None
         self.kernel = Kernel(
             spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
         )
-        self._variants: dict[tuple, Variant] = {}
+        self._variants: dict[tuple, Any] = {}
         self._lock = threading.Lock()
 
     def source(self, sizes: Sequence[int]) -> str:
@@ -116,19 +128,31 @@ class Differentiable:
         operands: Sequence[Tensor],
         sizes: Sequence[int],
         needs: tuple[bool, ...],
+        further: Sequence[Tensor | None] = (),
     ) -> list[Tensor]:
         """grad, out: of the output's dimensions, any strides. The gradients, in order, of each marked operand's
-        shape."""
-        if (reason := self.without_kernels(needs)) is None:
-            return self._gradients(grad, out, statistics, operands, sizes, needs)
+        shape. further: what arrives at the further outputs."""
+        places = tuple(place for place, g in enumerate(further) if g is not None)
+        kernels, found = self._with(places) if places else self, [g for g in further if g is not None]
+        given, of_given = (*operands, *found), (*needs, *(False for _ in found))
+        reason = kernels.without_kernels(of_given)
+        if self.spec.mask is not None and not all(math.isfinite(size_of(g)) for g in found):
+            reason = "what arrives at a further output is not finite, where a mask may hide it"
+        if reason is None:
+            return kernels._gradients(grad, out, statistics, given, sizes, of_given)
         log.debug("gradients of %s by the reference: %s", self.spec, reason)
-        return reference.backward(self.spec, grad, operands, sizes, needs)
+        return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
+
+    def _with(self, places: tuple[int, ...]) -> Differentiable:
+        """What differentiates where gradients arrive at these of the further outputs."""
+        spec = with_arriving(self.spec, places)
+        return self._kept(("arriving", places), lambda: Differentiable(spec, self.tile, plan=self.plan, arriving=True))
 
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
         """Why gradients are left to the reference interpreter, or None."""
-        if (reason := unsupported_gradient(self.spec, needs)) is not None:
+        if (reason := unsupported_gradient(self.trained, needs)) is not None:
             return reason
-        if torch.are_deterministic_algorithms_enabled() and gradients_of(self.spec, needs).captured:
+        if torch.are_deterministic_algorithms_enabled() and gradients_of(self.trained, needs).captured:
             return "deterministic algorithms are asked for, and gradients of captured tensors are summed atomically"
         return None
 
@@ -136,7 +160,9 @@ class Differentiable:
         *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
         check_sizes((*batch, n_q, n_k, d, d_v))
         if 0 in (*batch, n_q, n_k, d, d_v):
-            return reference.backward(self.spec, grad, operands, sizes, needs)
+            count = len(operands) - len(self.trained.further)
+            spec, further = replace(self.trained, operands=self.trained.operands[:count]), operands[count:]
+            return reference.backward(spec, grad, operands[:count], sizes, needs[:count], further=further)
         made = {n: self._memory(n, tensor) for n, tensor in enumerate(operands) if needs[n]}
         self._launch(grad, out, statistics, operands, sizes, needs, made, (batch, n_q, n_k, d, d_v))
         return [made[n] for n in sorted(made)]
@@ -153,7 +179,7 @@ class Differentiable:
         results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
         shared = self._shared(batch, sizes)
         described = functools.partial(self._variant, d, d_v, needs, device.type == "cpu", True)
-        launches = _Launches(self.spec, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
+        launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
         written = {Queries.name: made.keys() & {0}, Keys.name: made.keys() & {1, 2}}
         planner = self.kernel.planner(device)
         tiles = planner.backward(d, d_v)
@@ -163,7 +189,9 @@ class Differentiable:
                 variant=variant,
                 tile=self.tile or tiles[name],
                 launch=launch,
-                others=functools.partial(candidates, name, self.spec, (n_q, n_k, d, d_v), tiles[name], planner.machine),
+                others=functools.partial(
+                    candidates, name, self.trained, (n_q, n_k, d, d_v), tiles[name], planner.machine
+                ),
                 results=[made[n] for n in written.get(name, ())],
             )
             for name, launch in launches.by_kernel.items()
@@ -180,7 +208,7 @@ class Differentiable:
         def request() -> Request:
             given = (grad, out, statistics)
             return Request(
-                spec=self.spec.to_json(), operands=operands, sizes=tuple(sizes), backward=given, needs=tuple(needs)
+                spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), backward=given, needs=tuple(needs)
             )
 
         autotune.run(stages, call, self.tuner, reset, request)
@@ -195,26 +223,34 @@ class Differentiable:
             row_max, row_sum = statistics[:2]
             scaled = pulled.of_rows(self.spec, operands, sizes, row_max, row_sum)
             results["statistics"] = torch.stack([row_max, *scaled])
+        found = arriving(self.trained)
+        if found.weight is not ZERO and self.trained.normalizer is not Normalizer.NONE:
+            spec = delta_of_further(self.trained)
+            kernels = self._kept(("lacked",), lambda: Differentiable(spec, self.tile, plan=self.plan))
+            results["lacked"] = kernels._further(operands, sizes, statistics)[0]
+        if found.log_sum is not ZERO:
+            off = pulled.value(self.trained, operands, sizes, found.log_sum).squeeze(-1)
+            results["off"] = off.expand(rows).contiguous()
         return results
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """How many values of each batch coordinate K and V tell apart."""
         none = (False,) * len(self.spec.operands)
-        groups = size_function(gradients_of(self.spec, none).groups, self.spec.sizes)(sizes)
+        groups = size_function(gradients_of(self.trained, none).groups, self.spec.sizes)(sizes)
         return [extent // group for extent, group in zip(batch, groups, strict=True)]
 
     def _variant(
         self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool, described: bool = False
     ) -> Variant:
         def make() -> Variant:
-            kernels = backward_kernels(self.spec, d, d_v, needs, described)
+            kernels = backward_kernels(self.trained, d, d_v, needs, described)
             read = set().union(*READ.values()) if described else ()
-            return Variant(self.spec, kernels, d, d_v, interpreted, read=read)
+            return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
 
         return self._kept((d, d_v, needs, interpreted, described), make)
 
-    def _kept(self, key: tuple, make: Callable[[], Variant]) -> Variant:
-        """A module that is made at first use."""
+    def _kept(self, key: tuple, make: Callable[[], Kept]) -> Kept:
+        """A module, or what has modules of its own, that is made at first use."""
         if (found := self._variants.get(key)) is None:
             with self._lock:
                 if (found := self._variants.get(key)) is None:

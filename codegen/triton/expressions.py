@@ -101,7 +101,7 @@ RESERVED = frozenset(
         "dv_1_at number every meets visit_keys differentiate_keys differentiate_rows "
         "full_count partial_count tile_place list_at tiles_across apart dead_start dead_stop live_start missing met "
         "programs worker workers turn turns final q_tiles k_tiles v_tiles do_tiles q_1_tiles k_1_tiles v_1_tiles "
-        "do_1_tiles nothing"
+        "do_1_tiles nothing dfurther lacked off"
     ).split()
 )
 
@@ -122,11 +122,12 @@ def number(value: float | int | bool | str | None) -> str:
 class Writer:
     """Writes statements of values, level by level, and notes which parameters, helpers and names they use.
 
-    lines: statements per level. known: the names (or texts) of values that exist. helpers: functions of `mathematics`
-    in use.
-    mask: name of the predicate that says which keys of the tile exist. limits: predicates that say which places of
-    other coordinates do, by their names. outer, inner: coordinates of the levels ROW
-    and TILE.
+    lines: statements per level.
+    known: the names (or texts) of values that exist.
+    helpers: functions of `mathematics` in use.
+    mask: name of the predicate that says which keys of the tile exist.
+    limits: predicates that say which places of other coordinates do, by their names.
+    outer, inner: coordinates of the levels ROW and TILE.
     """
 
     spec: AttentionSpec

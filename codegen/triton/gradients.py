@@ -5,8 +5,9 @@ With P the weights before the weight program, y = P's softmax, dW = dO V^T and d
     dx = y * (weight * dW - delta)        dweight = y * dW        dsink = -(sink's share of the row sum) * delta
 
 Where rows are scaled by something else than one over their sum, y is what that makes of the weights, and delta has a
-factor (`fusion.lowering.row_gradients`). The score program's derivative takes dx to dS and to the tensors that the
-program reads; dQ = dS K, dK = dS^T Q, dV = W^T dO.
+factor (`fusion.lowering.row_gradients`). What arrives at further outputs adds to weight * dW and to delta
+(`fusion.lowering.further_gradients`); `with_arriving` makes it operands of the spec. The score program's derivative
+takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV = W^T dO.
 
 dK and dV are made by programs that each own some keys. Where query heads share a key head, the program visits all of
 them, so that every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
@@ -14,13 +15,32 @@ them, so that every element of dQ, dK, dV is written once, by one program: deter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from fusion.ir import integers
 from fusion.ir.derivative import SINK_UPSTREAM, adjoints
-from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, const, coord, coordinates, loads, substitute, walk
-from fusion.ir.spec import AttentionSpec
-from fusion.lowering import row_gradients
+from fusion.ir.expr import (
+    SCORE,
+    WEIGHT,
+    ZERO,
+    C,
+    E,
+    Expr,
+    I,
+    J,
+    Kind,
+    const,
+    coord,
+    coordinates,
+    loads,
+    substitute,
+    walk,
+)
+from fusion.ir.ops import apply
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Operand, Reduction
+from fusion.lowering import further_gradients, row_gradients
+from fusion.lowering.further_gradients import FurtherGradients
 from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over, wanted_loads
 
 
@@ -47,15 +67,20 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """score: dS as an expression in UPSTREAM. program, full: the score program where no mask is evaluated, and dS
-    there; None where it is the same, or would leave out a load that needs a gradient. captured: of the loads that need
-    a gradient. groups: how many values of each batch coordinate share an element of K and V (1: none)."""
+    """score: dS as an expression in UPSTREAM.
+    program, full: the score program where no mask is evaluated, and dS there; None where it is the same, or would leave
+        out a load that needs a gradient.
+    captured: of the loads that need a gradient.
+    groups: how many values of each batch coordinate share an element of K and V (1: none).
+    further: what arrives at further outputs.
+    """
 
     score: Expr
     program: Expr | None
     full: Expr | None
     captured: tuple[Captured, ...]
     groups: tuple[Expr, ...]
+    further: FurtherGradients
 
 
 def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
@@ -77,13 +102,42 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
             captured.append(Captured(load=load, gradient=gradient, full=gradient, sink=number))
     kept = tuple(item for item in captured if item.gradient is not ZERO)
     full = None if program is None else simpler[SCORE]
-    return Gradients(score=found[SCORE], program=program, full=full, captured=kept, groups=groups)
+    return Gradients(
+        score=found[SCORE], program=program, full=full, captured=kept, groups=groups, further=arriving(spec)
+    )
+
+
+def with_arriving(spec: AttentionSpec, places: Sequence[int]) -> AttentionSpec:
+    """The spec with those of its further outputs, whose gradients are its last operands. It skips no tile where scores
+    without a weight have a gradient."""
+    further = tuple(spec.further[place] for place in places)
+    added = (
+        Operand(dtype=f.dtype, rank=len(f.dims), name=f"arriving{n}") for n, f in zip(places, further, strict=True)
+    )
+    made = replace(spec, operands=(*spec.operands, *added), further=further)
+    return replace(made, mask=None) if arriving(made).everywhere else made
+
+
+def arriving(spec: AttentionSpec) -> FurtherGradients:
+    """What arrives at the further outputs of such a spec."""
+    return further_gradients.further_gradients(spec, len(spec.operands) - len(spec.further))
+
+
+def delta_of_further(spec: AttentionSpec) -> AttentionSpec:
+    """Such a spec, with the one further output that delta lacks: the sum over the keys of the weight times what arrives
+    at it."""
+    dims = (*(f"b{axis}" for axis in range(len(spec.batch))), "i")
+    value = apply("fmul", WEIGHT, arriving(spec).weight)
+    lacked = FurtherOutput(value=value, dims=dims, dtype="float32", reduction=Reduction.SUM, over="j")
+    return replace(spec, further=(lacked,))
 
 
 def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:
     """Why the gradients are not computed by kernels, or None."""
-    if (reason := row_gradients.unsupported(spec, needs)) is not None:
+    if (reason := row_gradients.unsupported(spec, needs) or further_gradients.unsupported(spec, needs)) is not None:
         return reason
+    if any(load.kind is Kind.FLOAT and needs[load.operand] for f in spec.further for load in loads(f.value)):
+        return "a tensor beside the weights needs a gradient"
     if any(part is SCORE for part in walk(spec.weight)):
         return "the weight program reads the score"
     read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]

@@ -30,11 +30,16 @@ from fusion.lowering.score_programs import ScorePrograms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How a kernel goes about its tiles. rotated: in the rotated order. shared: V is the first columns of K, and is
-    read once (latent attention). packed: query heads whose rows lie side by side in a block of rows. described: K and V
-    are read by tensor descriptors where they can be (`descriptors`). persistent: a program goes through several blocks
-    of rows. specialized: warps of their own load tiles, by descriptors that the program makes, and two groups of warps
-    share a block's rows (Triton's warp specialisation, on Hopper); see `may_specialize`."""
+    """The form of the loop over the tiles of a kernel.
+
+    rotated: the scores of the next tile are computed before the weights of this one are used
+    shared: V is the first columns of K, and is read once (latent attention)
+    packed: query heads whose rows lie side by side in a block of rows
+    described: K and V are read by tensor descriptors where they can be (`descriptors`)
+    persistent: a program computes several blocks of rows
+    specialized: warps of their own load tiles, by descriptors that the program makes, and two groups of warps share a
+        block's rows (Triton's warp specialisation, on Hopper); see `may_specialize`
+    """
 
     rotated: bool = False
     shared: bool = False

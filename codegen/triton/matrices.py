@@ -20,9 +20,11 @@ from fusion.ir.expr import Expr, J, coordinates
 class Matrix:
     """Texts of the parts of an operand's offset, in elements; empty where there is none.
 
-    block: the same for the whole block. advance: factor of the tile's first key, where rows are keys at regular
-    distances.
-    rows: changes down the rows only; columns: along the columns only; both: in both.
+    block: the same for the whole block.
+    advance: factor of the tile's first key, where rows are keys at regular distances.
+    rows: changes down the rows only.
+    columns: along the columns only.
+    both: in both.
     """
 
     operand: str

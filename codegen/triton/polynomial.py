@@ -28,8 +28,11 @@ PIECE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureTile:
-    """rows: of queries, of the readout; keys: of a tile of the state; near: keys of a tile of a causal chunk; parents:
-    of a block of features; warps."""
+    """rows: of queries, of the readout.
+    keys: of a tile of the state.
+    near: keys of a tile of a causal chunk.
+    parents: of a block of features; warps.
+    """
 
     rows: int
     keys: int
@@ -74,8 +77,9 @@ class FeatureKernels:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, powers: Tensor, chunk: int = 0) -> Tensor:
         """[H, N_q, d], [U, N_k, d], [U, N_k, d_v] to [H, N_q, d_v], without scaling of the scores; q and k in float32.
 
-        owner: [H], the key head of each head. powers: [H, degree + 1] float64, the polynomial of each. chunk: if not 0,
-        causal in chunks of so many rows, as `reference.attend` has it; a multiple of the tile's rows.
+        owner: [H], the key head of each head.
+        powers: [H, degree + 1] float64, the polynomial of each.
+        chunk: if not 0, causal in chunks of so many rows, as `reference.attend` has it; a multiple of the tile's rows.
         """
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         heads, n_q, _ = q.shape

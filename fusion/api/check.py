@@ -64,8 +64,9 @@ def check(
 ) -> Outcome:
     """Run `attention(*values)` in eager mode, in float64 and through fusion, and compare by `fusion.exactness`.
 
-    floats: dtypes that are keyword arguments of `attention`, which names its dtypes by them. gradients: the arguments
-    to differentiate by. options: of the backend.
+    floats: dtypes that are keyword arguments of `attention`, which names its dtypes by them.
+    gradients: the arguments to differentiate by.
+    options: of the backend.
     """
     chosen = {"inner": "eager", **(options or {})}
     compiled = torch.compile(attention, backend="fusion", dynamic=False, fullgraph=True, options=chosen)

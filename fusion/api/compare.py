@@ -26,9 +26,15 @@ COMPETITORS = ("eager", "inductor", "fusion")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One way to run the model. seconds: median of a call; first: of the first call, with compilation. peak: bytes
-    allocated at most during a call, beyond what is held before it. error: largest absolute difference from float64, and
-    `allowed`, what the numerics rule grants; None where there is no float64 reference. failure: why it did not run."""
+    """One way to run the model.
+
+    seconds: median of a call.
+    first: of the first call, with compilation.
+    peak: bytes allocated at most during a call, beyond what is held before it.
+    error: largest absolute difference from float64, and `allowed`, what the numerics rule grants; None where there is
+        no float64 reference.
+    failure: why it did not run.
+    """
 
     name: str
     seconds: float = float("nan")
@@ -89,7 +95,8 @@ def compare(
 ) -> Comparison:
     """Run `function(*args, **kwargs)` as eager, Inductor and fusion do, without gradients.
 
-    seconds: for which each competitor is timed, at most. options: of the fusion backend.
+    seconds: for which each competitor is timed, at most.
+    options: of the fusion backend.
 
     Raises ComparisonError where eager itself fails. A competitor that fails is reported as such.
     """

@@ -40,6 +40,7 @@ def merge(reports: list[Report]) -> Report:
     for report in reports:
         whole.sites += report.sites
         whole.notes += [note for note in report.notes if note not in whole.notes]
+        whole.graph_breaks += [found for found in report.graph_breaks if found not in whole.graph_breaks]
         if report.sites and whole.graph_before is None:
             whole.graph_before, whole.graph_after = report.graph_before, report.graph_after
     if whole.sites:

@@ -31,9 +31,12 @@ _CONTRACT = ",torch-verify-linalg-on-tensors-backend-contract"
 
 @dataclass(frozen=True, kw_only=True)
 class MlirProgram:
-    """A model in MLIR. module: a `torch_mlir.ir.Module` whose function `main` takes and returns packed tensors.
+    """A model in MLIR.
 
-    attentions: names of the functions that compute attention. results: shape and dtype of what `main` returns.
+    module: a `torch_mlir.ir.Module` whose function `main` takes and returns packed tensors.
+
+    attentions: names of the functions that compute attention.
+    results: shape and dtype of what `main` returns.
     """
 
     module: Any = field(repr=False)

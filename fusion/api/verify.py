@@ -29,8 +29,11 @@ RANDOM = "it draws random numbers, and is not the same twice"
 
 @dataclass(slots=True, kw_only=True)
 class Verified:
-    """One attention. place: in the user's code. outcome: of the comparison; None where nothing of ours would run, for
-    the `reason`."""
+    """One attention.
+
+    place: in the user's code.
+    outcome: of the comparison; None where nothing of ours would run, for the `reason`.
+    """
 
     number: int
     place: str
@@ -89,9 +92,12 @@ def verify(
 ) -> Verification:
     """Compare every attention that one call of `function` meets with eager and float64, on the tensors that it reads.
 
-    function: a module or function, compiled or not; it is called with the arguments. gradients: compare also those of
-    the attentions, with respect to all that they follow. site: the number of the attention whose tensors to keep for
-    its script; by default, those of the one that comes nearest to its bound. options: of the backend.
+    function: a module or function, compiled or not; it is called with the arguments.
+
+    gradients: compare also those of the attentions, with respect to all that they follow.
+    site: the number of the attention whose tensors to keep for its script; by default, those of the one that comes
+        nearest to its bound.
+    options: of the backend.
 
     The outputs of the whole call are compared as well. Raises ComparisonError where eager itself fails.
     """
@@ -114,8 +120,11 @@ def _kind(value: Any) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
-    """What has been met so far, and how to compare it. wanted: whose tensors are kept. functions: by their text and
-    what they are called with, one each, so that Dynamo never compiles one of them again."""
+    """What has been met so far, and how to compare it.
+
+    wanted: whose tensors are kept.
+    functions: by their text and what they are called with, one each, so that Dynamo never compiles one of them again.
+    """
 
     options: Mapping[str, Any]
     gradients: bool

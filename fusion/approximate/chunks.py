@@ -50,8 +50,12 @@ class Chunks:
     def attend(
         self, run, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, weights: Tensor, sizes: Sequence[int]
     ) -> Tensor:
-        """[h, N, d_v], for queries [h, N, d] and the keys [u, N, d] and values [u, N, d_v] of their owners. run: the
-        feature kernels; weights: [h, features]; sizes: those of the call."""
+        """[h, N, d_v], for queries [h, N, d] and the keys [u, N, d] and values [u, N, d_v] of their owners.
+
+        run: the feature kernels.
+        weights: [h, features].
+        sizes: those of the call.
+        """
         heads, n, _ = q.shape
         q, k, v = (_in_chunks(x) for x in (q, k, v))
         near_k, near_v = (x if len(x) == heads else x[owner] for x in (k, v))

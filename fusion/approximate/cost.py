@@ -108,9 +108,12 @@ def _clock(machine: Machine) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A polynomial and how it is computed. moment: the mean square score of a row that it was chosen for. planes: of
-    the top degree (0: in float32 throughout). rounding: what the planes add to the error of the weights. error: of the
-    weights of a row, everything included."""
+    """A polynomial and how it is computed.
+
+    moment: the mean square score of a row that it was chosen for.
+    planes: of the top degree (0: in float32 throughout).
+    rounding: what the planes add to the error of the weights. error: of the weights of a row, everything included.
+    """
 
     polynomial: Polynomial
     moment: float
@@ -130,10 +133,12 @@ def choose(
 ) -> Choice | None:  # fmt: skip
     """The cheapest polynomial whose certified error is at most epsilon, or None.
 
-    bound: B of the data. moment: a bound on the mean square score of a row, relative to its mean weight (by default
-    what follows from B). least: what the mean weight of a row is at least: 1 with centred keys, since the exponential
-    is convex. exact_values: V is bf16 already, and loses nothing as one plane. Fewer planes come before another degree:
-    the latter multiplies the features by d / degree.
+    bound: B of the data.
+    moment: a bound on the mean square score of a row, relative to its mean weight (by default what follows from B).
+    least: what the mean weight of a row is at least: 1 with centred keys, since the exponential is convex.
+    exact_values: V is bf16 already, and loses nothing as one plane.
+
+    Fewer planes come before another degree: the latter multiplies the features by d / degree.
     """
     moment = bound * bound / least if moment is None else min(moment, bound * bound / least)
     for degree in range(1, 17):

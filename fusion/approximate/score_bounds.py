@@ -71,8 +71,12 @@ class Inspection:
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
     ) -> HeadBounds:
-        """Of all rows: what a certificate may rest on. second: whether moments are asked for. limit: of the bounds of
-        heads that are of interest; others may be given up, with norms that are too large and no moments."""
+        """Of all rows: what a certificate may rest on.
+
+        second: whether moments are asked for.
+        limit: of the bounds of heads that are of interest; others may be given up, with norms that are too large and no
+            moments.
+        """
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):

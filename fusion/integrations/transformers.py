@@ -80,8 +80,14 @@ def _attention(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls. query: [B, H, Nq, d]; key, value: [B, G, Nk, d], G a divisor of H; attention_mask: of
-    `_mask`, or the model's own. Returns [B, Nq, H, d_v], and weights where they are asked for."""
+    """What transformers calls.
+
+    query: [B, H, Nq, d].
+    key, value: [B, G, Nk, d], G a divisor of H.
+    attention_mask: of `_mask`, or the model's own.
+
+    Returns [B, Nq, H, d_v], and weights where they are asked for.
+    """
     if kwargs.get("cache") is not None:
         raise IntegrationError(
             "attn_implementation='fusion' was called with a paged cache, which it does not write; use "

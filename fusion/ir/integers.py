@@ -13,6 +13,7 @@ All divisors are positive. Bounds of coordinates are given by a `Bounds` mapping
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from fusion.ir.expr import Expr, Kind, const, node
@@ -24,7 +25,12 @@ _NO_BOUNDS: Bounds = {}
 
 def integer(value: int | Expr) -> Expr:
     """An INT expression from a Python integer (or one that is an expression already)."""
-    return value if isinstance(value, Expr) else const(int(value), Kind.INT)
+    return value if isinstance(value, Expr) else _integer(int(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _integer(value: int) -> Expr:
+    return const(value, Kind.INT)
 
 
 def terms(expr: Expr) -> dict[Monomial, int]:
@@ -55,14 +61,14 @@ def from_terms(polynomial: Mapping[Monomial, int]) -> Expr:
     items = [(m, c) for m, c in polynomial.items() if c]
     for monomial, coefficient in sorted(items, key=lambda item: (not item[0], [_key(a) for a in item[0]])):
         if not monomial:
-            parts.append(const(coefficient, Kind.INT))
+            parts.append(_integer(coefficient))
         elif coefficient == 1 and len(monomial) == 1:
             parts.append(monomial[0])
         else:
-            factors = monomial if coefficient == 1 else (const(coefficient, Kind.INT), *monomial)
+            factors = monomial if coefficient == 1 else (_integer(coefficient), *monomial)
             parts.append(node("mul", factors, Kind.INT))
     if not parts:
-        return const(0, Kind.INT)
+        return _integer(0)
     return parts[0] if len(parts) == 1 else node("add", tuple(parts), Kind.INT)
 
 

@@ -35,7 +35,8 @@ class Primitive:
 
     args, result: kinds of the arguments and of the result.
     evaluate: its meaning on torch tensors, which the reference interpreter executes.
-    text: its printed form, with {0}, {1}, ... for the arguments; precedence: how tightly that binds, ATOM at most.
+    text: its printed form, with {0}, {1}, ... for the arguments.
+    precedence: how tightly that binds, ATOM at most.
     mathml: its form in MathML where that is not the printed form set as a formula.
     derivative: None where it is piecewise constant, or takes or makes no float.
     bounded: its result is bounded, whatever its arguments are.

@@ -51,6 +51,17 @@ def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(o.dtype is torch.float64 for o in operands) else torch.float32
 
 
+def empty_result(spec: AttentionSpec, number: int, like: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Memory for the output (number 0) or a further output of an attention."""
+    if number:
+        further = spec.further[number - 1]
+        shape = further_shape(further, coordinate_extents(spec, sizes))
+        return like.new_empty(shape, dtype=getattr(torch, further.dtype))
+    extents, order = output_extents(spec, sizes), spec.output.order
+    packed = like.new_empty([extents[d] for d in order], dtype=getattr(torch, spec.out_dtype))
+    return packed.permute([order.index(d) for d in spec.output.dims])
+
+
 def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
     """Memory for an operand's gradient: its shape and dtype, packed in the order that the spec states."""
     order = operand.order or tuple(range(operand.rank))
@@ -72,3 +83,20 @@ def no_statistics(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequen
     """What a forward returns whose gradient needs no statistics: zeros, as the op has promised their shape."""
     shape = statistics_shape(spec, output_extents(spec, sizes))
     return operands[0].new_zeros(shape, dtype=statistics_dtype(operands))
+
+
+def size_of(tensor: Tensor) -> float:
+    """The largest magnitude in a tensor, 0.0 where it is empty; what is the same along a dimension is read once."""
+    if not tensor.numel():
+        return 0.0
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor if stride else tensor.narrow(dim, 0, 1)
+    return float(torch.linalg.vector_norm(tensor, torch.inf))
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """Whether all elements are; a few are looked at first, since one that is not settles it."""
+    few = tensor
+    for dim in range(tensor.dim() - 1):
+        few = few.narrow(dim, 0, min(few.shape[dim], 1))
+    return size_of(few) == 0 and size_of(tensor) == 0

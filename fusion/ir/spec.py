@@ -176,6 +176,8 @@ class AttentionSpec:
         in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
     further: what else is written beside the output.
+    among: of how many keys the n_k of a row are, where the last batch coordinate is the query and each has a set of its
+        own, which k and v are read through; None elsewhere. No kernel needs it.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16"); out_dtype: of the result.
     """
 
@@ -201,6 +203,7 @@ class AttentionSpec:
     row_scale: Expr | None = None
     mask: MaskFacts | None = None
     further: tuple[FurtherOutput, ...] = ()
+    among: Expr | None = None
 
     def __post_init__(self) -> None:
         made = [(value,) if value is not None else () for value in self.values]
@@ -269,10 +272,10 @@ class AttentionSpec:
             return f"{value} per row" if "j" not in further.dims else value
         return f"{further.reduction.value} over {'keys' if further.over == 'j' else 'queries'} of {value}"
 
-    def heads_per_key(self, heads: int) -> int:
-        """How many consecutive of the `heads` values of the last batch coordinate read the same keys and values: the
-        group size of grouped queries, or 1."""
-        last = coord(f"b{len(self.batch) - 1}")
+    def heads_per_key(self, heads: int, axis: int = -1) -> int:
+        """How many consecutive of the `heads` values of a batch coordinate, by default the last, read the same keys and
+        values: the group size of grouped queries, or 1."""
+        last = coord(f"b{len(self.batch) - 1 if axis < 0 else axis}")
         divisors: set[int] = set()
 
         def visit(expr: Expr) -> None:
@@ -294,7 +297,8 @@ class AttentionSpec:
         facts = () if self.mask is None else self.mask.expressions()
         every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, *self.values, self.score)
         further = (f.value for f in self.further)
-        return tuple(e for e in (*every, self.weight, *self.sinks, self.row_scale, *facts, *further) if e is not None)
+        rest = (self.weight, *self.sinks, self.row_scale, self.among, *facts, *further)
+        return tuple(e for e in (*every, *rest) if e is not None)
 
     def to_json(self) -> str:
         """The whole spec as text: what the op carries through graphs, caches and processes."""
@@ -306,7 +310,7 @@ class AttentionSpec:
         return _from_json(text)
 
 
-_EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale")
+_EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")
 _EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
 MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi", "full", "tile_live", "tile_mixed")
 """The fields of `MaskFacts` that are expressions."""
@@ -342,7 +346,7 @@ def _from_json(text: str) -> AttentionSpec:
 
     mask = document.get("mask")
     facts = {name: at(mask[name]) for name in MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
-    fields = {name: at(document[name]) for name in _EXPRESSION_FIELDS}
+    fields = {name: at(document.get(name)) for name in _EXPRESSION_FIELDS}
     fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
     return AttentionSpec(
         sizes=tuple(document["sizes"]),

@@ -32,10 +32,14 @@ HARD = -1e9
 class MapSpec:
     """A map to be made.
 
-    sizes: names of run-time sizes, in the order in which the op receives their values. batch: extents of the map's own
-    batch coordinates b0, b1, ... n_q, n_k: numbers of queries and keys. live: where it is false a score is dead; full:
-    where it is true a score needs no mask; predicates in b.., i, j. Loads in them are numbered by the op's operands.
+    sizes: names of run-time sizes, in the order in which the op receives their values.
+    batch: extents of the map's own batch coordinates b0, b1, ...
+    n_q, n_k: numbers of queries and keys.
+    live: where it is false a score is dead.
+    full: where it is true a score needs no mask; predicates in b.., i, j.
     rows: whether the predicates depend on the query.
+
+    Loads in them are numbered by the op's operands.
     """
 
     sizes: tuple[str, ...]

@@ -27,8 +27,13 @@ def bytes_of_rows(
     rows: int,
     sizes: Mapping[str, int],
 ) -> float:
-    """Bytes that have to be read for `rows` keys of one head, every stored element once. reads: loads; itemsize: bytes
-    of an element of an operand. widths: extents of the columns. sizes: of the call; others are taken to be any."""
+    """Bytes that have to be read for `rows` keys of one head, every stored element once.
+
+    reads: loads.
+    itemsize: bytes of an element of an operand.
+    widths: extents of the columns.
+    sizes: of the call; others are taken to be any.
+    """
     if not rows:
         return 0.0
     seen, known = min(rows, ROWS), tuple(sorted(sizes.items()))

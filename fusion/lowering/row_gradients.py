@@ -32,7 +32,12 @@ _POINTS = 256
 def row_scale(spec: AttentionSpec) -> Expr:
     """What rows are scaled by, in ROW_MAX, ROW_SUM and LOG_SUM."""
     assert spec.row_scale is not None
-    return substitute(spec.row_scale, {_LOG_SUM: LOG_SUM})
+    return in_log_sums(spec.row_scale)
+
+
+def in_log_sums(expr: Expr) -> Expr:
+    """An expression with LOG_SUM where that is meant."""
+    return substitute(expr, {_LOG_SUM: LOG_SUM})
 
 
 def divisor(spec: AttentionSpec) -> Expr:

@@ -31,6 +31,8 @@ def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) ->
     all queries.
     """
     sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
+    if problem.among:
+        return _bound_of_sets(problem, sizes, capacity)
     share = problem.live_share(1, 1)
     keys = min(sizes["n_k"], max(1, problem.n_q + problem.diagonal)) if problem.causal else sizes["n_k"]
     keys *= problem.density
@@ -43,6 +45,18 @@ def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) ->
     name = "backward" if backward else "sparse"
     imposed = bounds.evaluate(name, **sizes, capacity=capacity, share=share)
     return max(trivial, problem.problems * imposed * (share if backward else 1.0))
+
+
+def _bound_of_sets(problem: Problem, sizes: Mapping[str, int], capacity: float) -> float:
+    """The same where every query has keys of its own: all queries and the keys of all sets are one problem, of whose
+    scores a share is wanted. Each key is read once at least, and a set holds no key twice."""
+    queries, batch = problem.heads * sizes["n_q"], max(1, problem.batch)
+    keys = min(problem.among, problem.heads * sizes["n_k"])
+    trivial = (queries + keys) * (problem.d + problem.d_v)
+    share = min(1.0, sizes["n_k"] / problem.among)
+    rest = {name: sizes[name] for name in ("d", "d_v")}
+    imposed = bounds.evaluate("sparse", n_q=queries, n_k=problem.among, capacity=capacity, share=share, **rest)
+    return batch * max(trivial, imposed)
 
 
 def candidate(
@@ -99,6 +113,9 @@ def _tiles_and_times(
         tiles = row_tiles(problem, machine, fixed.get("B_s"))
         splits = np.ceil(max(1, problem.n_k) / tiles["B_s"])
         return tiles, row_time(machine, problem, splits, ragged=problem.masked)
+    if machine.kind == "cpu" and modelled and fixed.get("B_r") == 1:
+        times = row_time(machine, problem, np.ones(1), ragged=problem.masked)
+        return grid({"B_r": [1], "B_c": [machine.lanes()], "stages": [1]}), times
     if machine.kind == "cpu" and modelled:
         tiles = cpu_tiles(problem, machine, *multiples)
         if fixed:

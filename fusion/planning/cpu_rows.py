@@ -61,7 +61,8 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
     share = (pieces / cores if ragged else rounds) / pieces + lost / pieces
     vectors = kv_heads * rows * elements / machine.lanes()
     moved = items * elements * problem.key_bytes
-    level = next((level for level in machine.levels if moved <= level.capacity), machine.levels[-1])
+    reach = problem.among * (problem.d + problem.d_v) * problem.key_bytes or moved  # rows take turns at a head's keys
+    level = next((level for level in machine.levels if reach <= level.capacity), machine.levels[-1])
     resources = {
         "vectors": vectors * VECTOR / (machine.clock or 2.5e9) * share,
         "keys": moved / (level.bandwidth / max(1, machine.cores)) * share,

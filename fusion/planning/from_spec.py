@@ -62,6 +62,7 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         dtype=spec.dtype,
         density=_density(spec, values, n_q, n_k),
         stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
+        among=0 if spec.among is None else _integer(spec.among, values),
         score_flops=sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(spec.score, spec.weight)),
     )
 

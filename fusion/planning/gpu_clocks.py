@@ -234,8 +234,11 @@ def _abreast(work: Work, tile: Tile) -> float:
 
 
 def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, instructions: int = 0) -> float:
-    """Of one trip of one program's loop, with those that share its multiprocessor. bandwidth: bytes/s at which keys and
-    values come. instructions: of the loop, where they are known."""
+    """Of one trip of one program's loop, with those that share its multiprocessor.
+
+    bandwidth: bytes/s at which keys and values come.
+    instructions: of the loop, where they are known.
+    """
     rows, cols, warps = work.outer(tile), work.inner(tile), tile.warps
     times, clock = redundancy(work, tile, machine), clock_of(machine)
     rate = machine.flops("bfloat16" if work.size == 2 else "float32") / (2 * machine.cores * clock)
@@ -336,8 +339,13 @@ def residents(work: Work, tile: Tile, machine: Machine) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What a kernel covers. heads: of all batches; outer: rows of its blocks; inner: queries or keys that a block may
-    visit; triangle: whether the mask leaves about half of them."""
+    """What a kernel covers.
+
+    heads: of all batches.
+    outer: rows of its blocks.
+    inner: queries or keys that a block may visit.
+    triangle: whether the mask leaves about half of them.
+    """
 
     heads: int
     outer: int

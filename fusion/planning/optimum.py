@@ -32,7 +32,8 @@ from fusion.planning.tiles import Tile, sizes_of
 class Optimum:
     """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M.
 
-    tile: best value of each tile variable. binding: names of the phases whose footprint is set equal to M.
+    tile: best value of each tile variable.
+    binding: names of the phases whose footprint is set equal to M.
     io: elements moved there, ceilings taken off.
     """
 

@@ -38,7 +38,8 @@ class Candidate:
     io: elements moved for the whole problem.
     time: predicted s.
     ideal: there is no model of a kernel's time, which is then that of the busiest resource, never idle.
-    reason: why it cannot be used, if so; needed: what its smallest tile needs then, elements.
+    reason: why it cannot be used, if so.
+    needed: what its smallest tile needs then, elements.
     share: s, the live share that io is counted with.
     """
 
@@ -73,8 +74,10 @@ class Candidate:
 class Plan:
     """How one attention problem is to be run, and what that is predicted to cost.
 
-    tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`. time: s. io, bound: elements moved by all of the
-    problem's heads, and the lower bound on them for a fast memory of `capacity` elements; ratio = io / bound.
+    tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`.
+    time: s.
+    io, bound: elements moved by all of the problem's heads, and the lower bound on them for a fast memory of `capacity`
+        elements; ratio = io / bound.
     choice: what was chosen for a kernel, where this is its plan. formula: the I/O of one head with numbers put in.
     """
 
@@ -203,12 +206,14 @@ def plan(
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
-    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`. schedule: take this one;
-    otherwise the best of `allow` (by default what there are kernels for) in a direction, "forward" or "backward".
-    tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s. choice: what a kernel
-    runs, whose cost is asked. row_multiple,
-    col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of the kernel
-    for this machine). features: number of polynomial features r.
+    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`.
+    schedule: take this one; otherwise the best of `allow` (by default what there are kernels for) in a direction,
+        "forward" or "backward".
+    tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s.
+    choice: what a kernel runs, whose cost is asked.
+    row_multiple, col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of
+        the kernel for this machine).
+    features: number of polynomial features r.
 
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
     """

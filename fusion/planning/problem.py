@@ -17,11 +17,16 @@ class Problem:
     """q: [batch, heads, n_q, d], k: [batch, heads_kv, n_k, d], v: [batch, heads_kv, n_k, d_v].
 
     density: share of the score entries that lie in live tiles, for masks that are not described by `causal` and
-    `window`. causal: key j is live for query i where j <= i + diagonal; window: and j > i + diagonal - window.
-    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...). stored_bytes: bytes of an
-    element of k and v in memory (their mean) where that is not `dtype`, else 0. training: the forward keeps the
-    log-sum-exp for a backward pass. Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a
-    plan).
+        `window`.
+    causal: key j is live for query i where j <= i + diagonal.
+    window: and j > i + diagonal - window.
+    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...).
+    stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
+    training: the forward keeps the log-sum-exp for a backward pass.
+    among: of how many keys the n_k of a head are, where `heads` are queries that have a set of keys each
+        (`AttentionSpec.among`); else 0.
+
+    Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a plan).
     """
 
     n_q: int
@@ -39,6 +44,7 @@ class Problem:
     score_flops: int = 0
     stored_bytes: float = 0
     training: bool = False
+    among: int = 0
 
     def __post_init__(self) -> None:
         for name in ("n_q", "n_k", "d", "d_v", "batch", "heads", "heads_kv", "score_flops"):
@@ -102,7 +108,7 @@ class Problem:
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         mask = " causal" * self.causal + f" window {self.window}" * (self.window is not None)
-        mask += f" density {self.density:g}" * (self.density < 1)
+        mask += f" density {self.density:g}" * (self.density < 1) + f" of {self.among} keys" * (self.among > 0)
         head_dim = f"d={self.d}" + (f" d_v={self.d_v}" if self.d_v != self.d else "")
         return f"B={self.batch} H={heads} N_q={self.n_q} N_k={self.n_k} {head_dim} {self.dtype}{mask}"
 

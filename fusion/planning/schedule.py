@@ -17,7 +17,10 @@ from fusion.planning.symbols import r, smooth, stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One pass over the data. reads, writes, footprint: elements; flops: of matrix products (a multiply-add is two);
+    """One pass over the data.
+
+    reads, writes, footprint: elements.
+    flops: of matrix products (a multiply-add is two).
     exps: exponentials.
     """
 

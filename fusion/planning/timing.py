@@ -154,7 +154,11 @@ def _memory_time(
     together: np.ndarray,
     costs: GpuCosts,
 ) -> dict[str, np.ndarray]:
-    """Seconds of L2 and main memory. keys: that a block meets; together: blocks that run at the same time."""
+    """Seconds of L2 and main memory.
+
+    keys: that a block meets.
+    together: blocks that run at the same time.
+    """
     dims, size = max(1, problem.d) + max(1, problem.d_v), problem.element_bytes
     moved = blocks * (rows * dims * size + keys * dims * problem.key_bytes)
     heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)

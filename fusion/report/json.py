@@ -17,6 +17,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "total": len(report.sites),
         "graphs": report.graphs,
         "notes": list(report.notes),
+        "graph_breaks": list(report.graph_breaks),
         "sites": [_site(site) for site in report.sites],
         "comparison": None if report.comparison is None else comparison_to_dict(report.comparison),
     }
@@ -60,6 +61,7 @@ def _attention(found: AttentionReport) -> dict[str, Any]:
     return {
         "program": spec.formula(),
         "mask": None if spec.mask is None else spec.describe(spec.mask.live),
+        "keys": found.keys or None,
         "sizes": dict(found.sizes),
         "spec": json.loads(spec.to_json()),
         "plan": _plan(planned.plan),

@@ -40,6 +40,8 @@ class AttentionReport:
     planned: says how it runs, as far as is known when it is asked: tiles are measured at a kernel's first call.
     source: the generated kernel; "" where the reference interpreter runs.
     approximation: what the option `approximate` does with it; None without that option.
+    keys: what became of the sets of keys that an indexer leaves to its rows; "" where it has none.
+    gradients: which gradients kernels do not have, and why; "" where they have all, or none is asked for.
     """
 
     spec: AttentionSpec
@@ -48,6 +50,8 @@ class AttentionReport:
     planned: Callable[[], Planned]
     source: str
     approximation: str | None = None
+    keys: str = ""
+    gradients: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +145,7 @@ class Report:
 
     sites: every attention, fused or not.
     notes: what concerns a whole graph.
+    graph_breaks: where Dynamo cut the model into graphs, and why; an attention that a break divides is not seen.
     graph_before, graph_after: Dynamo's graph and the one handed to the inner compiler, where an attention was found.
     function: what was explained.
     comparison: what `compare` measured last.
@@ -149,6 +154,7 @@ class Report:
     graphs: int = 1
     sites: list[SiteReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
     graph_before: GraphModule | None = None
     graph_after: GraphModule | None = None
     function: Callable[..., Any] | None = field(default=None, repr=False)

@@ -57,9 +57,11 @@ def script(
 ) -> str:
     """The script of one attention.
 
-    about: one line on where it stands. values: of the region's inputs; None makes random ones by what the trace knows
-    of them. random: random numbers in the place of the floats among them. gradients: which of the inputs to compare
-    the gradients of. options: of the backend.
+    about: one line on where it stands.
+    values: of the region's inputs; None makes random ones by what the trace knows of them.
+    random: random numbers in the place of the floats among them.
+    gradients: which of the inputs to compare the gradients of.
+    options: of the backend.
     """
     text = function_text(cut)
     names = [node.name for node in cut.module.graph.nodes if node.op == "placeholder"]

@@ -16,6 +16,9 @@ def to_text(report: Report) -> str:
     total = len(report.sites)
     lines = [f"fusion: {report.fused} of {total} attention site{'s' if total != 1 else ''} fused"]
     lines += [f"  note: {note}" for note in report.notes]
+    for found in report.graph_breaks:
+        at, *reason = found.splitlines()
+        lines += [f"  graph break at {at}", *(f"    {line}" for line in reason)]
     if report.comparison is not None:
         lines += ["", *(f"  {line}" for line in str(report.comparison).splitlines())]
     shown: dict[object, int] = {}
@@ -49,7 +52,9 @@ def _attentions(site: SiteReport, number: int, shown: dict[object, int]) -> list
             lines.append(f"    reads    {', '.join(f'{o.name} in {o.dtype}' for o in spec.stored)}")
         if spec.mask is not None:
             lines.append(f"    mask     {mask_text(spec, planned.plan)}")
+        lines += _indented("keys", found.keys)
         lines += _indented("also", "; ".join(map(spec.describe_further, spec.further)))
+        lines += _indented("gradient", found.gradients)
         lines += _indented("plan", planned.plan.explain().partition("\nothers")[0])
         lines += _indented("runs", planned.runs)
         lines += _indented("approx", found.approximation or "")

@@ -6,7 +6,8 @@ registered here records itself on the level at which it is called, as operators 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import forward_ad
+
+from fusion.runtime.derivatives import Function, tangents
 
 Setup = Callable[[Any, Sequence[Any], Any], None]
 """(ctx, the operator's arguments, its result) -> None; saves what the backward needs."""
@@ -24,9 +28,11 @@ Backward = Callable[..., Sequence[Tensor | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """A call of an operator without its tensors: `counts` has how many each argument holds, None where it is none."""
+    """A call of an operator without its tensors: `counts` has how many each argument holds, None where it is none;
+    `modes`: whether gradients are recorded, and whether tangents are carried along."""
 
     keys: Any
+    modes: tuple[bool, bool]
     arguments: tuple[Any, ...]
     counts: tuple[int | None, ...]
 
@@ -37,6 +43,13 @@ class _Call:
             for given, count in zip(self.arguments, self.counts, strict=True)
         ]
 
+    @contextlib.contextmanager
+    def in_modes(self) -> Iterator[None]:
+        """The modes of the call, which `apply` has ended, for the levels of torch.func below its own as well."""
+        recording, moving = self.modes
+        with torch.set_grad_enabled(recording), forward_ad._set_fwd_grad_enabled(moving):
+            yield
+
 
 def _count(argument: Any) -> int | None:
     if isinstance(argument, Tensor):
@@ -45,44 +58,74 @@ def _count(argument: Any) -> int | None:
     return len(argument) if is_list else None
 
 
-def _flat(arguments: Sequence[Any]) -> list[Tensor]:
+def flat(arguments: Sequence[Any]) -> list[Tensor]:
     listed = [a if isinstance(a, (list, tuple)) else [a] for a in arguments if _count(a) is not None]
     return [tensor for part in listed for tensor in part]
 
 
-def register(library: torch.library.Library, name: str, backward: Backward, setup: Setup) -> None:
-    """Register the gradient of the operator `name` of `library`."""
-    op = getattr(torch.ops.fusion, name).default
+Derivative = Callable[[Sequence[Any]], Function]
+"""Which derivative of an attention a call with these arguments is."""
 
-    def below(keys: Any, arguments: Sequence[Any]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+def register(
+    library: torch.library.Library, name: str, backward: Backward, setup: Setup, derivative: Derivative | None = None
+) -> None:
+    """Register the gradient of the operator `name` of `library`; with `derivative` its tangents, too."""
+    op = getattr(torch.ops.fusion, name).default
+    recorded = _recorded(op, name, backward, setup, derivative)
+
+    def kernel(keys: Any, *arguments: Any) -> Any:
+        tensors = flat(arguments)
+        recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if not recording and (derivative is None or not any(map(_moves, tensors))):
+            return _below(op, keys, arguments)
+        counts = tuple(_count(a) for a in arguments)
+        described = zip(arguments, counts, strict=True)
+        kept = (a if n is None else [] if isinstance(a, (list, tuple)) else None for a, n in described)
+        modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        call = _Call(keys=keys, modes=modes, arguments=tuple(kept), counts=counts)
+        # The `apply` of Function's own base: its own refuses to run under torch.func for want of a `setup_context`.
+        apply = super(torch.autograd.Function, recorded).apply
+        with enable_single_level_autograd_function():
+            result = apply(call, *unwrap_dead_wrappers(tuple(tensors)))
+        return list(result) if isinstance(op._schema.returns[0].type, torch.ListType) else result
+
+    library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: Derivative | None) -> Any:
+    """The `torch.autograd.Function` of an operator."""
 
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         arguments = call.arguments_with(tensors)
-        result = below(call.keys, arguments)
+        with call.in_modes():
+            result = _below(op, call.keys, arguments)
         setup(ctx, arguments, result)
+        ctx.call, ctx.results = call, None if isinstance(result, Tensor) else len(result)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
         return tuple(result) if isinstance(result, list) else result
 
     def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *backward(ctx, *gradients)
 
-    parts = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
-    recorded = type(f"{name}_gradient", (torch.autograd.Function,), parts)
-    returns_list = isinstance(op._schema.returns[0].type, torch.ListType)
+    def move(ctx: Any, _: None, *moving: Tensor | None) -> Any:
+        assert derivative is not None
+        with ctx.call.in_modes():
+            tensors = [torch._VF._unpack_dual(x, level=0)[0] for x in ctx.saved_tensors]
+            found = tangents(derivative(ctx.call.arguments_with(tensors)), tensors, moving)
+        return found[0] if ctx.results is None else tuple(map(found.get, range(ctx.results)))
 
-    def kernel(keys: Any, *arguments: Any) -> Any:
-        tensors = _flat(arguments)
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-            return below(keys, arguments)
-        counts = tuple(_count(a) for a in arguments)
-        described = zip(arguments, counts, strict=True)
-        kept = (a if n is None else [] if isinstance(a, (list, tuple)) else None for a, n in described)
-        call = _Call(keys=keys, arguments=tuple(kept), counts=counts)
-        # The `apply` of Function's own base: its own refuses to run under torch.func for want of a `setup_context`.
-        apply = super(torch.autograd.Function, recorded).apply
-        with enable_single_level_autograd_function():
-            result = apply(call, *unwrap_dead_wrappers(tuple(tensors)))
-        return list(result) if returns_list else result
+    parts = {"forward": forward, "backward": differentiate} | ({"jvp": move} if derivative else {})
+    own = {key: staticmethod(part) for key, part in parts.items()}
+    return type(f"{name}_gradient", (torch.autograd.Function,), own)
 
-    library.impl(name, kernel, "Autograd", with_keyset=True)
+
+def _below(op: Any, keys: Any, arguments: Sequence[Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+
+def _moves(tensor: Tensor) -> bool:
+    """Whether a tensor has a tangent, on the level at which an operator is called."""
+    return torch._C._is_fwd_grad_enabled() and torch._VF._unpack_dual(tensor, level=0)[1] is not None

@@ -71,8 +71,9 @@ def layout(
 ) -> Layout:
     """The layout of a call on a mesh of this shape.
 
-    lengths: of the batch coordinates, None where one cannot be split. shapes: of the operands. sharded: per operand and
-    dimension of the mesh, the dimension of the tensor that is sharded.
+    lengths: of the batch coordinates, None where one cannot be split.
+    shapes: of the operands.
+    sharded: per operand and dimension of the mesh, the dimension of the tensor that is sharded.
     """
     local, splits = AttentionSpec.from_json(spec), []
     left, extents = list(lengths), [list(shape) for shape in shapes]

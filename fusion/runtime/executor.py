@@ -10,7 +10,7 @@ from torch import Tensor
 from fusion.approximate import dispatch
 from fusion.ir import AttentionSpec
 from fusion.ir.request import Request
-from fusion.ir.results import laid_out
+from fusion.ir.results import is_zero, laid_out
 from fusion.runtime.kernels import differentiable, executor
 
 
@@ -51,19 +51,19 @@ def attention_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: st
 def attention_outputs_backward(grad: Tensor, further: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
     """`fusion::attention_outputs_backward`: see `fusion.runtime.op`. Gradients that are zero everywhere, which compiled
     graphs pass for what nothing depends on, cost no more than a look at them."""
-    if not any(bool(g.any()) for g in further):
-        return attention_backward(grad, *arguments)
-    _, _, statistics, operands, sizes, spec, emitter, needs = BackwardArguments(grad, *arguments)
-    kernels = differentiable(spec, operands[0].device.type, emitter)
-    found = kernels.outputs_backward(grad, further, operands, sizes, tuple(needs))
-    return _laid_out(found, operands, spec, needs)
+    arriving = [None if is_zero(g) else g for g in further]
+    return _backward(BackwardArguments(grad, *arguments), arriving if any(g is not None for g in arriving) else ())
 
 
 def attention_backward(*arguments: Any) -> list[Tensor]:
     """`fusion::attention_backward`: see `fusion.runtime.op`."""
-    grad, out, statistics, operands, sizes, spec, emitter, needs = BackwardArguments(*arguments)
+    return _backward(BackwardArguments(*arguments), ())
+
+
+def _backward(given: BackwardArguments, further: Sequence[Tensor | None]) -> list[Tensor]:
+    grad, out, statistics, operands, sizes, spec, emitter, needs = given
     kernels = differentiable(spec, operands[0].device.type, emitter)
-    found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs))
+    found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), further)
     return _laid_out(found, operands, spec, needs)
 
 

@@ -124,17 +124,6 @@ class GuardedTraining:
         out, *further = reference.run_all(self.spec, operands, sizes)
         return [out, no_statistics(self.spec, operands, sizes), *further]
 
-    def outputs_backward(
-        self,
-        grad: Tensor,
-        further: Sequence[Tensor],
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-    ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks, also through the further outputs."""
-        return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
-
     def backward(
         self,
         grad: Tensor,
@@ -143,15 +132,17 @@ class GuardedTraining:
         operands: Sequence[Tensor],
         sizes: Sequence[int],
         needs: tuple[bool, ...],
+        further: Sequence[Tensor | None] = (),
     ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks."""
+        """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
         if not self.broken:
             try:
-                return self.kernel.backward(grad, out, statistics, operands, sizes, needs)
+                arriving = (further,) if further else ()
+                return self.kernel.backward(grad, out, statistics, operands, sizes, needs, *arriving)
             except LargeTableError:
                 log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
             except Exception as error:
                 if _must_raise(error):
                     raise
                 self._failed()
-        return reference.backward(self.spec, grad, operands, sizes, needs)
+        return reference.backward(self.spec, grad, operands, sizes, needs, further=further)

@@ -8,6 +8,7 @@
     attention_outputs(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor[]
     attention_outputs_backward(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands,
                                SymInt[] sizes, str spec, str emitter, bool[] needs) -> Tensor[]
+    attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]
     tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
     table(Tensor positions, SymInt extent, int dim, str operation) -> Tensor
 
@@ -16,8 +17,10 @@ them). Where a gradient arrives at one of these, `attention_outputs_backward` ha
 
 `attention_forward` stands where gradients are needed: besides the output it returns three numbers per query row (see
 `fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient
-per operand that `needs` marks; it has no derivative itself. `attention` under autograd computes the statistics in its
-backward.
+per operand that `needs` marks. `attention` under autograd computes the statistics in its backward.
+
+`attention_derivative` is everything else that autograd and `torch.func` may ask for: tangents, and derivatives of
+gradients. See `fusion.runtime.derivatives`.
 
 `attention_below_autograd` is `attention` in graphs whose gradients were traced already: a call of it spends no time in
 Python code of torch's that looks for them (some 20 us).
@@ -30,20 +33,20 @@ tagged so that Inductor copies nothing). `tile_map` reads the data of a mask onc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
-from fusion.runtime import autograd, executor
+from fusion.runtime import autograd, derivatives, executor, mapping
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
-VERSION = 13
+VERSION = 14
 """To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
 it."""
 
@@ -64,6 +67,7 @@ _library.define(
     "SymInt[] sizes, str spec, str emitter, bool[] needs) -> Tensor[]",
     tags=_TAGS,
 )
+_library.define("attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]", tags=_TAGS)
 _library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
 _library.define("table(Tensor positions, SymInt extent, int dim, str operation) -> Tensor", tags=_TAGS)
 _BELOW = "attention_below_autograd(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor"
@@ -80,10 +84,7 @@ def _fake_table(positions: Tensor, extent: int, dim: int, operation: str) -> Ten
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
-    parsed = AttentionSpec.from_json(spec)
-    extents = results.output_extents(parsed, sizes)
-    packed = operands[0].new_empty([extents[d] for d in parsed.output.order], dtype=getattr(torch, parsed.out_dtype))
-    return packed.permute([parsed.output.order.index(d) for d in parsed.output.dims])
+    return results.empty_result(AttentionSpec.from_json(spec), 0, operands[0], sizes)
 
 
 def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> tuple[Tensor, Tensor]:
@@ -95,10 +96,7 @@ def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
 
 def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
     parsed = AttentionSpec.from_json(spec)
-    extents = results.coordinate_extents(parsed, sizes)
-    further = (
-        operands[0].new_empty(results.further_shape(f, extents), dtype=getattr(torch, f.dtype)) for f in parsed.further
-    )
+    further = (results.empty_result(parsed, 1 + k, operands[0], sizes) for k in range(len(parsed.further)))
     return [*_fake_forward(operands, sizes, spec, emitter), *further]
 
 
@@ -126,7 +124,7 @@ def _save(ctx: Any, arguments: Sequence[Any], result: tuple[Tensor, Tensor]) -> 
     ctx.mark_non_differentiable(statistics)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> list[Tensor | None]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> list[Tensor | None]:
     out, statistics, *operands = ctx.saved_tensors
     return _gradients(ctx, grad, out, statistics, operands)
 
@@ -137,7 +135,6 @@ def _save_outputs(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) 
     ctx.further = [(f.shape, f.dtype) for f in further]
     ctx.save_for_backward(out, statistics, *operands)
     ctx.mark_non_differentiable(statistics)
-    ctx.set_materialize_grads(False)
 
 
 def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *further: Tensor | None) -> list[Any]:
@@ -146,7 +143,7 @@ def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *fur
     if all(g is None for g in further):
         return _gradients(ctx, grad, out, statistics, operands)
     filled = [
-        out.new_zeros(shape, dtype=dtype) if g is None else g
+        out.new_zeros((), dtype=dtype).expand(shape) if g is None else g
         for g, (shape, dtype) in zip(further, ctx.further, strict=True)
     ]
     needs = _needs(ctx, operands)
@@ -166,15 +163,19 @@ def _save_operands(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
     ctx.save_for_backward(*operands)
 
 
-def _recompute_and_differentiate(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+def _recompute_and_differentiate(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
     operands = list(ctx.saved_tensors)
     with torch.no_grad():
         out, statistics = torch.ops.fusion.attention_forward(operands, *ctx.described)
     return _gradients(ctx, grad, out, statistics, operands)
 
 
-def _gradients(ctx: Any, grad: Tensor, out: Tensor, statistics: Tensor, operands: list[Tensor]) -> list[Tensor | None]:
+def _gradients(
+    ctx: Any, grad: Tensor | None, out: Tensor, statistics: Tensor, operands: list[Tensor]
+) -> list[Tensor | None]:
     """One gradient or None per operand."""
+    if grad is None:
+        return [None] * len(operands)
     needs = _needs(ctx, operands)
     found = iter(torch.ops.fusion.attention_backward(grad, out, statistics, operands, *ctx.described, needs))
     return [next(found) if needed else None for needed in needs]
@@ -189,16 +190,16 @@ def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
     ctx.mark_non_differentiable(result)
 
 
-def _refuse(ctx: Any, *grads: Any) -> list[Tensor | None]:
-    raise DoubleBackwardError(
-        "a second derivative of fusion::attention was asked for (create_graph=True, a gradient penalty, "
-        "torch.func.hessian); it has a first derivative only. Compile this model with another backend, or keep the "
-        "attention out of the second derivative."
+def _save_all(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(*autograd.flat(arguments))
+
+
+def _differentiate_derivative(describe: Callable[[Sequence[Any]], derivatives.Function], ctx: Any, *arriving: Any):
+    """The gradient of what is a derivative itself."""
+    tensors = ctx.saved_tensors
+    return derivatives.gradients(
+        describe(ctx.call.arguments_with(tensors)), tensors, arriving, ctx.needs_input_grad[1:]
     )
-
-
-def _save_nothing(ctx: Any, arguments: Sequence[Any], result: Any) -> None:
-    """The backward of the backward only raises."""
 
 
 def _register_fake(name: str, function: Callable[..., Any]) -> None:
@@ -215,6 +216,7 @@ _register_fake("attention_forward", _fake_forward)
 _register_fake("attention_backward", _fake_backward)
 _register_fake("attention_outputs", _fake_outputs)
 _register_fake("attention_outputs_backward", _fake_outputs_backward)
+_register_fake("attention_derivative", derivatives.fake)
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", executor.attention, _key)
     _library.impl("attention_below_autograd", executor.attention, _key)
@@ -222,12 +224,25 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention_backward", executor.attention_backward, _key)
     _library.impl("attention_outputs", executor.attention_outputs, _key)
     _library.impl("attention_outputs_backward", executor.attention_outputs_backward, _key)
+    _library.impl("attention_derivative", derivatives.execute, _key)
     _library.impl("tile_map", tile_map, _key)
     _library.impl("table", table, _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
-autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands)
-autograd.register(_library, "attention_forward", _differentiate, _save)
-autograd.register(_library, "attention_backward", _refuse, _save_nothing)
-autograd.register(_library, "attention_outputs", _differentiate_outputs, _save_outputs)
-autograd.register(_library, "attention_outputs_backward", _refuse, _save_nothing)
+_first = derivatives.of_attention
+autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands, _first)
+autograd.register(_library, "attention_forward", _differentiate, _save, _first)
+autograd.register(_library, "attention_outputs", _differentiate_outputs, _save_outputs, _first)
+for _name, _describe in (
+    ("attention_backward", derivatives.of_backward),
+    ("attention_outputs_backward", derivatives.of_outputs_backward),
+    ("attention_derivative", derivatives.of_derivative),
+):
+    _again = functools.partial(_differentiate_derivative, _describe)
+    autograd.register(_library, _name, _again, _save_all, _describe)
 autograd.register(_library, "tile_map", _no_gradient, _save_count)
+for _name in ("attention", "attention_forward", "attention_outputs"):
+    mapping.register(_library, _name)
+for _name in ("attention_backward", "attention_outputs_backward", "attention_derivative"):
+    mapping.register(_library, _name)
+mapping.register(_library, "tile_map", mapping.tile_map)
+mapping.register_table(_library)

@@ -49,7 +49,8 @@ def functools_sum(parts: Any) -> Tensor:
 def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None) -> Callable[[Index], Index] | None:
     """The map from indices of a view to those of its input; None where the operation copies instead.
 
-    run: the operation on a tensor of `shape`. item: which of its results, where there are several.
+    run: the operation on a tensor of `shape`.
+    item: which of its results, where there are several.
     """
     base = torch.empty(tuple(shape), device="meta")
     result = run(base)

@@ -37,9 +37,13 @@ _KINDS = ("ordinary values", "masks and fills", "special values")
 class Values:
     """One quantity by three ways: what eager computes, the same in float64, and the spec. Flat, of one length.
 
-    worlds: of each element. kinds: of each world. single: what eager would compute in float32, if that counts, too.
-    strict: whether eager's overflows count. condition: see above. floor: of `size`, per world. coarse: the eps of half
-    precision.
+    worlds: of each element.
+    kinds: of each world.
+    single: what eager would compute in float32, if that counts, too.
+    strict: whether eager's overflows count.
+    condition: see above.
+    floor: of `size`, per world.
+    coarse: the eps of half precision.
     """
 
     name: str

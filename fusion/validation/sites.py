@@ -36,8 +36,11 @@ _ROW = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """wrong: how the spec differs from the graph, or None. skipped: why nothing was compared, or None. checked: what
-    was. seconds: that it took."""
+    """wrong: how the spec differs from the graph, or None.
+    skipped: why nothing was compared, or None.
+    checked: what was.
+    seconds: that it took.
+    """
 
     wrong: str | None = None
     skipped: str | None = None
@@ -61,7 +64,7 @@ def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -
     key = fingerprint(site, parts, hints)
     if key not in _verdicts:
         started = time.perf_counter()
-        with _undisturbed():
+        with undisturbed():
             found = _validate(site, parts, hints)
         seconds = time.perf_counter() - started
         _verdicts[key] = Verdict(wrong=found.wrong, skipped=found.skipped, checked=found.checked, seconds=seconds)
@@ -69,7 +72,7 @@ def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Plain torch on real tensors, whatever compilation is under way."""
     with (
         unset_fake_temporarily(),

@@ -61,9 +61,11 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worlds:
-    """count: how many there are, one per sampled row. longest: of the sequences, for integers that are positions.
-    finite: whether Q, K and V are, and of ordinary size. Additive masks take that for granted (kernels do not compute
-    s + -inf), and so do sums of attentions (of which each has its own product with V)."""
+    """count: how many there are, one per sampled row.
+    longest: of the sequences, for integers that are positions.
+    finite: whether Q, K and V are, and of ordinary size. Additive masks take that for granted (kernels do not compute s
+        + -inf), and so do sums of attentions (of which each has its own product with V).
+    """
 
     count: int
     longest: int

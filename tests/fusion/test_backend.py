@@ -36,7 +36,9 @@ def run(function=attend, given=None, **options):
 def test_unknown_option_names_the_valid_ones():
     with pytest.raises(OptionError, match=r"unknown option 'iner'.*Did you mean 'inner'\?.*autotune, strict"):
         Options.parse({"iner": "eager"})
-    with pytest.raises(Exception, match="Valid options: inner, emitter, tile_maps, block_mask, autotune, strict"):
+    with pytest.raises(
+        Exception, match="Valid options: inner, emitter, tile_maps, transforms, block_mask, autotune, strict"
+    ):
         torch.compile(attend, backend="fusion", options={"colour": "red"})(*inputs())
 
 

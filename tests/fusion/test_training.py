@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusion  # noqa: F401  (registers the backend)
-from fusion.errors import DoubleBackwardError
 from fusion.ir import AttentionSpec, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import integer
@@ -301,7 +300,7 @@ def test_activation_checkpointing():
 
 
 def test_functional_gradient():
-    """Compiled together with the transform, a function is left to the inner compiler."""
+    """Compiled together with the transform."""
     tensors = inputs(None)
 
     def loss(q, k, v):
@@ -312,12 +311,14 @@ def test_functional_gradient():
     assert_runs_as_exact_as_eager(inside, eager, *tensors)
 
 
-def test_second_derivative_is_a_clear_error():
+def test_compiled_together_with_its_gradient():
+    """AOTAutograd allows a second derivative of what is inside, and none of the compiled function itself."""
     tensors = inputs(None)
-    out = compiled(plain, "eager")(*tensors)
-    first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
-    with pytest.raises(DoubleBackwardError, match="second derivative"):
-        torch.autograd.grad(first[0].sum(), tensors)
+
+    def penalty(q, k, v):
+        return sum(g.square().sum() for g in torch.func.grad(lambda *x: plain(*x).sin().sum(), argnums=(0, 1))(q, k, v))
+
+    check(penalty, tensors, run=compiled(penalty, "aot_eager"))
 
 
 class Block(torch.nn.Module):
@@ -383,6 +384,9 @@ def test_operators_obey_their_contracts(dims):
     out, statistics = torch.ops.fusion.attention_forward(plain, sizes, spec, "auto")
     arguments = (torch.randn_like(out), out, statistics, plain, sizes, spec, "auto", [True, False, True])
     torch.library.opcheck(torch.ops.fusion.attention_backward.default, arguments)
+    for steps, given in (("tangents 101", [plain[0], plain[2]]), ("gradients 110 1; tangents 0001", [out, out])):
+        arguments = ([*tensors, *given], sizes, spec, steps)
+        torch.library.opcheck(torch.ops.fusion.attention_derivative.default, arguments)
 
 
 def test_a_gradient_of_its_own_is_kept():

@@ -21,6 +21,8 @@ SCORES = ("torch.tanh(s / 5) * 5", "20 * torch.tanh(s / 20)", "F.silu(s)", "s.cl
           "F.hardtanh(s)", "torch.maximum(s, -s * 0.5)", "s.reciprocal().clamp(-3, 3)")  # fmt: skip
 FURTHER = 0.08
 """The share of programs that return statistics, too."""
+FAR = 0.03
+"""The share of programs whose Q or K are far from 1, and scaled back at some point."""
 SPECIALS = ("math.inf", "-math.inf", "math.nan", "1e30", "-3e4", "0.0", "-0.0", "1e-40")
 
 STATISTICS = ("{p}", "{p}.sum(-2)", "{p}.mean(dim=-2, keepdim=True)", "{p}.amax(-1)", "{p}.max(-1).values", "{p}.mT",
@@ -52,6 +54,8 @@ def program(seed: int | str) -> Program:
     if (more := random.Random(f"statistics {seed}")).random() < FURTHER:
         return_statistics(w, v, more)
         emitter = more.choice([emitter, emitter, "auto"])
+    if (more := random.Random(f"far {seed}")).random() < FAR and dtype != "float16":
+        move_far(w, more)
     return Program(
         text=w.text(), trained=w.trained, route=route, emitter=emitter, intended=w.intended,
         kinds=tuple(sorted({*w.kinds, dtype, route, emitter, "training" if w.trained else "inference"})),
@@ -271,6 +275,25 @@ def return_statistics(w: Writer, v: str, rng: random.Random) -> None:
             drawn = f"of_{of}_{number}"
         found.append(drawn)
     w.lines[-1] = ", ".join([w.lines[-1], *found])
+
+
+def move_far(w: Writer, rng: random.Random) -> None:
+    """Inputs of another magnitude, and numbers that bring scores back to where they were: before or after the product,
+    in one step or two."""
+    made = next((n for n, line in enumerate(w.lines) if line.startswith("s = ")), None)
+    moved = [name for name, value in w.arguments.items() if name in ("q", "k") and "randn" in value]
+    if made is None or not moved:
+        return
+    w.note("far from 1")
+    total = 0
+    for name in moved:
+        power = rng.choice([-14, -9, 3, 12, 18])
+        w.arguments[name] += f" * 1e{power}"
+        total += power
+    before = rng.choice([0, 0, total // 2, total, -5])
+    name = rng.choice(moved)
+    w.lines[made + 1 : made + 1] = [f"s = s * 1e{before - total}"] * (before != total)
+    w.lines[made:made] = [f"{name} = {name} * 1e{-before}"] * (before != 0)
 
 
 def _written(w: Writer) -> list[str]:

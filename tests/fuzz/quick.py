@@ -108,15 +108,26 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         yield
 
 
+_kept_apart: Any = ({}, {}), ({}, {})
+_object_name = compiler._object_name
+
+
 @contextlib.contextmanager
 def unoptimised() -> Iterator[None]:
-    """Within it, LLVM takes kernels for this processor as they stand; none is kept, and none made before is found."""
+    """Within it, LLVM takes kernels for this processor as they stand. They are kept apart from those that it optimises,
+    in the process and on disk."""
+    (inference, training), (chosen, chosen_training) = _kept_apart
     with (
-        mock.patch.multiple(compiler, _engine=_engine, _object_name=lambda source: None),
-        mock.patch.multiple(mlir, _kernels={}, _training={}),
-        mock.patch.multiple(kernels, _forward={}, _training={}),
+        mock.patch.multiple(compiler, _engine=_engine, _object_name=_apart),
+        mock.patch.multiple(mlir, _kernels=inference, _training=training),
+        mock.patch.multiple(kernels, _forward=chosen, _training=chosen_training),
     ):
         yield
+
+
+def _apart(source: str) -> str | None:
+    name = _object_name(source)
+    return None if name is None else f"unoptimised_{name}"
 
 
 @functools.cache

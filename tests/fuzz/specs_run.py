@@ -6,13 +6,14 @@ import contextlib
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fusion.codegen import mlir, reference, triton
 from fusion.ir.expr import Kind, loads, walk
+from fusion.lowering.further_gradients import unsupported
 from tests.fuzz import quick
 from tests.fuzz.campaign import BAD, NOTED, Record
 from tests.fuzz.check import DRAWS, Result, Tensors, Verdict, allowing_overflow, magnitude
@@ -21,6 +22,8 @@ from tests.fuzz.specs import Drawn, drawn, tensors
 SHARES = {"triton": 0.01, "as for users": 0.01, "trained": 0.05, "by rows": 0.25}
 """Of the specs: in Triton's interpreter; with the kernels that users get, where others have random targets and tiles
 (`quick`); with gradients; with the kernel that goes row by row."""
+TRAINED_FURTHER = 0.5
+"""Of those with further outputs, with gradients."""
 CALLS = {"quick": 5, "as for users": 24, "triton": 2}
 """Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter take a thousand
 times as long."""
@@ -42,8 +45,9 @@ class Way:
 def way(found: Drawn, rng: random.Random) -> Way:
     """One at random."""
     drawn = {name: rng.random() < share for name, share in SHARES.items()}
-    if found.spec.further:  # written by kernels that keep statistics; gradients are the reference interpreter's
-        drawn["trained"] = drawn["by rows"] = False
+    if found.spec.further:  # written by kernels that keep statistics
+        drawn["by rows"] = False
+        drawn["trained"] = rng.random() < TRAINED_FURTHER
     fast = not drawn["triton"] and not drawn["as for users"]
     plan = quick.plan(found.spec, rng, by_rows=drawn["by rows"] and not drawn["trained"]) if fast else None
     return Way(emitter="triton" if drawn["triton"] else "mlir", trained=drawn["trained"], plan=plan)
@@ -162,22 +166,27 @@ def values_of(
     wide = [o.double() if o.is_floating_point() else o for o in operands]
     eager, *more = reference.run_all(spec, operands, sizes, dtype)
     exact, *true = reference.run_all(spec, wide, sizes, torch.float64)
-    if spec.further:
-        ours, _, *found = kernel.outputs(operands, sizes)
-        results = ([ours, *found], [eager, *more], [exact, *true])
-        return [{f"out {n}": value for n, value in enumerate(values)} for values in results]
-    if not trained:
+    if not (trained or spec.further):
         return [{"out": kernel(operands, sizes)}, {"out": eager}, {"out": exact}]
+    ours, statistics, *found = kernel.outputs(operands, sizes)
+    results = [
+        {f"out {n}": value for n, value in enumerate(values)}
+        for values in ([ours, *found], [eager, *more], [exact, *true])
+    ]
+    if not trained:
+        return results
     needs = tuple(o.is_floating_point() for o in operands)
-    out, statistics = kernel.forward(operands, sizes)
-    grad = torch.randn(out.shape).to(out.dtype)
-    ours = kernel.backward(grad, out, statistics, operands, sizes, needs)
-    theirs = reference.backward(spec, grad, operands, sizes, needs, dtype)
-    true = reference.backward(spec, grad.double(), wide, sizes, needs)
+    grad, *further = (torch.randn(result.shape).to(result.dtype) for result in (ours, *found))
+    of_kernels = (unsupported(replace(spec, further=(f,))) is None for f in spec.further)
+    further = [g if has_gradient else None for g, has_gradient in zip(further, of_kernels, strict=True)]
+    wider = [g if g is None else g.double() for g in further]
+    ways = (
+        kernel.backward(grad, ours, statistics, operands, sizes, needs, further),
+        reference.backward(spec, grad, operands, sizes, needs, dtype, further),
+        reference.backward(spec, grad.double(), wide, sizes, needs, further=wider),
+    )
     values = [o for o in operands if o.is_floating_point()]
-
-    def named(out: torch.Tensor, found: list[torch.Tensor], wide: bool) -> Tensors:
-        cast = (g if wide else g.to(o.dtype) for g, o in zip(found, values, strict=True))
-        return {"out": out} | {f"gradient {n}": g for n, g in enumerate(cast)}
-
-    return [named(out, ours, False), named(eager, theirs, False), named(exact, true, True)]
+    for result, found, is_exact in zip(results, ways, (False, False, True), strict=True):
+        cast = (g if is_exact else g.to(o.dtype) for g, o in zip(found, values, strict=True))
+        result |= {f"gradient {n}": g for n, g in enumerate(cast)}
+    return results

@@ -193,7 +193,7 @@ def page(rows: list[Row], made: str) -> str:
     packages = sorted({row.package for row in rows})
     listed = [line for name in packages for line in _package(name, [row for row in rows if row.package == name])]
     parts = [_INTRODUCTION, made, "", *_summary(rows), *_troubles(rows)]
-    parts += ["## Why sites are left alone", "", *_reasons(rows)]
+    parts += ["## Why sites are not fused", "", *_reasons(rows)]
     parts += ["## Architectures", "", *listed, "## Not tried in full", "", *_not_run(rows)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 

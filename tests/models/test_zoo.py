@@ -124,6 +124,7 @@ def test_dynamic(name: str, outcomes):
     assert outcome.fused == outcome.total, outcome.unfused
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("name", _chosen(WITH_INDUCTOR, "bert llama t5 swin"))
 def test_with_inductor(name: str, outcomes):
     """The rest of the graph compiled as users have it."""

@@ -1,21 +1,9 @@
-"""One function through the whole backend and in eager mode: outputs and gradients by the house rule.
-
-What is tested is the text of kernels: LLVM does not optimise them, which takes a third of the time. Kernels as users
-have them are tested in tests/codegen/mlir/.
-"""
-
-import contextlib
-import importlib.util
+"""One function through the whole backend and in eager mode: outputs and gradients by the house rule."""
 
 import torch
 
 import fusion
 from tests.numerics import assert_as_exact_as_eager
-
-if importlib.util.find_spec("torch_mlir") is not None:
-    from tests.fuzz.quick import unoptimised
-else:
-    unoptimised = contextlib.nullcontext
 
 EMITTERS = ("reference", "auto")
 
@@ -45,7 +33,7 @@ def as_exact_as_eager(function, given, emitter: str = "auto", gradients: bool = 
             weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out)
             return out, torch.autograd.grad((out * weights).sum(), wanted)
 
-    with unoptimised(), fusion.collect_reports() as reports:
+    with fusion.collect_reports() as reports:
         compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": emitter})
         actual = run(compiled, False)
     assert_as_exact_as_eager(actual, run(function, False), run(function, True), dtype)

@@ -84,7 +84,7 @@ def test_constant_scales_are_passed_over():
     assert strip_scale(scaled) == (x, 2.0)
 
 
-@pytest.mark.parametrize("factor", [0.0, float("inf")])
+@pytest.mark.parametrize("factor", [0.0, float("inf"), float("nan"), 1e-30, -1e30])
 def test_scales_that_lose_numbers_stay(factor):
     calls = Calls()
     node = calls.call(aten.mul.Tensor, calls.given(whole(3)), factor)

@@ -221,13 +221,38 @@ def test_gradients_are_eagers(function):
     assert_as_exact_as_eager(ours, gradients(function, inputs), gradients(function, [x.double() for x in inputs]))
 
 
+@pytest.mark.parametrize("function", [returned_masked, sigmoid, entropy, key_sums, weighed, merged_parts])
+def test_gradients_are_the_kernels(function, monkeypatch):
+    def unused(*arguments, **further):
+        raise AssertionError("the reference interpreter has the gradient")
+
+    monkeypatch.setattr("fusion.codegen.reference.backward", unused)
+    inputs = tensors()
+    torch._dynamo.reset()
+    with failures_raised():
+        compiled = torch.compile(function, backend="fusion", options={"inner": "aot_eager", "strict": True})
+        ours = gradients(compiled, inputs)
+    assert_as_exact_as_eager(ours, gradients(function, inputs), gradients(function, [x.double() for x in inputs]))
+
+
+def test_the_report_says_which_gradients_kernels_do_not_have():
+    inputs = [x.requires_grad_() for x in tensors()]
+    _, report = run(logits, inputs)
+    assert "gradient through m per row: the reference interpreter, as which key has the largest logit" in str(report)
+    _, report = run(entropy, inputs)
+    assert "gradient through" not in str(report)
+
+
 def test_a_gradient_that_is_not_asked_for_takes_the_kernels(monkeypatch):
     from fusion.runtime.guards import GuardedTraining
 
-    def unused(self, *arguments):
-        raise AssertionError("no gradient arrives at the weights")
+    run = GuardedTraining.backward
 
-    monkeypatch.setattr(GuardedTraining, "outputs_backward", unused)
+    def without(self, *arguments):
+        assert not arguments[-1], "no gradient arrives at the weights"
+        return run(self, *arguments)
+
+    monkeypatch.setattr(GuardedTraining, "backward", without)
     inputs = tensors()
     torch._dynamo.reset()
     with failures_raised():

@@ -154,7 +154,32 @@ def test_weights_that_end_at_a_graph_break_are_noted():
 
     report = fusion.explain(function, *(torch.randn(2, 3, 17, 16) for _ in range(3)))
     assert not report.sites and report.graphs == 2
-    assert any("attention weights leave this graph" in note and "softmax" in note for note in report.notes)
+    (note,) = report.notes
+    assert "attention weights leave this graph" in note and "softmax" in note and "a graph break follows" in note
+    (found,) = report.graph_breaks
+    line, reason = found.splitlines()
+    assert line.endswith("in function: torch._dynamo.graph_break()") and "graph_break" in reason
+    assert f"graph break at {line}" in str(report)
+
+
+def test_weights_that_are_returned_are_noted():
+    report = fusion.explain(lambda q, k: torch.softmax(q @ k.mT, -1), *(torch.randn(2, 17, 16) for _ in range(2)))
+    (note,) = report.notes
+    assert note.endswith("they are returned") and not report.graph_breaks
+
+
+def test_breaks_of_several_graphs_are_named():
+    def function(q, k, v):
+        s = q @ k.mT
+        if s.sum() > 0:
+            s = s * 2
+        out = torch.softmax(s, -1) @ v
+        torch._dynamo.graph_break()
+        return torch.softmax(out @ k.mT, -1) @ v
+
+    report = fusion.explain(function, *(torch.ones(2, 17, 16) for _ in range(3)))
+    assert [site.fused for site in report.sites] == [True]  # the second
+    assert ["if s.sum() > 0" in found for found in report.graph_breaks] == [True, False]
 
 
 def test_an_attention_of_addmm_alone_is_fused():

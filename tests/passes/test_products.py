@@ -92,3 +92,14 @@ def test_also_in_bfloat16(function):
 def test_two_products_with_something_added_are_left_alone():
     (site,) = as_exact_as_eager(two_baddbmms_with_bias, [torch.randn(2, 2, 19, 8) for _ in range(4)])
     assert "two products to which something is added" in site.reason
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("apart", [False, True])
+def test_scales_that_keep_scores_from_overflowing_stay_with_their_operand(apart, emitter):
+    def function(q, k, v):
+        small = (q * 1e-5).reshape(2, 3, 9, 8) * 1e-5 if apart else q * 1e-10
+        return torch.softmax((small @ k.mT) * 1e-28, -1) @ v
+
+    q, k, v = (torch.randn(2, 3, 9, 8) for _ in range(3))
+    as_exact_as_eager(function, [q * 1e19, k * 1e20, v], emitter)

@@ -97,7 +97,63 @@ def described(traced):
     return list(map(str, found))
 
 
-CASES = [layers, operands, scalars, several_results, layouts, modes, written, random, constants]
+def steps(x, w, b):
+    out, kept = torch.zeros(3, 4), x * 2
+    for t in range(3):
+        out[t] = x[t] * 2 + out[t - 1]
+        out[:, t] = kept[:, t]
+        kept[t, 1:] = 7
+    for t in (2, 0, -1):
+        out[t, : t + 1] = 1.0
+        out[t:, ::2] = out[None, t, ::2] * 0 + kept[-1, t:].sum()
+    rows = x[0], x[2], x[-1], x[None, 1], x[..., 1], x[..., 2], x[:, [0, 2]]
+    return out, kept, rows, (x[:2], x[1:3], x[0:3], x[:3], x[:1], x[::2], x[1::2])
+
+
+def trained_steps(x, w, b):
+    out = torch.zeros(3, 4)
+    for t in range(3):
+        out[t] = w[t] * x[t]
+        out[t, 0] = b[t]
+    with torch.no_grad():
+        rows = torch.zeros(3, 4)
+        for t in range(3):
+            rows[t] = w[t]
+    return out, rows, out[1], rows[1], rows[2]
+
+
+def into_inputs(x, w, b):
+    y = b
+    for t in range(3):
+        x[t, 1:3] = t
+        y[t] = x[t, 0]
+        x[t][2:] = y[t : t + 2]
+    x[:, :] = x * 2
+    x[...] = x + 1
+    return x + y[0], y
+
+
+def broadcast(x, w, b):
+    out, row = torch.zeros(3, 4), x[:1]
+    for t in range(3):
+        out[: t + 1] = row
+        out[t : t + 1, 1:] = row[:, 1:]
+        out[t] = 3
+        out[..., t] = 1.5
+        out[t, :, None] = x[0, :, None]
+    return out
+
+
+def resized(x, w, b):
+    left, right = x[:, 0:2], x[:, 1:3]
+    right.t_()
+    third = x[:, 2:4]
+    left.t_()
+    return left, right, third, x[0:2, 0:2].t_(), x[1:3, 0:2]
+
+
+LOOPS = [steps, trained_steps, into_inputs, broadcast, resized]
+CASES = [*LOOPS, layers, operands, scalars, several_results, layouts, modes, written, random, constants]
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
@@ -117,6 +173,20 @@ def test_equal_layers_are_traced_once(monkeypatch):
     assert len(traced) <= 6, "of nine calls, those of the first layer, and of the second where strides differ"
 
 
+def test_equal_steps_are_traced_once(monkeypatch):
+    def loop(x, w, b):
+        out = torch.zeros(3, 4)
+        for t in range(3):
+            out[t, 1:] = x[t, t : t + 1] * b[1:]
+        return out
+
+    (module, inputs), traced = captured(loop), []
+    keep = repeats.Repeats.note
+    monkeypatch.setattr(repeats.Repeats, "note", lambda *given: traced.append(1) or keep(*given))
+    normalize(module, inputs)
+    assert len(traced) <= 5, "the calls of the first of three steps"
+
+
 def test_functions_of_the_users_are_traced_each_time():
     state = {"calls": 0}
 
@@ -129,3 +199,9 @@ def test_functions_of_the_users_are_traced_each_time():
     state["calls"] = 0
     normalize(module, inputs)
     assert state["calls"] == 2
+
+
+def test_a_trace_has_the_key_of_a_cache():
+    module, inputs = captured(layers)
+    code = normalize(module, inputs).graph.python_code("self")
+    assert not any(isinstance(held, str) for held in code.globals.values()), "AOTAutograd imports each by its name"

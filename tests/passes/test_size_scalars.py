@@ -79,3 +79,19 @@ def test_what_is_no_size_is_guarded():
         inputs = [torch.randn(1, 2, 20, 16) for _ in range(3)]
         exact = scaled(*(x.double() for x in inputs), scale)
         assert_as_exact_as_eager(compiled(*inputs, scale), scaled(*inputs, scale), exact)
+
+
+@pytest.mark.parametrize("packed", [(2, 20, 24), (2, 33, 22)], ids=["even pieces", "a shorter last piece"])
+def test_a_head_dimension_that_follows_from_another_size_is_made_static(packed):
+    """A third of a dynamic size, rounded up: that it is 8 does not say what it is a third of."""
+    torch._dynamo.reset()
+
+    def attend(x):
+        q, k, v = x.chunk(3, -1)
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    x = torch.randn(packed)
+    with fusion.collect_reports() as reports:
+        compiled = torch.compile(attend, backend="fusion", options={"inner": "eager"}, dynamic=True)
+        assert_as_exact_as_eager(compiled(x), attend(x), attend(x.double()))
+    assert [report.fused for report in reports] == [1]

@@ -63,7 +63,8 @@ def gradients(function, named, mask, needs, upstream, dtype=None):
 
 
 def compiled(function, emitter):
-    return torch.compile(function, backend="fusion", options={"inner": "eager", "emitter": emitter, "strict": True})
+    options = {"inner": "eager", "emitter": emitter, "strict": True, "transforms": "always"}
+    return torch.compile(function, backend="fusion", options=options)
 
 
 @hypothesis.given(trained(queries=(1, 6), keys=(1, 7), widths=(1, 3, 5), dtypes=(torch.float64,)))

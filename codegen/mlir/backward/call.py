@@ -15,6 +15,7 @@ from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
     STATISTICS,
+    BackwardPlan,
     Form,
     LaneAxis,
     LoadGradient,
@@ -23,7 +24,7 @@ from fusion.codegen.mlir.backward.plan import (
     direct,
     normalized,
 )
-from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, QueriesKernel
+from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, FurtherSumsKernel, QueriesKernel
 from fusion.codegen.mlir.calling import CompiledKernel, operand_slots
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.reference import gradients as pulled
@@ -38,25 +39,30 @@ MAX_SCATTERED = 1 << 22
 
 
 class BackwardCall:
-    """One call of the backward kernels; the arguments are those of `TrainingKernel.backward`."""
+    """One call of the backward kernels; the arguments are those of `TrainingKernel.backward`.
+
+    arriving: the gradients of the output and of the further outputs of the plan.
+    """
 
     def __init__(
         self,
         kernel: TrainingKernel,
-        grad: Tensor,
+        plan: BackwardPlan,
+        arriving: Sequence[Tensor],
         out: Tensor,
         statistics: Tensor,
         operands: Sequence[Tensor],
         sizes: Sequence[int],
         needs: tuple[bool, ...],
     ):
-        self.kernel, self.spec, self.plan = kernel, kernel.spec, kernel.plan
-        self.grad, self.operands, self.sizes, self.needs = grad, operands, sizes, needs
+        self.kernel, self.spec, self.plan = kernel, plan.spec, plan
+        self.arriving, self.operands, self.sizes, self.needs = arriving, operands, sizes, needs
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = kernel.extents(sizes)
-        self.rows = self._row_values(out, statistics)
+        self.rows, self.complete = self._row_values(out, statistics), False
 
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
         """[4, rows + padding]: unit, shift, factor and delta of every query row; kernels read whole vectors."""
+        self.off: Tensor | float = 0.0
         if not normalized(self.spec):
             return torch.empty(0)
         count = math.prod(self.batch) * self.n_q
@@ -65,11 +71,14 @@ class BackwardCall:
         self.concentrated = rows[0, :count] < 0
         rows[0].abs_()
         order = [self.spec.output.dims.index(name) for name in (*(f"b{a}" for a in range(len(self.batch))), "i", "e")]
-        product = self.grad.permute(order).float() * out.permute(order).float()
+        product = self.arriving[0].permute(order).float() * out.permute(order).float()
         torch.sum(product, -1, out=rows[3, :count].view(*self.batch, self.n_q))
         if self.spec.row_scale is not None:
             _, *self.scaled = pulled.of_rows(self.spec, self.operands, self.sizes, *statistics[3:])
             rows[3, :count] *= self.scaled[0].flatten()
+        if self.plan.at_log_sum is not None:
+            read = (*self.operands, *self.arriving)
+            self.off = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1)
         return rows
 
     def gradients(self) -> list[Tensor]:
@@ -88,7 +97,7 @@ class BackwardCall:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
-        if not self._correct_concentrated(choice):
+        if not (self._add_further(choice) and self._correct_concentrated(choice)):
             return None
         kinds = (FusedKernel,) if self._is_fused(choice) else (QueriesKernel, KeysKernel)
         for kind in kinds:
@@ -101,6 +110,40 @@ class BackwardCall:
                 self._correct(collected)
         return self._assemble_all()
 
+    def _add_further(self, choice: int) -> bool:
+        """Put what further outputs give into delta, once; False where the kernel met values that its products cannot
+        take. From then on sums of dx are `off`, the gradient of the log-sum-exp, in place of 0."""
+        if not self._wants_delta() or self.complete:
+            return True
+        delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
+        if self.plan.at_weight is not None:
+            if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
+                return False
+            delta += sums if self.spec.row_scale is None else sums * self.scaled[0].view(sums.shape)
+        delta -= self.off
+        self.complete = True
+        return True
+
+    def _wants_delta(self) -> bool:
+        """Whether delta is read: by all gradients but that of V."""
+        return normalized(self.spec) and any(n for number, n in enumerate(self.needs) if number != 2)
+
+    def _row_sums(self, kind: type[QueriesKernel], choice: int, marked: Tensor | None = None) -> Tensor | None:
+        """What a kernel sums up over the keys, [b.., i]; None where it met values that its products cannot take.
+        marked: [rows], for the blocks with such a row; what is expected in all others."""
+        kernel = self.kernel.backward_kernel(kind, self.plan, (False,) * len(self.operands), self.d, self.d_v, choice)
+        sums = torch.zeros(*self.batch, self.n_q).add_(self.off)
+        values = self._slots(LaneAxis.QUERIES, (), self.n_q) | {("ptr", "sums", 0): sums.data_ptr()}
+        if marked is not None:
+            rows = kernel.text.rows
+            padded = torch.zeros(math.prod(self.batch), -(-self.n_q // rows) * rows, dtype=torch.bool)
+            padded[:, : self.n_q] = marked.view(-1, self.n_q)
+            wanted = padded.view(-1, rows).any(-1).long()
+            values[("ptr", "wanted")] = wanted.data_ptr()
+            seen = wanted.bool().repeat_interleave(rows).view(padded.shape)[:, : self.n_q]
+            self.seen = seen.reshape(sums.shape)
+        return sums if self._launch(kernel, values, self.n_q, self.n_k) else None
+
     def _correct_concentrated(self, choice: int) -> bool:
         """Make the deltas of rows with a large weight as exact as eager's; False where the kernel met values that its
         products cannot take.
@@ -109,27 +152,16 @@ class BackwardCall:
         than a delta from dO and O can be. A kernel over the blocks with such rows (random scores have few, causal
         masks the first) sums dx as the others will compute it; what is not 0 of that is the error of delta.
         """
-        if not normalized(self.spec) or not any(n for number, n in enumerate(self.needs) if number != 2):
+        if not self._wants_delta() or not self.concentrated.any():
             return True
-        if not self.concentrated.any():
-            return True
-        none = (False,) * len(self.operands)
-        kernel = self.kernel.backward_kernel(DeltaErrorKernel, none, self.d, self.d_v, choice)
-        rows = kernel.text.rows
-        marked = torch.zeros(math.prod(self.batch), -(-self.n_q // rows) * rows, dtype=torch.bool)
-        marked[:, : self.n_q] = self.concentrated.view(-1, self.n_q)
-        wanted = marked.view(-1, rows).any(-1).long()
-        drift = torch.zeros(*self.batch, self.n_q)
-        values = self._slots(LaneAxis.QUERIES, (), self.n_q)
-        values |= {("ptr", "sums", 0): drift.data_ptr(), ("ptr", "wanted"): wanted.data_ptr()}
-        if not self._launch(kernel, values, self.n_q, self.n_k):
+        if (drift := self._row_sums(DeltaErrorKernel, choice, self.concentrated)) is None:
             return False
+        drift -= self.off
         delta, sums = self.rows[3, : drift.numel()], drift.flatten()
         if self.spec.row_scale is not None:
             delta += torch.where(self.concentrated, self._lacked(delta, sums), 0.0)
         elif self.spec.sinks:  # these are sums of P dP, of marked blocks
-            seen = wanted.bool().repeat_interleave(rows).view(marked.shape)[:, : self.n_q].flatten()
-            torch.where(seen, sums, delta, out=delta)
+            torch.where(self.seen.flatten(), sums, delta, out=delta)
         else:
             delta += sums
         return True
@@ -162,6 +194,7 @@ class BackwardCall:
         """Where sums of dx are not 0, or with sinks their weight times delta, delta is off by that much (in exact
         arithmetic): put it right, and the sums made with it. Rows of NaN, which a mask keeps out of sums, stay out."""
         drift, *shares = self.extra
+        drift -= self.off
         delta = self.rows[3, : drift.numel()].view(drift.shape)
         if self.spec.row_scale is not None:
             drift = self._lacked(delta, drift)
@@ -219,7 +252,7 @@ class BackwardCall:
 
     def _run(self, kind: type[BackwardKernel], choice: int, collected: Sequence[LoadGradient]) -> bool:
         """False where the kernel met values that its products cannot take."""
-        kernel = self.kernel.backward_kernel(kind, self.needs, self.d, self.d_v, choice)
+        kernel = self.kernel.backward_kernel(kind, self.plan, self.needs, self.d, self.d_v, choice)
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         return self._launch(kernel, self._slots(kind.axis, collected, lanes), lanes, rows)
 
@@ -232,7 +265,7 @@ class BackwardCall:
 
     def _slots(self, axis: LaneAxis, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
         """Parameters of a kernel with so many lane rows; makes the memory of its sums."""
-        values = operand_slots(self.spec, (*self.operands, self.grad), self.sizes)
+        values = operand_slots(self.spec, (*self.operands, *self.arriving), self.sizes)
         if normalized(self.spec):
             values |= {("ptr", name): row.data_ptr() for name, row in zip(STATISTICS, self.rows, strict=True)}
         for number, (_, view) in self.results.items():
@@ -275,10 +308,10 @@ class BackwardCall:
         unit, shift, factor = (row[:count].view(*self.batch, self.n_q, 1) for row in self.rows[:3])
         value = pulled.value(self.spec, self.operands, self.sizes, sink)
         exponent = value / self.plan.programs.scale * unit + shift
-        # Far above all scores of a row, a dead one say, sinks share it among themselves: its factor is 0 or nearly.
+        # Far above all scores of a row, or alone in it, sinks share it among themselves: its factor is 0 or nearly.
         sinks = [pulled.value(self.spec, self.operands, self.sizes, other) for other in self.spec.sinks]
         alone = torch.exp(value - torch.logsumexp(torch.stack(torch.broadcast_tensors(*sinks)), 0))
-        return torch.where(exponent > 64, alone, torch.exp2(exponent) * factor)
+        return torch.where((exponent > 64) | (factor == 0), alone, torch.exp2(exponent) * factor)
 
     def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from fusion.codegen.mlir.backward.plan import Form
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Scope, staged_leaf
-from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import SCORE, Expr
+from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
+from fusion.ir.expr import SCORE, WEIGHT, Expr
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.backward.tile import BackwardTile
@@ -38,7 +38,8 @@ class Elements:
         self.b, self.staged, self.statistics = kernel.b, staged, statistics
         keys = kernel.tiling.keys
         size = 4 * keys * kernel.lanes
-        self.scores, self.slopes = (kernel.part(half.tile, g, size) for half in kernel.halves)
+        self.scores, *slopes = (kernel.part(half.tile, g, size) for half in kernel.halves)
+        self.slopes = slopes[0] if slopes else None
         self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]
 
     def pair(self, r: Value, sums: Sequence[Value], both: bool) -> list[Value]:
@@ -52,7 +53,7 @@ class Elements:
     def store(self, r: Value, weights: tuple[Value, Value], slopes: tuple[Value, Value]) -> None:
         """Rows r and r + 1 to the right sides of the second products."""
         kernel = self.kernel
-        for half, place, pair in zip(kernel.halves, self.weights, (slopes, weights), strict=True):
+        for half, place, pair in zip(kernel.halves, self.weights, (slopes, weights), strict=False):
             if half.operand in kernel.results:
                 half.products.store_weights(place, r, *pair)
         assert self.scope.lanes is not None
@@ -64,18 +65,24 @@ class Elements:
         at = b.mul(r, kernel.lanes)
         align = 4 * kernel.lanes
         score = b.load(b.at(self.scores, at, "f32"), kernel.vector, "s", align=align)
-        slope = b.load(b.at(self.slopes, at, "f32"), kernel.vector, "dp", align=align)
         position = b.add(self.first, r, "row")
         row = Scope(context=kernel.context, parent=self.scope, known={SCORE: score, kernel.axis.row: position})
         row.leaf = staged_leaf(self.staged, r)
         x = row.vector(self.program)
+        known, weight = self.statistics or kernel.row_statistics(position), x
+        if known is not None:
+            weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
+        row.known[WEIGHT] = weight
+        further = None if plan.at_weight is None else row.vector(plan.at_weight)
+        if self.slopes is None:
+            assert further is not None
+            return weight, weight, [b.fma(weight, further, sums[0], "sum")]
+        slope = b.load(b.at(self.slopes, at, "f32"), kernel.vector, "dp", align=align)
         factor = None if kernel.weight is None else row.vector(kernel.weight)
         scaled = slope if factor is None else b.mul(slope, factor)
-        if (known := self.statistics or kernel.row_statistics(position)) is None:
-            weight, upstream = x, scaled
-        else:
-            weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
-            upstream = b.mul(weight, b.sub(scaled, known["delta"]), "dx")
+        if further is not None:
+            scaled = b.add(scaled, further, "dw")
+        upstream = scaled if known is None else b.mul(weight, b.sub(scaled, known["delta"]), "dx")
         through = None if factor is None else b.mul(slope, weight, "dw")
         gradients = self._scope(row, upstream, through)
         collected = self._collect(gradients, sums)
@@ -88,8 +95,12 @@ class Elements:
         slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
         return weight if factor is None else b.mul(weight, factor), slope, collected
 
-    def _scope(self, row: Scope, upstream: Value, through: Value | None) -> Scope:
-        known = {UPSTREAM: upstream} if through is None else {UPSTREAM: upstream, WEIGHT_UPSTREAM: through}
+    def _scope(self, row: Scope, upstream: Value, through: Value | None, further: int = 1) -> Scope:
+        known = {UPSTREAM: upstream}
+        if self.kernel.spec.further:
+            known[FURTHER_UPSTREAM] = self.b.constant(float(further), self.kernel.vector)
+        if through is not None:
+            known[WEIGHT_UPSTREAM] = through
         return Scope(context=self.kernel.context, parent=row, known=known)
 
     def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
@@ -108,6 +119,6 @@ class Elements:
         """The sum of dx, which is 0 but for the rounding of delta, and what each collected sum would be for dx = P."""
         b, count = self.b, len(self.kernel.collected)
         sums[count] = b.add(sums[count], upstream, "drift")
-        shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector))
+        shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector), further=0)
         for k, entry in enumerate(self.kernel.collected, start=count + 1):
             sums[k] = b.add(sums[k], shares.vector(entry.full if self.full else entry.masked), "share")

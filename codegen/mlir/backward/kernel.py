@@ -93,8 +93,7 @@ class BackwardKernel(BackwardTile):
             flat = b.add(b.mul(flat, extent), known[coord(f"b{axis}")])
         self.flat = flat
         self.flat_query, self.flat_key = b.mul(flat, self.n_q, "row_base"), b.mul(flat, self.n_k, "column_base")
-        programs = self.programs
-        scope.prepare(programs.masked, programs.full, self.weight, bound=self.batch_names)
+        scope.prepare(*self.read, bound=self.batch_names)
         self.readers = [self._reader(scope, number) for number in self.sides]
         load_of = DenseLoad if self.axis is LaneAxis.QUERIES else LaneLoad
         self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
@@ -114,7 +113,7 @@ class BackwardKernel(BackwardTile):
 
     def _pack_lanes(self, block: Block) -> None:
         b = self.b
-        for reader, half in zip(self.readers[:2], self.halves, strict=True):
+        for reader, half in zip(self.readers[:2], self.halves, strict=False):
             with b.loop(0, block.padded, hint="g") as g:
                 at = self.part(half.lanes, g, half.products.query_bytes())
                 first = b.add(block.first, b.mul(g, self.lanes))
@@ -122,7 +121,7 @@ class BackwardKernel(BackwardTile):
 
     def _pack_step(self, row: Value) -> None:
         n = self.b.div(row, self.score_half.products.key_step)
-        for reader, half in zip(self.readers[2:], self.halves, strict=True):
+        for reader, half in zip(self.readers[2:], self.halves, strict=False):
             p, rest = half.products, (row, self.n_rows)
             p.pack_keys(reader, *rest, self.part(half.keys, n, p.key_bytes()), self.staging)
             if half.operand in self.results:

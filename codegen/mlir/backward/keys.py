@@ -23,7 +23,7 @@ class KeysKernel(BackwardKernel):
 
     def _may_meet(self, block: Block, rows: Rows) -> Value:
         b, mask = self.b, self.spec.mask
-        if mask is None or not mask.skips:
+        if mask is None or not self.skips:
             return b.constant(1, "i1")
         meets = self._all(self._tile_scope(block, rows), mask.visits())
         return b.binary("arith.ori", meets, self._any_dead(rows), "meets") if normalized(self.spec) else meets

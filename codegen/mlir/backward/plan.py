@@ -9,11 +9,13 @@ Both kernels recompute scores S and weights P tile by tile from Q, K and the sta
 With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of
 every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP. Where rows are scaled by something
 else than one over their sum, P is what that makes of the weights, and D has a factor (`fusion.lowering.row_gradients`).
+What arrives at further outputs adds F to w dP, and its mean to D (`fusion.lowering.further_gradients`).
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +25,7 @@ from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, co
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
+from fusion.lowering.further_gradients import further_gradients
 from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
@@ -77,18 +80,25 @@ class LoadGradient:
 class BackwardPlan:
     """What the kernels of a spec share.
 
+    spec: its further outputs are those at which a gradient arrives
     programs: the score program's variants
     score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant
     loads: gradients of what the programs read
     inner: batch coordinates over which dense gradients are summed: one thread visits them one after the other
     normalized: whether there is a normaliser
+    at_weight, at_log_sum: gradients of the weight and of the log-sum-exp of a row through further outputs, or None
+    everywhere: whether scores without a weight have gradients, too, so that no tile is skipped
     """
 
+    spec: AttentionSpec
     programs: ScorePrograms
     score: tuple[Expr, Expr | None]
     loads: tuple[LoadGradient, ...]
     inner: tuple[int, ...]
     normalized: bool
+    at_weight: Expr | None
+    at_log_sum: Expr | None
+    everywhere: bool
 
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average
@@ -123,12 +133,22 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def backward_plan(spec: AttentionSpec) -> BackwardPlan:
-    """The plan of a spec; the gradients of all float loads are in it, whether needed or not."""
+def first_arriving(spec: AttentionSpec) -> int:
+    """The number under which kernels read the gradient of the first further output: after operands and dO."""
+    return len(spec.operands) + 1
+
+
+def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan:
+    """The plan of a spec, whose further outputs are those at which a gradient arrives; the gradients of all float loads
+    are in it, whether needed or not. everywhere: what arrives is not finite."""
     programs = score_programs(spec, folded=True)
     variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
-    wanted = {load: None for load in loads(spec.score, spec.weight) if load.kind is Kind.FLOAT}
+    further = further_gradients(spec, first_arriving(spec))
+    read = loads(spec.score, spec.weight, *(f.value for f in spec.further))
+    wanted = {load: None for load in read if load.kind is Kind.FLOAT}
     found = [_gradients(variant, programs.scale, spec, list(wanted)) for variant in variants]
+    for gradient, (load, term) in itertools.product(found, further.loads.items()):
+        gradient[load] = _sum(gradient[load], term)
     gradients = []
     for load in wanted:
         parts = [gradient[load] for gradient in found]
@@ -138,12 +158,20 @@ def backward_plan(spec: AttentionSpec) -> BackwardPlan:
     gradients = _one_form_per_operand(gradients)
     score = found[0][SCORE], found[1][SCORE] if len(found) > 1 else None
     return BackwardPlan(
+        spec=spec,
         programs=programs,
         score=score,
         loads=tuple(gradients),
         inner=_inner(spec, gradients),
         normalized=normalized(spec),
+        at_weight=None if further.weight is ZERO else further.weight,
+        at_log_sum=None if further.log_sum is ZERO else further.log_sum,
+        everywhere=everywhere or further.everywhere,
     )
+
+
+def _sum(total: Expr, term: Expr) -> Expr:
+    return term if total is ZERO else total if term is ZERO else apply("fadd", total, term)
 
 
 def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
@@ -154,10 +182,7 @@ def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Ex
     found = of_score(program, wanted)
     if scale != 1.0:
         found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}
-    for load, term in of_weight(spec.weight, wanted).items():
-        if term is not ZERO:
-            found[load] = term if found[load] is ZERO else apply("fadd", found[load], term)
-    return found
+    return found | {load: _sum(found[load], term) for load, term in of_weight(spec.weight, wanted).items()}
 
 
 def _form(load: Expr) -> Form:

@@ -22,7 +22,7 @@ class QueriesKernel(BackwardKernel):
         """The keys that the mask leaves for these queries; all where one of them met no live key."""
         b, mask, step = self.b, self.spec.mask, self.score_half.products.key_step
         low, high = b.constant(0, "i64"), self.n_rows
-        if mask is None or not mask.skips:
+        if mask is None or not self.skips:
             return low, high
         queries = Rows(first=block.first, count=block.count)
         ranged = self._with_queries(block.scope, queries)
@@ -39,7 +39,7 @@ class QueriesKernel(BackwardKernel):
     def _may_meet(self, block: Block, rows: Rows) -> Value:
         """By the map of live tiles: the range of rows has seen to the keys' closed-form range."""
         b, mask = self.b, self.spec.mask
-        if mask is None or mask.tile_live is None:
+        if mask is None or not self.skips or mask.tile_live is None:
             return b.constant(1, "i1")
         live = b.as_value(self._tile_scope(block, rows).integer(mask.tile_live), "i64")
         meets = b.compare("ne", live, 0, "meets")
@@ -67,3 +67,13 @@ class DeltaErrorKernel(QueriesKernel):
         wanted = b.load(b.at(self.params[("ptr", "wanted")], place, "i64"), "i64", "wanted")
         with b.when(b.compare("ne", wanted, 0)):
             yield
+
+
+class FurtherSumsKernel(QueriesKernel):
+    """Sums over the keys of P times what further outputs give: their part of delta."""
+
+    gradients = ()
+    sums_further = True
+
+    def _count_sums(self, needs: Sequence[bool]) -> int:
+        return 1

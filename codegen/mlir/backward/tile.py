@@ -102,6 +102,8 @@ class BackwardTile(KernelFunction):
     """Which of Q, K and V (0, 1, 2) have their gradients written, where these are needed."""
     sums_delta_errors: ClassVar[bool] = False
     """Whether all that is wanted are the sums of dx."""
+    sums_further: ClassVar[bool] = False
+    """Whether all that is wanted are the sums of P times what further outputs give: there is no second half."""
     sides: ClassVar[tuple[int, int, int, int]]
     """Operand numbers of A, B, C and D."""
 
@@ -115,9 +117,12 @@ class BackwardTile(KernelFunction):
         self.corrects = self.axis is LaneAxis.QUERIES and self.plan.corrects(needs)
         self.sum_count = self._count_sums(needs)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name="grad")
-        self.context.operands = (*spec.operands, grad)
+        arriving = (Operand(dtype=f.dtype, rank=len(f.dims), name="arriving") for f in spec.further)
+        self.context.operands = (*spec.operands, grad, *arriving)
+        self.skips = spec.mask is not None and spec.mask.skips and not self.plan.everywhere
         self.worst = self.area(64, "worst") if tiling.planes > 1 else None
-        self.dense = dense_loads(self.programs.masked, self.programs.full, self.weight)
+        self.read = (self.programs.masked, self.programs.full, self.weight, self.plan.at_weight)
+        self.dense = dense_loads(*self.read, *(entry.masked for entry in self.collected))
         self._areas()
 
     def _count_sums(self, needs: Sequence[bool]) -> int:
@@ -157,7 +162,7 @@ class BackwardTile(KernelFunction):
                 keys=packed[2 * n], values=packed[2 * n + 1], tile=tiles[n], weights=weights[n], sums=sums[n],
                 size=sizes[n],
             )
-            for n in (0, 1)
+            for n in ((0,) if self.sums_further else (0, 1))
         )  # fmt: skip
         self.score_half = self.halves[0]
 
@@ -267,7 +272,7 @@ class BackwardTile(KernelFunction):
         )  # fmt: skip
         scope = Scope(context=self.context, parent=block.scope, lanes=held)
         collected = [entry.full if full else entry.masked for entry in self.collected]
-        exprs = (program, self.weight, self.plan.score[1 if full else 0], *collected)
+        exprs = (program, self.weight, self.plan.at_weight, self.plan.score[1 if full else 0], *collected)
         scope.prepare(*exprs, bound=self.batch_names | {self.axis.lane.name})
         wanted = dense_loads(*exprs)
         staged = []
@@ -277,14 +282,14 @@ class BackwardTile(KernelFunction):
                 staged.append((load.expr, functools.partial(load.read, area)))
         tile = Elements(self, scope, g, rows.first, program, full, staged, self.lane_statistics(held.first))
         pairs = b.mul(b.div(n, 2), 2, "pairs")
-        start = [b.load(self._sum_at(k, g), self.vector, "sum") for k in range(self.sum_count)]
-        start = start or [b.constant(0.0, self.vector)]
+        start = [b.constant(0.0, self.vector)] * max(1, self.sum_count)
         with b.carry(0, pairs, 2, start, hint="r") as (loop, r, sums):
             loop.yields(*tile.pair(r, sums, both=True))
         with b.carry(pairs, n, 2, loop.results, hint="r") as (rest, r, sums):
             rest.yields(*tile.pair(r, sums, both=False))
         for k in range(self.sum_count):
-            b.store(rest.results[k], self._sum_at(k, g))
+            before = b.load(self._sum_at(k, g), self.vector, "before")
+            b.store(b.add(before, rest.results[k], "sum"), self._sum_at(k, g))
         tail = b.mul(b.div(b.add(n, 1), 2), 2)
         zero = b.constant(0.0, self.vector)
         with b.loop(tail, b.mul(steps, self.score_half.products.key_step), 2, hint="r") as r:

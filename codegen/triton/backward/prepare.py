@@ -6,10 +6,12 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.forward import place_factor, place_in_list, place_of
 from fusion.codegen.triton.stages import Visit
+from fusion.ir.expr import ZERO
 
 
 class Prepare(Role):
-    """delta of one block of ROWS query rows: the row sums of dO * O; and whether one of them met no live key.
+    """delta of one block of ROWS query rows: the row sums of dO * O, with what further outputs add; and whether one of
+    them met no live key.
 
     That is for the kernel of dK and dV, whose ROWS must be the same; where tiles are listed, for all heads that share
     lists.
@@ -26,9 +28,13 @@ class Prepare(Role):
             *self.rows_of_output("o", "i", "out", "tl.float32"),
             f"row_place = tl.cast({place}, tl.int64) * {self.n_q} + i",
         ]
+        if self.gradients.further.weight is not ZERO:
+            delta = f"{delta} + tl.load(lacked_ptr + row_place)"
         if self.spec.row_scale is not None:
             lines.append(self.plane("slope", 2))
             delta = f"({delta}) * slope"
+        if self.gradients.further.log_sum is not ZERO:
+            delta = f"{delta} - tl.load(off_ptr + row_place)"
         lines.append(f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)")
         if self.skips:
             dead = place_in_list(self.writer) if self.listed else place_factor(self.writer)

@@ -13,7 +13,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E
 
-WEIGHT = node("upstream", (), Kind.FLOAT, "share")
+SHARE = node("upstream", (), Kind.FLOAT, "share")
 """A score's weight before the weight program, in the place of dx."""
 
 
@@ -24,7 +24,7 @@ class Queries(Role):
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
         super().__init__(spec, d, d_v, needs, described)
-        self.writer.known |= {WEIGHT: "y"}
+        self.writer.known |= {SHARE: "y"}
 
     def body(self) -> tuple[list[Visit], str]:
         w, mask = self.writer, self.spec.mask
@@ -103,10 +103,10 @@ class Queries(Role):
 
     def _corrections(self) -> list[str]:
         """Names of the sums with which the rounding of delta is taken out of gradients that are sums over keys: in
-        those it would not average out. `missing` is the sum of dx, which exactly is 0, or the sinks' weight times
-        delta, or says in rows with a scale of their own what delta lacks; `share_n` is what `sum_n` would be for
-        dx = y. It needs no mask: y is 0 where keys are dead, but in rows without a live one, which are not
-        corrected."""
+        those it would not average out. `missing` is the sum of dx, which exactly is 0 (or the gradient of the
+        log-sum-exp), or the sinks' weight times delta, or says in rows with a scale of their own what delta lacks;
+        `share_n` is what `sum_n` would be for dx = y. It needs no mask: y is 0 where keys are dead, but in rows without
+        a live one, which are not corrected."""
         found = [f"share_{n}" for n, item in self.captured(Axes.KEYS, Axes.BOTH) if contains(item.gradient, UPSTREAM)]
         return ["missing", *found] if found and self.softmax else []
 
@@ -120,7 +120,7 @@ class Queries(Role):
             lines.append(f"sum_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
             if f"share_{n}" in corrections:
                 item = self.gradients.captured[n]
-                value = self.bound(substitute(item.full, {UPSTREAM: WEIGHT, WEIGHT_UPSTREAM: ZERO}), lines)
+                value = self.bound(substitute(item.full, {UPSTREAM: SHARE, WEIGHT_UPSTREAM: ZERO}), lines)
                 lines.append(f"share_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
         for _, item, gradient in self.gradients_of_tile(full, Axes.NEITHER):
             value = self.bound(gradient, lines)
@@ -133,6 +133,8 @@ class Queries(Role):
         if corrections := self._corrections():
             if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
                 lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
+            if self.gradients.further.log_sum is not ZERO:
+                lines.append("missing -= tl.reshape(tl.load(off_ptr + row_place), [ROWS])")
             if self.spec.row_scale is not None:
                 lines += [self.plane("slope", 2), self.plane("kept", 3)]
                 lines += [

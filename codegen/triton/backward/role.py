@@ -14,7 +14,7 @@ from fusion.codegen.triton.matrices import Matrix, sum_of
 from fusion.codegen.triton.stages import Visit
 from fusion.codegen.triton.tiles import Tiles, load_where
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import ZERO, Expr, const, coord
+from fusion.ir.expr import WEIGHT, ZERO, Expr, const, coord
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
@@ -39,7 +39,8 @@ class Role(Tiles):
         known = self.known | {coord("i0"): "i0", coord("i1"): "i1"}
         self.ranges = Writer(spec=spec, known=known, names=w.names, helpers=w.helpers)
         captured = [part for item in found.captured for part in {item.gradient, item.full}]
-        w.count(spec.score, spec.weight, found.score, found.program, found.full, *captured)
+        w.known[WEIGHT] = "y"
+        w.count(spec.score, spec.weight, found.further.weight, found.score, found.program, found.full, *captured)
 
     def stages(self, visit: Visit, before: bool, indent: int = 4) -> list[str]:
         """The calls of it: for tiles that need no mask, and for the others; before: also before the former."""
@@ -116,13 +117,16 @@ class Role(Tiles):
     def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
         """Statements from s to ds and to what is summed.
 
-        score, upstream: products of the tile. exists: the inner places that do, where the tile is cut off. with_p: what
-        uses the weights p, as soon as they are there.
+        score, upstream: products of the tile.
+        exists: the inner places that do, where the tile is cut off.
+        with_p: what uses the weights p, as soon as they are there.
         """
         times = "" if self.spec.weight is const(1.0) else " * w"
         whole = [] if self.gradients.program is None else [self._variant(True, shape)]
         programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
         weight = f"tl.exp2((x - row_max) * {LOG2E}) * share" if self.softmax else "x"
+        of_weight, further = self._further(shape)
+        only_existing = f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)"
         return source.block(
             f"s = {score}",
             source.by_mask(*programs),
@@ -131,11 +135,22 @@ class Role(Tiles):
             f"p = y{times}",
             with_p,
             f"dp = {upstream}",
-            f"dx = y * (dp{times} - delta)" if self.softmax else f"dx = dp{times}",
-            "" if self.softmax else f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)",
+            *of_weight,
+            f"dx = y * (dp{times}{further} - delta)" if self.softmax else f"dx = dp{times}{further}",
+            "" if self.softmax and not further else only_existing,
             "dw = y * dp",
             source.by_mask(*gradients),
         )
+
+    def _further(self, shape: str) -> tuple[list[str], str]:
+        """Statements of what further outputs add to the gradient of a weight, and the text that adds it."""
+        w, value = self.writer, self.gradients.further.weight
+        if value is ZERO:
+            return [], ""
+        outside, lines = set(w.known), []
+        lines.append(f"dfurther = {source.spread(self.bound(value, lines), shape)}")
+        w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
+        return lines, " + dfurther"
 
     def _variant(self, full: bool, shape: str) -> tuple[str, str]:
         """(from s to x and w, from dx and dw to ds and what is summed), with the mask or, full, without."""

@@ -32,6 +32,7 @@ def to_html(report: Report) -> str:
         "<header><h1>fusion report</h1></header><main>",
         _summary(report),
         *(f'<p class="note">{escape(note)}</p>' for note in report.notes),
+        *(f'<p class="note">graph break at {escape(found)}</p>' for found in report.graph_breaks),
         _comparison(report),
         f"<h2>{total} attention{'' if total == 1 else 's'}</h2>" if total else "",
         *_sites(report),

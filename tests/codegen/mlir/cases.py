@@ -367,6 +367,16 @@ def assert_as_exact_as_eager(got: torch.Tensor, c: Case, operands: list[torch.Te
     numerics.assert_as_exact_as_eager(got, theirs, exact, getattr(torch, c.spec.dtype), check_strides=True)
 
 
+def assert_calls_as_exact_as_eager(
+    got: Sequence[torch.Tensor], c: Case, operands: Sequence[list[torch.Tensor]]
+) -> None:
+    """The house rule for the outputs of several calls together, each call's layout included."""
+    theirs, exact = ([eager(c, given, dtype) for given in operands] for dtype in (None, torch.float64))
+    for ours, eagers in zip(got, theirs, strict=True):
+        numerics.assert_same_kind("output", ours, eagers, dtype=True, strides=True)
+    numerics.assert_as_exact_as_eager(*map(torch.stack, (got, theirs, exact)), getattr(torch, c.spec.dtype))
+
+
 def eager_gradients(
     c: Case, operands: list[torch.Tensor], grad: torch.Tensor, needs: Sequence[bool], dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:

@@ -55,7 +55,7 @@ def _replayed(monkeypatch, function, inputs):
 
     def validate(site, parts, hints):
         verdict = sites.validate(site, parts, hints)
-        with sites._undisturbed(), torch.no_grad():
+        with sites.undisturbed(), torch.no_grad():
             this = compared[-1]
             at = tuple(this.places[name] for name in this.dims)
             replayed = sites.Replay(this.region).value(site.root, at, 2)

@@ -1,0 +1,173 @@
+"""Derivatives of any `AttentionSpec`, of any order, in plain torch: a block of query rows at a time, so that nothing of
+size N_q x N_k is kept.
+
+Of a block of rows, an attention is a function of its operands and results; `torch.func` makes its derivatives. Tensors
+that belong to results are cut into the same rows, tensors that belong to operands are whole. So a derivative of the
+attention is made of that of its blocks: what belongs to rows is put side by side, and what belongs to operands is
+summed. That holds for tangents, gradients and whatever is made of them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from fusion.codegen.reference.backward import recording
+from fusion.codegen.reference.forward import Execution
+from fusion.ir.results import further_names
+from fusion.ir.spec import AttentionSpec, Reduction
+from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
+
+Block = tuple[int, int]
+"""(first row, how many)"""
+Function = Callable[[Block, list[Tensor]], list[Tensor]]
+"""(a block of rows, inputs) -> results, those that belong to rows cut into this block."""
+
+#: score elements of a block of rows, of which a derivative holds a few tables at once
+BLOCK_ELEMENTS = 1 << 20
+
+
+def derivative(
+    spec: AttentionSpec,
+    steps: Sequence[Step],
+    inputs: Sequence[Tensor],
+    sizes: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """What `steps` make of an attention, at `inputs` (see `fusion.ir.steps`).
+
+    Results are of the shape of the operand or result that they belong to, in the computation's dtype: by default
+    float32, or float64 where an operand is.
+    """
+    run = Execution(spec, inputs[: len(spec.operands)], sizes, dtype)
+    takes, gives = signature(spec, steps)
+    function = _attention(spec, sizes, run.dtype)
+    for step in steps:
+        function = _tangents(function, step) if isinstance(step, Tangents) else _gradients(function, step)
+    given = [_as_computed(run, place, tensor) for place, tensor in zip(takes, inputs, strict=True)]
+    found: list[list[Tensor]] = [[] for _ in gives]
+    with recording():
+        for block in _blocks(run, len(steps)):
+            parts = function(block, [_cut(run, place, x, block) for place, x in zip(takes, given, strict=True)])
+            for place, into, part in zip(gives, found, parts, strict=True):
+                into[:] = [*into, part] if _has_rows(spec, place) or not into else [into[0] + part]
+    return [_as_given(run, place, parts) for place, parts in zip(gives, found, strict=True)]
+
+
+def _attention(spec: AttentionSpec, sizes: Sequence[int], dtype: torch.dtype) -> Function:
+    def rows(block: Block, inputs: list[Tensor]) -> list[Tensor]:
+        run = Execution(spec, inputs, sizes, dtype)
+        return run.results(*block, *run.gathered())
+
+    return rows
+
+
+def _tangents(function: Function, step: Tangents) -> Function:
+    def tangents(block: Block, inputs: list[Tensor]) -> list[Tensor]:
+        count = len(step.inputs)
+        moving = marked(inputs[:count], step.inputs)
+        partial = _of_marked(function, block, inputs[:count], step.inputs)
+        return _moved(partial, moving, inputs[count:])
+
+    return tangents
+
+
+def _moved(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+    """`torch.func.jvp`, also where a level of forward mode is open that `torch.func` did not open."""
+    level = _functorch._jvp_increment_nesting()
+    try:
+        with forward_ad._set_fwd_grad_enabled(True), _dual_level():
+            pairs = zip(inputs, tangents, strict=True)  # a tangent is kept in its tensor's strides: not in those of 0
+            duals = [torch._VF._make_dual(x.contiguous(), t.contiguous(), level=0) for x, t in pairs]
+            pairs = [torch._VF._unpack_dual(result, level=0) for result in function(*duals)]
+            found = [torch.zeros_like(x) if t is None else t for x, t in pairs]
+            return [_functorch._unwrap_for_grad(t, level) for t in found]
+    finally:
+        _functorch._jvp_decrement_nesting()
+
+
+@contextlib.contextmanager
+def _dual_level() -> Iterator[None]:
+    """Level 0 of forward mode, the only one that there is; levels of functorch tell their tangents apart."""
+    level = None
+    forward_ad._maybe_load_decompositions()  # the tangents of some gradients
+    with contextlib.suppress(RuntimeError):  # it is open
+        level = torch._C._enter_dual_level()
+    try:
+        yield
+    finally:
+        if level is not None:
+            torch._C._exit_dual_level(level=level)
+
+
+def _gradients(function: Function, step: Gradients) -> Function:
+    def gradients(block: Block, inputs: list[Tensor]) -> list[Tensor]:
+        count = len(step.inputs)
+        partial = _of_marked(function, block, inputs[:count], step.inputs)
+
+        def reached(*moving: Tensor) -> tuple[Tensor, ...]:
+            return tuple(marked(partial(*moving), step.results))
+
+        pull_back = torch.func.vjp(reached, *marked(inputs[:count], step.inputs))[1]
+        return list(pull_back(tuple(inputs[count:])))
+
+    return gradients
+
+
+def _of_marked(
+    function: Function, block: Block, inputs: list[Tensor], marks: Sequence[bool]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of the marked inputs alone."""
+
+    def partial(*moving: Tensor) -> tuple[Tensor, ...]:
+        left = iter(moving)
+        return tuple(function(block, [next(left) if m else x for x, m in zip(inputs, marks, strict=True)]))
+
+    return partial
+
+
+def _blocks(run: Execution, order: int) -> list[Block]:
+    """The rows, in blocks that are smaller for derivatives of a higher order: these hold more tables of scores."""
+    if any(f.over == "i" and f.reduction is not Reduction.SUM for f in run.spec.further):
+        return [(0, run.n_q)]
+    rows = max(1, (BLOCK_ELEMENTS >> order) // max(1, math.prod(run.batch) * run.n_k))
+    return [(first, min(rows, run.n_q - first)) for first in range(0, run.n_q, rows)] or [(0, 0)]
+
+
+def _names(spec: AttentionSpec, place: Place) -> tuple[list[str], tuple[str, ...]]:
+    """The coordinates of a result, as computed and as they are in its tensor."""
+    if place.number == 0:
+        return [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"], spec.output.dims
+    further = spec.further[place.number - 1]
+    return further_names(spec, further), further.dims
+
+
+def _has_rows(spec: AttentionSpec, place: Place) -> bool:
+    return not place.is_operand and "i" in _names(spec, place)[0]
+
+
+def _as_computed(run: Execution, place: Place, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    if not place.is_operand:
+        names, dims = _names(run.spec, place)
+        tensor = tensor.permute([dims.index(name) for name in names])
+    return tensor.detach().to(run.dtype)
+
+
+def _cut(run: Execution, place: Place, tensor: Tensor, block: Block) -> Tensor:
+    return tensor.narrow(len(run.batch), *block) if _has_rows(run.spec, place) else tensor
+
+
+def _as_given(run: Execution, place: Place, parts: list[Tensor]) -> Tensor:
+    if place.is_operand:
+        return parts[0]
+    names, dims = _names(run.spec, place)
+    whole = torch.cat(parts, len(run.batch)) if _has_rows(run.spec, place) else parts[0]
+    return whole.permute([names.index(name) for name in dims])

@@ -1,0 +1,91 @@
+"""Derivatives of an attention, described as functions of their own.
+
+An attention takes operands to results: its output, and its further outputs. A derivative is made of it by steps, each
+of which makes a function of the one before:
+
+    Tangents    (inputs, a tangent for each marked input)       to    the tangent of every result
+    Gradients   (inputs, a gradient for each marked result)     to    the gradient of every marked input
+
+so derivatives of any order, forward and reverse in any mixture, are described alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple, TypeVar
+
+from fusion.ir.spec import AttentionSpec
+
+Marks = tuple[bool, ...]
+Item = TypeVar("Item")
+
+
+class Place(NamedTuple):
+    """What a tensor is, or what it is a tangent or gradient of: an operand, or a result (number 0: the output)."""
+
+    is_operand: bool
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tangents:
+    """The tangent of every result. inputs: which inputs have one."""
+
+    inputs: Marks
+
+    def __str__(self) -> str:
+        return f"tangents {_text(self.inputs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradient of each input that `inputs` marks. results: for which results a gradient is given."""
+
+    inputs: Marks
+    results: Marks
+
+    def __str__(self) -> str:
+        return f"gradients {_text(self.inputs)} {_text(self.results)}"
+
+
+Step = Tangents | Gradients
+
+
+def marked(items: Sequence[Item], marks: Marks) -> list[Item]:
+    """The items that are marked."""
+    return list(compress(items, marks))
+
+
+def signature(spec: AttentionSpec, steps: Sequence[Step]) -> tuple[list[Place], list[Place]]:
+    """(what the inputs of a derivative are, what its results are)."""
+    inputs = [Place(True, number) for number in range(len(spec.operands))]
+    results = [Place(False, number) for number in range(1 + len(spec.further))]
+    for step in steps:
+        if isinstance(step, Tangents):
+            inputs = inputs + marked(inputs, step.inputs)
+        else:
+            inputs, results = inputs + marked(results, step.results), marked(inputs, step.inputs)
+    return inputs, results
+
+
+def to_text(steps: Sequence[Step]) -> str:
+    """Steps as the operator carries them."""
+    return "; ".join(map(str, steps))
+
+
+@lru_cache(maxsize=1024)
+def from_text(text: str) -> tuple[Step, ...]:
+    """The steps that `to_text` wrote."""
+    found: list[Step] = []
+    for part in filter(None, text.split("; ")):
+        name, *marks = part.split(" ")
+        read = [tuple(c == "1" for c in mark) for mark in marks]
+        found.append(Tangents(*read) if name == "tangents" else Gradients(*read))
+    return tuple(found)
+
+
+def _text(marks: Marks) -> str:
+    return "".join("01"[mark] for mark in marks)

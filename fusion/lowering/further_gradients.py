@@ -1,0 +1,122 @@
+"""What the gradient needs of further outputs.
+
+With f the value of a further output and g what arrives at it, for a row, for a key or for each weight,
+
+    F_j = sum over further outputs of g df/dw          at the weight w_j, beside what the product with V gives
+    G   = sum over further outputs of g df/dL          at the log-sum-exp L of a row
+    dx_j = w_j (dP_j + F_j - delta + G)                delta = sum over j of w_j (dP_j + F_j)
+
+which is a softmax's gradient: F is one more expression per score, and G is taken off delta, once per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fusion.ir.derivative import FURTHER_UPSTREAM, adjoints
+from fusion.ir.expr import (
+    FALSE,
+    ROW_MAX,
+    ROW_SUM,
+    WEIGHT,
+    ZERO,
+    Expr,
+    Kind,
+    const,
+    coord,
+    coordinates,
+    load,
+    loads,
+    substitute,
+    walk,
+)
+from fusion.ir.ops import apply
+from fusion.ir.primitives import is_tame
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
+from fusion.lowering.row_gradients import LOG_SUM, in_log_sums
+
+_INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherGradients:
+    """Expressions in WEIGHT, positions, what tensors hold, and the gradients that arrive.
+
+    weight: F.
+    log_sum: G, which is free of the key.
+    loads: the gradient of each load, times FURTHER_UPSTREAM.
+    everywhere: whether keys without a weight may count, too, so that none can be skipped.
+    """
+
+    weight: Expr
+    log_sum: Expr
+    loads: dict[Expr, Expr]
+    everywhere: bool
+
+
+def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
+    """Of all further outputs of a spec, of which `unsupported` has nothing to say. What arrives at them is read as
+    operands `first`, `first` + 1, ..."""
+    totals: dict[Expr, Expr] = {}
+    for number, further in enumerate(spec.further, first):
+        arriving = load(number, tuple(map(coord, further.dims)), Kind.FLOAT)
+        reads = [part for part in loads(further.value) if part.kind is Kind.FLOAT]
+        for target, term in adjoints(_value(further), arriving, [WEIGHT, LOG_SUM, *reads]).items():
+            totals[target] = apply("fadd", totals[target], term) if target in totals else term
+    weight, log_sum = (totals.pop(target, ZERO) for target in (WEIGHT, LOG_SUM))
+    kept = {target: term for target, term in totals.items() if term is not ZERO}
+    unseen = [substitute(term, {WEIGHT: ZERO}) for term in (weight, *kept.values())]
+    return FurtherGradients(
+        weight=weight,
+        log_sum=log_sum,
+        loads={target: apply("fmul", FURTHER_UPSTREAM, term) for target, term in kept.items()},
+        everywhere=not _is_finite(unseen[0], first) or any(term is not ZERO for term in unseen[1:]),
+    )
+
+
+def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
+    """Why kernels have no gradient of the further outputs of a spec for the operands that `needs` marks (None: any),
+    or None."""
+    for further in spec.further:
+        value = _value(further)
+        if further.reduction not in (Reduction.NONE, Reduction.SUM):
+            return f"which weight is the {further.reduction.value} is not kept"
+        if {ROW_MAX, ROW_SUM} & {*walk(value)}:
+            return "which key has the largest logit is not kept"
+        if LOG_SUM not in walk(value):
+            continue
+        if spec.row_scale is not None:
+            return "rows of that log-sum-exp are scaled by something else than their sum"
+        if any(part.kind is Kind.FLOAT and (needs is None or needs[part.operand]) for part in loads(value)):
+            return "a tensor beside the log-sum-exp needs a gradient"
+    return None
+
+
+def left_out(spec: AttentionSpec) -> list[tuple[FurtherOutput, str]]:
+    """The further outputs at which gradients are left to the reference interpreter, with the reason."""
+    reasons = ((f, unsupported(replace(spec, further=(f,)), (False,) * len(spec.operands))) for f in spec.further)
+    return [(further, reason) for further, reason in reasons if reason is not None]
+
+
+def _value(further: FurtherOutput) -> Expr:
+    """The value in log-sum-exps. Where these are infinite weights are NaN or nothing, whatever is taken off delta."""
+    return substitute(in_log_sums(further.value), {_INFINITE: FALSE})
+
+
+def _is_finite(expr: Expr, first: int) -> bool:
+    """Whether a value without WEIGHT is finite where all that arrives is; tensors that vary with the key may hold
+    anything. (What else is infinite is so for all keys of a row.)"""
+    for part in walk(expr):
+        if part.kind is not Kind.FLOAT:
+            continue
+        if part.op == "load":
+            fine = part.operand >= first or "j" not in coordinates(part)
+        elif part.op == "div":
+            fine = part.args[1].is_const and part.args[1].value != 0
+        else:
+            fine = math.isfinite(part.value) if part.is_const else is_tame(part.op)
+        if not fine:
+            return False
+    return True

@@ -1,0 +1,117 @@
+"""`fusion::attention_derivative`, and what has no kernel of its own: tangents, and derivatives of gradients.
+
+    attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]
+
+`steps` says which derivative of the attention it is (`fusion.ir.steps`); it is computed by the reference interpreter, a
+block of rows at a time. Every operator of ours that has a derivative is itself such a derivative (the attention that of
+no steps, its backward that of one), so what autograd asks for is one step more, and so are derivatives of any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.reference.derivatives import derivative
+from fusion.ir import AttentionSpec, results
+from fusion.ir.steps import Gradients, Place, Step, Tangents, from_text, signature, to_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """What a call of an operator computes, as a derivative.
+
+    inputs: where the derivative's inputs are among the tensors of the call; results: likewise.
+    """
+
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+    sizes: Sequence[int]
+    spec: str
+    steps: tuple[Step, ...]
+
+
+def of_attention(arguments: Sequence[Any]) -> Function:
+    """`fusion::attention`, `attention_forward` and `attention_outputs`, whose second result has no derivative."""
+    operands, sizes, spec, _ = arguments
+    further = range(2, 2 + len(AttentionSpec.from_json(spec).further))
+    return Function(inputs=tuple(range(len(operands))), results=(0, *further), sizes=sizes, spec=spec, steps=())
+
+
+def of_backward(arguments: Sequence[Any]) -> Function:
+    """`fusion::attention_backward`. Its output and statistics follow from the operands: they count as these do."""
+    grad, *rest = arguments
+    return of_outputs_backward((grad, [], *rest))
+
+
+def of_outputs_backward(arguments: Sequence[Any]) -> Function:
+    """`fusion::attention_outputs_backward`."""
+    _, further, _, _, operands, sizes, spec, _, needs = arguments
+    first, count = 1 + len(further) + 2, len(operands)
+    given = [k <= len(further) for k in range(1 + len(AttentionSpec.from_json(spec).further))]
+    return Function(
+        inputs=(*range(first, first + count), *range(1 + len(further))),
+        results=tuple(range(sum(needs))),
+        sizes=sizes,
+        spec=spec,
+        steps=(Gradients(tuple(map(bool, needs)), tuple(given)),),
+    )
+
+
+def of_derivative(arguments: Sequence[Any]) -> Function:
+    """`fusion::attention_derivative`."""
+    inputs, sizes, spec, text = arguments
+    steps = from_text(text)
+    count = len(signature(AttentionSpec.from_json(spec), steps)[1])
+    return Function(inputs=tuple(range(len(inputs))), results=tuple(range(count)), sizes=sizes, spec=spec, steps=steps)
+
+
+def tangents(function: Function, tensors: Sequence[Tensor], moving: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """The tangent of each result of a call. tensors, moving: of the call, and their tangents."""
+    inputs, given = [tensors[k] for k in function.inputs], [moving[k] for k in function.inputs]
+    step = Tangents(tuple(t is not None for t in given))
+    return dict(zip(function.results, _call(function, step, inputs, given), strict=True))
+
+
+def gradients(
+    function: Function, tensors: Sequence[Tensor], arriving: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradient of each tensor of a call that needs one. arriving: the gradients of its results."""
+    inputs, given = [tensors[k] for k in function.inputs], [arriving[k] for k in function.results]
+    marks = tuple(needs[k] and tensors[k].is_floating_point() for k in function.inputs)
+    found: list[Tensor | None] = [None] * len(tensors)
+    if any(marks) and any(g is not None for g in given):
+        step = Gradients(marks, tuple(g is not None for g in given))
+        places = [k for k, mark in zip(function.inputs, marks, strict=True) if mark]
+        for place, gradient in zip(places, _call(function, step, inputs, given), strict=True):
+            found[place] = gradient
+    return found
+
+
+def _call(function: Function, step: Step, inputs: list[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
+    every = [*inputs, *(t for t in given if t is not None)]
+    steps = to_text((*function.steps, step))
+    return torch.ops.fusion.attention_derivative(every, function.sizes, function.spec, steps)
+
+
+def execute(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, steps: str) -> list[Tensor]:
+    """`fusion::attention_derivative`."""
+    parsed = AttentionSpec.from_json(spec)
+    found = derivative(parsed, from_text(steps), inputs, sizes)
+    return [promised.copy_(value) for promised, value in zip(fake(inputs, sizes, spec, steps), found, strict=True)]
+
+
+def fake(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, steps: str) -> list[Tensor]:
+    """Memory for its results: as that of the operand's gradient or of the result which each belongs to."""
+    parsed = AttentionSpec.from_json(spec)
+
+    def empty(place: Place) -> Tensor:
+        if place.is_operand:
+            return results.empty_gradient(inputs[place.number], parsed.operands[place.number])
+        return results.empty_result(parsed, place.number, inputs[0], sizes)
+
+    return [empty(place) for place in signature(parsed, from_text(steps))[1]]

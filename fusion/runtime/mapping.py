@@ -1,0 +1,73 @@
+"""What `torch.vmap` does with the operators: one call with one more batch coordinate (`fusion.ir.batching`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.ir import AttentionSpec
+from fusion.ir.batching import batched, batched_map
+from fusion.ir.tile_map import MapSpec
+
+_WITH_STATISTICS = ("attention_forward", "attention_outputs")
+"""Operators whose second result are statistics of rows."""
+
+
+def attention(text: str) -> str:
+    """The spec of many attentions. Each drops weights by the seed that it is given."""
+    return batched(AttentionSpec.from_json(text)).to_json()
+
+
+def tile_map(text: str) -> str:
+    """The spec of many maps of tiles."""
+    return batched_map(MapSpec.from_json(text)).to_json()
+
+
+def register(library: torch.library.Library, name: str, describe: Callable[[str], str] = attention) -> None:
+    """Register the rule of the operator `name`. describe: its spec to that of many."""
+    op = getattr(torch.ops.fusion, name).default
+    names = [argument.name for argument in op._schema.arguments]
+    sizes, spec = names.index("sizes"), names.index("spec")
+
+    def rule(info: Any, dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+        described = zip(names, arguments, dims, strict=True)
+        given = [_moved(a, dim, info.batch_size, _place(name, a)) for name, a, dim in described]
+        given[sizes], given[spec] = [*arguments[sizes], info.batch_size], describe(arguments[spec])
+        result = op(*given)
+        if name not in _WITH_STATISTICS:
+            return result, 0
+        _, statistics, *further = result
+        every = 0, 1 if statistics.dim() > 1 else None, *(0 for _ in further)
+        return result, every if isinstance(result, tuple) else [*every]
+
+    torch.library.register_vmap(f"fusion::{name}", rule, lib=library)
+
+
+def register_table(library: torch.library.Library) -> None:
+    """Register the rule of `fusion::table`, which goes by elements."""
+
+    def rule(info: Any, dims: Sequence[Any], positions: Tensor, *arguments: Any) -> tuple[Tensor, int]:
+        return torch.ops.fusion.table(positions, *arguments), dims[0]
+
+    torch.library.register_vmap("fusion::table", rule, lib=library)
+
+
+def _place(name: str, argument: Any) -> int | None:
+    """Where the new dimension of an argument is; statistics begin with what they are, or there are none."""
+    if name != "statistics":
+        return 0
+    return 1 if argument.dim() > 1 else None
+
+
+def _moved(argument: Any, dim: Any, count: int, place: int | None) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [_moved(a, d, count, place) for a, d in zip(argument, dim, strict=True)]
+    if not isinstance(argument, Tensor) or place is None:
+        return argument
+    if dim is None:
+        argument, dim = argument.unsqueeze(0).expand(count, *argument.shape), 0
+    moved = argument.movedim(dim, place)
+    return moved.contiguous() if place else moved  # kernels read statistics as they wrote them

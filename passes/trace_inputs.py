@@ -1,0 +1,108 @@
+"""The inputs of a trace: placeholders of its graph, whose values are made where a call that is traced asks for them.
+
+A model has hundreds of parameters, and calls that are copied ask for none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import detect_fake_mode
+from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    set_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.proxy import Proxy
+
+from fusion.passes import dtensor, nodes
+
+_PRE_DISPATCH = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """An input whose value is not made yet. recorded: what Dynamo has of it."""
+
+    node: Node
+    recorded: FakeTensor
+    mode: FakeTensorMode
+    tracer: Any
+
+    def made(self) -> FakeTensor:
+        """The value, in the running trace."""
+        with untraced():
+            value = self.mode.from_tensor(self.recorded, static_shapes=True)
+        set_proxy_slot(value, self.tracer, _ProxyTensor(Proxy(self.node, self.tracer), None))
+        return value
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """What runs inside is not traced. (Taking the trace's mode off and putting it back, as torch does for this, clears
+    the caches of all operators.)"""
+    with torch._C._ExcludeDispatchKeyGuard(_PRE_DISPATCH), torch._C.DisableTorchFunction():
+        yield
+
+
+def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
+    """What Dynamo has recorded of the inputs of its graph, fake where it is not, and the mode of these."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    recorded = [nodes.value(node) for node in placeholders]
+    mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = []
+    for found, given in zip(recorded, example_inputs, strict=True):
+        chosen = dtensor.real(given if found is None else found)
+        plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, FakeTensor)
+        plain = plain and not dtensor.is_dtensor(chosen)
+        fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
+    sources = (ConstantSource(f"input{number}") for number in range(len(fakes)))
+    return [
+        mode.from_tensor(fake, source=source) if isinstance(fake, torch.Tensor) and not _is_known(fake) else fake
+        for fake, source in zip(fakes, sources, strict=True)
+    ], mode
+
+
+def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """Placeholders in the graph that is traced, and for each its value or, for tensors of known sizes, a `Given`."""
+    tracing = get_proxy_mode()
+    assert tracing is not None
+    tracer, values = tracing.tracer, list(fakes)
+    proxies = [tracer.create_proxy("placeholder", f"arg{number}_1", (), {}) for number in range(len(fakes))]
+    with untraced():
+        for number, (fake, proxy) in enumerate(zip(fakes, proxies, strict=True)):
+            if _is_known(fake):
+                proxy.node.meta["val"] = fast_detach(mode, fake)
+                values[number] = Given(node=proxy.node, recorded=fake, mode=mode, tracer=tracer)
+    with disable_proxy_modes_tracing():
+        for value, proxy in zip(values, proxies, strict=True):
+            if not isinstance(value, Given):
+                track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+    return values
+
+
+def _is_known(fake: Any) -> bool:
+    return type(fake) is FakeTensor and not fake._has_symbolic_sizes_strides
+
+
+def carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
+    """Dynamo's notes on its inputs (sources, static marks), without which Inductor treats parameters as inputs."""
+    sources = [node for node in origin.graph.nodes if node.op == "placeholder"]
+    targets = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for source, target in zip(sources, targets, strict=True):
+        for key, value in source.meta.items():
+            target.meta.setdefault(key, value)
+        if hasattr(source, "_dynamo_source"):
+            target._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
+    for key, value in origin.meta.items():
+        traced.meta.setdefault(key, value)

@@ -1,0 +1,173 @@
+"""Attention inside of `torch.func.grad`, `jvp` and their kin: found in the function that is transformed.
+
+Dynamo's graph has what such a transform does to the levels of `torch.func` (tensors are wrapped and unwrapped, duals
+are made, autograd is asked) between the operations of the function, which are those of any other graph. A run of these
+is taken as a graph of its own, fused like one, and called in their place. So a transform meets `fusion::attention`, of
+which it may ask for tangents, gradients and batches as of any operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.utils import detect_fake_mode
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusion.passes import autocast, nodes
+from fusion.passes.outline import parts, transforms, writes
+
+_OF_LEVELS = ("torch._functorch", "torch._C._functorch", "torch._C._autograd", "torch.autograd.forward_ad")
+_PREFIX = "transformed_"
+_VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+Casts = tuple[tuple[Any, Any], ...]
+"""The arguments of regions of autocast, the outermost first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Operations of a function inside of a transform.
+
+    members: their nodes.
+    inputs, outputs: what they read, and which of them are read behind them.
+    body: the same as a graph.
+    values: what it is called with.
+    casts: the regions of autocast around it.
+    beyond_gradients: whether more is asked for than a first gradient, which kernels have: tangents, or derivatives of
+        gradients.
+    refusal: why it stays as it is.
+    """
+
+    members: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    body: GraphModule
+    values: tuple[Any, ...]
+    casts: Casts
+    beyond_gradients: bool
+    refusal: str | None
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """The modes that it runs in. A tangent is carried along whether or not gradients are recorded."""
+        with contextlib.ExitStack() as stack, torch.enable_grad():
+            for args, kwargs in self.casts:
+                stack.enter_context(torch.amp.autocast_mode.autocast(*args, **kwargs))
+            yield
+
+
+def runs(module: GraphModule) -> list[Run]:
+    """The runs of all transforms of a graph, but for a `vmap` alone, which is traced through."""
+    inside = {node for part in parts(module.graph) if transforms(part) for node in part}
+    found: list[Run] = []
+    members: list[Node] = []
+    outside = torch.is_grad_enabled() and any(
+        getattr(nodes.value(node), "requires_grad", False) for node in module.graph.nodes if node.op == "placeholder"
+    )
+    levels, casts = {"jvp": 0, "grad": int(outside)}, dict[Node, tuple[Any, Any]]()
+    around: Casts = ()
+    for node in module.graph.nodes:
+        if node in inside and not _is_of_levels(node):
+            around = around if members else tuple(casts.values())
+            members.append(node)
+        elif members:
+            if not any(writes(member, inside) for member in members):
+                found += _taken(module, members, around, levels)
+            members = []
+        name = getattr(node.target, "__name__", "")
+        for kind in levels:
+            levels[kind] += (name == f"_{kind}_increment_nesting") - (name == f"_{kind}_decrement_nesting")
+        if node.target is autocast.enter:
+            casts[node] = (node.args, node.kwargs)
+        elif node.target is autocast.leave:
+            casts.pop(node.all_input_nodes[0])
+    return found
+
+
+def _is_of_levels(node: Node) -> bool:
+    where, name = (str(getattr(node.target, key, "")) for key in ("__module__", "__name__"))
+    return where.startswith(_OF_LEVELS) or name in ("_set_fwd_grad_enabled", "autograd_function_apply")
+
+
+def _taken(module: GraphModule, members: list[Node], casts: Casts, levels: Mapping[str, int]) -> list[Run]:
+    """The run of these nodes; none where it is no graph of tensors and numbers. levels: how many of each kind are
+    around."""
+    inside, graph, made = set(members), Graph(), dict[Node, Node]()
+    inputs = list(dict.fromkeys(given for node in members for given in node.all_input_nodes if given not in inside))
+    mode = detect_fake_mode([nodes.value(node) for node in module.graph.nodes if node.op == "placeholder"])
+    values = list[Any]()
+    for given in inputs:
+        if given.op == "get_attr" and not nodes.is_tensor(given):
+            made[given] = graph.node_copy(given)
+            continue
+        value = nodes.value(given)
+        if mode is None or not isinstance(value, _VALUES) or is_traceable_wrapper_subclass(value):
+            return []
+        with mode:
+            values.append(_alike(value))
+        made[given] = graph.placeholder(given.name)
+        made[given].meta["example_value"] = values[-1]
+    for node in members:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta.pop("example_value", None)  # of levels that are gone
+    outputs = [node for node in members if any(user not in inside for user in node.users)]
+    graph.output(tuple(made[node] for node in outputs))
+    read = tuple(given for given in inputs if made[given].op == "placeholder")
+    return [
+        Run(
+            members=tuple(members), inputs=read, outputs=tuple(outputs), body=GraphModule(module, graph),
+            values=tuple(values), casts=casts, refusal=_refusal(members, levels["jvp"] > 0),
+            beyond_gradients=levels["jvp"] > 0 or levels["grad"] > 1,
+        )
+    ]  # fmt: skip
+
+
+def _alike(held: Any) -> Any:
+    """A tensor of the same form that belongs to no level, and may have a gradient; numbers as they are."""
+    if not isinstance(held, torch.Tensor):
+        return held
+    made = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+    return made.requires_grad_(held.is_floating_point())
+
+
+def _refusal(members: Sequence[Node], tangents: bool) -> str | None:
+    switches = [node for node in members if node.target is torch._C._set_grad_enabled]
+    if switches and tangents:
+        return "its function records no gradients in parts, which tangents do not heed"
+    if switches and not switches[-1].args[0]:
+        return "torch.no_grad reaches from the function into the transform"
+    depth = 0
+    for node in members:
+        depth += (node.target is autocast.enter) - (node.target is autocast.leave)
+        if depth < 0:
+            break
+    return "a region of autocast reaches from the function into the transform" if depth else None
+
+
+def with_fused(module: GraphModule, fused: Sequence[tuple[Run, GraphModule]]) -> GraphModule:
+    """The graph with calls of these in the place of runs. The argument is not changed."""
+    if not fused:
+        return module
+    graph, made = Graph(), dict[Node, Node]()
+    last = {run.members[-1]: (number, run) for number, (run, _) in enumerate(fused)}
+    inside = {node for run, _ in fused for node in run.members}
+    for node in module.graph.nodes:
+        if node not in inside:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        elif node in last:
+            number, run = last[node]
+            call = graph.call_module(f"{_PREFIX}{number}", tuple(made[given] for given in run.inputs))
+            for k, out in enumerate(run.outputs):
+                made[out] = graph.call_function(operator.getitem, (call, k))
+                made[out].meta |= out.meta
+    bodies = {f"{_PREFIX}{number}": body for number, (_, body) in enumerate(fused)}
+    named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
+    held = {name: operator.attrgetter(name)(module) for name in named}
+    result = GraphModule(held | bodies, graph)
+    result.meta |= module.meta
+    return result

@@ -1,0 +1,256 @@
+"""Gradients that arrive at further outputs: in the backward kernels, of every score program and normaliser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.offline.facts import compile_offline
+from fusion.codegen import mlir, reference, triton
+from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.gradients import with_arriving
+from fusion.ir import AttentionSpec, Kind, Normalizer, Operand, integers
+from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, const, load
+from fusion.ir.ops import apply, where
+from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.lowering import further_gradients
+from fusion.machine import of_target
+from fusion.planning.choice import Tile
+from fusion.planning.gpu import GpuPlanner
+from tests.codegen.mlir.cases import HEAD, PROGRAMS, Case, case, draw
+from tests.numerics import assert_as_exact_as_eager
+
+ENTROPY = apply("fmul", WEIGHT, apply("log", apply("fadd", WEIGHT, const(1e-3))))
+FAR = apply("fmul", WEIGHT, apply("to_float", integers.sub(I, J)))
+SQUARE = apply("fmul", WEIGHT, WEIGHT)
+INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
+LOG_SUM = where(INFINITE, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
+SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 75}, {"B": 1, "H": 2, "Nq": 33, "Nk": 33})
+
+
+def over(coordinate: str, value: Expr) -> FurtherOutput:
+    """A sum over keys ("j") or queries ("i")."""
+    left = {"i": "j", "j": "i"}[coordinate]
+    return FurtherOutput(
+        value=value, dims=("b1", "b0", left), dtype="float32", reduction=Reduction.SUM, over=coordinate
+    )
+
+
+def table(value: Expr, dtype: str = "float32") -> FurtherOutput:
+    return FurtherOutput(value=value, dims=("i", "b0", "b1", "j"), dtype=dtype)
+
+
+LOG_SUMS = FurtherOutput(value=LOG_SUM, dims=("b1", "b0", "i"), dtype="float32")
+
+
+def outputs(dtype: str, normalized: bool) -> tuple[FurtherOutput, ...]:
+    """One of each kind, in several orders of their dimensions."""
+    found = (over("j", ENTROPY), over("i", FAR), table(WEIGHT, dtype), over("j", SQUARE))
+    return (*found, LOG_SUMS) if normalized else found
+
+
+def trained(spec: AttentionSpec, name: str):
+    """What trains with a spec in an emitter."""
+    if name == "triton":
+        return triton.Differentiable(spec, Tile(rows=32, keys=16, warps=4, stages=1))
+    return mlir.compile_training(spec)
+
+
+emitters = pytest.mark.parametrize("name", ["mlir", "triton"])
+first_mlir = pytest.mark.parametrize("name", ["mlir", pytest.param("triton", marks=pytest.mark.long)])
+
+
+def check(c: Case, name: str, further: Sequence[FurtherOutput] | None = None, layout: str = "packed") -> None:
+    """further: all kinds by default."""
+    if further is None:
+        further = outputs(c.spec.dtype, c.spec.normalizer is not Normalizer.NONE)
+    spec = replace(c.spec, further=tuple(further))
+    run = trained(spec, name)
+    assert further_gradients.unsupported(spec) is None
+    found = [
+        gradients(run, spec, *draw(c, shape, layout), seed)
+        for seed, shape in enumerate(SHAPES * 2 if name == "mlir" else SHAPES)
+    ]
+    ours, eager, exact = ([torch.cat(draws) for draws in zip(*way, strict=True)] for way in zip(*found, strict=True))
+    assert_as_exact_as_eager(ours, eager, exact)
+
+
+def gradients(
+    run, spec: AttentionSpec, operands: list[torch.Tensor], sizes: list[int], seed: int, by: str = "kernels"
+) -> tuple[list[torch.Tensor], ...]:
+    """Of all operands, flat: of the kernels, of the reference interpreter in the spec's dtype, and in float64. by: what
+    must have made the first."""
+    torch.manual_seed(seed)
+    for tensor in operands[:3]:
+        tensor.copy_(torch.randn(tensor.shape))
+    needs = tuple(o.is_floating_point() for o in operands)
+    wide = [o.double() if o.is_floating_point() else o for o in operands]
+    out, statistics, *further = run.outputs(operands, sizes)
+    grad, *more = (torch.randn(result.shape).to(result.dtype) for result in (out, *further))
+    with mock.patch.object(reference, "backward", wraps=reference.backward) as interpreter:
+        ours = run.backward(grad, out, statistics, operands, sizes, needs, more)
+    assert interpreter.called is (by == "reference")
+    eager = reference.backward(spec, grad, operands, sizes, needs, getattr(torch, spec.dtype), more)
+    exact = reference.backward(spec, grad.double(), wide, sizes, needs, further=[g.double() for g in more])
+    dtypes = [o.dtype for o in operands if o.is_floating_point()]
+    cast = ([g.to(dtype).flatten() for g, dtype in zip(found, dtypes, strict=True)] for found in (ours, eager))
+    return *cast, [g.flatten() for g in exact]
+
+
+KINDS = ("plain", "causal_last_key", "window", "left_padded", "half_bias", "bool_mask", "documents", "row_gate")
+
+
+@first_mlir
+@pytest.mark.parametrize("program", [p if p in KINDS else pytest.param(p, marks=pytest.mark.long) for p in PROGRAMS])
+def test_programs(name: str, program: str) -> None:
+    check(case(program, d=16), name)
+
+
+@emitters
+@pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])
+@pytest.mark.parametrize("program", ["left_padded_inf", "padding"])
+def test_rows_without_a_live_key(name: str, normalizer: Normalizer, program: str) -> None:
+    check(case(program, d=16, normalizer=normalizer), name)
+
+
+@emitters
+@pytest.mark.parametrize("further", outputs("float32", True), ids=["rows", "keys", "table", "squares", "log-sum-exp"])
+def test_each_alone(name: str, further: FurtherOutput) -> None:
+    check(case("causal", d=16), name, [further])
+
+
+@first_mlir
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["heads_inside", "gaps"])
+def test_half_precision_and_layouts(name: str, dtype: str, layout: str) -> None:
+    check(case("causal", dtype, d=16), name, layout=layout)
+
+
+@emitters
+def test_rows_of_another_scale(name: str) -> None:
+    """exp(x) / (1 + the sum), of whose log-sum-exp kernels have no gradient."""
+    c = case("causal", d=16, off_by_one=True)
+    check(c, name, outputs("float32", False))
+    reason = further_gradients.unsupported(replace(c.spec, further=(LOG_SUMS,)))
+    assert reason is not None and "scaled by something else" in reason
+
+
+def with_factor(c: Case) -> tuple[AttentionSpec, Expr]:
+    """A spec that reads one more tensor, with an element per head, query and key."""
+    operand = Operand(dtype="float32", rank=3, name="factor")
+    return replace(c.spec, operands=(*c.spec.operands, operand)), load(3, (HEAD, I, J), Kind.FLOAT)
+
+
+@emitters
+@pytest.mark.parametrize("other", ["weight", "itself"])
+def test_tensors_beside_the_weights_have_gradients(name: str, other: str) -> None:
+    """Also where there is no weight, in tiles that a mask would let kernels skip."""
+    c = case("causal", d=16)
+    spec, factor = with_factor(c)
+    value = apply("fmul", factor, WEIGHT if other == "weight" else factor)
+    for further in (over("j", value), table(value)):
+        run = trained(replace(spec, further=(further,)), name)
+        operands, sizes = draw(c, SHAPES[1])
+        by = "kernels" if name == "mlir" else "reference"
+        found = gradients(run, run.spec, [*operands, torch.randn(2, 33, 33)], sizes, 0, by)
+        assert_as_exact_as_eager(*found)
+        assert found[0][3].view(2, 33, 33)[0].count_nonzero() > 33 * 16
+
+
+@emitters
+@pytest.mark.parametrize("place", [(2, 3), (2, 30)], ids=["live", "masked"])
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+def test_what_arrives_is_no_number(name: str, what: float, place: tuple[int, int]) -> None:
+    """A masked weight has no part in its row, but where its gradient is none either."""
+    c = case("causal", d=16)
+    run = trained(replace(c.spec, further=(table(WEIGHT),)), name)
+    operands, sizes = draw(c, SHAPES[1])
+    out, statistics, weights = run.outputs(operands, sizes)
+    grad, more = torch.randn_like(out), torch.randn_like(weights)
+    more[place[0], 0, 0, place[1]] = what
+    needs = (True, True, True)
+    ours = run.backward(grad, out, statistics, operands, sizes, needs, [more])
+    eager = reference.backward(run.spec, grad, operands, sizes, needs, further=[more])
+    wide = reference.backward(
+        run.spec, grad.double(), [o.double() for o in operands], sizes, needs, further=[more.double()]
+    )
+    assert not bool(eager[0].isfinite().all())
+    assert_as_exact_as_eager(ours, eager, wide)
+
+
+@emitters
+def test_a_derivative_that_is_infinite_without_a_weight(name: str) -> None:
+    """w log(w) has none at 0: rows of a causal mask are NaN, but for the last."""
+    c = case("causal", d=16)
+    further = over("j", apply("fmul", WEIGHT, apply("log", WEIGHT)))
+    run = trained(replace(c.spec, further=(further,)), name)
+    found = gradients(run, run.spec, *draw(c, SHAPES[1]), 0)
+    assert bool(found[1][0].isnan().any()) and not bool(found[1][0].isnan().all())
+    assert_as_exact_as_eager(*found)
+
+
+def test_whether_tiles_without_a_weight_count() -> None:
+    spec, factor = with_factor(case("causal", d=16))
+    for value, everywhere in (
+        (WEIGHT, False),
+        (ENTROPY, False),
+        (FAR, False),
+        (apply("fmul", WEIGHT, apply("log", WEIGHT)), True),
+        (apply("fmul", WEIGHT, factor), True),
+        (apply("sqrt", WEIGHT), True),
+    ):
+        found = further_gradients.further_gradients(replace(spec, further=(over("j", value),)), 5)
+        assert found.everywhere is everywhere, str(value)
+
+
+@emitters
+def test_what_is_left_to_the_reference_interpreter(name: str) -> None:
+    c = case("causal", d=16)
+    largest = replace(over("j", WEIGHT), reduction=Reduction.MAX)
+    logit = FurtherOutput(value=ROW_MAX, dims=("b1", "b0", "i"), dtype="float32")
+    spec, factor = with_factor(c)
+    beside = replace(LOG_SUMS, value=apply("fmul", LOG_SUM, load(3, (HEAD, I, I), Kind.FLOAT)))
+    for given, further, word in (
+        (c.spec, largest, "which weight is the max"),
+        (c.spec, logit, "largest logit"),
+        (spec, beside, "a tensor beside"),
+    ):
+        given = replace(given, further=(further, over("j", ENTROPY)))
+        assert word in str(further_gradients.unsupported(given))
+        run = trained(given, name)
+        operands, sizes = draw(c, SHAPES[1])
+        if given.operands is spec.operands:
+            operands = [*operands, torch.randn(2, 33, 33)]
+        assert_as_exact_as_eager(*gradients(run, given, operands, sizes, 0, "reference"))
+
+
+@first_mlir
+@pytest.mark.parametrize(
+    "c",
+    [
+        case("causal", d=16, sinks=True),
+        case("left_padded_inf", d=16, sinks=True, normalizer=Normalizer.SAFE_SOFTMAX),
+        case("causal", d=16, weight=True),
+        case("bias", d=16, d_v=20, group=2),
+        case("window", d=20),
+        case("plain", d=144),
+        case("sigmoid", d=16, normalizer=Normalizer.NONE),
+    ],
+    ids=["sinks", "safe sinks", "weight", "groups", "padded columns", "panels", "no softmax"],
+)
+def test_variants(name: str, c: Case) -> None:
+    check(c, name)
+
+
+@pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.long) for t in ("sm_80", "gfx942"))])
+def test_kernels_compile_ahead_of_time(target: str) -> None:
+    spec = with_arriving(replace(case("causal", "bfloat16", d=64).spec, further=(over("j", ENTROPY), LOG_SUMS)), (0, 1))
+    kernels = backward_kernels(spec, 64, 64, (True, True, True, False, False))
+    tiles = GpuPlanner(spec, of_target(target)).backward(64, 64)
+    found = compile_offline(spec, kernels, 64, 64, tiles, target)
+    assert len(found) == 3 and not any(facts.lost for facts in found)

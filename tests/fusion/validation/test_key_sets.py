@@ -1,0 +1,62 @@
+"""An attention over sets of keys that was stated wrongly is found, and sees a mask of all keys."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fusion
+from fusion.ir import integers
+from fusion.ir.expr import J, coord, load, substitute
+from fusion.passes import by_rows
+
+B, H, N, K, D = 2, 4, 24, 5, 16
+
+
+def attention(q, k, v, index_scores):
+    dead = torch.ones_like(index_scores, dtype=torch.bool).scatter(-1, index_scores.topk(K).indices, False)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (q @ k.mT).masked_fill(dead.unsqueeze(1), -float("inf"))
+    return (scores + torch.arange(1, H + 1)[:, None, None] * torch.arange(N)).softmax(-1) @ v
+
+
+def one_position_for_all(number, index, kind):
+    return load(number, (*index[:-1], integers.mul(0, index[-1])), kind)
+
+
+def of_other_rows(number, index, kind):
+    return load(number, (index[0], integers.integer(0), *index[2:]), kind)
+
+
+def heads_in_another_order(spec, axis, group, heads):
+    made = right_heads(spec, axis, group, heads)
+    last = coord(f"b{axis}")
+    return dataclasses.replace(made, q=tuple(substitute(e, {last: integers.mul(0, last)}) for e in made.q))
+
+
+def biases_of_slots(spec, change, of_keys=None, **fields):
+    """The score program still at the key's number in the set, not at its position."""
+    made = right_change(spec, change, of_keys, **fields)
+    return dataclasses.replace(made, score=substitute(made.score, dict.fromkeys(by_rows.loads(made.score), J)))
+
+
+right_heads, right_change = by_rows._heads_as_rows, by_rows._changed
+FAULTS = {
+    "load": one_position_for_all,
+    "load ": of_other_rows,
+    "_heads_as_rows": heads_in_another_order,
+    "_changed": biases_of_slots,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_form_is_found(name, monkeypatch):
+    monkeypatch.setattr("fusion.backend.sets_pay", lambda *_: None)
+    torch.manual_seed(0)
+    inputs = (torch.randn(B, H, N, D), *(torch.randn(B, 2, N, D) for _ in range(2)), torch.randn(B, N, N))
+    with torch.no_grad():
+        assert "for each query" in fusion.explain(attention, *inputs).sites[0].attentions[0].keys
+        torch._dynamo.reset()
+        monkeypatch.setattr(by_rows, name.strip(), FAULTS[name])
+        found = fusion.explain(attention, *inputs).sites[0].attentions[0]
+    assert "a defect of fusion" in found.keys and found.spec.among is None
