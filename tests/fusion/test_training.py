@@ -318,7 +318,8 @@ def test_compiled_together_with_its_gradient():
     def penalty(q, k, v):
         return sum(g.square().sum() for g in torch.func.grad(lambda *x: plain(*x).sin().sum(), argnums=(0, 1))(q, k, v))
 
-    check(penalty, tensors, run=compiled(penalty, "aot_eager"))
+    options = {"inner": "aot_eager", "strict": True, "transforms": "always"}
+    check(penalty, tensors, run=torch.compile(penalty, backend="fusion", options=options, fullgraph=True))
 
 
 class Block(torch.nn.Module):
