@@ -115,7 +115,7 @@ def _tiles_and_times(
         return tiles, row_time(machine, problem, splits, ragged=problem.masked)
     if machine.kind == "cpu" and modelled and fixed.get("B_r") == 1:
         times = row_time(machine, problem, np.ones(1), ragged=problem.masked)
-        return grid({"B_r": [1], "B_c": [machine.lanes()], "stages": [1]}), times
+        return grid({"B_r": [1], "B_c": [fixed["B_c"]], "stages": [1]}), times
     if machine.kind == "cpu" and modelled:
         tiles = cpu_tiles(problem, machine, *multiples)
         if fixed:

@@ -79,7 +79,9 @@ def tangents_of_queries(attend):
 
 
 def penalty(attend):
-    return lambda *x: sum(g.square().sum() for g in grad(lambda *y: attend(*y).sin().sum(), argnums=(0, 1, 2))(*x))
+    """Of size 1: rounding of a sum of hundreds, whose sine is taken next, would decide every gradient."""
+    slope = grad(lambda *y: attend(*y).sin().sum() / 20, argnums=(0, 1, 2))
+    return lambda *x: sum(g.square().sum() for g in slope(*x))
 
 
 def pulled_back(attend):
