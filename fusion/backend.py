@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,11 +88,25 @@ def _request(options: Options) -> Request:
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
-    graph, report = _fuse(module, example_inputs, options)
+    with _no_collections():
+        graph, report = _fuse(module, example_inputs, options)
     report.graph_breaks = [found] if (found := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):
         raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     return graph, report
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python's collector of cycles waits. The analysis lets go of little before its end, and one full collection, which
+    walks all objects of a process with many libraries, may take longer than the analysis."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:

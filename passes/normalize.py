@@ -132,7 +132,9 @@ class _Retrace(torch.fx.Interpreter):
             body = self.fetch_attr(target)
             if self.sealed or not traces_through(body.graph):
                 return record(body, args)
-            return vmap.through(_Retrace(body, self.bodies, self.sealed), args)
+            result = vmap.through(_Retrace(body, self.bodies, self.sealed), args)
+            self.repeats.note(result)
+            return result
         return super().call_module(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from torch._higher_order_ops.wrap import wrap
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -35,14 +36,16 @@ def outline(module: GraphModule) -> GraphModule:
         return module
     last = {part[-1]: part for part in found}
     inside = {node for part in found for node in part}
-    graph, made, bodies = Graph(), dict[Node, Node](), dict[str, GraphModule]()
+    graph, made, bodies, names = Graph(), dict[Node, Node](), dict[str, GraphModule](), dict[str, str]()
     for node in module.graph.nodes:
         if node not in inside:
             made[node] = graph.node_copy(node, made.__getitem__)
         elif node in last:
-            name = f"{_PREFIX}{len(bodies)}"
-            bodies[name], inputs, outputs = _body(module, last[node])
+            body, inputs, outputs = _body(module, last[node])
+            name = names.setdefault(_text(body.graph), f"{_PREFIX}{len(bodies)}")
+            bodies.setdefault(name, body)
             call = graph.call_module(name, tuple(made[given] for given in inputs))
+            call.meta = {"nn_module_stack": node.meta.get("nn_module_stack"), "val": tuple(map(nodes.value, outputs))}
             made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
     named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
     return _graph_module(bodies | {name: operator.attrgetter(name)(module) for name in named}, graph)
@@ -120,6 +123,17 @@ def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node
     outputs = [node for node in part if any(user not in inside for user in node.users)]
     body.output(tuple(made[node] for node in outputs))
     return _graph_module(module, body), [given for given in inputs if given.op != "get_attr"], outputs
+
+
+def _text(body: Graph) -> str:
+    """What a part does and where that is written, without names: equal layers have equal parts."""
+    order = {node: number for number, node in enumerate(body.nodes)}
+    lines = []
+    for node in body.nodes:
+        given = map_arg((node.args, node.kwargs), lambda other: {order[other]})  # no argument is a set
+        target = "" if node.op == "placeholder" else node.target
+        lines.append(f"{node.op} {target!r} {given!r} {node.meta.get('stack_trace')}")
+    return "\n".join(lines)
 
 
 def writes(node: Node, inside: set[Node]) -> bool:

@@ -30,6 +30,7 @@ from torch.fx.proxy import _COPY_META_FIELDS, Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusion.passes import nodes
+from fusion.passes.outline import is_outlined
 from fusion.passes.trace_inputs import Given, untraced
 
 aten = torch.ops.aten
@@ -45,6 +46,8 @@ _NUMBERED: dict[Any, dict[Any, tuple[int, ...]]] = {
 """Which arguments are numbers of an index. The ends of a slice that is written decide on the shape of what is written,
 and are part of the form."""
 _FILLS = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar)
+_SQUEEZED = aten.squeeze_.dims
+"""A batched product writes it for a vector, to change the shape of what it has made."""
 _REQUIRES_GRAD = -1  # its place in the form of a tensor
 Form = tuple[Any, ...]
 
@@ -182,8 +185,10 @@ class Repeats:
         )
 
     def _writes_part(self, node: Node, operations: tuple[Node, ...]) -> bool:
-        """Whether a write changes nothing but elements: it goes to a view that the call made, and autograd sees
-        nothing of it."""
+        """Whether a write goes to what the call made, and changes its shape, or nothing but elements, of which autograd
+        sees nothing."""
+        if node.target is _SQUEEZED:
+            return node.args[0] in operations
         return node.target in _FILLS and node.args[0] in operations and not self._tracked
 
     def _form_of_arguments(self, call: Node) -> Form:
@@ -228,9 +233,10 @@ class Repeats:
 
 
 def _is_of_torch(call: Node) -> bool:
-    """Whether a call has no state of its own, as a function of the user's may have."""
+    """Whether a call has no state of its own, as a function of the user's may have. A part that is outlined is made of
+    such calls, and its name says of which."""
     target = call.target
-    if call.op == "call_method" or isinstance(target, (OpOverload, OpOverloadPacket)):
+    if call.op == "call_method" or is_outlined(target) or isinstance(target, (OpOverload, OpOverloadPacket)):
         return True
     module = getattr(target, "__module__", None) or getattr(type(getattr(target, "__self__", None)), "__module__", "")
     return call.op == "call_function" and str(module).partition(".")[0] in ("torch", "_operator", "builtins")
@@ -318,11 +324,12 @@ def _copied(
 ) -> tuple[Node, ...]:
     """Write what became of a call once more, on other arguments; returns the nodes of its value."""
     made = dict(zip(before.given, given, strict=True))
-    origin = {key: call.meta[key] for key in _OF_THE_CALL if key in call.meta}
+    changes = [key for key in _OF_THE_CALL if key != "stack_trace" or not is_outlined(call.target)]
+    origin = {key: call.meta[key] for key in changes if key in call.meta}
     for node in before.operations:
         args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
         made[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
-        made[node].meta = {key: held for key, held in node.meta.items() if key not in _OF_THE_CALL} | origin
+        made[node].meta = {key: held for key, held in node.meta.items() if key not in changes} | origin
     for (place, argument), number in zip(before.places, numbers, strict=bool(before.places)):
         made[before.operations[place]].update_arg(argument, number)
     return tuple(made[node] for node in before.results)

@@ -1,5 +1,7 @@
 """The backend as users meet it: options, fall-backs, counters, reports."""
 
+import contextlib
+import gc
 import logging
 
 import pytest
@@ -100,6 +102,25 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
     monkeypatch.setattr("fusion.backend.find_sites", broken)
     (report,) = run()
     assert report.notes == ["left to the inner compiler: RuntimeError: a defect"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_no_garbage_is_collected_during_the_analysis(enabled, strict, monkeypatch):
+    seen = []
+
+    def broken(graph, reads):
+        seen.append(gc.isenabled())
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("fusion.backend.find_sites", broken)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(Exception, match="a defect") if strict else contextlib.nullcontext():
+            run(strict=strict)
+        assert seen == [False] and gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 def test_a_kernel_that_cannot_be_built_is_a_reason(monkeypatch):

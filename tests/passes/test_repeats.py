@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion.passes import repeats
+from fusion.passes import repeats, vmap
 from fusion.passes.normalize import normalize
 
 X, W, B = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True), torch.randn(4)
@@ -152,8 +152,43 @@ def resized(x, w, b):
     return left, right, third, x[0:2, 0:2].t_(), x[1:3, 0:2]
 
 
+def scan(x, w, b):
+    """Levels of vmap as in an associative scan: equal ones, of other sizes, of one tensor twice, with no result."""
+    combine = torch.vmap(lambda one, other: (one * other, one + other.exp()))
+    for _ in range(2):
+        left, right = combine(x, x + 1)
+        left, right = combine(left[:2], right[1:])
+        combine(left, left)
+        x = torch.cat([combine(left, left)[0], x[:1]]) + combine(x, right[:1].expand(3, 4))[1]
+    return x, torch.vmap(lambda row: row)(x), torch.vmap(lambda row: F.dropout(row), randomness="different")(x)
+
+
+def scan_twice(x, w, b):
+    """Equal lines, other modes, weights that are trained, a number that is another one."""
+    found = []
+    for scale in (2.0, 2.0, -0.0, 0.0, 2):
+        of_rows, of_columns = (torch.vmap(lambda row, by=scale: row @ w * by, in_dims=dim) for dim in (0, 1))
+        found += of_rows(x), of_columns(w)
+        with torch.no_grad():
+            found += of_rows(x), of_columns(w)
+    return found
+
+
 LOOPS = [steps, trained_steps, into_inputs, broadcast, resized]
-CASES = [*LOOPS, layers, operands, scalars, several_results, layouts, modes, written, random, constants]
+CASES = [
+    *LOOPS,
+    scan,
+    scan_twice,
+    layers,
+    operands,
+    scalars,
+    several_results,
+    layouts,
+    modes,
+    written,
+    random,
+    constants,
+]
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
@@ -171,6 +206,21 @@ def test_equal_layers_are_traced_once(monkeypatch):
     monkeypatch.setattr(repeats.Repeats, "note", lambda *given: traced.append(1) or keep(*given))
     normalize(module, inputs)
     assert len(traced) <= 6, "of nine calls, those of the first layer, and of the second where strides differ"
+
+
+def test_equal_levels_of_vmap_are_traced_once(monkeypatch):
+    def stack(x, w, b):
+        for _ in range(5):
+            x = torch.vmap(lambda row: torch.softmax(row @ w, -1))(x)
+        return x
+
+    (module, inputs), traced = captured(stack), []
+    through = vmap.through
+    monkeypatch.setattr(vmap, "through", lambda *given: traced.append(1) or through(*given))
+    graph = normalize(module, inputs).graph
+    assert len(traced) <= 2, "the first, and another where strides or gradients differ"
+    lines = {node.meta["stack_trace"] for node in graph.nodes if "softmax" in str(node.target)}
+    assert len(lines) == 1 and "torch.softmax(row @ w, -1)" in lines.pop()
 
 
 def test_equal_steps_are_traced_once(monkeypatch):
