@@ -109,10 +109,10 @@ def extended_factors(node: Node) -> list[Node]:
     if packet(inner) is not aten.mul or len(dims) != 1 or not isinstance(dims[0], int):
         return []
     extents = shape(inner)
-    if not all(nodes.is_tensor(x) and len(shape(x)) == len(extents) and not is_parameter(x) for x in inner.args):
+    if not all(nodes.is_tensor(x) and not is_parameter(x) for x in inner.args):
         return []
-    dim = nodes.normalize_dim(dims[0], len(extents))
-    if any(shape(x)[dim] is not extents[dim] for x in inner.args):
+    dim = nodes.normalize_dim(dims[0], len(extents)) - len(extents)
+    if any(len(shape(x)) < -dim or shape(x)[dim] is not extents[dim] for x in inner.args):
         return []
     return [x for x in inner.args if shape(x) != extents]
 

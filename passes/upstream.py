@@ -77,7 +77,9 @@ class Upstream:
             return met | Met.MIXED_HEADS if Met.PRODUCT in met and mixes_heads(node) else _NOTHING
         if is_sdpa(node) or kind is aten.layer_norm:
             return _NOTHING
-        met = self.inputs(node) | (Met.PRODUCT if extended_factors(node) else _NOTHING)
+        met = self.inputs(node)
+        if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
+            met = met | Met.PRODUCT if looks_like_attention(met) else Met.PRODUCT
         if kind in _SOFTMAX | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
             met |= Met.SOFTMAX if kind in _SOFTMAX else Met.EXP
         if is_statistic(node):

@@ -26,6 +26,7 @@ from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.results import REDUCE, coordinate_extents, further_shape, output_extents, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.lowering import further_gradients
+from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, Tile, query_stationary
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class TrainingKernel:
         self.extents = extents_function(spec)
         self._compiled: dict[tuple, CompiledKernel] = {}
         self._plans: dict[tuple[tuple[int, ...], bool], BackwardPlan] = {}
+        self._hide_nan: dict[tuple[bool, ...], bool] = {}
         self._lock = threading.Lock()
 
     def source(self, sizes: Sequence[int]) -> str:
@@ -130,9 +132,17 @@ class TrainingKernel:
         if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
             return reference.backward(spec, grad, operands, sizes, needs, further=arriving)
         check_sizes(n_q, n_k, *sizes)
-        skips = bool(arriving) and spec.mask is not None and spec.mask.skips
-        plan = self._plan(places, skips and not all(math.isfinite(size_of(g)) for g in arriving))
+        plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
+
+    def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
+        """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""
+        if needs not in self._hide_nan:
+            self._hide_nan[needs] = hides_nan(self.spec, needs)
+        if self._hide_nan[needs]:
+            return True
+        skips = bool(arriving) and spec.mask is not None and spec.mask.skips
+        return skips and not all(math.isfinite(size_of(g)) for g in arriving)
 
     def _plan(self, places: tuple[int, ...], everywhere: bool) -> BackwardPlan:
         """For gradients that arrive at these of the further outputs."""

@@ -41,7 +41,7 @@ from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Operand, Reduction
 from fusion.lowering import further_gradients, row_gradients
 from fusion.lowering.further_gradients import FurtherGradients
-from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over, wanted_loads
+from fusion.lowering.gradients import Axes, hides_nan, of_score, of_weight, summed_over, wanted_loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +136,8 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
     """Why the gradients are not computed by kernels, or None."""
     if (reason := row_gradients.unsupported(spec, needs) or further_gradients.unsupported(spec, needs)) is not None:
         return reason
+    if hides_nan(spec, needs):
+        return "a gradient is NaN at keys that the mask hides"
     if any(load.kind is Kind.FLOAT and needs[load.operand] for f in spec.further for load in loads(f.value)):
         return "a tensor beside the weights needs a gradient"
     if any(part is SCORE for part in walk(spec.weight)):

@@ -8,10 +8,13 @@ atomic additions, a buffer per thread) is its own.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
-from fusion.ir.expr import SCORE, Expr, Kind, coordinates, loads
+from fusion.ir.expr import SCORE, Expr, Kind, coordinates, loads, walk
+from fusion.ir.primitives import PRIMITIVES
+from fusion.ir.spec import AttentionSpec
 
 
 class Axes(enum.Enum):
@@ -41,3 +44,27 @@ def of_score(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
 def of_weight(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
     """Gradients of loads through a weight program, in WEIGHT_UPSTREAM."""
     return adjoints(program, WEIGHT_UPSTREAM, list(targets))
+
+
+def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
+    """Whether a gradient that `needs` marks is NaN at keys that a kernel skips for its mask: what arrives there is 0,
+    and is multiplied by an infinite number, as in `where(keep, s, -inf) * factor`."""
+    if spec.mask is None or not spec.mask.skips:
+        return False
+    found = of_score(spec.score, wanted_loads(needs, spec.score))
+    wanted = (gradient for target, gradient in found.items() if target is not SCORE or any(needs[:2]))
+    products = (part for gradient in wanted for part in walk(gradient) if part.op == "fmul")
+    return any(_may_be_infinite(arg) for part in products for arg in part.args)
+
+
+def _may_be_infinite(expr: Expr) -> bool:
+    """Whether an infinite constant may be the value, or a part of it that makes it infinite."""
+    if expr.is_const:
+        return math.isinf(expr.value)
+    if expr.op == "where":
+        return any(map(_may_be_infinite, expr.args[1:]))
+    if expr.op == "div":
+        return _may_be_infinite(expr.args[0])
+    primitive = PRIMITIVES.get(expr.op)
+    passes_on = primitive is not None and primitive.tame and not primitive.bounded
+    return passes_on and any(arg.kind is Kind.FLOAT and _may_be_infinite(arg) for arg in expr.args)

@@ -17,7 +17,7 @@ from fusion.passes import marks, nodes
 from fusion.passes.contractions import is_contraction
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
-from fusion.validation.replay import MOST_ELEMENTS, NotReplayable, Replay, rule
+from fusion.validation.replay import MOST_ELEMENTS, NotReplayable, Region, Replay, rule
 
 aten = torch.ops.aten
 _COPIES = (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy, aten.lift_fresh,
@@ -55,7 +55,7 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
     region = replay.region
     origin = nodes.arguments(call)["self"]
     if node not in region.maps:
-        args, kwargs = replay.plain(_without(call.args, origin)), {k: replay.plain(v) for k, v in call.kwargs.items()}
+        args, kwargs = replay.plain(_shapes(call, region)), {k: replay.plain(v) for k, v in call.kwargs.items()}
 
         def run(tensor: Tensor) -> Any:
             return call.target(tensor, *args[1:], **kwargs)  # type: ignore[operator]
@@ -69,12 +69,9 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
     return replay.value(origin, region.maps[node](index), rank)
 
 
-def _without(args: tuple[Any, ...], origin: Node) -> tuple[Any, ...]:
+def _shapes(call: Node, region: Region) -> tuple[Any, ...]:
     """Arguments with shapes in the place of tensors that only give theirs (view_as, expand_as)."""
-    return tuple(
-        None if a is origin else torch.empty([int(n) for n in nodes.value(a).shape], device="meta")
-        if nodes.is_tensor(a) else a for a in args
-    )  # fmt: skip
+    return tuple(torch.empty(region.shape(arg), device="meta") if nodes.is_tensor(arg) else arg for arg in call.args)
 
 
 @rule(operator.getitem)

@@ -142,7 +142,7 @@ def compiled(function, inner="eager", emitter="auto", **more):
 def gradients(function, tensors, upstream):
     out = function(*tensors)
     wanted = [t for t in tensors if t.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, wanted, upstream.to(out.dtype))]
+    return [out.detach(), *torch.autograd.grad(out, wanted, upstream.to(out.dtype).expand_as(out))]
 
 
 FEW, DRAWS = 16, 8
@@ -189,6 +189,21 @@ def test_rows_without_a_live_key_have_no_part_in_slopes():
 
     *frozen, slope = inputs((H,))
     check(padded, [*(t.detach() for t in frozen), slope])
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e9])
+def test_a_factor_of_a_fill_in_tiles_that_a_second_mask_hides(fill):
+    """Of -inf its gradient is 0 times that, NaN, in all but the first column."""
+
+    def windowed(q, k, v, factor):
+        distance = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+        s = scores(q, k).masked_fill(distance > 0, fill) * factor[:, None]
+        return torch.softmax(s.masked_fill((distance > 0) | (distance < -2), fill), -1) @ v
+
+    tensors = inputs((H, 150), n=150, m=150)
+    check(windowed, tensors)
+    nan = gradients(compiled(windowed), tensors, torch.ones(()))[-1].isnan()
+    assert int(nan.sum()) == (H * 149 if fill == -math.inf else 0)
 
 
 @pytest.mark.parametrize(("n", "m"), [(30, 40_000), (40_000, 30), (1_100, 4_400), (40, 2048), (40, 2000)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fusion
+from fusion.validation import sites
 from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes import spellings
 
@@ -57,16 +58,21 @@ def test_in_half_precision(function, dtype):
     assert_as_exact_as_eager(actual, eager, exact, dtype)
 
 
-@pytest.mark.parametrize("function", spellings.FUSED[::3], ids=lambda f: f.__name__)
-def test_with_dynamic_sizes_one_graph_serves_other_lengths(function):
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(f, marks=[] if k % 3 == 0 else pytest.mark.long) for k, f in enumerate(spellings.FUSED)],
+    ids=lambda f: f.__name__,
+)
+def test_with_dynamic_sizes_one_graph_serves_other_lengths(function, monkeypatch):
+    """Nor does validation, which is not to know the spec, make a size static."""
+    monkeypatch.setattr(sites, "_verdicts", {})
     with torch.no_grad(), fusion.collect_reports() as reports:
         compiled = torch.compile(function, backend="fusion", dynamic=True, options={"inner": "eager"})
         for n in (21, 34, 50):
             inputs = _inputs(n=n)
             exact = function(*(x.double() for x in inputs))
             assert_as_exact_as_eager(compiled(*inputs), function(*inputs), exact, torch.float32)
-    assert len(reports) == 1
-    assert [site.reason for site in reports[0].sites] == [None]
+    assert [site.reason for report in reports for site in report.sites] == [None]
 
 
 @pytest.mark.parametrize("function", spellings.LEFT, ids=lambda f: f.__name__)

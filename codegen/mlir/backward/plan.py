@@ -140,7 +140,7 @@ def first_arriving(spec: AttentionSpec) -> int:
 
 def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan:
     """The plan of a spec, whose further outputs are those at which a gradient arrives; the gradients of all float loads
-    are in it, whether needed or not. everywhere: what arrives is not finite."""
+    are in it, whether needed or not. everywhere: keys that the mask hides are seen, too."""
     programs = score_programs(spec, folded=True)
     variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
     further = further_gradients(spec, first_arriving(spec))

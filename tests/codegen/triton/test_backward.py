@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.ir import Kind, Normalizer, Operand
-from fusion.ir.expr import ROW_SUM, J, const
+from fusion.ir.expr import ROW_SUM, SCORE, J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
 from fusion.planning.choice import Tile
@@ -21,6 +21,7 @@ from tests.codegen.mlir.cases import (
     BATCH,
     CAUSAL,
     FMIN,
+    HEAD,
     PROGRAMS,
     Case,
     assert_gradients_as_exact_as_eager,
@@ -180,3 +181,11 @@ def test_every_program_has_a_reason_or_kernels() -> None:
         needs = tuple(o.dtype in ("float32", "float16") for o in c.spec.operands)
         assert unsupported_gradient(c.spec, needs) is None
         assert backward_kernels(c.spec, 16, 16, needs)
+
+
+def test_gradients_that_are_nan_where_a_mask_hides_keys_are_left_to_the_reference() -> None:
+    hidden = where(CAUSAL, SCORE, const(-math.inf))
+    score = where(CAUSAL, apply("fmul", hidden, read(HEAD)), const(-1e9))
+    spec = replace(case("temperature", d=16).spec, score=score, mask=understand(score))
+    assert "the mask hides" in (unsupported_gradient(spec, (True, True, True, True)) or "")
+    assert unsupported_gradient(spec, (True, True, True, False)) is None
