@@ -63,8 +63,11 @@ class Place:
 @dataclass(slots=True, kw_only=True)
 class Cell:
     """What came of a place. flop: of the products over live pairs; backward counts 2.5 times the forward's.
-    bytes: q, k, v, extras and the output, once each. seconds: median on the device, by competitor; host: median until
-    the host had queued the call. notes: why a competitor has no time. predicted: the plan's, s.
+    bytes: q, k, v, extras and the output, once each.
+    seconds: median on the device, by competitor.
+    host: median until the host had queued the call.
+    notes: why a competitor has no time.
+    predicted: the plan's, s.
     """
 
     place: Place

@@ -36,8 +36,9 @@ def in_place_of(
 ) -> Node:
     """What takes the place of a node: a further output in the node's shape, dtype and order in memory.
 
-    made: the further output as the operator returns it. bounds: the extents of the coordinates. trained: whether
-    gradients pass through it.
+    made: the further output as the operator returns it.
+    bounds: the extents of the coordinates.
+    trained: whether gradients pass through it.
     """
     node, like = use.node, nodes.value(use.node)
 

@@ -57,8 +57,13 @@ def as_multiplied() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor that an operand is made of. value: what is multiplied, None where it is the element itself. scale: what
-    the products are multiplied by, scales: the tensors that it is read from. passed: the nodes between."""
+    """A tensor that an operand is made of.
+
+    value: what is multiplied; None where it is the element itself.
+    scale: what the products are multiplied by.
+    scales: the tensors that the scale is read from.
+    passed: the nodes between.
+    """
 
     node: Node
     index: Index

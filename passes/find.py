@@ -56,9 +56,12 @@ class Attention:
 class Site:
     """A product with V.
 
-    anchor: that product (or SDPA call). root: the last node of the region, a view of it. dims: the coordinate of each
-    dimension of the root. refusal: why it stays as it was, or None. place: before which the call that takes the root's
-    place is to stand; None: the root.
+    anchor: that product (or SDPA call).
+    root: the last node of the region, a view of it.
+    dims: the coordinate of each dimension of the root.
+    refusal: why it stays as it was, or None.
+    blame: the node that the refusal is about.
+    place: before which the call that takes the root's place is to stand; None: the root.
     """
 
     anchor: Node

@@ -85,7 +85,8 @@ def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) 
     """What has to be written in the place of the escaping nodes of a site, and the nodes on the way to it; None where
     they cannot be.
 
-    escaping: nodes of the region that are used outside of it. outside: whether a node is such a user.
+    escaping: nodes of the region that are used outside of it.
+    outside: whether a node is such a user.
     """
     if len(site.attentions) != 1 or not _written.get():
         return None

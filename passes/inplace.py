@@ -99,7 +99,7 @@ def _same_type(node: Node, target: Node) -> bool:
         held = nodes.value(other)
         if held.dim() > 0 and held.dtype is not torch.bool:
             promoted = torch.promote_types(promoted, held.dtype)
-    return promoted == dtype and nodes.value(target).shape == nodes.value(node).shape
+    return promoted == dtype and nodes.shape(target) == nodes.shape(node)
 
 
 MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)

@@ -47,7 +47,8 @@ def rewrite(
 
     module: the compiler's own copy, whose graph is changed.
     supports: (spec, device, sizes, whether it is differentiated) -> why no kernel can be made for it, or None.
-    emitter: handed to the op. pays: whether a map of a mask's tiles is worth its cost on a device; None makes none.
+    emitter: handed to the op.
+    pays: whether a map of a mask's tiles is worth its cost on a device; None makes none.
     block_mask: the user's mask for every attention.
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     sets_pay: whether keys are read by the sets of their rows (see `by_rows`); None keeps masks.

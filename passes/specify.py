@@ -33,7 +33,8 @@ aten = torch.ops.aten
 class ByRows:
     """An attention over a set of keys, which are read through a table.
 
-    table: the number of the operand that holds the positions. dense: the same attention with a mask of all keys.
+    table: the number of the operand that holds the positions.
+    dense: the same attention with a mask of all keys.
     """
 
     table: int
@@ -51,7 +52,8 @@ class Specified:
     tables: numbers of operands that are positions in others, which are to be checked before they are read.
     uses: what the further outputs take the place of.
     key_sets: what is known of operands that are masks made of positions, by number.
-    by_rows: how its keys became sets of rows, where they did. mask_kept: why they did not, though they could be.
+    by_rows: how its keys became sets of rows, where they did.
+    mask_kept: why they did not, though they could be.
     """
 
     spec: AttentionSpec

@@ -32,9 +32,14 @@ _WHOLE = (aten.expand, aten.expand_as, aten.unsqueeze, aten.squeeze, aten.view, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Positions along a dimension of a tensor. positions: the tensor that holds them. extent: of the dimension. dim:
-    its number. operation: "index", "index_select" or "gather", which differ in what they take and how they fail. call:
-    a node of the operation. at: the same where the positions change in place, so that another call may read others."""
+    """Positions along a dimension of a tensor.
+
+    positions: the tensor that holds them.
+    extent, dim: the size and the number of the dimension.
+    operation: "index", "index_select" or "gather", which differ in what they take and how they fail.
+    at: a node of the operation, where the positions change in place, so that another call may read others.
+    call: a node of the operation.
+    """
 
     positions: Node
     extent: Expr

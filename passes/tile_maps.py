@@ -39,8 +39,12 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Data:
-    """predicates: conjuncts of the mask that a map covers. biases: loads that are added to the score and may be hard
-    masks. fill: the largest value of a score that the latter kill, but for the score itself."""
+    """What a map is made of.
+
+    predicates: conjuncts of the mask that it covers.
+    biases: loads that are added to the score and may be hard masks.
+    fill: the largest value of a score that the biases kill, but for the score itself.
+    """
 
     predicates: tuple[Expr, ...]
     biases: tuple[Expr, ...]

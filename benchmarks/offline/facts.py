@@ -61,11 +61,16 @@ _POINTERS = {
 class Facts:
     """What compilation of one kernel for one target gave.
 
-    shared: bytes. columns: of tensor memory. registers: per thread. spills: bytes stored and loaded. spilled: share of
-    the main loop's instructions that do so. matrix: instructions by kind. lost: kinds of
-    side effects of which fewer are in the machine code's text than in Triton's first form. exponentials: instructions,
-    and those among them that are issued while a matrix product of Hopper is in flight. specialized: whether warps have
-    roles of their own. seconds: to compile.
+    shared: bytes.
+    columns: of tensor memory.
+    registers: per thread.
+    spills: bytes stored and loaded.
+    spilled: share of the main loop's instructions that do so.
+    matrix: instructions by kind.
+    lost: kinds of side effects of which fewer are in the machine code's text than in Triton's first form.
+    exponentials: instructions, and those among them that are issued while a matrix product of Hopper is in flight.
+    specialized: whether warps have roles of their own.
+    seconds: to compile.
     """
 
     kernel: str

@@ -23,9 +23,13 @@ _PRODUCT = re.compile(r"(?:warp_group_dot|tt\.dot)\b[^\n]*-> tensor<(\d+)x(\d+)x
 class StaticFacts:
     """Of one kernel.
 
-    shared: bytes. registers: of a thread. warps: that multiply. groups: of them that work independently (specialised
-    programs). redundancy: how often each result of a product is computed, of the product where that is most. residents:
-    programs of which a multiprocessor holds the shared memory and registers. loops: those that multiply.
+    shared: bytes.
+    registers: of a thread.
+    warps: that multiply.
+    groups: of them that work independently (specialised programs).
+    redundancy: how often each result of a product is computed, of the product where that is most.
+    residents: programs of which a multiprocessor holds the shared memory and registers.
+    loops: those that multiply.
     """
 
     kernel: str

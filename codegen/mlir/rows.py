@@ -34,7 +34,8 @@ class Rows:
     """A block of rows in memory: element (r, c) is at pointer + r * stride + c, or at lines[r] + c, all padded columns
     readable.
 
-    memory: MLIR's type of an element; dtype: torch's.
+    memory: MLIR's type of an element.
+    dtype: torch's.
     """
 
     pointer: Value

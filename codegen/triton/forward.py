@@ -49,7 +49,8 @@ class KernelText:
 class Forward:
     """One block of ROWS query rows of one head.
 
-    d, d_v: columns of Q and K, of V. statistics: also write each row's maximum and sum.
+    d, d_v: columns of Q and K, of V.
+    statistics: also write each row's maximum and sum.
     """
 
     name = "attention_forward"

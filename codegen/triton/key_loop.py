@@ -52,7 +52,9 @@ class Order:
 class KeyLoop:
     """The text of `visit_keys`, and of `last_product` in the rotated order.
 
-    writer: of the kernel. sizes: d and d_v. listed: tiles come from a list (`tile_lists`).
+    writer: of the kernel.
+    sizes: d and d_v.
+    listed: tiles come from a list (`tile_lists`).
     """
 
     def __init__(

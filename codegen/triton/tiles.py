@@ -20,7 +20,8 @@ class Tiles:
     """Coordinates, tiles of Q, K and V, and statistics of rows.
 
     outer: the coordinate that a program owns a block of: "i", or "j". Tiles are [outer, inner].
-    known: names of what else stands in expressions. boxes: what is read by tensor descriptors.
+    known: names of what else stands in expressions.
+    boxes: what is read by tensor descriptors.
     """
 
     name = ""

@@ -24,7 +24,8 @@ PLAIN = Order()
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
     """(operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled expression.
 
-    results: tensors by name; others: integers and descriptors by name.
+    results: tensors by name.
+    others: integers and descriptors by name.
     """
     writer = Writer(spec=spec)
     operand = {writer.operand(n): n for n in range(len(spec.operands))}

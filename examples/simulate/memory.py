@@ -20,10 +20,11 @@ class FastMemoryError(RuntimeError):
 
 
 class TwoLevelMemory:
-    """Fast memory of `capacity` elements over the arrays given by name.
-
-    loads, stores: elements moved so far. peak: most elements held at once. Use `memory["s"]` to read a block and
+    """Fast memory of `capacity` elements over the arrays given by name. Use `memory["s"]` to read a block and
     `memory["s"] = value` to make or overwrite one.
+
+    loads, stores: elements moved so far.
+    peak: most elements held at once.
     """
 
     def __init__(self, capacity: int, **arrays: np.ndarray) -> None:

@@ -24,10 +24,13 @@ def tiles_of_rows(x: Tensor, multiple: int) -> Tensor:
 class Summaries:
     """What is kept of the blocks of keys k [N_k, d] of one head.
 
-    whole: [full blocks, keys, d], the keys themselves; mean: [blocks, d]. boxes: [2 d + 1, blocks], the largest and the
-    smallest of each coordinate, and ones; times (positive part of q, negative part, x) they give upper bounds of the
-    scores plus x. balls: [d + 2, blocks], the mean, the radius about it, and ones, for (q, |q|, x). pairs: [d + 3,
-    blocks], the mean, its norm, the radius, and ones, for queries in a ball (its centre, its radius, largest |q|, x).
+    whole: [full blocks, keys, d], the keys themselves.
+    mean: [blocks, d].
+    boxes: [2 d + 1, blocks], the largest and the smallest of each coordinate, and ones; times (positive part of q,
+        negative part, x) they give upper bounds of the scores plus x.
+    balls: [d + 2, blocks], the mean, the radius about it, and ones, for (q, |q|, x).
+    pairs: [d + 3, blocks], the mean, its norm, the radius, and ones, for queries in a ball (its centre, its radius,
+        largest |q|, x).
     """
 
     def __init__(self, k: Tensor, keys: int):

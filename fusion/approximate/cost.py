@@ -112,7 +112,8 @@ class Choice:
 
     moment: the mean square score of a row that it was chosen for.
     planes: of the top degree (0: in float32 throughout).
-    rounding: what the planes add to the error of the weights. error: of the weights of a row, everything included.
+    rounding: what the planes add to the error of the weights.
+    error: of the weights of a row, everything included.
     """
 
     polynomial: Polynomial

@@ -83,9 +83,10 @@ class _Known:
 class PolynomialAttention:
     """The executor of an eligible spec.
 
-    exact: the kernel for the whole call; build: makes the exact kernel of another spec. always: skip the comparison of
-    predicted times (tests and examples). kernels: "amx" or "triton" where such feature kernels run; torch's products
-    otherwise.
+    exact: the kernel for the whole call.
+    build: makes the exact kernel of another spec.
+    always: skip the comparison of predicted times (tests and examples).
+    kernels: "amx" or "triton" where such feature kernels run; torch's products otherwise.
     """
 
     def __init__(

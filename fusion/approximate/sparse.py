@@ -79,8 +79,11 @@ def refusal(spec: AttentionSpec, plain: Plain, emitter: str) -> str | None:
 
 
 class _Rounding(NamedTuple):
-    """errors: of the weights of each head in two planes, or none; means: [H, d], what is taken away from the keys for
-    that, where it is needed."""
+    """How products are rounded.
+
+    errors: of the weights of each head in two planes, or none.
+    means: [H, d], what is taken away from the keys for that, where it is needed.
+    """
 
     errors: list[float]
     means: Tensor | None
@@ -317,10 +320,12 @@ class SparseAttention:
         self, q: Tensor, blocks: Summaries, every: int = 1, coarse: bool = False
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(marks [row tiles, key tiles], the share of the normaliser left out at most), of every n-th row tile of one
-        head. coarse: by bounds of whole tiles instead of rows, which are a 30th of the work.
+        head. Worked on in pieces that stay in the cache (and in the allocator: large temporaries cost a page fault for
+        every 4 KiB at every call).
 
-        q: [N_q, d], scaled, float32; blocks: of the keys. Worked on in pieces that stay in the cache (and in the
-        allocator: large temporaries cost a page fault for every 4 KiB at every call).
+        q: [N_q, d], scaled, float32.
+        blocks: of the keys.
+        coarse: by bounds of whole tiles instead of rows, which are a 30th of the work.
         """
         rows = self.kernel.rows
         tiles = tiles_of_rows(q, rows * self.kernel.sets).view(-1, rows, q.shape[-1])[::every]

@@ -43,7 +43,9 @@ class Normalizer(enum.Enum):
 class Operand:
     """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
 
-    dtype: torch's name ("float32"). rank: number of dimensions. name: for people, e.g. "k" or "bias".
+    dtype: torch's name ("float32").
+    rank: number of dimensions.
+    name: for people, e.g. "k" or "bias".
     order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient is
         asked for or the tensor is row-major.
     """
@@ -178,7 +180,8 @@ class AttentionSpec:
     further: what else is written beside the output.
     among: of how many keys the n_k of a row are, where the last batch coordinate is the query and each has a set of its
         own, which k and v are read through; None elsewhere. No kernel needs it.
-    dtype: dtype of the products in the model ("float32", "bfloat16", "float16"); out_dtype: of the result.
+    dtype: dtype of the products in the model ("float32", "bfloat16", "float16").
+    out_dtype: of the result.
     """
 
     sizes: tuple[str, ...]

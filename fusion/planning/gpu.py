@@ -56,8 +56,10 @@ class TilePolicy(Protocol):
 class GpuPlanner:
     """The choices of a spec on a GPU.
 
-    policy: says the tile. tile, splits: in place of what would be chosen. packs: whether heads may share blocks of rows
-    (not where statistics of rows are wanted). group: heads that share blocks of rows in `spec` already.
+    policy: says the tile.
+    tile, splits: in place of what would be chosen.
+    packs: whether heads may share blocks of rows (not where statistics of rows are wanted).
+    group: heads that share blocks of rows in `spec` already.
     """
 
     def __init__(

@@ -78,7 +78,8 @@ class Plan:
     time: s.
     io, bound: elements moved by all of the problem's heads, and the lower bound on them for a fast memory of `capacity`
         elements; ratio = io / bound.
-    choice: what was chosen for a kernel, where this is its plan. formula: the I/O of one head with numbers put in.
+    choice: what was chosen for a kernel, where this is its plan.
+    formula: the I/O of one head with numbers put in.
     """
 
     problem: Problem

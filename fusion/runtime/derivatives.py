@@ -25,7 +25,8 @@ from fusion.ir.steps import Gradients, Place, Step, Tangents, from_text, signatu
 class Function:
     """What a call of an operator computes, as a derivative.
 
-    inputs: where the derivative's inputs are among the tensors of the call; results: likewise.
+    inputs: where the derivative's inputs are among the tensors of the call.
+    results: likewise.
     """
 
     inputs: tuple[int, ...]

@@ -32,8 +32,13 @@ class Elements:
         staged: Sequence[tuple[Expr, Read]],
         statistics: dict[str, Value] | None,
     ):
-        """scope: knows the lanes; first: the first row; full: whether `program` is that of full tiles; statistics:
-        those of the lanes, where these are queries."""
+        """A group's part of a tile.
+
+        scope: knows the lanes.
+        first: the first row.
+        full: whether `program` is that of full tiles.
+        statistics: those of the lanes, where these are queries.
+        """
         self.kernel, self.scope, self.g, self.first, self.program, self.full = kernel, scope, g, first, program, full
         self.b, self.staged, self.statistics = kernel.b, staged, statistics
         keys = kernel.tiling.keys
