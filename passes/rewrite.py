@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,12 @@ from fusion.ir.results import output_extents
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
-from fusion.passes.building import Symbols, derived, in_mode_of, in_place_of, split_extrema
+from fusion.passes.building import Symbols, derived, in_place_of, split_extrema
 from fusion.passes.by_rows import Pays as SetsPay
 from fusion.passes.by_rows import read_sets, with_merged_heads
+from fusion.passes.escaping import impurity, refuse_escaping
 from fusion.passes.find import Attention, Site
-from fusion.passes.further import Use, uses
+from fusion.passes.further import Use
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds
 from fusion.passes.specify import Specified, specify
@@ -56,20 +58,19 @@ def rewrite(
     symbols = Symbols(module.graph)
     split_extrema(module.graph, sites)
     specified = _specify_all(sites, symbols, block_mask)
+    anew = None if block_mask is not None else functools.partial(_with_uses, symbols)
     # First: what is refused here is not validated, and no kernels are built for it.
-    _refuse_escaping(module.graph, sites, specified, symbols if block_mask is None else None)
-    if validate is not None:
-        _refuse_different(module.graph, sites, specified, validate)
+    refuse_escaping(module.graph, sites, specified, anew, symbols)
+    _refuse_different(module.graph, sites, specified, validate)
     read_sets(module.graph, specified, sets_pay)
-    if pays is not None:
-        _map_tiles(module.graph, sites, specified, symbols, pays)
+    _map_tiles(module.graph, sites, specified, symbols, pays)
     _refuse_unsupported(module.graph, sites, specified, supports)
-    _refuse_escaping(module.graph, sites, specified, None)
+    refuse_escaping(module.graph, sites, specified, None, symbols)
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
         results[sites[number].root] = _replace(module.graph, sites[number], parts, symbols, emitter, results)
-    module.graph.eliminate_dead_code(_impurity())
+    module.graph.eliminate_dead_code(impurity())
     drop_seeds(module.graph)
     module.graph.lint()
     module.recompile()
@@ -90,9 +91,11 @@ def _specify_all(sites: Sequence[Site], symbols: Symbols, block_mask: BlockMask 
 
 
 def _refuse_different(
-    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], validate: Validate
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], validate: Validate | None
 ) -> None:
     """Drop sites whose specs do not compute what the graph does."""
+    if validate is None:
+        return
     hints = nodes.size_hints(graph)
     for number, parts in list(specified.items()):
         if (refusal := validate(sites[number], parts, hints)) is not None:
@@ -131,6 +134,11 @@ def _specify(
     return found
 
 
+def _with_uses(symbols: Symbols, site: Site, found: Sequence[Use]) -> Specified:
+    """A site that also writes further outputs."""
+    return _specify(site, site.attentions[0], symbols, None, found)
+
+
 def _refuse_distributed_dropout(found: Specified) -> None:
     """Processes that compute the same weights would drop different ones, each by a seed of its own."""
     random = any(part.op == "hash" for part in walk(*found.spec.expressions()))
@@ -142,10 +150,12 @@ def _refuse_distributed_dropout(found: Specified) -> None:
 
 
 def _map_tiles(
-    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: Symbols, pays: Pays
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: Symbols, pays: Pays | None
 ) -> None:
     """Give attentions whose masks are data a map of their live tiles, one for all that have the same mask."""
     wanted: dict[Mapped, list[tuple[int, int]]] = {}
+    if pays is None:
+        return
     for number, parts in specified.items():
         for position, part in enumerate(parts):
             if part.by_rows is None and (found := mapped(part)) is not None:
@@ -212,128 +222,6 @@ def _refuse_reordered_reads(site: Site) -> None:
                     )
                     problem.node = mutation
                     raise problem
-
-
-def _impurity() -> Callable[[Node], bool]:
-    """Keep what has an effect, by torch's own rule, but for dropout whose mask a fused attention makes itself."""
-    impure = nodes.impurity()
-    return lambda node: not marks.seed.on(node) and not marks.is_seed(node) and impure(node)
-
-
-def _refuse_escaping(
-    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: Symbols | None
-) -> None:
-    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes.
-
-    symbols: with them a site is specified anew, with what is needed of its weights as further outputs, where it can be.
-    """
-    impure = _impurity()
-    kept = [node for node in graph.nodes if node.op == "output" or impure(node)]
-    while True:
-        needs = {node: _inputs(parts) for n, parts in specified.items() for node in _made(sites[n], parts)}
-        live = _live(kept, needs)
-        escaped = {n: found for n in specified if (found := _escaping(sites[n], live, needs))}
-        if not escaped:
-            return
-        for number, nodes_ in escaped.items():
-            site = sites[number]
-            if symbols is not None and (part := _with_further(site, nodes_, live, needs, symbols)) is not None:
-                specified[number] = [part]
-                break  # what it writes may be what others need
-            refuse_escaped(site, nodes_, live, needs)
-            del specified[number]
-
-
-def _made(site: Site, parts: Sequence[Specified]) -> list[Node]:
-    """The nodes that the call in the place of a site makes."""
-    return [site.root, *(use.node for part in parts for use in part.uses)]
-
-
-def refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
-    """Say of a site that its weights are needed, and by what."""
-    scores = _downstream_of_products(site, site.interior())
-    node, user = next(
-        ((n, u) for n in escaping for u in n.users if _is_outside(u, live, scores, needs)), (escaping[0], None)
-    )
-    site.blame = user if user is not None and user.op != "output" else node
-    where = nodes.source_line(user) if user is not None else None
-    use = _describe_use(node, user) + (f", at {where}" if where else "")
-    site.refusal = Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})")
-
-
-def _is_outside(user: Node, live: set[Node], scores: set[Node], needs: Mapping[Node, list[Node]]) -> bool:
-    return user in live and user not in scores and user not in needs
-
-
-def _with_further(
-    site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]], symbols: Symbols
-) -> Specified | None:
-    """A site that also writes what is needed of its weights; None where it cannot."""
-    scores = _downstream_of_products(site, site.interior())
-    if (met := uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))) is None:
-        return None
-    found, on_the_way = met
-    if not found or (any(marks.requires_grad(use.node) for use in found) and not marks.requires_grad(site.root)):
-        return None
-    try:
-        part = _specify(site, site.attentions[0], symbols, None, found)
-    except Unsupported:
-        return None
-    users = {u for use in found for u in use.node.users if u in live and u not in scores and u not in needs}
-    place = in_mode_of(site.root, min({site.root, *users}))
-    read = [*part.operands, *symbols.of(part.sizes)]
-    if place is None or any(not node < place or node in scores or marks.dtensor(node) for node in read):
-        return None
-    if any(_reads_something_else(node, place) for node in site.interior() | {site.anchor} | on_the_way):
-        return None
-    site.place = place
-    return part
-
-
-def _reads_something_else(node: Node, place: Node) -> bool:
-    """Whether what a node reads is written in place between it and the place of a call that reads it instead."""
-    mutations = {m for parent in node.all_input_nodes for m in marks.mutations(parent)} - {node}
-    return any((node < mutation) != (place <= mutation) for mutation in mutations)
-
-
-def _describe_use(node: Node, user: Node | None) -> str:
-    if user is None or user.op == "output":
-        return "they are returned" if user is not None else f"{node.name} stays in use"
-    return f"by {user.target}"
-
-
-def _inputs(parts: Sequence[Specified]) -> list[Node]:
-    return [operand for part in parts for operand in part.operands]
-
-
-def _live(kept: Sequence[Node], needs: dict[Node, list[Node]]) -> set[Node]:
-    live: set[Node] = set()
-    stack = list(kept)
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(needs.get(node, node.all_input_nodes))
-    return live
-
-
-def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
-    """The nodes of the region that hold scores and stay alive, the last first; those that are used outside of it, where
-    there are any."""
-    scores = _downstream_of_products(site, site.interior())
-    operands = set(needs.get(site.root, ()))
-    alive = [n for n in scores if n in live and n not in operands and n not in needs]
-    used = [n for n in alive if any(_is_outside(user, live, scores, needs) for user in n.users)]
-    return sorted(used or alive, reverse=True)
-
-
-def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
-    products = {product.node for attention in site.attentions for product in attention.pullback.products}
-    reached = (products & interior) - {site.anchor}  # others were met when further outputs were looked for
-    for node in sorted(interior):  # topological
-        if any(parent in reached for parent in node.all_input_nodes):
-            reached.add(node)
-    return reached
 
 
 def _replace(

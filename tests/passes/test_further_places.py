@@ -4,6 +4,7 @@ what the operations read in whose place it stands."""
 import pytest
 import torch
 
+import fusion
 from fusion.runtime.guards import failures_raised
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes.test_further_outputs import gradients, run, scores, tensors, weights
@@ -143,3 +144,34 @@ def test_operands_that_change_in_place(function):
     wide = [x.double() for x in given[2]]
     eager, exact = function(*given[1]), function(*wide)
     assert_as_exact_as_eager((*ours, *given[0]), (*eager, *given[1]), (*exact, *wide))
+
+
+def weights_of_an_attention_that_is_refused(q, k, v):
+    """The first product is left, so that its weights are needed, after the sum of them was."""
+    w = weights(q, k)
+    with torch.no_grad():
+        part = w @ v[..., :3]
+    return w @ v, part, w.double().amax(-1)
+
+
+def weights_of_two_attentions_that_are_refused(q, k, v):
+    w = weights(q, k)
+    with torch.no_grad():
+        parts = w @ v[..., :3], w.sum(-2), w.flip(-1) @ v
+    return w @ v, *parts, w.double().sum(-1), w.double().amax(-1)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [weights_of_an_attention_that_is_refused, weights_of_two_attentions_that_are_refused],
+    ids=lambda f: f.__name__,
+)
+def test_what_was_needed_before_is_written_beside_what_is_needed_now(function, trained):
+    """Each hid the other, and compilation did not end."""
+    torch._dynamo.reset()
+    inputs = [x.requires_grad_(trained) for x in tensors(19, 23)]
+    with failures_raised(), fusion.collect_reports() as reports:
+        ours = torch.compile(function, backend="fusion", options={"inner": "eager"})(*inputs)
+    assert any(site.fused for site in reports[0].sites)
+    assert_as_exact_as_eager(ours, function(*inputs), function(*(x.double() for x in inputs)))

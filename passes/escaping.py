@@ -1,0 +1,157 @@
+"""Sites whose scores or weights are needed elsewhere: they write them, too, or stay as they are."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+
+from torch.fx import Graph, Node
+
+from fusion.passes import marks, nodes
+from fusion.passes.building import Symbols, in_mode_of
+from fusion.passes.find import Site
+from fusion.passes.further import Use, uses
+from fusion.passes.nodes import Unsupported
+from fusion.passes.specify import Specified
+from fusion.refusals import Ground, Refusal
+
+Anew = Callable[[Site, Sequence[Use]], Specified]
+
+
+def impurity() -> Callable[[Node], bool]:
+    """What has an effect, by torch's own rule, but for dropout whose mask a fused attention makes itself."""
+    impure = nodes.impurity()
+    return lambda node: not marks.seed.on(node) and not marks.is_seed(node) and impure(node)
+
+
+def refuse_escaping(
+    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], anew: Anew | None, symbols: Symbols
+) -> None:
+    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes.
+
+    anew: specifies a site anew, with what was ever needed of its weights as further outputs; None where none are to be.
+    """
+    impure, met = impurity(), collections.defaultdict[int, dict[Node, None]](dict)
+    kept = [node for node in graph.nodes if node.op == "output" or impure(node)]
+    while True:
+        needs = _needs(sites, specified)
+        live = _live(kept, needs)
+        escaped = {n: found for n in specified if (found := _escaping(sites[n], live, needs))}
+        if not escaped:
+            return
+        for number, nodes_ in escaped.items():
+            before = len(met[number])
+            met[number] |= dict.fromkeys(nodes_)
+            if anew is not None and len(met[number]) > before:
+                plain = _needs(sites, specified, number)
+                part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
+                if part is not None:
+                    specified[number] = [part]
+                    break  # what it writes may be what others need
+            _refuse_escaped(sites[number], nodes_, live, needs)
+            del specified[number]
+
+
+def _needs(
+    sites: Sequence[Site], specified: Mapping[int, list[Specified]], plain: int | None = None
+) -> dict[Node, list[Node]]:
+    """What the nodes are made of that calls make. plain: the number of a site whose call makes its output alone."""
+    made = {n: [sites[n].root] if n == plain else _made(sites[n], parts) for n, parts in specified.items()}
+    return {node: _inputs(specified[n]) for n, found in made.items() for node in found}
+
+
+def _made(site: Site, parts: Sequence[Specified]) -> list[Node]:
+    """The nodes that the call in the place of a site makes."""
+    return [site.root, *(use.node for part in parts for use in part.uses)]
+
+
+def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
+    """Say of a site that its weights are needed, and by what."""
+    scores = _downstream_of_products(site, site.interior())
+    node, user = next(
+        ((n, u) for n in escaping for u in n.users if _is_outside(u, live, scores, needs)), (escaping[0], None)
+    )
+    site.blame = user if user is not None and user.op != "output" else node
+    where = nodes.source_line(user) if user is not None else None
+    use = _describe_use(node, user) + (f", at {where}" if where else "")
+    site.refusal = Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})")
+
+
+def _is_outside(user: Node, live: set[Node], scores: set[Node], needs: Mapping[Node, list[Node]]) -> bool:
+    return user in live and user not in scores and user not in needs
+
+
+def _with_further(
+    site: Site,
+    escaping: Sequence[Node],
+    live: set[Node],
+    needs: Mapping[Node, list[Node]],
+    anew: Anew,
+    symbols: Symbols,
+) -> Specified | None:
+    """A site that also writes what is needed of its weights; None where it cannot."""
+    scores = _downstream_of_products(site, site.interior())
+    if (met := uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))) is None:
+        return None
+    found, on_the_way = met
+    if not found or (any(marks.requires_grad(use.node) for use in found) and not marks.requires_grad(site.root)):
+        return None
+    try:
+        part = anew(site, found)
+    except Unsupported:
+        return None
+    users = {u for use in found for u in use.node.users if u in live and u not in scores and u not in needs}
+    place = in_mode_of(site.root, min({site.root, *users}))
+    read = [*part.operands, *symbols.of(part.sizes)]
+    if place is None or any(not node < place or node in scores or marks.dtensor(node) for node in read):
+        return None
+    if any(_reads_something_else(node, place) for node in site.interior() | {site.anchor} | on_the_way):
+        return None
+    site.place = place
+    return part
+
+
+def _reads_something_else(node: Node, place: Node) -> bool:
+    """Whether what a node reads is written in place between it and the place of a call that reads it instead."""
+    mutations = {m for parent in node.all_input_nodes for m in marks.mutations(parent)} - {node}
+    return any((node < mutation) != (place <= mutation) for mutation in mutations)
+
+
+def _describe_use(node: Node, user: Node | None) -> str:
+    if user is None or user.op == "output":
+        return "they are returned" if user is not None else f"{node.name} stays in use"
+    return f"by {user.target}"
+
+
+def _inputs(parts: Sequence[Specified]) -> list[Node]:
+    return [operand for part in parts for operand in part.operands]
+
+
+def _live(kept: Sequence[Node], needs: dict[Node, list[Node]]) -> set[Node]:
+    live: set[Node] = set()
+    stack = list(kept)
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(needs.get(node, node.all_input_nodes))
+    return live
+
+
+def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
+    """The nodes of the region that hold scores and stay alive, the last first; those that are used outside of it, where
+    there are any."""
+    scores = _downstream_of_products(site, site.interior())
+    operands = set(needs.get(site.root, ()))
+    alive = [n for n in scores if n in live and n not in operands and n not in needs]
+    used = [n for n in alive if any(_is_outside(user, live, scores, needs) for user in n.users)]
+    return sorted(used or alive, reverse=True)
+
+
+def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
+    products = {product.node for attention in site.attentions for product in attention.pullback.products}
+    reached = (products & interior) - {site.anchor}  # others were met when further outputs were looked for
+    for node in sorted(interior):  # topological
+        if any(parent in reached for parent in node.all_input_nodes):
+            reached.add(node)
+    return reached
