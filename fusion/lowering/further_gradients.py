@@ -34,7 +34,7 @@ from fusion.ir.expr import (
 )
 from fusion.ir.ops import apply
 from fusion.ir.primitives import is_tame
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Reduction
 from fusion.lowering.row_gradients import LOG_SUM, in_log_sums
 
 _INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
@@ -87,6 +87,8 @@ def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str
             return "which key has the largest logit is not kept"
         if LOG_SUM not in walk(value):
             continue
+        if spec.normalizer is Normalizer.SAFE_SOFTMAX:
+            return "that of the log-sum-exp of a row without a live key is NaN, and weights of 0 would hide it"
         if spec.row_scale is not None:
             return "rows of that log-sum-exp are scaled by something else than their sum"
         if any(part.kind is Kind.FLOAT and (needs is None or needs[part.operand]) for part in loads(value)):

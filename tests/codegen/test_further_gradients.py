@@ -48,10 +48,10 @@ def table(value: Expr, dtype: str = "float32") -> FurtherOutput:
 LOG_SUMS = FurtherOutput(value=LOG_SUM, dims=("b1", "b0", "i"), dtype="float32")
 
 
-def outputs(dtype: str, normalized: bool) -> tuple[FurtherOutput, ...]:
+def outputs(dtype: str, with_log_sum: bool) -> tuple[FurtherOutput, ...]:
     """One of each kind, in several orders of their dimensions."""
     found = (over("j", ENTROPY), over("i", FAR), table(WEIGHT, dtype), over("j", SQUARE))
-    return (*found, LOG_SUMS) if normalized else found
+    return (*found, LOG_SUMS) if with_log_sum else found
 
 
 def trained(spec: AttentionSpec, name: str):
@@ -68,7 +68,7 @@ first_mlir = pytest.mark.parametrize("name", ["mlir", pytest.param("triton", mar
 def check(c: Case, name: str, further: Sequence[FurtherOutput] | None = None, layout: str = "packed") -> None:
     """further: all kinds by default."""
     if further is None:
-        further = outputs(c.spec.dtype, c.spec.normalizer is not Normalizer.NONE)
+        further = outputs(c.spec.dtype, c.spec.normalizer is Normalizer.SOFTMAX)
     spec = replace(c.spec, further=tuple(further))
     run = trained(spec, name)
     assert further_gradients.unsupported(spec) is None
@@ -215,7 +215,9 @@ def test_what_is_left_to_the_reference_interpreter(name: str) -> None:
     logit = FurtherOutput(value=ROW_MAX, dims=("b1", "b0", "i"), dtype="float32")
     spec, factor = with_factor(c)
     beside = replace(LOG_SUMS, value=apply("fmul", LOG_SUM, load(3, (HEAD, I, I), Kind.FLOAT)))
+    safe = replace(c.spec, normalizer=Normalizer.SAFE_SOFTMAX)
     for given, further, word in (
+        (safe, LOG_SUMS, "without a live key"),
         (c.spec, largest, "which weight is the max"),
         (c.spec, logit, "largest logit"),
         (spec, beside, "a tensor beside"),
