@@ -71,7 +71,8 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
 
 def _shapes(call: Node, region: Region) -> tuple[Any, ...]:
     """Arguments with shapes in the place of tensors that only give theirs (view_as, expand_as)."""
-    return tuple(torch.empty(region.shape(arg), device="meta") if nodes.is_tensor(arg) else arg for arg in call.args)
+    args: tuple[Any, ...] = call.args
+    return tuple(torch.empty(region.shape(arg), device="meta") if nodes.is_tensor(arg) else arg for arg in args)
 
 
 @rule(operator.getitem)
