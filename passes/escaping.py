@@ -67,7 +67,7 @@ def _made(site: Site, parts: Sequence[Specified]) -> list[Node]:
 
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
     """Say of a site that its weights are needed, and by what."""
-    scores = _downstream_of_products(site, site.interior())
+    scores = downstream_of_products(site, site.interior())
     node, user = next(
         ((n, u) for n in escaping for u in n.users if _is_outside(u, live, scores, needs)), (escaping[0], None)
     )
@@ -90,7 +90,7 @@ def _with_further(
     symbols: Symbols,
 ) -> Specified | None:
     """A site that also writes what is needed of its weights; None where it cannot."""
-    scores = _downstream_of_products(site, site.interior())
+    scores = downstream_of_products(site, site.interior())
     if (met := uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))) is None:
         return None
     found, on_the_way = met
@@ -141,14 +141,15 @@ def _live(kept: Sequence[Node], needs: dict[Node, list[Node]]) -> set[Node]:
 def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
     """The nodes of the region that hold scores and stay alive, the last first; those that are used outside of it, where
     there are any."""
-    scores = _downstream_of_products(site, site.interior())
+    scores = downstream_of_products(site, site.interior())
     operands = set(needs.get(site.root, ()))
     alive = [n for n in scores if n in live and n not in operands and n not in needs]
     used = [n for n in alive if any(_is_outside(user, live, scores, needs) for user in n.users)]
     return sorted(used or alive, reverse=True)
 
 
-def _downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
+def downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
+    """The nodes of a region that are made of scores, those included."""
     products = {product.node for attention in site.attentions for product in attention.pullback.products}
     reached = (products & interior) - {site.anchor}  # others were met when further outputs were looked for
     for node in sorted(interior):  # topological

@@ -19,7 +19,7 @@ from fusion.passes.block_mask import BlockMask
 from fusion.passes.building import Symbols, derived, in_place_of, split_extrema
 from fusion.passes.by_rows import Pays as SetsPay
 from fusion.passes.by_rows import read_sets, with_merged_heads
-from fusion.passes.escaping import impurity, refuse_escaping
+from fusion.passes.escaping import downstream_of_products, impurity, refuse_escaping
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
 from fusion.passes.nodes import Unsupported
@@ -127,6 +127,7 @@ def _specify(
 ) -> Specified:
     found = specify(site, attention, block_mask, found_uses)
     _refuse_distributed_dropout(found)
+    _refuse_narrowed(site, found)
     for extent in found.sizes:
         symbols.require(extent)
     for _, table in found.tables:
@@ -147,6 +148,16 @@ def _refuse_distributed_dropout(found: Specified) -> None:
             Ground.DISTRIBUTED_DROPOUT,
             f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers",
         )
+
+
+def _refuse_narrowed(site: Site, found: Specified) -> None:
+    """A float64 program does not round what the model rounds on the way, and scores of -1e9 are equal after that."""
+    made = downstream_of_products(site, site.interior()) if found.spec.dtype == "float64" else ()
+    for node in made:
+        if nodes.dtype(node).is_floating_point and nodes.dtype(node) is not torch.float64:
+            problem = Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}")
+            problem.node = node
+            raise problem
 
 
 def _map_tiles(

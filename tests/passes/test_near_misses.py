@@ -9,7 +9,7 @@ import torch
 
 import fusion
 from fusion.refusals import Ground
-from tests.numerics import assert_as_exact_as_eager
+from tests.numerics import assert_as_exact_as_eager, assert_same
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -228,3 +228,20 @@ def test_every_refusal_has_a_ground_and_every_ground_advice():
                 used.add(text.removeprefix("Ground."))
     assert {ground.name for ground in Ground} <= used
     assert len({ground.value for ground in Ground}) == len(Ground)
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_float64_that_are_rounded_on_the_way(narrow):
+    """Sums with -1e9 differ in float64, and are equal in what the softmax is taken of."""
+
+    def function(q, k, v):
+        s = ((q @ k.mT).masked_fill(torch.arange(5) > 2, -1e9) - 1e9) * -0.5
+        return torch.softmax(s, -1, dtype=narrow).to(v.dtype) @ v
+
+    inputs = [torch.randn(2, 5, 8, dtype=torch.float64) for _ in range(3)]
+    options = {"inner": "eager", "emitter": "reference"}
+    with fusion.collect_reports() as reports:
+        actual = torch.compile(function, backend="fusion", options=options)(*inputs)
+    (site,) = reports[0].sites
+    assert site.refusal.kind is Ground.DTYPE and "rounded" in site.reason
+    assert_same(actual, function(*inputs))
