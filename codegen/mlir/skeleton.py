@@ -75,7 +75,9 @@ class KernelFunction(ThreadFunction):
         self.context = Context(
             b=self.b,
             params=self.params,
-            math=VectorMath(self.b, target.avx512, degree, flushes=flush, bfloat16=target.bfloat16),
+            math=VectorMath(
+                self.b, target.avx512, degree, flushes=flush, bfloat16=target.bfloat16, denormals=bool(spec.further)
+            ),
             operands=spec.operands,
             lanes=self.lanes,
             ranges=ranges(spec),

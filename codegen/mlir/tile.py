@@ -42,7 +42,7 @@ class TileKernel(KernelFunction):
         self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
     ):
         degree = 5 if spec.out_dtype == "float32" or spec.further else {1: 3, 2: 4}.get(tiling.planes, 5)
-        super().__init__(spec, target, d, d_v, degree, flush=tiling.planes > 0)
+        super().__init__(spec, target, d, d_v, degree, flush=tiling.planes > 0 and not spec.further)
         self.tiling = tiling
         whole = (self.programs.masked, self.programs.full, self.weight)
         self.by_distance = distance_parts(*whole)

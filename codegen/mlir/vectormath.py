@@ -37,6 +37,7 @@ _LOG_TAIL = (
     3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1, -1.2420140846e-1,
     1.1676998740e-1, -1.1514610310e-1, 7.0376836292e-2,
 )  # fmt: skip
+_LIFT = 24  # of exponents whose power of 2 would be denormal
 _LOG2E_HIGH = 1.44269502162933349609375  # log2(e) rounded to float32
 _LOG2E_LOW = LOG2E - _LOG2E_HIGH
 
@@ -68,23 +69,38 @@ class VectorMath:
     bfloat16: whether the processor has an instruction that rounds to bfloat16
     degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4
     flushes: the processor makes results below 2**-126 zero
+    denormals: powers of 2 below 2**-126 are wanted; else they are 0, for the processor takes some hundred cycles for each
     """
 
-    def __init__(self, b: Builder, avx512: bool, degree: int = 5, flushes: bool = False, bfloat16: bool = False):
-        self.b, self.degree, self.flushes, self.bfloat16 = b, degree, flushes, bfloat16
+    def __init__(
+        self,
+        b: Builder,
+        avx512: bool,
+        degree: int = 5,
+        flushes: bool = False,
+        bfloat16: bool = False,
+        denormals: bool = False,
+    ):
+        self.b, self.degree, self.flushes, self.bfloat16, self.denormals = b, degree, flushes, bfloat16, denormals
         self.wide = Avx512(b) if avx512 else None
 
     def exp2(self, x: Value, degree: int | None = None) -> Value:
-        """2**x; 0 for x below -126: denormal results would take some hundred cycles each."""
+        """2**x; 0 for x below -126, or with `denormals` below -150."""
         b, degree = self.b, degree or self.degree
         coefficients = exp2_polynomial(degree)
         if self.wide is not None and self.wide.takes(x):
-            return self.wide.exp2(x, lambda f: horner(b, f, coefficients), self.flushes)
+            clears = not (self.flushes or self.denormals)
+            return self.wide.exp2(x, lambda f: horner(b, f, coefficients), clears)
         # NaN stays in the polynomial and its product. From 128 on and below -126 p is finite, the power infinite or 0.
         clamped = b.select(b.compare("ogt", x, 128.0), 128.0, x)
-        clamped = b.select(b.compare("olt", clamped, -127.0), -127.0, clamped, "clamped")
+        lowest = -127.0 - _LIFT * self.denormals
+        clamped = b.select(b.compare("olt", clamped, lowest), lowest, clamped, "clamped")
         whole = b.unary("math.floor", clamped, "whole")
         p = horner(b, b.sub(clamped, whole, "frac"), coefficients)
+        if self.denormals:  # their power is no float: p takes a part of it
+            low = b.compare("olt", whole, -126.0)
+            p = b.select(low, b.mul(p, 2.0**-_LIFT), p)
+            whole = b.select(low, b.add(whole, float(_LIFT)), whole, "whole")
         integer = vector_of("i32", shape_of(x.type)[0])
         # The last bits of 2**23 + n are those of n: here of the exponent of a float.
         bits = b.bitcast(b.add(whole, 2.0**23 + 127.0), integer)

@@ -39,12 +39,12 @@ class Avx512:
     def takes(self, x: Value) -> bool:
         return shape_of(x.type)[0] == LANES
 
-    def exp2(self, x: Value, polynomial: Callable[[Value], Value], flushes: bool) -> Value:
-        """2**x; polynomial: 2**f for f in [0, 1]. Results below 2**-126 are 0, by the processor where it `flushes`."""
+    def exp2(self, x: Value, polynomial: Callable[[Value], Value], clears: bool) -> Value:
+        """2**x; polynomial: 2**f for f in [0, 1]. clears: results below 2**-126 are made 0."""
         b = self.b
         mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
         down = b.constant(0x09, "i32")  # round toward minus infinity, no exceptions
-        if not flushes:
+        if clears:
             x = b.select(b.compare("olt", x, -126.0), -math.inf, x, "x")
         f = b.intrinsic("x86.avx512.mask.reduce.ps.512", x, down, x, mask, rounding, type_=x.type, hint="frac")
         p = polynomial(f)

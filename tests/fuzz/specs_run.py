@@ -142,8 +142,9 @@ def _without_factors_of_fills(
     factors, fill = set[int](), 0.0
     for part in (part for part in walk(found.spec.score) if part.op == "fmul"):
         for arg, other in (part.args, part.args[::-1]):
-            largest = max((abs(c.value) for c in walk(arg) if c.is_const and c.kind is Kind.FLOAT), default=0.0)
-            if 1e3 < largest < math.inf:
+            constants = (abs(c.value) for c in walk(arg) if c.is_const and c.kind is Kind.FLOAT)
+            largest = max((size for size in constants if size < math.inf), default=0.0)
+            if largest > 1e3:
                 factors |= {read.operand for read in loads(other)}
                 fill = max(fill, largest)
     trained = [n for n, operand in enumerate(operands) if operand.is_floating_point()]

@@ -300,6 +300,22 @@ def test_rising_scores_scale_what_was_kept():
     assert_as_exact_as_eager(ours, returned(q, k, v), returned(q.double(), k.double(), v.double()))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_weights_below_the_smallest_normal_number_are_kept(order):
+    """Scores up to 100 below the row's largest, which comes first or last."""
+
+    def logarithms(q, k, v):
+        w = torch.softmax(q @ k.mT, -1)
+        return w @ v, w.log(), w
+
+    q, k, v = torch.ones(1, 1, 20, 1), order * torch.linspace(0, 100, 700)[None, None, :, None], torch.randn(1, 1, 700, 8)
+    ours, report = run(logarithms, [q, k, v])
+    assert report.fused == 1
+    eager = logarithms(q, k, v)
+    assert (eager[2].isfinite() & (eager[2] < torch.finfo(torch.float32).tiny)).any() and eager[1].isfinite().all()
+    assert_as_exact_as_eager(ours, eager, logarithms(q.double(), k.double(), v.double()))
+
+
 def test_lengths_that_vary_compile_once():
     compiled = torch.compile(returned, backend="fusion", dynamic=True)
     torch._dynamo.reset()

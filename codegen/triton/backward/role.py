@@ -137,7 +137,7 @@ class Role(Tiles):
             f"dp = {upstream}",
             *of_weight,
             f"dx = y * (dp{times}{further} - delta)" if self.softmax else f"dx = dp{times}{further}",
-            "" if self.softmax and not further else only_existing,
+            only_existing,  # y is 0 there, but what it is multiplied by may be NaN
             "dw = y * dp",
             source.by_mask(*gradients),
         )

@@ -87,6 +87,20 @@ def test_the_largest_weight_is_exact(degree: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [16, 8, 4])
+@pytest.mark.parametrize("denormals", [True, False])
+def test_denormal_powers(lanes: int, denormals: bool) -> None:
+    x = torch.cat([torch.linspace(-152, -126, 16 * 100), torch.tensor([-math.inf, math.nan, -1e30, 0.0] * 4)])
+    y = apply(lambda b, v: VectorMath(b, HERE.avx512 and lanes == 16, denormals=denormals).exp2(v), x, lanes)
+    exact = torch.exp2(x.double())
+    if denormals:
+        assert (y > 0).sum() > 1400
+        assert torch.equal(y.isnan(), exact.isnan())
+        assert_within((y - exact).abs().nan_to_num(), 0.51 * 2.0**-149 + 2.0**-21 * exact.nan_to_num())
+    else:
+        assert (y[x < -126] == 0).all()
+
+
+@pytest.mark.parametrize("lanes", [16, 8, 4])
 def test_transpose_and_sum(lanes: int) -> None:
     """Both networks on a square block, written with rows made by rotating one vector."""
     x = torch.arange(float(lanes))

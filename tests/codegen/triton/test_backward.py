@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
-from fusion.ir import Kind, Normalizer, Operand
+from fusion.ir import Kind, Normalizer, Operand, integers
 from fusion.ir.expr import ROW_SUM, SCORE, J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
@@ -136,6 +136,19 @@ def test_rows_without_a_live_key_have_no_part_in_slopes(fill: float) -> None:
     program = replace(c.program, operands=(*c.program.operands, mask), tensors=tensors, eager=eager)
     found = replace(c, spec=replace(spec, mask=understand(spec.score)), program=program)
     check(found, shapes=({"B": 2, "H": 1, "Nq": 50, "Nk": 50},))
+
+
+def test_keys_beyond_the_last_have_no_gradient_in_rows_of_nan() -> None:
+    """Rows whose weights are NaN, and whose keys all are in another document: eager's gradient is 0."""
+    c = case("chunks", d=16)
+    first = apply("ieq", J, integers.integer(0))
+    spec = replace(c.spec, score=where(first, const(math.inf), c.spec.score), mask=None)
+
+    def eager(s, i, j):
+        return torch.where(j == 0, math.inf, c.program.eager(s, i, j))
+
+    found = replace(c, spec=spec, program=replace(c.program, eager=eager))
+    check(found, shapes=({"B": 1, "H": 1, "Nq": 75, "Nk": 40},))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "clamp"])
