@@ -128,7 +128,8 @@ def _broadcast(left: Index, right: Index) -> Index | None:
 
 
 MOVES = {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.contiguous, aten.clone,
-         aten.unsqueeze, aten.squeeze, aten.movedim, aten.flatten, aten.unflatten, aten.swapaxes, aten.t, aten.to,
+         aten.unsqueeze, aten.squeeze, aten.movedim, aten.moveaxis, aten.flatten, aten.unflatten, aten.swapaxes,
+         aten.swapdims, aten.t, aten.mT, aten.adjoint, aten.numpy_T, aten.view_as, aten.reshape_as, aten.to,
          aten._to_copy}  # fmt: skip
 """Views, copies and casts, as they stand behind parameters and products."""
 

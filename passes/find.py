@@ -132,7 +132,6 @@ def may_hold_attention(module: GraphModule) -> bool:
 
 def _examine(anchor: Node, met: Upstream) -> Site | None:
     """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention."""
-    reported = is_sdpa(anchor) or any(looks_like_attention(met[parent]) for parent in anchor.all_input_nodes)
     if (mixing := _mixing_layer(anchor, met)) is not None:
         message = "a linear layer mixes the heads between the softmax's product and the product with V"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.HEADS_MIXED, message), blame=mixing)
@@ -150,7 +149,21 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
         else:
             if site is not None:
                 return None if _is_feed_forward(site) else site
-    return refused if reported else None
+    return refused if _is_reported(anchor, met) else None
+
+
+def _is_reported(anchor: Node, met: Upstream) -> bool:
+    """Whether a product that is refused is attention to a person, who is told why: a product of two activations with a
+    function of a product that is normalised before or after it."""
+    if is_sdpa(anchor) or any(looks_like_attention(met[parent]) for parent in anchor.all_input_nodes):
+        return True
+    above = met.inputs(anchor)
+    if Met.PRODUCT | Met.GATE | Met.SUM in above and not any(map(is_parameter, anchor.all_input_nodes)):
+        return True
+    users = list(anchor.users)
+    while len(users) == 1 and packet(users[0]) in MOVES:
+        users = list(users[0].users)
+    return Met.PRODUCT | Met.EXP in above and any(_scales_rows(user, met) for user in users)
 
 
 def _mixing_layer(anchor: Node, met: Upstream) -> Node | None:

@@ -23,7 +23,8 @@ aten = torch.ops.aten
 _SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
 _GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gelu, aten.elu, aten.square, aten.sin,
           aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
-_STATISTICS = {aten.sum, aten.amax, aten.max, aten.logsumexp, aten.special_logsumexp, aten.linalg_vector_norm}
+_SUMS = {aten.sum, aten.linalg_vector_norm, aten.logsumexp, aten.special_logsumexp}
+_STATISTICS = {aten.amax, aten.max} | _SUMS
 _MAX_STEPS = 16
 LINEAR = (aten.linear, aten.addmm)
 FURTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot,
@@ -83,7 +84,7 @@ class Upstream:
         if kind in _SOFTMAX | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
             met |= Met.SOFTMAX if kind in _SOFTMAX else Met.EXP
         if is_statistic(node):
-            met |= Met.STATISTIC | (Met.SUM if kind in (aten.sum, aten.linalg_vector_norm) else _NOTHING)
+            met |= Met.STATISTIC | (Met.SUM if kind in _SUMS else _NOTHING)
         return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met
 
 
