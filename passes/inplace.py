@@ -33,12 +33,16 @@ def write_to_the_whole(graph: torch.fx.Graph) -> None:
 def make_functional(graph: torch.fx.Graph) -> None:
     """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones.
 
-    A write to a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's.
+    A write to a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's;
+    one through a view, the tensor's new value in the view's shape.
     """
     position: dict[Node, float] = {node: k for k, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         function = _out_of_place(node)
-        if function is None or not isinstance(node.args[0], Node) or not _same_type(node, node.args[0]):
+        if function is None or not isinstance(node.args[0], Node) or nodes.shape(node) != nodes.shape(node.args[0]):
+            continue
+        computed_in = _promoted(node, node.args[0])
+        if computed_in is not nodes.dtype(node) and not (node.target in _ROUNDING and computed_in.is_floating_point):
             continue
         parts = _parts(node.args[0])
         target = parts[-1].args[0] if parts else node.args[0]
@@ -47,29 +51,53 @@ def make_functional(graph: torch.fx.Graph) -> None:
             continue
         later = [user for user in target.users if user is not node and position[user] > position[node]]  # type: ignore[union-attr]
         node.target = function
-        whole = _scattered(node, parts, position)
+        whole = _scattered(_rounded(node, computed_in, position), parts, position)
         for user in later:
             user.replace_input_with(target, whole)  # type: ignore[arg-type]
 
 
 _SCATTER = {aten.slice: aten.slice_scatter.default, aten.select: aten.select_scatter.default}
+_RESHAPES = (aten.view, aten.unflatten, aten.unsqueeze, aten.view_as)
+"""Views of all elements, in their order."""
+_ROUNDING = (aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor)
+"""In-place operations that compute in the wider dtype of their operands, and round to that of the first."""
 
 
 def _parts(target: Node) -> list[Node]:
-    """The slices and selections that lead to what is written, the last one first."""
+    """The slices, selections and reshapes that lead to what is written, the last one first."""
     parts = []
-    while target.op == "call_function" and nodes.packet(target) in _SCATTER and isinstance(target.args[0], Node):
+    while target.op == "call_function" and nodes.packet(target) in {*_SCATTER, *_RESHAPES}:
+        if not isinstance(origin := target.args[0], Node) or nodes.dtype(origin) is not nodes.dtype(target):
+            break
         parts.append(target)
-        target = target.args[0]
+        target = origin
     return parts
+
+
+def _rounded(node: Node, computed_in: torch.dtype, position: dict[Node, float]) -> Node:
+    """The result of an operation that has become functional, in the dtype of its first operand."""
+    held = nodes.value(node)
+    if computed_in is held.dtype:
+        return node
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(aten.to.dtype, (node, held.dtype))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    with torch.no_grad():
+        node.meta["val"] = held.to(computed_in)
+    position[made] = position[node] + 2**-21
+    return made
 
 
 def _scattered(value: Node, parts: list[Node], position: dict[Node, float]) -> Node:
     """The whole tensor after `value` took the place of the part of it that `parts` lead to."""
     for part in parts:
-        origin = part.args[0]
+        origin, scatter = part.args[0], _SCATTER.get(nodes.packet(part))
         with value.graph.inserting_after(value):
-            made = value.graph.call_function(_SCATTER[nodes.packet(part)], (origin, value, *part.args[1:]), part.kwargs)
+            if scatter is None:
+                made = value.graph.call_function(aten.reshape_as.default, (value, origin))
+            else:
+                made = value.graph.call_function(scatter, (origin, value, *part.args[1:]), part.kwargs)
         made.meta = {**value.meta, "val": nodes.value(origin)}  # type: ignore[arg-type]
         position[made] = position[value] + 2**-20
         value = made
@@ -88,18 +116,16 @@ def _out_of_place(node: Node) -> Any | None:
     return getattr(functional, target._overloadname, None) if functional is not None else None
 
 
-def _same_type(node: Node, target: Node) -> bool:
-    """In place, the result is cast to the target's dtype; only calls that need no cast are the same out of place.
-    Positions that are written at are no values."""
+def _promoted(node: Node, target: Node) -> torch.dtype:
+    """The dtype that an operation computes in. In place, the result is cast to the target's. Positions that are written
+    at are no values."""
     positions = nodes.arguments(node).get("index")
-    others = [a for a in node.args[1:] if nodes.is_tensor(a) and a is not positions]
     dtype = nodes.dtype(target)
-    promoted = dtype
-    for other in others:
+    for other in (a for a in node.args[1:] if nodes.is_tensor(a) and a is not positions):
         held = nodes.value(other)
         if held.dim() > 0 and held.dtype is not torch.bool:
-            promoted = torch.promote_types(promoted, held.dtype)
-    return promoted == dtype and nodes.shape(target) == nodes.shape(node)
+            dtype = torch.promote_types(dtype, held.dtype)
+    return dtype
 
 
 MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)

@@ -308,7 +308,11 @@ def test_weights_below_the_smallest_normal_number_are_kept(order):
         w = torch.softmax(q @ k.mT, -1)
         return w @ v, w.log(), w
 
-    q, k, v = torch.ones(1, 1, 20, 1), order * torch.linspace(0, 100, 700)[None, None, :, None], torch.randn(1, 1, 700, 8)
+    q, k, v = (
+        torch.ones(1, 1, 20, 1),
+        order * torch.linspace(0, 100, 700)[None, None, :, None],
+        torch.randn(1, 1, 700, 8),
+    )
     ours, report = run(logarithms, [q, k, v])
     assert report.fused == 1
     eager = logarithms(q, k, v)

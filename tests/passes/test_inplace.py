@@ -83,8 +83,34 @@ def beyond_the_end(q, k, v):
     return s.softmax(-1) @ v
 
 
+def wider_mask(q, k, v):
+    """Added in the mask's dtype, and rounded to that of the scores."""
+    s = scores(q, k)
+    s += torch.ones(s.shape[-2:], dtype=torch.float32).triu(1) * -1e9
+    return s.softmax(-1) @ v
+
+
+def wider_factors_of_a_part(q, k, v):
+    s = scores(q, k)
+    s[..., 2:] *= torch.linspace(0.3, 1.7, 2, dtype=torch.float32)[:, None, None]
+    return s.softmax(-1) @ v
+
+
+def through_a_view(q, k, v):
+    s = scores(q, k)
+    s.view(2, 2, *s.shape[-2:]).masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return s.softmax(-1) @ v
+
+
+def through_a_view_of_heads(q, k, v):
+    s = scores(q.flatten(0, 1), k.flatten(0, 1))
+    s.unflatten(0, (2, 2))[..., :3] = -1
+    return s.softmax(-1) @ v.flatten(0, 1)
+
+
 FUSED = [weights_cut_off, first_keys_masked, last_keys_masked, scaled_corner, one_row, part_of_a_mask, copied, filled,
-         written_twice, beyond_the_end]  # fmt: skip
+         written_twice, beyond_the_end, wider_mask, through_a_view,
+         through_a_view_of_heads]  # fmt: skip
 
 
 def view_read_later(q, k, v):
@@ -135,6 +161,13 @@ def copied_scores_through_a_view(q, k, v):
     return s.softmax(-1) @ v
 
 
+def view_that_is_written_and_read_later(q, k, v):
+    s = scores(q, k)
+    view = s.unsqueeze(0)
+    s.view(s.shape).add_(1.5)
+    return s.softmax(-1) @ v + view.sum()
+
+
 def repeated_values_through_a_view(q, k, v):
     v = v[:, :1].repeat(1, 2, 1, 1)
     v.mT.add_(0.3)
@@ -146,6 +179,8 @@ LEFT_OR_FUSED = [
     copied_keys_through_a_slice,
     copied_scores_through_a_view,
     repeated_values_through_a_view,
+    view_that_is_written_and_read_later,
+    wider_factors_of_a_part,
     one_head,
     view_read_later,
     slice_of_an_input,
@@ -179,7 +214,7 @@ def test_parts_of_fresh_tensors(function, dtype):
     assert site.fused, site.reason
 
 
-@pytest.mark.parametrize("function", [first_keys_masked, scaled_corner, part_of_a_mask, written_twice])
+@pytest.mark.parametrize("function", [first_keys_masked, scaled_corner, part_of_a_mask, written_twice, through_a_view])
 def test_gradients(function):
     (site,) = run(function, train=True)
     assert site.fused, site.reason
