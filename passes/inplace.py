@@ -37,7 +37,9 @@ def make_functional(graph: torch.fx.Graph) -> None:
     one through a view, the tensor's new value in the view's shape.
     """
     position: dict[Node, float] = {node: k for k, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
+    recorded: dict[Any, bool] = {}
+    for node, enabled in nodes.with_gradients(graph):
+        recorded[node] = enabled
         function = _out_of_place(node)
         if function is None or not isinstance(node.args[0], Node) or nodes.shape(node) != nodes.shape(node.args[0]):
             continue
@@ -46,6 +48,8 @@ def make_functional(graph: torch.fx.Graph) -> None:
             continue
         parts = _parts(node.args[0])
         target = parts[-1].args[0] if parts else node.args[0]
+        if recorded.get(target, True) and not enabled:  # its gradient passes by the write
+            continue
         family = _aliases(target)  # type: ignore[arg-type]
         if family is None or not _only_through(target, node, family, position):  # type: ignore[arg-type]
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -45,6 +45,15 @@ def value(node: Node) -> Any:
 
 def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(value(node), torch.Tensor)
+
+
+def with_gradients(graph: Graph) -> Iterator[tuple[Node, bool]]:
+    """The nodes, and whether autograd records what each does."""
+    enabled = torch.is_grad_enabled()
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        yield node, enabled
 
 
 def dtype(node: Node) -> torch.dtype:

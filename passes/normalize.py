@@ -242,19 +242,36 @@ def drop_seeds(graph: torch.fx.Graph) -> None:
 
 def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
     """`marks.requires_grad` on every node: the trace itself records values detached from autograd."""
-    enabled = torch.is_grad_enabled()
     given = (nodes.value(node) for node in origin.graph.nodes if node.op == "placeholder")
-    for node in traced.graph.nodes:
+    for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
             marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))
-        elif node.target is torch._C._set_grad_enabled:
-            enabled = bool(node.args[0])
-        elif node.op == "call_function":
-            inputs = any(marks.requires_grad(parent) for parent in node.all_input_nodes)
+        elif node.op == "call_function" and node.target is not torch._C._set_grad_enabled:
+            origins = node.all_input_nodes if enabled else _returned(node)
             detached = nodes.packet(node) in (aten.detach, aten.detach_)
             held = nodes.value(node)
             integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
-            marks.requires_grad.set(node, enabled and inputs and not detached and not integral)
+            marks.requires_grad.set(node, not detached and not integral and any(map(marks.requires_grad, origins)))
+
+
+def _returned(node: Node) -> list[Node]:
+    """The argument that an operation returns itself, if any, which keeps the gradient that it has: one that writes to
+    it, or that has nothing to do, as `x.float()` of float32. The trace takes the result for x from there on."""
+    first = node.args[0] if node.args else None
+    if not isinstance(node.target, torch._ops.OpOverload) or not (isinstance(first, Node) and nodes.is_tensor(first)):
+        return []
+    if node.target._schema.is_mutable:
+        return [first]
+    if not nodes.is_tensor(node) or nodes.packet(node) not in _MAY_DO_NOTHING:
+        return []
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), nodes.value)
+    with torch.no_grad():
+        return [first] if node.target(*args, **kwargs) is nodes.value(first) else []
+
+
+_MAY_DO_NOTHING = (aten.to, aten.type_as, aten.contiguous, aten.flatten, aten.positive, aten.real, aten.conj,
+                   aten.resolve_conj, aten.resolve_neg, aten.sum_to_size, aten.lift_fresh, aten.atleast_1d,
+                   aten.atleast_2d, aten.atleast_3d)  # fmt: skip
 
 
 def _mark_stops(traced: GraphModule) -> None:

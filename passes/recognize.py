@@ -104,11 +104,11 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
         return None
     if not any(may_be_far(arg) or has(arg, "load") for arg in shift.args):
         return node("softmax", shift.args, Kind.FLOAT, "softmax")
-    # In a row of nothing but such a fill the logarithm of the sum is lost: every weight is 1.
-    scale = apply("exp", apply("fsub", ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))))
-    return node("scaled_softmax", (scale, *shift.args), Kind.FLOAT, "softmax")
+    return node("scaled_softmax", (_BY_LOG_SUM, *shift.args), Kind.FLOAT, "softmax")
 
 
+_BY_LOG_SUM = apply("exp", apply("fsub", ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))))
+"""1 / ROW_SUM, but 1 in a row of nothing but large fills, where the logarithm of the sum is lost."""
 _SHIFTS = ("max", "detached max", "logsumexp")
 """Reductions after which exponentials do not overflow."""
 
@@ -121,16 +121,21 @@ def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
     """
     if expr.op == "feq":
         weight, bound = expr.args
-        return FALSE if weight.op == "softmax" and bound.is_const and math.isinf(bound.value) else None
+        return FALSE if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None
     condition, replaced, kept = expr.args
     if condition.op == "feq":
         replaced, kept = kept, replaced
     is_nan = condition.op in ("feq", "fne") and condition.args[0] is condition.args[1] is kept
-    if not is_nan or kept.op != "softmax" or not is_number(replaced, 0.0):
+    if not is_nan or not _is_at_most_one(kept) or not is_number(replaced, 0.0):
         return None
     if not has(spelled, "softmax") and not any(part.attr in _SHIFTS for part in walk(spelled) if part.op == "reduce"):
         return None
-    return node("softmax", kept.args, Kind.FLOAT, Normalizer.ZERO_SOFTMAX.value)
+    return node(kept.op, kept.args, Kind.FLOAT, Normalizer.ZERO_SOFTMAX.value)
+
+
+def _is_at_most_one(weight: Expr) -> bool:
+    """Whether a weight is a number up to 1, or NaN with its whole row."""
+    return weight.op == "softmax" or (weight.op == "scaled_softmax" and weight.args[0] is _BY_LOG_SUM)
 
 
 def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:

@@ -69,7 +69,7 @@ class VectorMath:
     bfloat16: whether the processor has an instruction that rounds to bfloat16
     degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4
     flushes: the processor makes results below 2**-126 zero
-    denormals: powers of 2 below 2**-126 are wanted; else they are 0, for the processor takes some hundred cycles for each
+    denormals: powers of 2 below 2**-126 are wanted; else they are 0, as each takes the processor some hundred cycles
     """
 
     def __init__(

@@ -102,7 +102,8 @@ def apply_mask(w: Writer, keep: str) -> None:
                      f"s = torch.addcmul(s, (~{keep}).to(s.dtype), torch.full([], {finite}, dtype=s.dtype))",
                      f"s = s * {keep}.to(s.dtype)"))  # fmt: skip
     elif style == "mask by in place":
-        w.say(w.pick(f"s.masked_fill_(~{keep}, {fill})", f"s += torch.where({keep}, 0.0, {fill})",
+        recorded = w.pick("", "", "", "with torch.no_grad(): ")
+        w.say(recorded + w.pick(f"s.masked_fill_(~{keep}, {fill})", f"s += torch.where({keep}, 0.0, {fill})",
                      f"s.add_((~{keep}).to(s.dtype) * {finite})", f"s.masked_fill_({keep}.logical_not(), -1e9)",
                      f"s.view(s.shape).masked_fill_(~{keep}, {fill})", "s[..., M // 2:] = -math.inf"))  # fmt: skip
     else:

@@ -198,6 +198,7 @@ def run(function, dtype=torch.float32, train=False, n=12):
     def results(call, dtype):
         given = [x.to(dtype).clone().requires_grad_(train) for x in inputs]
         out = call(*given)
+        out = out[0] if isinstance(out, tuple) else out
         return (out, *torch.autograd.grad(out.square().sum(), given)) if train else (out, *given)
 
     torch._dynamo.reset()
@@ -223,6 +224,44 @@ def test_gradients(function):
 @pytest.mark.parametrize("function", LEFT_OR_FUSED)
 def test_what_somebody_else_sees_is_right(function):
     run(function)
+
+
+def factor_that_is_not_recorded(q, k, v):
+    s = scores(q, k)
+    with torch.no_grad():
+        s.mul_(2)
+    return s.softmax(-1) @ v
+
+
+def mask_that_is_not_recorded(q, k, v):
+    s = scores(q, k)
+    with torch.no_grad():
+        s[..., 3:].masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)[:, 3:], -math.inf)
+    return s.softmax(-1) @ v
+
+
+def read_without_gradients(q, k, v):
+    """`to` and `contiguous` return the scores themselves."""
+    s = scores(q, k)
+    with torch.no_grad():
+        statistic = s.to(s.dtype).sum(-1) + s.contiguous().amax(-1)
+    return s.softmax(-1) @ v, statistic
+
+
+def weights_read_without_gradients(q, k, v):
+    w = torch.relu(scores(q, k))
+    with torch.no_grad():
+        statistic = w.to(w.dtype).sum(-1)
+    return w @ v, statistic
+
+
+@pytest.mark.parametrize(
+    "function",
+    [factor_that_is_not_recorded, mask_that_is_not_recorded, read_without_gradients, weights_read_without_gradients],
+)
+@pytest.mark.parametrize("train", [False, True])
+def test_gradients_pass_by_what_is_not_recorded(function, train):
+    run(function, train=train)
 
 
 @pytest.mark.parametrize("n", [9, 14])

@@ -129,7 +129,26 @@ def far_away(q, k, v):
     return torch.softmax(s, -1) @ v
 
 
+def normalised_gates(q, k, v):
+    gates = torch.sigmoid(q @ k.mT)
+    return gates / gates.sum(-1, keepdim=True) @ v
+
+
+def running_sum_less_its_logarithm(q, k, v):
+    s = (q @ k.mT).cumsum(-1)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+def running_sum_divided_late(q, k, v):
+    s = (q @ k.mT).cumsum(-1)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return (v.mT @ e.mT).mT / e.sum(-1, keepdim=True)
+
+
 UNSEEN = {
+    normalised_gates: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
+    running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),
+    running_sum_divided_late: (Ground.NOT_POINTWISE, "do not come from a product"),
     linear_over_heads: (Ground.HEADS_MIXED, "a linear layer mixes the heads"),
     linear_over_heads_of_weights: (Ground.HEADS_MIXED, "a linear layer mixes the heads"),
     with_a_vector: (Ground.PRODUCT_FORM, "aten.mv|a product with a vector"),
