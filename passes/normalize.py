@@ -106,6 +106,9 @@ class _Retrace(torch.fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "_name", "") == "register_hook":  # the trace would not keep it
+            message = "a gradient hook is registered on a tensor, and such graphs are not taken apart"
+            raise nodes.Unsupported(Ground.HOOK, message)
         if (level := vmap.own(target)) is not None:
             return level(*args)
         if self.checkpoints.handles(target):

@@ -11,7 +11,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir import AttentionSpec
-from fusion.ir.expr import J, walk
+from fusion.ir.derivative import reached
+from fusion.ir.expr import SCORE, J, walk
 from fusion.ir.results import output_extents
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
@@ -269,11 +270,26 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
     return found
 
 
+def _without_gradient(graph: Graph, root: Node, spec: AttentionSpec, operands: Sequence[Node]) -> list[Node]:
+    """The operands, those detached that no gradient flows to: theirs is None then, as in eager mode, and not zero."""
+    programs = (spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further))
+    found = reached(*(program for program in programs if program is not None))
+    trained = {load.operand for load in found if load.op == "load"} | {2} | ({0, 1} if SCORE in found else set())
+    return [
+        node
+        if number in trained or not marks.requires_grad(node)
+        else derived(graph, root, aten.detach.default, (node,))
+        for number, node in enumerate(operands)
+    ]
+
+
 def _call(
     graph: Graph, site: Site, part: Specified, operands: list[Node], symbols: Symbols, emitter: str
 ) -> tuple[Node, dict[Node, Node]]:
     """The output, and what takes the place of each node that is written beside it."""
     root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
+    if part.differentiable:
+        operands = _without_gradient(graph, root, part.spec, operands)
     arguments = (operands, sizes, part.spec.to_json(), emitter)
     output, like = part.spec.output, nodes.value(root)
     extents = output_extents(part.spec, [nodes.value(s) if isinstance(s, Node) else s for s in sizes])

@@ -41,3 +41,16 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
             if term is not None and arg.kind is Kind.FLOAT and not arg.is_const:
                 arriving[arg] = apply("fadd", arriving[arg], term) if arg in arriving else term
     return {target: arriving.get(target, ZERO) for target in targets}
+
+
+def reached(*programs: Expr) -> set[Expr]:
+    """What a gradient at the programs' values may flow to: not what is behind `detach`, a comparison or an index."""
+    found, todo = set[Expr](), list(programs)
+    while todo:
+        here = todo.pop()
+        if here in found or here.kind is not Kind.FLOAT:
+            continue
+        found.add(here)
+        if here.op not in PRIMITIVES or PRIMITIVES[here.op].derivative is not None:
+            todo += here.args
+    return found

@@ -1,0 +1,79 @@
+"""Gradients that a model's own code turns: hooks on tensors, and operands that none flows to."""
+
+import pytest
+import torch
+
+import fusion
+from tests.numerics import assert_as_exact_as_eager
+
+
+def attention(q, k, v):
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def hook_on_scores(q, k, v):
+    s = q @ k.mT
+    s.register_hook(lambda gradient: gradient * 3)
+    return s.softmax(-1) @ v
+
+
+def hook_on_queries(q, k, v):
+    q = q * 2
+    q.register_hook(lambda gradient: gradient * 3)
+    return attention(q, k, v)
+
+
+def hook_on_the_output(q, k, v):
+    out = attention(q, k, v)
+    out.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return out.sin()
+
+
+def product_without_gradients(q, k, v):
+    with torch.no_grad():
+        s = q @ k.mT
+    return (s + v[..., 0][..., None, :]).softmax(-1) @ v
+
+
+def compared_alone(q, k, v):
+    return torch.where(q @ k.mT > 0, v[..., 0][..., None, :], -1.0).softmax(-1) @ v
+
+
+def detached_bias(q, k, v):
+    return (v @ v.mT + (q[..., :1] * k[..., 0][..., None, :]).detach()).softmax(-1) @ v
+
+
+def detached_queries(q, k, v):
+    return attention(q.detach(), k, v)
+
+
+def run(function):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 13, 16) for _ in range(3)]
+
+    def results(call, dtype):
+        given = [x.to(dtype).requires_grad_() for x in inputs]
+        out = call(*(x * 1 for x in given))
+        gradients = torch.autograd.grad(out.square().sum(), given, allow_unused=True)
+        return out.detach(), {n: g for n, g in zip("qkv", gradients, strict=True) if g is not None}
+
+    torch._dynamo.reset()
+    with fusion.collect_reports() as reports:
+        ours = results(torch.compile(function, backend="fusion", options={"inner": "aot_eager"}), torch.float32)
+    assert_as_exact_as_eager(ours, results(function, torch.float32), results(function, torch.float64))
+    return reports
+
+
+@pytest.mark.parametrize("function", [hook_on_scores, hook_on_queries, hook_on_the_output])
+def test_hooks_are_called(function):
+    (report,) = run(function)
+    assert not report.fused and any("hook" in note for note in report.notes), report
+
+
+@pytest.mark.parametrize(
+    "function", [product_without_gradients, compared_alone, detached_bias, detached_queries, attention]
+)
+def test_what_no_gradient_flows_to_has_none(function):
+    """Not zeros, which optimizers take for a gradient. `run` compares which operands have one."""
+    (report,) = run(function)
+    assert report.fused == 1
