@@ -48,7 +48,7 @@ def make_functional(graph: torch.fx.Graph) -> None:
             continue
         parts = _parts(node.args[0])
         target = parts[-1].args[0] if parts else node.args[0]
-        if recorded.get(target, True) and not enabled:  # its gradient passes by the write
+        if recorded[target] and not enabled:  # its gradient passes by the write
             continue
         family = _aliases(target)  # type: ignore[arg-type]
         if family is None or not _only_through(target, node, family, position):  # type: ignore[arg-type]
@@ -56,6 +56,7 @@ def make_functional(graph: torch.fx.Graph) -> None:
         later = [user for user in target.users if user is not node and position[user] > position[node]]  # type: ignore[union-attr]
         node.target = function
         whole = _scattered(_rounded(node, computed_in, position), parts, position)
+        recorded[whole] = enabled
         for user in later:
             user.replace_input_with(target, whole)  # type: ignore[arg-type]
 
