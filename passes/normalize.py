@@ -250,7 +250,8 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
         if node.op == "placeholder":
             marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))
         elif node.op == "call_function" and node.target is not torch._C._set_grad_enabled:
-            origins = node.all_input_nodes if enabled else _returned(node)
+            origins = [parent for parent in node.all_input_nodes if marks.requires_grad(parent)]
+            origins = origins if enabled or not origins else _returned(node)
             detached = nodes.packet(node) in (aten.detach, aten.detach_)
             held = nodes.value(node)
             integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
