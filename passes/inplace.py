@@ -40,30 +40,35 @@ def make_functional(graph: torch.fx.Graph) -> None:
     recorded: dict[Any, bool] = {}
     for node, enabled in nodes.with_gradients(graph):
         recorded[node] = enabled
-        function = _out_of_place(node)
-        if function is None or not isinstance(node.args[0], Node) or nodes.shape(node) != nodes.shape(node.args[0]):
-            continue
-        computed_in = _promoted(node, node.args[0])
-        if computed_in is not nodes.dtype(node) and not (node.target in _ROUNDING and computed_in.is_floating_point):
+        if (function := _out_of_place(node)) is None or not isinstance(node.args[0], Node):
             continue
         parts = _parts(node.args[0])
-        target = parts[-1].args[0] if parts else node.args[0]
+        target: Any = parts[-1].args[0] if parts else node.args[0]
         if recorded[target] and not enabled:  # its gradient passes by the write
             continue
-        family = _aliases(target)  # type: ignore[arg-type]
-        if family is None or not _only_through(target, node, family, position):  # type: ignore[arg-type]
+        family = _aliases(target)
+        if family is None or not _only_through(target, node, family, position):
             continue
-        later = [user for user in target.users if user is not node and position[user] > position[node]]  # type: ignore[union-attr]
-        node.target = function
-        whole = _scattered(_rounded(node, computed_in, position), parts, position)
+        if (computed := _computed(node, function, bool(parts))) is None:
+            continue
+        later = [user for user in target.users if user is not node and position[user] > position[node]]
+        value = _rounded(node, computed, position)
+        results = [user for user in value.users if user not in parts]
+        whole = _scattered(value, parts, position)
         recorded[whole] = enabled
         for user in later:
-            user.replace_input_with(target, whole)  # type: ignore[arg-type]
+            user.replace_input_with(target, whole)
+        if parts and results:
+            part = _part(whole, parts, position)
+            recorded[part] = enabled
+            for user in results:
+                user.replace_input_with(value, part)
 
 
 _SCATTER = {aten.slice: aten.slice_scatter.default, aten.select: aten.select_scatter.default}
 _RESHAPES = (aten.view, aten.unflatten, aten.unsqueeze, aten.view_as)
 """Views of all elements, in their order."""
+_EMPTY = (aten.empty_like, aten.new_empty, aten.zeros_like, aten.new_zeros, aten.ones_like, aten.new_ones)
 _ROUNDING = (aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor)
 """In-place operations that compute in the wider dtype of their operands, and round to that of the first."""
 
@@ -79,17 +84,75 @@ def _parts(target: Node) -> list[Node]:
     return parts
 
 
-def _rounded(node: Node, computed_in: torch.dtype, position: dict[Node, float]) -> Node:
-    """The result of an operation that has become functional, in the dtype of its first operand."""
-    held = nodes.value(node)
-    if computed_in is held.dtype:
+@functools.cache
+def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that takes what an in-place one takes (`aten.add_.Tensor` -> `aten.add.Tensor`), and returns the
+    result instead of writing it."""
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
+        return None
+    if (packet := getattr(aten, name[:-1], None)) is None:
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return next((found for found in overloads if _takes(found) == _takes(target)), None)
+
+
+def _takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+
+
+def _out_of_place(node: Node) -> torch._ops.OpOverload | None:
+    """The functional overload of an in-place operation."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    return _functional(node.target)
+
+
+def _computed(node: Node, function: torch._ops.OpOverload, of_part: bool) -> torch.Tensor | None:
+    """Make a write functional; returns what that computes, in a dtype that may have to be rounded still. None, and
+    nothing changed, where that is not what is written.
+
+    of_part: whether the value is scattered into another tensor, so that its layout does not matter.
+    """
+    args, kwargs = node.args, node.kwargs
+    if nodes.shape(args[0]) != nodes.shape(node):  # type: ignore[arg-type]  # squeeze_ and the like
+        return None
+    if function is aten.copy.default:  # which has no derivative
+        source = args[1]
+        if not nodes.is_tensor(source) or nodes.shape(source) != nodes.shape(node):  # type: ignore[arg-type]
+            return None
+        if not of_part and args[0].all_input_nodes and nodes.packet(args[0]) not in _EMPTY:  # type: ignore
+            return None  # of which the gradient is zero then, not None
+        same = nodes.dtype(source) is nodes.dtype(node)  # type: ignore[arg-type]
+        function, kwargs = (aten.clone.default, {}) if same else (aten.to.dtype, {"dtype": nodes.dtype(node)})
+        args = (source,)
+    written = nodes.value(node)
+    try:
+        with torch.no_grad():
+            held = function(*torch.fx.node.map_arg(args, nodes.value), **torch.fx.node.map_arg(kwargs, nodes.value))
+    except (RuntimeError, TypeError):
+        return None
+    rounds = node.target in _ROUNDING and held.is_floating_point()
+    if held.shape != written.shape or (held.dtype is not written.dtype and not rounds):
+        return None
+    if node.target is aten.copy_.default and not of_part and held.stride() != written.stride():
+        return None
+    node.target, node.args, node.kwargs = function, args, kwargs
+    return held
+
+
+def _rounded(node: Node, computed: torch.Tensor, position: dict[Node, float]) -> Node:
+    """The result of an operation that has become functional, in the dtype of what it wrote to."""
+    written = nodes.value(node)
+    if computed.dtype is written.dtype:
         return node
     with node.graph.inserting_after(node):
-        made = node.graph.call_function(aten.to.dtype, (node, held.dtype))
+        made = node.graph.call_function(aten.to.dtype, (node, written.dtype))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-    with torch.no_grad():
-        node.meta["val"] = held.to(computed_in)
+    node.meta["val"] = computed
     position[made] = position[node] + 2**-21
     return made
 
@@ -98,39 +161,27 @@ def _scattered(value: Node, parts: list[Node], position: dict[Node, float]) -> N
     """The whole tensor after `value` took the place of the part of it that `parts` lead to."""
     for part in parts:
         origin, scatter = part.args[0], _SCATTER.get(nodes.packet(part))
-        with value.graph.inserting_after(value):
-            if scatter is None:
-                made = value.graph.call_function(aten.reshape_as.default, (value, origin))
-            else:
-                made = value.graph.call_function(scatter, (origin, value, *part.args[1:]), part.kwargs)
-        made.meta = {**value.meta, "val": nodes.value(origin)}  # type: ignore[arg-type]
-        position[made] = position[value] + 2**-20
-        value = made
+        if scatter is None:
+            value = _after(value, aten.reshape_as.default, (value, origin), {}, origin, position)
+        else:
+            value = _after(value, scatter, (origin, value, *part.args[1:]), part.kwargs, origin, position)
     return value
 
 
-def _out_of_place(node: Node) -> Any | None:
-    """The functional overload of an in-place one (`aten.add_.Tensor` -> `aten.add.Tensor`)."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or node.kwargs.get("out"):
-        return None
-    name = target._schema.name.removeprefix("aten::")
-    if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
-        return None
-    functional = getattr(aten, name[:-1], None)
-    return getattr(functional, target._overloadname, None) if functional is not None else None
+def _part(whole: Node, parts: list[Node], position: dict[Node, float]) -> Node:
+    """The part of a tensor that `parts` lead to."""
+    for part in reversed(parts):
+        whole = _after(whole, part.target, (whole, *part.args[1:]), part.kwargs, part, position)
+    return whole
 
 
-def _promoted(node: Node, target: Node) -> torch.dtype:
-    """The dtype that an operation computes in. In place, the result is cast to the target's. Positions that are written
-    at are no values."""
-    positions = nodes.arguments(node).get("index")
-    dtype = nodes.dtype(target)
-    for other in (a for a in node.args[1:] if nodes.is_tensor(a) and a is not positions):
-        held = nodes.value(other)
-        if held.dim() > 0 and held.dtype is not torch.bool:
-            dtype = torch.promote_types(dtype, held.dtype)
-    return dtype
+def _after(node: Node, target: Any, args: Any, kwargs: Any, like: Any, position: dict[Node, float]) -> Node:
+    """A call right after a node, with the value of another."""
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(target, args, kwargs)
+    made.meta = {**node.meta, "val": nodes.value(like)}
+    position[made] = position[node] + 2**-20
+    return made
 
 
 MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)

@@ -105,7 +105,8 @@ def apply_mask(w: Writer, keep: str) -> None:
         recorded = w.pick("", "", "", "with torch.no_grad(): ")
         w.say(recorded + w.pick(f"s.masked_fill_(~{keep}, {fill})", f"s += torch.where({keep}, 0.0, {fill})",
                      f"s.add_((~{keep}).to(s.dtype) * {finite})", f"s.masked_fill_({keep}.logical_not(), -1e9)",
-                     f"s.view(s.shape).masked_fill_(~{keep}, {fill})", "s[..., M // 2:] = -math.inf"))  # fmt: skip
+                     f"s.view(s.shape).masked_fill_(~{keep}, {fill})", "s[..., M // 2:] = -math.inf",
+                                "s[..., M // 2:].mul_(0.5).sub_(3)", "s[..., :1].copy_(s[..., -1:] * 2)"))  # fmt: skip
     else:
         w.say(w.pick(f"s = torch.minimum(s, torch.where({keep}, math.inf, {fill}).to(s.dtype))",
                      f"s = torch.lerp(torch.where({keep}, s, {finite}), s, {w.pick('0.3', '0.6')})",

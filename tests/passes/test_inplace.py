@@ -168,6 +168,61 @@ def view_that_is_written_and_read_later(q, k, v):
     return s.softmax(-1) @ v + view.sum()
 
 
+def written_again_through_the_result(q, k, v):
+    s = scores(q, k)
+    s[..., :4].abs_().add_(1)
+    s[..., 5:].mul_(0.5)[..., :2].sub_(3)
+    return s.softmax(-1) @ v
+
+
+def result_of_a_write_to_a_part(q, k, v):
+    s = scores(q, k)
+    part = s[..., :4].mul_(2)
+    s[..., 2:].add_(1)
+    return s.softmax(-1) @ v + part.sum()
+
+
+def predicate_in_floats(q, k, v):
+    s = scores(q, k)
+    return s.softmax(-1).gt_(0.1) @ v
+
+
+def power(q, k, v):
+    k = k * 1
+    k.pow_(2)
+    return scores(q, k).softmax(-1) @ v
+
+
+def keys_copied_from(q, k, v):
+    keys = torch.empty_like(k)
+    keys.copy_(q)
+    return scores(q, keys).softmax(-1) @ v + k.sum() * 0
+
+
+def keys_copied_to_a_part(q, k, v):
+    k = k.clone()
+    k[..., 2:, :] = q[..., 2:, :]
+    k[..., :1, :] = v[..., 3:4, :]
+    return scores(q, k).softmax(-1) @ v
+
+
+def keys_copied_over_others(q, k, v):
+    k = k.clone()
+    k.copy_(v.mT.contiguous().mT)
+    return scores(q, k).softmax(-1) @ v
+
+
+def random_again(q, k, v):
+    s = scores(q, k)
+    return (s + torch.empty_like(s).uniform_(1.0, 1.0)).softmax(-1) @ v
+
+
+def dimension_added(q, k, v):
+    s = scores(q, k)
+    s.unsqueeze_(0)
+    return (s.softmax(-1) @ v)[0]
+
+
 def repeated_values_through_a_view(q, k, v):
     v = v[:, :1].repeat(1, 2, 1, 1)
     v.mT.add_(0.3)
@@ -181,6 +236,15 @@ LEFT_OR_FUSED = [
     repeated_values_through_a_view,
     view_that_is_written_and_read_later,
     wider_factors_of_a_part,
+    written_again_through_the_result,
+    result_of_a_write_to_a_part,
+    predicate_in_floats,
+    power,
+    keys_copied_from,
+    keys_copied_to_a_part,
+    keys_copied_over_others,
+    random_again,
+    dimension_added,
     one_head,
     view_read_later,
     slice_of_an_input,
@@ -224,6 +288,13 @@ def test_gradients(function):
 @pytest.mark.parametrize("function", LEFT_OR_FUSED)
 def test_what_somebody_else_sees_is_right(function):
     run(function)
+
+
+@pytest.mark.parametrize(
+    "function", [f for f in LEFT_OR_FUSED if f not in (predicate_in_floats, slice_of_an_input)]
+)  # which eager mode does not train
+def test_gradients_of_what_somebody_else_sees(function):
+    run(function, train=True)
 
 
 def factor_that_is_not_recorded(q, k, v):
