@@ -240,8 +240,8 @@ def allowing_overflow(
 def _without_overflow(
     ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, unshifted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(eager, float64), where eager alone is not finite: what float64 has; where ours is not either, though float64's
-    number is, or that is at the end of the dtype's range, where rounding decides: nothing to compare."""
+    """(eager, float64), where eager alone is not finite: what float64 has; where neither is, or float64's number is at
+    the end of the dtype's range, where rounding decides: nothing to compare."""
     if not ours.is_floating_point() or ours.shape != eager.shape:
         return eager, exact
     missing = ours.isfinite() & ~eager.isfinite()
@@ -250,8 +250,9 @@ def _without_overflow(
     limits = torch.finfo(ours.dtype)
     rounding = GROSS * limits.eps * magnitude(exact)
     at_the_end = exact.isfinite() & (exact.abs() + rounding > limits.max)
-    both_left = exact.isfinite() & ~ours.isfinite() & ~eager.isfinite()
-    beyond = both_left | ((ours.sign() == exact.sign()) & at_the_end)
+    beyond = (ours.sign() == exact.sign()) & (at_the_end | (exact.isfinite() & ours.isinf() & ~eager.isfinite()))
+    if unshifted:
+        beyond |= exact.isfinite() & ~ours.isfinite() & ~eager.isfinite()
     eager, exact = torch.where(beyond, ours, eager), exact.masked_fill(beyond, torch.nan)
     if unshifted:
         eager, exact = torch.where(missing, ours, eager), exact.masked_fill(missing & ~exact.isfinite(), torch.nan)
