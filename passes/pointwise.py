@@ -29,8 +29,8 @@ def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr], on_bool
     """on_bool: a sum of bools is their disjunction, a product their conjunction."""
 
     def builder(call: Call) -> Expr | None:
-        left, right = call.args[:2]
-        alpha = call.kwargs.get("alpha", 1)
+        left, right, *rest = call.args
+        alpha = rest[0] if rest else call.kwargs.get("alpha", 1)  # the former where a number is added
         kind = kind_of(call.dtype)
         if kind is Kind.BOOL and on_bool is not None:
             return apply(on_bool, operand(left, Kind.BOOL), operand(right, Kind.BOOL))
@@ -275,7 +275,7 @@ def _addcmul(name: str) -> Builder:
 
 
 def _reverse_subtract(call: Call) -> Expr | None:
-    return BUILDERS[aten.sub](Call(args=(call.args[1], call.args[0]), kwargs=call.kwargs, dtype=call.dtype))
+    return BUILDERS[aten.sub](Call(args=(call.args[1], call.args[0], *call.args[2:]), kwargs=call.kwargs, dtype=call.dtype))
 
 
 def _is_nan(call: Call) -> Expr:

@@ -66,6 +66,7 @@ CASES = [
     *(Case("pow", first=(base,)) for base in (2.0, 0.5, 0.0)),
     *(Case(name, 0.3) for name in ("add", "sub", "mul", "div", "rsub")),
     *(Case(name, 0.0) for name in ("add", "sub", "mul")), Case("div", -3.0), Case("add", 1.0, alpha=2.5),
+    Case("add", 1.0, 2.5), Case("sub", 1.0, 2.5), Case("rsub", 1.0, 2.5),
     *(Case("lerp", weight, operands=2, limit=1e30) for weight in (0.0, 0.25, 0.5, 0.6, 1.0, -1.0, 2.0)),
     Case("lerp", operands=3, limit=1e18),
     Case("addcmul", operands=3, limit=1e18), Case("addcmul", operands=3, value=0.5, limit=1e18),
