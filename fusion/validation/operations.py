@@ -41,8 +41,10 @@ def _pointwise(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
         raise NotReplayable
     args = [replay.argument(arg, index, extents, rank) for arg in node.args]
     kwargs = {name: replay.argument(arg, index, extents, rank) for name, arg in node.kwargs.items()}
-    result = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result.to(replay.dtype(nodes.dtype(node)))
+    if node.target is aten.masked_fill.Tensor:  # which takes a number alone, not one for each element
+        args = [args[1], args[2].to(args[0].dtype), args[0]]
+    function: Any = torch.where if node.target is aten.masked_fill.Tensor else node.target
+    return function(*args, **kwargs).to(replay.dtype(nodes.dtype(node)))
 
 
 @rule(*layouts.RESHAPES, *layouts.ALONG_DIMENSIONS)

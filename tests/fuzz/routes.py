@@ -50,9 +50,9 @@ class _Defects(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         about = f" ({record.exc_info[1]!r})" if record.exc_info else ""
-        if (about or record.levelno >= logging.ERROR) and (
-            text := (record.getMessage() + about)[:300]
-        ) not in self.found:
+        text = (record.getMessage() + about)[:300]
+        ours = about or record.levelno >= logging.ERROR or "could not validate" in text
+        if ours and text not in self.found:
             self.found.append(text)
 
 

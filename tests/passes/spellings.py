@@ -205,6 +205,11 @@ def scale_by_division(q, k, v):
 # --- masks and biases -------------------------------------------------------------------------------------------
 
 
+def masked_fill_with_a_tensor(q, k, v):
+    s = q @ k.mT
+    return s.masked_fill(~_causal(q.shape[2], k.shape[2]), torch.tensor(-2.0, dtype=s.dtype)).softmax(-1) @ v
+
+
 def masked_fill_infinity(q, k, v):
     return _weights((q @ k.mT).masked_fill(~_causal(q.shape[2], k.shape[2]), -math.inf)) @ v
 
