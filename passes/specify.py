@@ -320,6 +320,8 @@ def _rename_mask(mask: MaskFacts, rename: _Sizes) -> MaskFacts:
 def _static(extent: Expr, what: str) -> Expr:
     if not extent.is_const:
         raise Unsupported(Ground.RUN_TIME_SCALAR, f"a {what} that is known only at run time")
+    if extent.integer == 0:
+        raise Unsupported(Ground.LIMIT, f"a {what} of 0")
     return extent
 
 

@@ -111,8 +111,8 @@ class Program(Execution):
     def surrogate(self, grad: Tensor) -> Tensor:
         """A scalar whose gradient at the leaves is that of `out` for the gradient `grad`."""
         spec = self.spec
-        found = torch.autograd.grad(self.out, [self.x, self.weight], grad, retain_graph=True, allow_unused=True)
         total = (self.out * grad).sum()
+        found = torch.autograd.grad(total, [self.x, self.weight], retain_graph=True, allow_unused=True)
         for program, seed, upstream in zip((spec.score, spec.weight), (UPSTREAM, WEIGHT_UPSTREAM), found, strict=True):
             if upstream is None:
                 continue

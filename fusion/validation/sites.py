@@ -218,7 +218,8 @@ class _Comparison:
         self, replays, eager: Tensor, exact: Tensor, single: Tensor | None, programs: Sequence[Program]
     ) -> str | None:
         generator = torch.Generator().manual_seed(3)
-        grad = torch.randn(eager.shape, generator=generator).to(eager.dtype)
+        shape = torch.broadcast_shapes(eager.shape, *(program.out.shape for program in programs))
+        grad = torch.randn(shape, generator=generator).to(eager.dtype)
         scalars = [(t * grad.to(t.dtype)).sum() for t in (eager, exact)]
         scalars.append(torch.stack([p.surrogate(grad.float()) for p in programs]).sum())
         if single is not None:

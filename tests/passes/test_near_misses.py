@@ -145,7 +145,12 @@ def running_sum_divided_late(q, k, v):
     return (v.mT @ e.mT).mT / e.sum(-1, keepdim=True)
 
 
+def without_columns(q, k, v):
+    return torch.softmax(q[..., :0] @ k[..., :0].mT, -1) @ v
+
+
 UNSEEN = {
+    without_columns: (Ground.LIMIT, "a head dimension of 0"),
     normalised_gates: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
     running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),
     running_sum_divided_late: (Ground.NOT_POINTWISE, "do not come from a product"),

@@ -65,6 +65,14 @@ def test_an_operand_that_was_looked_into_in_vain_is_read_as_it_is():
     assert "values" in site.validated
 
 
+def test_one_column_is_compared_with_its_gradients():
+    def narrow(q, k, v):
+        return faults.plain(q[..., :1], k[..., :1], v[..., :1])
+
+    (site,) = _compiled(narrow, (), True)
+    assert "gradients" in site.validated
+
+
 def test_equal_layers_are_compared_once():
     def layers(q, k, v):
         for _ in range(3):
