@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
@@ -103,10 +104,16 @@ def size_expr(extent: Any) -> Expr:
     if isinstance(extent, Node):
         extent = value(extent)
     if isinstance(extent, torch.SymInt):
-        return _from_sympy(extent.node.expr)
+        return integers.integer(1) if _is_one(extent) else _from_sympy(extent.node.expr)
     if isinstance(extent, bool) or not isinstance(extent, int):
         raise Unsupported(Ground.SIZE, f"a size that is not an integer: {extent!r}")
     return integers.integer(extent)
+
+
+def _is_one(extent: torch.SymInt) -> bool:
+    """Whether an expression of sizes is 1, which torch guards on where it was broadcast, and keeps as an expression."""
+    node = extent.node
+    return not node.expr.is_symbol and node.has_hint() and node.hint == 1 and statically_known_true(extent == 1)
 
 
 def _from_sympy(expr: sympy.Expr) -> Expr:
