@@ -275,7 +275,9 @@ def _addcmul(name: str) -> Builder:
 
 
 def _reverse_subtract(call: Call) -> Expr | None:
-    return BUILDERS[aten.sub](Call(args=(call.args[1], call.args[0], *call.args[2:]), kwargs=call.kwargs, dtype=call.dtype))
+    return BUILDERS[aten.sub](
+        Call(args=(call.args[1], call.args[0], *call.args[2:]), kwargs=call.kwargs, dtype=call.dtype)
+    )
 
 
 def _is_nan(call: Call) -> Expr:

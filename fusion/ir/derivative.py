@@ -44,13 +44,14 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
 
 
 def reached(*programs: Expr) -> set[Expr]:
-    """What a gradient at the programs' values may flow to: not what is behind `detach`, a comparison or an index."""
+    """What a gradient at the programs' values may flow to, be it zero (of `floor`): not what is behind `detach`, a
+    comparison or an index."""
     found, todo = set[Expr](), list(programs)
     while todo:
         here = todo.pop()
         if here in found or here.kind is not Kind.FLOAT:
             continue
         found.add(here)
-        if here.op not in PRIMITIVES or PRIMITIVES[here.op].derivative is not None:
+        if here.op != "detach":
             todo += here.args
     return found

@@ -39,6 +39,10 @@ def compared_alone(q, k, v):
     return torch.where(q @ k.mT > 0, v[..., 0][..., None, :], -1.0).softmax(-1) @ v
 
 
+def rounded_scores(q, k, v):
+    return (q @ k.mT).floor().softmax(-1) @ v
+
+
 def detached_bias(q, k, v):
     return (v @ v.mT + (q[..., :1] * k[..., 0][..., None, :]).detach()).softmax(-1) @ v
 
@@ -71,7 +75,7 @@ def test_hooks_are_called(function):
 
 
 @pytest.mark.parametrize(
-    "function", [product_without_gradients, compared_alone, detached_bias, detached_queries, attention]
+    "function", [product_without_gradients, compared_alone, rounded_scores, detached_bias, detached_queries, attention]
 )
 def test_what_no_gradient_flows_to_has_none(function):
     """Not zeros, which optimizers take for a gradient. `run` compares which operands have one."""

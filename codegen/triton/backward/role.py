@@ -126,6 +126,7 @@ class Role(Tiles):
         programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
         weight = f"tl.exp2((x - row_max) * {LOG2E}) * share" if self.softmax else "x"
         of_weight, further = self._further(shape)
+        # y is 0 there, and the row may be NaN. Rows beyond the last repeat it, and are as NaN as that.
         only_existing = f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)"
         return source.block(
             f"s = {score}",
@@ -137,7 +138,7 @@ class Role(Tiles):
             f"dp = {upstream}",
             *of_weight,
             f"dx = y * (dp{times}{further} - delta)" if self.softmax else f"dx = dp{times}{further}",
-            only_existing,  # y is 0 there, but what it is multiplied by may be NaN
+            "" if self.softmax and not further and self.inner == "i" else only_existing,
             "dw = y * dp",
             source.by_mask(*gradients),
         )
