@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -103,7 +102,7 @@ def _with_table(found: Specified, member: Expr, keys: KeySet) -> Specified:
     if grouped:
         batch = (*spec.batch, spec.n_q)
         described |= {"batch": batch, "n_q": integers.integer(1), "output": _output(spec), "among": spec.n_k}
-    inside = _changed(spec, lambda expr: substitute(expr, values), **described)
+    inside = spec.mapped(lambda expr: substitute(expr, values), mask=None, **described)
     if grouped and (heads := _last_extent(found)) and (group := inside.heads_per_key(heads, axes - 1)) > 1:
         inside = _heads_as_rows(inside, axes - 1, group, heads)
     inside = replace(inside, mask=understand(inside.score, inside.normalizer))
@@ -138,33 +137,12 @@ def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> At
     first = {last: integers.mul(last, group)}
     own = {last: integers.add(first[last], I)}
     batch = tuple(integers.integer(heads // group) if k == axis else extent for k, extent in enumerate(spec.batch))
-    return _changed(
-        spec,
+    return spec.mapped(
         lambda expr: substitute(expr, own),
         lambda expr: substitute(expr, first),
         batch=batch,
         n_q=integers.integer(group),
-    )
-
-
-def _changed(
-    spec: AttentionSpec, change: Callable[[Expr], Expr], of_keys: Callable[[Expr], Expr] | None = None, **fields: Any
-) -> AttentionSpec:
-    """The spec with `change` made to all that depends on coordinates, `of_keys` to what K and V are, other fields given
-    and its mask to be understood anew."""
-    of_keys = of_keys or change
-    return replace(
-        spec,
-        q=tuple(map(change, spec.q)),
-        k=tuple(map(of_keys, spec.k)),
-        v=tuple(map(of_keys, spec.v)),
-        k_value=spec.k_value and of_keys(spec.k_value),
-        v_value=spec.v_value and of_keys(spec.v_value),
-        score=change(spec.score),
-        weight=change(spec.weight),
-        sinks=tuple(map(change, spec.sinks)),
-        row_scale=spec.row_scale and change(spec.row_scale),
-        **({"mask": None} | fields),
+        mask=None,
     )
 
 
@@ -176,11 +154,8 @@ def _without_unused(found: Specified) -> Specified:
     read = {part.operand for part in loads(*every)} | {0, 1, 2}
     number = {old: new for new, old in enumerate(sorted(read))}
     table = _renumbered(number)
-    mask = spec.mask and replace(spec.mask, live=table(spec.mask.live), full=spec.mask.full and table(spec.mask.full))
-    changed = _changed(
-        spec,
+    changed = spec.mapped(
         table,
-        mask=mask,
         operands=tuple(spec.operands[old] for old in sorted(read)),
         sizes=tuple(name for name in spec.sizes if size(name) in set(walk(*every))),
     )

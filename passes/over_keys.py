@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild
+from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild, substitute
 from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.nodes import arguments, packet, shape
@@ -73,6 +73,8 @@ def reduction(
     args = arguments(here)
     origin, dims = args["self"], args.get("dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if pullback.keys is integers.integer(1):  # a broadcast over a single key is none, and has left J
+        index = tuple(substitute(part, {J: integers.integer(0)}) for part in index)
     if len(dims) != 1 or any("j" in coordinates(part) for part in index):
         return None
     dim = nodes.normalize_dim(dims[0], len(shape(origin)))

@@ -7,10 +7,9 @@ first. So an operand that is the same for all is to be expanded.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import overload
 
 from fusion.ir.expr import Expr, coord, load, rebuild, size
-from fusion.ir.spec import MASK_EXPRESSIONS, AttentionSpec, FurtherOutput, MaskFacts, Operand, Output
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Operand, Output
 from fusion.ir.tile_map import MapSpec
 
 Index = tuple[Expr, ...]
@@ -20,21 +19,14 @@ Names = tuple[str, ...]
 def batched(spec: AttentionSpec) -> AttentionSpec:
     """Its last size is how many there are."""
     name = _new_size(spec.sizes)
-    return replace(
-        spec,
+    return spec.mapped(
+        _moved,
         sizes=(*spec.sizes, name),
         batch=(size(name), *spec.batch),
         operands=tuple(map(_operand, spec.operands)),
         q=_index(spec.q),
         k=_index(spec.k),
         v=_index(spec.v),
-        k_value=_moved(spec.k_value),
-        v_value=_moved(spec.v_value),
-        score=_moved(spec.score),
-        weight=_moved(spec.weight),
-        sinks=tuple(map(_moved, spec.sinks)),
-        row_scale=_moved(spec.row_scale),
-        mask=None if spec.mask is None else _facts(spec.mask),
         output=Output(dims=_names(spec.output.dims), order=_names(spec.output.order)),
         further=tuple(map(_further, spec.further)),
     )
@@ -60,10 +52,6 @@ def _operand(operand: Operand) -> Operand:
     return replace(operand, rank=operand.rank + 1, order=(0, *order) if order else ())
 
 
-def _facts(mask: MaskFacts) -> MaskFacts:
-    return replace(mask, **{name: _moved(getattr(mask, name)) for name in MASK_EXPRESSIONS})
-
-
 def _names(names: Names) -> Names:
     return "b0", *(f"b{int(name[1:]) + 1}" if name.startswith("b") else name for name in names)
 
@@ -72,15 +60,10 @@ def _index(index: Index) -> Index:
     return coord("b0"), *map(_moved, index)
 
 
-@overload
 def _moved(expr: Expr) -> Expr: ...
 
 
-@overload
-def _moved(expr: Expr | None) -> Expr | None: ...
-
-
-def _moved(expr: Expr | None) -> Expr | None:
+def _moved(expr: Expr) -> Expr:
     """An expression over the moved coordinates, whose loads have one more dimension."""
 
     def leaf(part: Expr) -> Expr | None:
@@ -88,4 +71,4 @@ def _moved(expr: Expr | None) -> Expr | None:
             return coord(f"b{int(part.name[1:]) + 1}")
         return load(part.operand, _index(part.args), part.kind) if part.op == "load" else None
 
-    return None if expr is None else rebuild(expr, leaf)
+    return rebuild(expr, leaf)

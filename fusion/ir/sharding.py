@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, coord, load, loads, rebuild, size, substitute, walk
-from fusion.ir.spec import MASK_EXPRESSIONS, AttentionSpec
+from fusion.ir.spec import AttentionSpec
 
 Extent = int | None
 """Of an operand's dimension; None where nobody needs to know it."""
@@ -89,20 +89,5 @@ def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset:
     def place(operand: int, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
         return tuple(e if t == dims[operand] else shift(e) for t, e in enumerate(index))
 
-    mask = spec.mask and replace(
-        spec.mask, **{name: e and shift(e) for name in MASK_EXPRESSIONS if (e := getattr(spec.mask, name))}
-    )
-    local = replace(
-        spec,
-        q=place(0, spec.q),
-        k=place(1, spec.k),
-        v=place(2, spec.v),
-        k_value=spec.k_value and shift(spec.k_value),
-        v_value=spec.v_value and shift(spec.v_value),
-        score=shift(spec.score),
-        weight=shift(spec.weight),
-        sinks=tuple(map(shift, spec.sinks)),
-        row_scale=spec.row_scale and shift(spec.row_scale),
-        mask=mask,
-    )
+    local = spec.mapped(shift, q=place(0, spec.q), k=place(1, spec.k), v=place(2, spec.v))
     return spec if local == spec else replace(local, sizes=(*spec.sizes, offset))

@@ -16,8 +16,10 @@ from __future__ import annotations
 import enum
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -163,6 +165,11 @@ class MaskFacts:
         """All that are there."""
         return tuple(e for name in MASK_EXPRESSIONS if (e := getattr(self, name)) is not None)
 
+    def mapped(self, change: Callable[[Expr], Expr]) -> MaskFacts:
+        """With every expression changed."""
+        facts = {name: getattr(self, name) for name in MASK_EXPRESSIONS}
+        return replace(self, **{name: fact and change(fact) for name, fact in facts.items()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
@@ -302,6 +309,28 @@ class AttentionSpec:
         further = (f.value for f in self.further)
         rest = (self.weight, *self.sinks, self.row_scale, self.among, *facts, *further)
         return tuple(e for e in (*every, *rest) if e is not None)
+
+    def mapped(
+        self, change: Callable[[Expr], Expr], of_keys: Callable[[Expr], Expr] | None = None, **fields: Any
+    ) -> AttentionSpec:
+        """With every expression that depends on coordinates changed: `of_keys` those that say where K and V are read,
+        `change` all others. fields: what stands in the place of changed ones."""
+        of_keys = of_keys or change
+        changed = {
+            "q": tuple(map(change, self.q)),
+            "k": tuple(map(of_keys, self.k)),
+            "v": tuple(map(of_keys, self.v)),
+            "k_value": self.k_value and of_keys(self.k_value),
+            "v_value": self.v_value and of_keys(self.v_value),
+            "score": change(self.score),
+            "weight": change(self.weight),
+            "sinks": tuple(map(change, self.sinks)),
+            "row_scale": self.row_scale and change(self.row_scale),
+            "mask": self.mask and self.mask.mapped(change),
+            "further": tuple(replace(further, value=change(further.value)) for further in self.further),
+            "among": self.among and change(self.among),
+        }
+        return replace(self, **(changed | fields))
 
     def to_json(self) -> str:
         """The whole spec as text: what the op carries through graphs, caches and processes."""

@@ -35,20 +35,12 @@ def packed(spec: AttentionSpec, group: int) -> AttentionSpec:
     def of_rows(expr: Expr) -> Expr:
         return substitute(expr, rows)
 
-    return dataclasses.replace(
-        spec,
+    return spec.mapped(
+        of_rows,
+        lambda expr: substitute(expr, {last: head}),
         batch=(*spec.batch[:-1], integers.floordiv(spec.batch[-1], group)),
         n_q=integers.mul(spec.n_q, group),
-        q=tuple(map(of_rows, spec.q)),
-        k=tuple(substitute(index, {last: head}) for index in spec.k),
-        v=tuple(substitute(index, {last: head}) for index in spec.v),
-        k_value=spec.k_value and substitute(spec.k_value, {last: head}),
-        v_value=spec.v_value and substitute(spec.v_value, {last: head}),
-        score=of_rows(spec.score),
-        weight=of_rows(spec.weight),
-        sinks=tuple(map(of_rows, spec.sinks)),
-        row_scale=None if spec.row_scale is None else of_rows(spec.row_scale),
-        mask=None if spec.mask is None else _mask(spec.mask, last, rows, group),
+        mask=spec.mask and _mask(spec.mask, last, rows, group),
     )
 
 

@@ -149,7 +149,15 @@ def without_columns(q, k, v):
     return torch.softmax(q[..., :0] @ k[..., :0].mT, -1) @ v
 
 
+def renormalised_beside_a_sink(q, k, v):
+    """With a single key, as the others: its weight may be a denormal number, whose reciprocal is infinite."""
+    s = torch.cat([q @ k[..., :1, :].mT, q.new_zeros(2, 3, 17, 1)], -1)
+    w = torch.softmax(s, -1)[..., :1]
+    return w / w.sum(-1, keepdim=True) @ v[..., :1, :]
+
+
 UNSEEN = {
+    renormalised_beside_a_sink: (Ground.FURTHER_REDUCTION, "scaled by another reduction"),
     without_columns: (Ground.LIMIT, "a head dimension of 0"),
     normalised_gates: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
     running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),

@@ -34,18 +34,19 @@ def heads_in_another_order(spec, axis, group, heads):
     return dataclasses.replace(made, q=tuple(substitute(e, {last: integers.mul(0, last)}) for e in made.q))
 
 
-def biases_of_slots(spec, change, of_keys=None, **fields):
+def biases_of_slots(found):
     """The score program still at the key's number in the set, not at its position."""
-    made = right_change(spec, change, of_keys, **fields)
-    return dataclasses.replace(made, score=substitute(made.score, dict.fromkeys(by_rows.loads(made.score), J)))
+    made = right_end(found)
+    score = substitute(made.spec.score, dict.fromkeys(by_rows.loads(made.spec.score), J))
+    return dataclasses.replace(made, spec=dataclasses.replace(made.spec, score=score))
 
 
-right_heads, right_change = by_rows._heads_as_rows, by_rows._changed
+right_heads, right_end = by_rows._heads_as_rows, by_rows._without_unused
 FAULTS = {
     "load": one_position_for_all,
     "load ": of_other_rows,
     "_heads_as_rows": heads_in_another_order,
-    "_changed": biases_of_slots,
+    "_without_unused": biases_of_slots,
 }
 
 
