@@ -127,8 +127,9 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
             ) from problem
         dump.failure(problem)
         first, *_ = str(problem).strip().splitlines() or [""]
-        note = f"left to the inner compiler: {type(problem).__name__}: {first}"
-        log.warning("%s%s", note, "" if isinstance(problem, nodes.Unsupported) else f"; {dump.where}")
+        intended = isinstance(problem, nodes.Unsupported)
+        note = f"left to the inner compiler: {first if intended else f'{type(problem).__name__}: {first}'}"
+        log.warning("%s%s", note, "" if intended else f"; {dump.where}")
         return module, Report(notes=[note])
     report.notes = _unseen(module, graph, report)
     report.sites = inside.sites + report.sites
