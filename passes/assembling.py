@@ -138,8 +138,8 @@ def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     if inside is FALSE:
         return fill
     value = pullback.value(origin, tuple(moved))
-    if inside is not TRUE and any(part.op == "load" for part in walk(value)):
-        return None  # a load outside its tensor would be evaluated before it is discarded
+    if inside is not TRUE and any(part.op in ("load", "dot") for part in walk(value)):
+        return None  # what lies outside of its tensor would be read before it is discarded
     return where(inside, value, fill)
 
 

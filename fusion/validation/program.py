@@ -21,6 +21,10 @@ from fusion.passes.specify import Specified
 from fusion.validation.replay import Replay, within
 
 
+class OutOfBounds(Exception):
+    """A spec reads what is not in an operand, whether or not it discards it then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Where a site is compared: the coordinate of every dimension of its result, [worlds, 1] ("e": [worlds, columns]),
@@ -60,7 +64,11 @@ class Program(Execution):
         table = dict(self.part.tables).get(part.operand)
 
         def load(*index: Tensor) -> Tensor:
-            found = self.replay.value(self.part.operands[part.operand], index, rank).to(dtype)
+            node = self.part.operands[part.operand]
+            for entry, extent in zip(index, self.replay.region.shape(node), strict=True):
+                if ((entry < 0) | (entry >= extent)).any():
+                    raise OutOfBounds(f"{node.name} is read beyond a dimension of {extent}")
+            found = self.replay.value(node, index, rank).to(dtype)
             if table is None:
                 return found
             return within(found, nodes.evaluate_size(table.extent, self.replay.region.hints))

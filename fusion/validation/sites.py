@@ -22,7 +22,7 @@ from fusion.passes import nodes
 from fusion.passes.find import Site
 from fusion.passes.specify import Specified
 from fusion.validation import facts, points
-from fusion.validation.program import Program, Sample
+from fusion.validation.program import OutOfBounds, Program, Sample
 from fusion.validation.replay import Read, Region, Replay
 from fusion.validation.rule import Values, difference
 from fusion.validation.structure import fingerprint
@@ -106,6 +106,8 @@ def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) 
         found = compared.verdict()
         doubt = next(iter(compared.region.unknown.values()), None)
         return found if found.wrong is None or doubt is None else Verdict(skipped=doubt)
+    except OutOfBounds as problem:
+        return Verdict(wrong=str(problem))
     except (nodes.Unsupported, KeyError) as problem:
         return Verdict(skipped=str(problem) or type(problem).__name__)
     except Exception as problem:  # validation must not be what keeps a model from being compiled

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusion
+from fusion.passes import assembling
 from fusion.validation import sites
 from tests.fusion.validation import faults
 
@@ -71,6 +72,20 @@ def test_one_column_is_compared_with_its_gradients():
 
     (site,) = _compiled(narrow, (), True)
     assert "gradients" in site.validated
+
+
+def test_reads_beyond_an_operand_are_found(monkeypatch):
+    """Weights that were padded in front and not cut off there: the first has no key, whatever is made of its score."""
+
+    def shifted(q, k, v):
+        return torch.nn.functional.pad(q @ k.mT, (1, 0)).softmax(-1)[..., :-1] @ v
+
+    (site,) = _compiled(shifted, (), False)
+    assert not site.fused and "defect" not in site.reason
+    torch._dynamo.reset()
+    monkeypatch.setattr(assembling, "walk", lambda *_: ())
+    (site,) = _compiled(shifted, (), False)
+    assert not site.fused and "is read beyond a dimension of 19" in site.reason
 
 
 def test_equal_layers_are_compared_once():
