@@ -60,9 +60,6 @@ def _index(index: Index) -> Index:
     return coord("b0"), *map(_moved, index)
 
 
-def _moved(expr: Expr) -> Expr: ...
-
-
 def _moved(expr: Expr) -> Expr:
     """An expression over the moved coordinates, whose loads have one more dimension."""
 
