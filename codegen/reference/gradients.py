@@ -15,7 +15,7 @@ from fusion.codegen.reference.backward import backward, recording
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, I, J
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.row_gradients import in_sums, row_scale, slope
+from fusion.lowering.row_gradients import LOG_SUM, row_scale, slope
 
 __all__ = ["backward", "of_access", "of_expression", "of_rows", "value"]
 
@@ -52,10 +52,11 @@ def of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows with these maxima and sums: their scale, its slope (see `fusion.lowering.row_gradients`), and what part
     delta is of the mean of dP over their weights. Float32 [b.., i]; computed in float64, as what is between may be
-    beyond float32."""
-    rows = {ROW_MAX: row_max.unsqueeze(-1).double(), ROW_SUM: row_sum.unsqueeze(-1).double()}
+    beyond float32, but for the log-sum-exp, whose logarithm eager mode loses beside a huge fill."""
+    known = {ROW_MAX: row_max, ROW_SUM: row_sum, LOG_SUM: row_max + row_sum.log()}
+    rows = {leaf: value.unsqueeze(-1).double() for leaf, value in known.items()}
     scale, steep = (
-        _value(spec, operands, sizes, in_sums(expr), torch.float64, rows).expand(rows[ROW_SUM].shape).squeeze(-1)
+        _value(spec, operands, sizes, expr, torch.float64, rows).expand(rows[ROW_SUM].shape).squeeze(-1)
         for expr in (row_scale(spec), slope(spec))
     )
     # Where that is not a number no gradient depends on it: weights are all 0, or NaN.

@@ -53,11 +53,6 @@ def slope(spec: AttentionSpec) -> Expr:
     return apply("fadd", found[ROW_SUM], through)
 
 
-def in_sums(expr: Expr) -> Expr:
-    """An expression without LOG_SUM."""
-    return substitute(expr, {LOG_SUM: _LOG_SUM})
-
-
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
     """Why kernels have no gradient of the scale of rows for the operands that `needs` marks (None: any), or None."""
     if spec.row_scale is None:

@@ -1,6 +1,7 @@
 """Training where rows are divided by something else than their sum: "+ eps", softmax1, quotients by log-sums."""
 
 import contextlib
+import functools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from fusion.ir.request import PLAIN
 from fusion.runtime.guards import failures_raised
 from fusion.runtime.kernels import kernel_of
 from tests.emitters import interpreted
+from tests.numerics import assert_as_exact_as_eager
 from tests.passes.exactness import as_exact_as_eager
 
 
@@ -120,6 +122,27 @@ KERNELS = [
     clamped_and_detached_maximum_and_epsilon, under_a_mask, times_a_mask, at_least, powers_of_the_sum, nothing_but_tiny,
     less_the_log_sum, less_the_log_sum_of_fills, tiny_epsilon,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("interpreter", [False, True])
+def test_logarithms_that_float32_loses_and_float64_keeps(interpreter):
+    """Beside a fill of -1e9 every weight of a dead row is 1 in float32, as it is in float64 beside one of -1e30."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 2, 17, 16) for _ in range(3)]
+
+    def function(q, k, v, fill=1e9):
+        s = (q @ k.mT * 0.2).add((live(q, k)).to(q.dtype) - 1, alpha=fill)
+        return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+    def results(call, dtype=torch.float32):
+        given = [x.to(dtype).requires_grad_() for x in inputs]
+        out = call(*given)
+        return out, *torch.autograd.grad(out.square().sum(), given)
+
+    torch._dynamo.reset()
+    with interpreted() if interpreter else contextlib.nullcontext():
+        ours = results(torch.compile(function, backend="fusion", options={"inner": "eager"}))
+    assert_as_exact_as_eager(ours, results(function), results(functools.partial(function, fill=1e30), torch.float64))
 
 
 def maximum_and_epsilon(q, k, v, bias):
