@@ -232,7 +232,9 @@ def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
         )
         for term, tensor in zip(equation.inputs, tensors, strict=True)
     )
-    extent = shape(tensors[0])[equation.inputs[0].index(equation.summed)]
+    extent, other = (shape(t)[term.index(equation.summed)] for t, term in zip(tensors, equation.inputs, strict=True))
+    if (extent is one) != (other is one):
+        raise Unsupported(Ground.PRODUCT_FORM, "an einsum that broadcasts the index that it sums over")
     return Factors(left=tensors[0], left_index=left, right=tensors[1], right_index=right, extent=extent)
 
 

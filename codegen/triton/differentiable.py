@@ -37,6 +37,7 @@ from fusion.ir.expr import ZERO
 from fusion.ir.results import coordinate_extents, further_shape, no_statistics, size_of
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
@@ -230,6 +231,7 @@ class Differentiable:
             results["lacked"] = kernels._further(operands, sizes, statistics)[0]
         if found.log_sum is not ZERO:
             off = pulled.value(self.trained, operands, sizes, found.log_sum).squeeze(-1)
+            off = off * lost_logarithms(*statistics[:2])
             results["off"] = off.expand(rows).contiguous()
         return results
 

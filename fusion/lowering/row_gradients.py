@@ -53,6 +53,13 @@ def slope(spec: AttentionSpec) -> Expr:
     return apply("fadd", found[ROW_SUM], through)
 
 
+def lost_logarithms(row_max: torch.Tensor, row_sum: torch.Tensor) -> torch.Tensor:
+    """What the weights of rows are multiplied by to be exp(x - log-sum-exp), of which eager mode makes the gradient of
+    that: 1, but where the logarithm of the sum is lost beside a huge maximum."""
+    found = row_sum * torch.exp(row_max - (row_max + row_sum.log()))
+    return torch.where((found - 1).abs() < 2.0**-6, 1.0, found)
+
+
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
     """Why kernels have no gradient of the scale of rows for the operands that `needs` marks (None: any), or None."""
     if spec.row_scale is None:

@@ -300,6 +300,28 @@ def test_rising_scores_scale_what_was_kept():
     assert_as_exact_as_eager(ours, returned(q, k, v), returned(q.double(), k.double(), v.double()))
 
 
+def test_gradients_of_log_sums_whose_logarithm_is_lost():
+    """Beside a fill of -1e9 the exponential of a score less the log-sum-exp is 1 in float32, not 1/n; in float64 it is
+    beside one of -1e30."""
+    keep = torch.ones(17, 17)
+    keep[3], keep[9, :12] = 0, 0
+    inputs = tensors(17, 17)
+
+    def logits(q, k, v, fill=1e9):
+        s = scores(q, k).add(keep.to(q.dtype) - 1, alpha=fill)
+        return s.softmax(-1) @ v, s.logsumexp(-1)
+
+    def results(call, dtype=torch.float32, **given):
+        x = [y.detach().to(dtype).requires_grad_() for y in inputs]
+        out, total = call(*x, **given)
+        return torch.autograd.grad(out.square().sum() + (total * torch.linspace(1, 2, 17).to(dtype)).sum(), x)
+
+    torch._dynamo.reset()
+    with failures_raised():
+        ours = results(torch.compile(logits, backend="fusion", options={"inner": "eager"}))
+    assert_as_exact_as_eager(ours, results(logits), results(logits, torch.float64, fill=1e30))
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_weights_below_the_smallest_normal_number_are_kept(order):
     """Scores up to 100 below the row's largest, which comes first or last."""

@@ -156,7 +156,12 @@ def renormalised_beside_a_sink(q, k, v):
     return w / w.sum(-1, keepdim=True) @ v[..., :1, :]
 
 
+def one_value_for_all_keys(q, k, v):
+    return torch.einsum("...ij,...je->...ie", torch.softmax(q @ k.mT, -1), v[..., :1, :])
+
+
 UNSEEN = {
+    one_value_for_all_keys: (Ground.PRODUCT_FORM, "broadcasts the index that it sums over"),
     renormalised_beside_a_sink: (Ground.FURTHER_REDUCTION, "scaled by another reduction"),
     without_columns: (Ground.LIMIT, "a head dimension of 0"),
     normalised_gates: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),

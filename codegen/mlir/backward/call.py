@@ -30,6 +30,7 @@ from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.reference import gradients as pulled
 from fusion.errors import LargeTableError
 from fusion.ir.expr import Expr, I, J, coord, coordinates, loads
+from fusion.lowering.row_gradients import lost_logarithms
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
@@ -78,7 +79,9 @@ class BackwardCall:
             rows[3, :count] *= self.scaled[0].flatten()
         if self.plan.at_log_sum is not None:
             read = (*self.operands, *self.arriving)
-            self.off = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1)
+            unit, shift, factor = statistics[:3]
+            lost = lost_logarithms(-shift / unit.abs() * self.plan.programs.scale, 1 / factor)
+            self.off = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1) * lost
         return rows
 
     def gradients(self) -> list[Tensor]:
