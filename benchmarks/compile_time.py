@@ -3,9 +3,9 @@
     python benchmarks/compile_time.py                     # every model, each in a process of its own
     python benchmarks/compile_time.py --models bert mamba --output benchmarks/results/<date>-compile-time.md
 
-Inductor compiles with empty caches. Kernels are what LLVM takes for those of fused attention, which Inductor then has
-not to make. Times are of the processor, children included, which depends less on what else the
-machine does; analysis, validation and planning run in one thread.
+Inductor compiles with empty caches. "Kernels" is what lowering and LLVM take for those of fused attention. Times are of
+the processor, children included, which depends less on what else the machine does; analysis, validation and planning
+run in one thread.
 """
 
 from __future__ import annotations

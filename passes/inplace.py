@@ -69,6 +69,7 @@ _SCATTER = {aten.slice: aten.slice_scatter.default, aten.select: aten.select_sca
 _RESHAPES = (aten.view, aten.unflatten, aten.unsqueeze, aten.view_as)
 """Views of all elements, in their order."""
 _EMPTY = (aten.empty_like, aten.new_empty, aten.zeros_like, aten.new_zeros, aten.ones_like, aten.new_ones)
+"""Tensors without a gradient, though they are made in the shape of others."""
 _ROUNDING = (aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor)
 """In-place operations that compute in the wider dtype of their operands, and round to that of the first."""
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from fusion.ir import AttentionSpec, Operand, Output, integers
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
 from fusion.ir.ops import apply, where
-from fusion.ir.spec import MASK_EXPRESSIONS, FurtherOutput, MaskFacts, Normalizer
+from fusion.ir.spec import FurtherOutput, Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.find import Attention, Site
@@ -163,7 +163,7 @@ def _spec(
         dtype=_product_dtype(accesses),
         out_dtype=str(out).removeprefix("torch."),
         output=Output(dims=site.dims, order=_memory_order(site)),
-        mask=None if mask is None else _rename_mask(mask, rename),
+        mask=mask and mask.mapped(rename),
         sizes=(),
     )
 
@@ -310,11 +310,6 @@ class _Sizes:
         used = {part.attr for part in walk(*spec.expressions()) if part.op == "size"}
         items = [(name, value) for name, value in self.values.items() if name in used]
         return tuple(name for name, _ in items), tuple(value for _, value in items)
-
-
-def _rename_mask(mask: MaskFacts, rename: _Sizes) -> MaskFacts:
-    renamed = {name: None if (e := getattr(mask, name)) is None else rename(e) for name in MASK_EXPRESSIONS}
-    return replace(mask, **renamed)  # type: ignore[arg-type]
 
 
 def _static(extent: Expr, what: str) -> Expr:
