@@ -219,7 +219,7 @@ class Differentiable:
         names = [self.kernel.operand_name(n) for n in range(len(operands))]
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": grad, "out": out, "statistics": statistics}
-        results["delta"] = torch.empty(rows, dtype=torch.float32, device=out.device)
+        results["delta"] = torch.empty((2, *rows), dtype=torch.float32, device=out.device)  # and log_share
         if self.spec.row_scale is not None:  # planes: the maximum, and what `of_rows` returns
             row_max, row_sum = statistics[:2]
             scaled = pulled.of_rows(self.spec, operands, sizes, row_max, row_sum)

@@ -95,7 +95,7 @@ RESERVED = frozenset(
     (
         "tl triton q k v s x w p m l i j c e acc alpha shift unit m_new key key_ok j_ok row rows_ok first start stop "
         "whole full_start full_stop rows blocks program heads group place members head block section i0 i1 row_max "
-        "row_sum factor highest base shrink dead out dx dw dp do dq dk dv y delta member share "
+        "row_sum factor highest base shrink dead out dx dw dp do dq dk dv y delta member share log_share "
         "split splits part at beta begin key_before before_ok q_1 k_1 v_1 acc_1 c_1 e_1 k_1_at v_1_at "
         "out_1_at out_rows part_1 do_1 o_1 dq_1 dk_1 dv_1 q_at k_at v_at q_1_at dq_at dk_at dv_at dq_1_at dk_1_at "
         "dv_1_at number every meets visit_keys differentiate_keys differentiate_rows "

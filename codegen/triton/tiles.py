@@ -147,9 +147,13 @@ class Tiles:
 
     def plane(self, name: str, number: int) -> str:
         """The statement that reads a plane of the statistics."""
+        return f"{name} = tl.load({self.in_plane('statistics', number)})"
+
+    def in_plane(self, tensor: str, number: int) -> str:
+        """Where rows are in a plane, from 1 on, of a tensor of numbers of rows."""
         heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         planes = heads if number == 1 else f"{number} * {heads}"
-        return f"{name} = tl.load(statistics_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place)"
+        return f"{tensor}_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place"
 
     def bound(self, expr: Expr, lines: list[str]) -> str:
         """The value of an expression, after the statements that it needs."""

@@ -7,11 +7,12 @@ from fusion.codegen.triton.backward.role import Role, any_dead
 from fusion.codegen.triton.forward import place_factor, place_in_list, place_of
 from fusion.codegen.triton.stages import Visit
 from fusion.ir.expr import ZERO
+from fusion.ir.spec import Normalizer
 
 
 class Prepare(Role):
-    """delta of one block of ROWS query rows: the row sums of dO * O, with what further outputs add; and whether one of
-    them met no live key.
+    """delta of one block of ROWS query rows: the row sums of dO * O, with what further outputs add; the logarithm of
+    1 / row_sum; and whether one of the rows met no live key.
 
     That is for the kernel of dK and dV, whose ROWS must be the same; where tiles are listed, for all heads that share
     lists.
@@ -35,7 +36,7 @@ class Prepare(Role):
             delta = f"({delta}) * slope"
         if self.gradients.further.log_sum is not ZERO:
             delta = f"{delta} - tl.load(off_ptr + row_place)"
-        lines.append(f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)")
+        lines += [f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)", *self._log_share()]
         if self.skips:
             dead = place_in_list(self.writer) if self.listed else place_factor(self.writer)
             lines += [
@@ -44,3 +45,16 @@ class Prepare(Role):
                 f"    tl.store(dead_ptr + {dead} * blocks + block, 1)",
             ]
         return [], source.block(*self.query_block(), *lines)
+
+    def _log_share(self) -> list[str]:
+        """Statements that write the logarithm of what weights are scaled by; a row without a live key has none where
+        that makes them 0."""
+        if self.spec.row_scale is not None:
+            return []
+        lines = [self.plane("row_sum", 1), "log_share = -tl.log2(row_sum)"]
+        if self.spec.normalizer is Normalizer.SAFE_SOFTMAX:
+            lines += [
+                "row_max = tl.load(statistics_ptr + row_place)",
+                'log_share = tl.where(row_max == float("-inf"), float("-inf"), log_share)',
+            ]
+        return [*lines, f"tl.store({self.in_plane('delta', 1)}, log_share, mask=rows_ok)"]

@@ -11,7 +11,6 @@ from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import ZERO, Expr, Kind, contains, node, substitute
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
-from fusion.lowering.numbers import LOG2E
 
 SHARE = node("upstream", (), Kind.FLOAT, "share")
 """A score's weight before the weight program, in the place of dx."""
@@ -155,7 +154,7 @@ class Queries(Role):
 
     def _weight_of(self, sink: Expr) -> str:
         """Its share of the row sum, as a factor."""
-        return f"tl.exp2(({self.writer.value(sink)} - row_max) * {LOG2E}) * share"
+        return self.weight_of(self.writer.value(sink))
 
     def _sinks(self) -> list[str]:
         """Gradients of sinks: their share of the row sum times -delta."""

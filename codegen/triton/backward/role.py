@@ -97,22 +97,25 @@ class Role(Tiles):
         return lines
 
     def statistics(self, rows: str) -> list[str]:
-        """row_max, share (1 / row_sum, or the scale of the row) and delta of rows, shaped as `rows`."""
+        """row_max, log_share (of 1 / row_sum) or share (the scale of the row), and delta of rows, shaped as `rows`."""
         if not self.softmax:
             return []
-        name = "row_sum" if self.spec.row_scale is None else "share"
+        scaled = self.spec.row_scale is not None
         lines = [
             *self.maximum(rows),
-            self.plane(name, 1),
+            self.plane("share", 1) if scaled else f"log_share = tl.load({self.in_plane('delta', 1)})",
             "delta = tl.load(delta_ptr + row_place)",
-            "share = 1.0 / row_sum" if self.spec.row_scale is None else "",
         ]
         if self.spec.normalizer is Normalizer.SAFE_SOFTMAX:
-            lines += [
-                'share = tl.where(row_max == float("-inf"), 0.0, share)',
-                'row_max = tl.where(row_max == float("-inf"), 0.0, row_max)',
-            ]
+            lines.append('row_max = tl.where(row_max == float("-inf"), 0.0, row_max)')
         return lines
+
+    def weight_of(self, score: str) -> str:
+        """The text of a score's weight. A row's sum is in the exponent: to divide by it takes as many instructions for
+        a row as the rest does for ten scores. It stays apart from the maximum, beside which it could be lost."""
+        if self.spec.row_scale is not None:
+            return f"tl.exp2(({score} - row_max) * {LOG2E}) * share"
+        return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
 
     def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
         """Statements from s to ds and to what is summed.
@@ -124,7 +127,7 @@ class Role(Tiles):
         times = "" if self.spec.weight is const(1.0) else " * w"
         whole = [] if self.gradients.program is None else [self._variant(True, shape)]
         programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
-        weight = f"tl.exp2((x - row_max) * {LOG2E}) * share" if self.softmax else "x"
+        weight = self.weight_of("x") if self.softmax else "x"
         of_weight, further = self._further(shape)
         # y is 0 there, and the row may be NaN. Rows beyond the last repeat it, and are as NaN as that.
         only_existing = f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)"
