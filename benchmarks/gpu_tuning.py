@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fusion
 from fusion.codegen.triton.autotune import agree
-from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import Forward
@@ -23,13 +22,13 @@ from fusion.machine import Machine
 from fusion.planning.choice import Tile
 from fusion.planning.from_spec import gpu_tile_times
 from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_clocks import BACKWARD
 from gpu_cells import Operands, Place, operands_of
 from gpu_device import Device, Rehearsal
 from offline.absent import absent, meta
 from static_cells import Settled
 
 MOST = 12  # tiles of a kernel
-KERNELS = {"forward": (Forward.name,), "backward": (Keys.name, Queries.name)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,11 +99,10 @@ def trials(place: Place, device: Device) -> Iterator[Trial]:
     planner = GpuPlanner(spec, machine)
     *batch, n_q, n_k, d, d_v = planner.extents(sizes)
     times = gpu_tile_times(spec, machine)
-    for kernel in KERNELS[place.direction]:
-        heads = torch.Size(batch).numel()
-        planned = (
-            planner.tile_for(n_q, n_k, d, d_v, heads) if kernel == Forward.name else planner.backward(d, d_v)[kernel]
-        )
+    tiles = {Forward.name: planner.tile_for(n_q, n_k, d, d_v, torch.Size(batch).numel())}
+    if place.direction == "backward":
+        tiles = {name: tile for name, tile in planner.backward(d, d_v).items() if name in BACKWARD}
+    for kernel, planned in tiles.items():
         with mock.patch.dict(os.environ, FUSION_UNTRIED="1"):
             every = candidates(kernel, spec, (n_q, n_k, d, d_v), planned, machine)
         alike = [tile for tile in every[1:] if tile.with_form_of(planned) == tile]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.codegen.triton.backward import Keys, Queries
+from fusion.codegen.triton.backward import Keys, KeysAlone, Queries, ValuesAlone
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.launch import Kernel
@@ -16,6 +16,7 @@ from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import Extents, GpuPlanner
+from fusion.planning.gpu_clocks import BACKWARD
 from fusion.planning.gpu_model import TileModel
 from offline.absent import absent, meta
 from offline.static_facts import StaticFacts, static_facts
@@ -25,7 +26,9 @@ from tracing import traced
 B, H, N = 4, 16, 1024
 """Batch, query heads and length of the calls: enough blocks for all of a device. Longer ones compile the same."""
 
-PRODUCTS = {Forward.name: (1, 1), Queries.name: (2, 1), Keys.name: (2, 2)}
+PRODUCTS = {
+    Forward.name: (1, 1), Queries.name: (2, 1), Keys.name: (2, 2), KeysAlone.name: (2, 1), ValuesAlone.name: (1, 1),
+}  # fmt: skip
 """Products of d, and of d_v, columns for each score, by kernel."""
 
 
@@ -71,7 +74,10 @@ class Settled:
         return self.tiles.get(Forward.name) or TileModel().forward(spec, machine, extents)
 
     def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
-        return TileModel().backward(spec, machine, d, d_v) | dict(self.tiles)
+        tiles = TileModel().backward(spec, machine, d, d_v) | dict(self.tiles)
+        if self.tiles.keys() & {KeysAlone.name, ValuesAlone.name}:
+            tiles.pop(Keys.name, None)
+        return tiles
 
 
 def compiled(
@@ -85,7 +91,7 @@ def compiled(
     with absent(machine, shared=row.latent, only=kernels) as launches:
         if Forward.name in kernels:
             Kernel(spec, plan=lambda _: planner)(operands, sizes)
-        if {Queries.name, Keys.name} & set(kernels):
+        if set(BACKWARD) & set(kernels):
             _backward(Differentiable(spec, plan=lambda _: planner), operands, sizes, row.learned)
     return {kernel.metadata.name: static_facts(kernel, machine) for kernel in launches.kernels}
 

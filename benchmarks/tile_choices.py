@@ -15,14 +15,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
-from fusion.planning.gpu_clocks import Work, kernel_clocks, redundancy, work_of
+from fusion.planning.gpu_clocks import BACKWARD, Work, kernel_clocks, redundancy, work_of
 from fusion.planning.gpu_feasible import Fact, fact_of, slowed
-from fusion.planning.gpu_model import USUAL, USUAL_HEADS, best, extent_of, may_rotate
+from fusion.planning.gpu_model import USUAL, USUAL_HEADS, TileModel, best, extent_of, may_rotate
 from rows import GPU_ROWS
 from static_cells import Cell
 from triton_static import FORWARD_ONLY
@@ -67,10 +66,12 @@ def choices() -> Iterator[Chosen]:
 
 def choices_of(cell: Cell, machine: Machine) -> Iterator[Chosen]:
     """Of a cell's kernels."""
-    for kernel in [Forward.name] if cell.name in FORWARD_ONLY else [Forward.name, Queries.name, Keys.name]:
-        work = work_of(cell.spec, kernel, cell.spec.d.integer, cell.spec.d_v.integer)
+    d, d_v = cell.spec.d.integer, cell.spec.d_v.integer
+    backward = () if cell.name in FORWARD_ONLY else TileModel().backward(cell.spec, machine, d, d_v)
+    for kernel in (Forward.name, *(name for name in backward if name in BACKWARD)):
+        work = work_of(cell.spec, kernel, d, d_v)
         extent = extent_of(cell.spec, kernel, USUAL_HEADS, USUAL, USUAL)
-        tile = best(work, machine, extent, kernel == Forward.name and may_rotate(cell.spec))
+        tile = best(work, machine, extent, may_rotate(cell.spec, kernel))
         yield Chosen(cell=cell, machine=machine, work=work, tile=tile)
 
 

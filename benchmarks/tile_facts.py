@@ -19,12 +19,11 @@ import os
 
 import triton
 
-from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
-from fusion.planning.gpu_clocks import Work, registers, work_of
+from fusion.planning.gpu_clocks import BACKWARD, Work, registers, work_of
 from fusion.planning.gpu_feasible import Fact, cell_of, fact_of, fits, most_registers, place_of, slowed, spills_known
 from fusion.planning.gpu_model import USUAL, USUAL_HEADS, all_tiles, extent_of, in_order, may_rotate
 from rows import GPU_ROWS
@@ -43,7 +42,7 @@ def work_of_cell(cell: Cell, kernel: str) -> Work:
 def next_tile(work: Work, machine: Machine, cell: Cell) -> Tile:
     """The tile that would be chosen if all that were not compiled, and are not far from fitting, were known to fit."""
     extent = extent_of(cell.spec, work.kernel, USUAL_HEADS, USUAL, USUAL)
-    rotates = may_rotate(cell.spec) and work.kernel == Forward.name
+    rotates = may_rotate(cell.spec, work.kernel)
 
     def worth(tile: Tile) -> bool:
         if fact_of(work, tile, machine) is not None:
@@ -98,7 +97,7 @@ def main() -> None:
         machine = of_target(target)
         for d in [576] if "latent" in name else options.widths:
             cell = Cell(name=name, d=d)
-            for kernel in [Forward.name] if name in FORWARD_ONLY else [Forward.name, Queries.name, Keys.name]:
+            for kernel in [Forward.name] if name in FORWARD_ONLY else [Forward.name, *BACKWARD]:
                 key = cell_of(work_of_cell(cell, kernel), machine)
                 if options.renew and key not in begun:
                     gpu_facts.FACTS.pop(key, None)

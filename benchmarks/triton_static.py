@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.progress import track
 
 import results
-from fusion.codegen.triton.backward import Keys, Queries
 from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
+from fusion.planning.gpu_clocks import BACKWARD
 from offline.static_facts import StaticFacts, static_facts
 from peer_loops import PEERS, compiled_peer
 from rows import GPU_ROWS
@@ -64,7 +64,7 @@ def peers(device: Machine) -> Iterator[str]:
 
 def cell_lines(cell: Cell, device: Machine) -> list[str]:
     """Lines of a cell's kernels, and what the backward makes as a whole."""
-    names = [Forward.name] if cell.name in FORWARD_ONLY else [Forward.name, Queries.name, Keys.name]
+    names = [Forward.name] if cell.name in FORWARD_ONLY else [Forward.name, *BACKWARD]
     found = compiled(cell, device, names)
     lines, seconds = [], {}
     for name in names:
@@ -74,10 +74,10 @@ def cell_lines(cell: Cell, device: Machine) -> list[str]:
         flop = flop_of_trip(cell, name, tile)
         lines += lines_of(name, str(cell), str(tile), facts, flop)
         seconds[name] = flop / facts.rate(flop) / (tile.rows * tile.keys)
-    if {Queries.name, Keys.name} <= seconds.keys():
+    if backward := [seconds[name] for name in BACKWARD if name in seconds]:
         d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
-        rate = 5.0 * (d + d_v) / (seconds[Queries.name] + seconds[Keys.name])
-        lines.append(f"| backward, both kernels | {cell} |" + " |" * (len(HEAD) - 3) + f" {rate / 1e12:.0f} |")
+        rate = 5.0 * (d + d_v) / sum(backward)
+        lines.append(f"| backward, all kernels | {cell} |" + " |" * (len(HEAD) - 3) + f" {rate / 1e12:.0f} |")
     return lines
 
 

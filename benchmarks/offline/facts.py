@@ -21,7 +21,7 @@ from fusion.codegen.triton.backward import Keys, Queries, backward_kernels
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
-from fusion.codegen.triton.further import TILED_LIKE, further_kernels
+from fusion.codegen.triton.further import further_kernels, tiles_of_further
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, TileLists
 from fusion.ir.spec import AttentionSpec
@@ -29,6 +29,7 @@ from fusion.machine import of_target
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import shares_values
+from fusion.planning.gpu_model import owner_of_keys
 
 from .absent import TENSOR_COLUMNS, gpu_target
 from .disassembly import Loop, amd_number, disassemble, inner_loops
@@ -122,12 +123,12 @@ def facts_of(
     kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=shares_values(spec), packed=1))
     tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **planner.backward(d, d_v)}
     if training:
-        listed = {KeyLists.name: Queries.name, RowLists.name: Keys.name}  # by the kernels that visit the tiles
+        listed = {KeyLists.name: Queries.name, RowLists.name: owner_of_keys(tiles)}  # by who visits the tiles
         tiles |= {name: list_tile(tiles[user]) for name, user in listed.items()}
         needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
-        kernels += backward_kernels(spec, d, d_v, needs)
+        kernels += backward_kernels(spec, d, d_v, needs, apart=Keys.name not in tiles)
     kernels += further_kernels(spec, d, d_v)
-    tiles |= {name: tiles[other] for name, other in TILED_LIKE.items()}
+    tiles |= tiles_of_further(tiles)
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 

@@ -18,7 +18,7 @@ from fusion.codegen.triton.forms import may_specialize
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
-from fusion.planning.gpu_clocks import score_bytes
+from fusion.planning.gpu_clocks import BY_KEYS, KEYS, KEYS_ALONE, VALUES_ALONE, score_bytes
 from fusion.planning.gpu_model import may_rotate
 from fusion.planning.head_dims import panelled, power
 
@@ -85,13 +85,14 @@ def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, m
 def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     found = boxes(spec, d, d_v).keys()
     reads: list[dict] = [{}]
+    orders = [tile.rotated, not tile.rotated] if may_rotate(spec, kernel) else [tile.rotated]
     if kernel != "attention_forward":
-        return [{}, {"described": True}] if found & READ.get(kernel, set()) else [{}]
-    if found & {"k", "v"}:
+        reads += [{"described": True}] if found & READ.get(kernel, set()) else []
+    elif found & {"k", "v"}:
         reads += [{"described": True}, {"described": True, "persistent": True}]
-    if may_specialize(spec, d, d_v) and "wgmma" in machine.isa and tile.rows >= 64:
+    specializes = kernel == "attention_forward" and may_specialize(spec, d, d_v)
+    if specializes and "wgmma" in machine.isa and tile.rows >= 64:
         reads += [{"specialized": True, "warps": 4}, {"specialized": True, "persistent": True, "warps": 4}]
-    orders = [tile.rotated, not tile.rotated] if may_rotate(spec) else [tile.rotated]
     return [{"rotated": rotated, **read} for rotated, read in itertools.product(orders, reads)]
 
 
@@ -117,9 +118,10 @@ def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tup
         return 0, 8 * tile.rows * d_v
     if kernel == "attention_backward_queries":
         return (tile.rows + tile.stages * tile.keys) * width * size + matrices, 4 * tile.rows * d + (8 + size) * scores
-    if kernel == "attention_backward_keys":
+    if kernel in BY_KEYS:
         shared = (tile.keys + tile.stages * tile.rows) * width * size + scores * size + matrices
-        return shared, 4 * tile.keys * width + (8 + size) * scores
+        sums = {KEYS: width, KEYS_ALONE: d, VALUES_ALONE: d_v}[kernel]
+        return shared, 4 * tile.keys * sums + (8 + size) * scores
     return (
         tile.rows * d * size + tile.stages * tile.keys * width * size + matrices,
         4 * tile.rows * d_v + ((8 if tile.rotated else 4) + size) * scores,

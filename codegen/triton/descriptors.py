@@ -20,13 +20,14 @@ from fusion.ir import integers
 from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import magnitude
+from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
 
 NOTHING = integers.integer(0)
 MOST_DIMENSIONS = 5
 UNIT = 16
 """Bytes of which the tensor's address and its outer strides must be multiples."""
 
-READ = {"attention_backward_queries": {"k", "v"}, "attention_backward_keys": {"q", "do"}}
+READ = {QUERIES: {"k", "v"}, **dict.fromkeys(BY_KEYS, {"q", "do"})}
 """What the loops of the backward kernels read."""
 
 

@@ -19,10 +19,10 @@ from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
-from fusion.codegen.triton.backward import Keys, Prepare, Queries, backward_kernels
+from fusion.codegen.triton.backward import Keys, KeysAlone, Prepare, Queries, ValuesAlone, backward_kernels
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
-from fusion.codegen.triton.further import TILED_LIKE, FurtherByKeys, FurtherByRows, further_kernels
+from fusion.codegen.triton.further import FurtherByKeys, FurtherByRows, further_kernels, tiles_of_further
 from fusion.codegen.triton.gradients import (
     arriving,
     delta_of_further,
@@ -41,6 +41,7 @@ from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_clocks import BY_KEYS
 
 log = logging.getLogger(__name__)
 Kept = TypeVar("Kept")
@@ -109,7 +110,8 @@ class Differentiable:
             lambda: Variant(self.spec, further_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
         )
         fixed, arguments = fixed_constants(self.spec.dtype, device), (operands, sizes, results, {})
-        tiles, call = self.kernel.planner(device).backward(d, d_v), Call(device=device, sizes=sizes)
+        tiles = tiles_of_further(self.kernel.planner(device).backward(d, d_v))
+        call = Call(device=device, sizes=sizes)
         heads, blocks = math.prod(batch), {FurtherByRows.name: lambda tile: -(-n_q // tile.rows)}
         blocks[FurtherByKeys.name] = lambda tile: -(-n_k // tile.keys)
         for name in variant.kernels:
@@ -117,7 +119,7 @@ class Differentiable:
             def launch(tile: Tile, name: str = name) -> None:
                 variant.launch(name, heads * blocks[name](tile), tile, fixed, arguments)
 
-            tile = self.tile or tiles[TILED_LIKE[name]]
+            tile = self.tile or tiles[name]
             autotune.launch(Stage(kernel=name, variant=variant, tile=tile, launch=launch, others=None), call)
         return made
 
@@ -176,14 +178,15 @@ class Differentiable:
     def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents) -> None:
         batch, n_q, n_k, d, d_v = extents
         device = operands[0].device
-        variant = self._variant(d, d_v, needs, device.type == "cpu")
-        results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
-        shared = self._shared(batch, sizes)
-        described = functools.partial(self._variant, d, d_v, needs, device.type == "cpu", True)
-        launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
-        written = {Queries.name: made.keys() & {0}, Keys.name: made.keys() & {1, 2}}
         planner = self.kernel.planner(device)
         tiles = planner.backward(d, d_v)
+        made_for = (d, d_v, needs, device.type == "cpu", Keys.name not in tiles)
+        variant = self._variant(*made_for)
+        results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
+        shared = self._shared(batch, sizes)
+        described = functools.partial(self._variant, *made_for, described=True)
+        launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
+        of_kernel = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}}
         stages = [
             Stage(
                 kernel=name,
@@ -193,14 +196,15 @@ class Differentiable:
                 others=functools.partial(
                     candidates, name, self.trained, (n_q, n_k, d, d_v), tiles[name], planner.machine
                 ),
-                results=[made[n] for n in written.get(name, ())],
+                results=[made[n] for n in made.keys() & of_kernel.get(name, ())],
             )
             for name, launch in launches.by_kernel.items()
             if name in variant.kernels
         ]
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
-        if launches.noted and stages[0].kernel == Prepare.name and stages[-1].kernel == Keys.name:
-            stages[0] = launches.prepared_for(autotune.settled(stages[-1], call, self.tuner), stages[0])
+        owner = next((stage for stage in stages if stage.kernel in BY_KEYS), None)
+        if launches.noted and stages[0].kernel == Prepare.name and owner is not None:
+            stages[0] = launches.prepared_for(autotune.settled(owner, call, self.tuner), stages[0])
 
         def reset() -> None:
             for tensor in made.values():
@@ -242,14 +246,14 @@ class Differentiable:
         return [extent // group for extent, group in zip(batch, groups, strict=True)]
 
     def _variant(
-        self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool, described: bool = False
+        self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool, apart: bool, described: bool = False
     ) -> Variant:
         def make() -> Variant:
-            kernels = backward_kernels(self.trained, d, d_v, needs, described)
+            kernels = backward_kernels(self.trained, d, d_v, needs, described, apart)
             read = set().union(*READ.values()) if described else ()
             return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
 
-        return self._kept((d, d_v, needs, interpreted, described), make)
+        return self._kept((d, d_v, needs, interpreted, apart, described), make)
 
     def _kept(self, key: tuple, make: Callable[[], Kept]) -> Kept:
         """A module, or what has modules of its own, that is made at first use."""
@@ -284,7 +288,8 @@ class _Launches:
         self.listed = KeyLists.name in variant.kernels or RowLists.name in variant.kernels
         self.noted = spec.mask is not None and spec.mask.skips
         self.noted_rows = 0
-        self.by_kernel = {Prepare.name: self.prepare, Queries.name: self.queries, Keys.name: self.keys}
+        self.by_kernel = {Prepare.name: self.prepare, Queries.name: self.queries}
+        self.by_kernel |= {name: functools.partial(self.keys, name) for name in BY_KEYS}
 
     def prepare(self, tile: Tile) -> None:
         """delta, and which blocks of as many rows as in the kernel of dK and dV have dead ones."""
@@ -304,12 +309,13 @@ class _Launches:
         self._list(KeyLists.name, tile, (rows, keys))
         self._launch(Queries.name, self.heads * rows, tile)
 
-    def keys(self, tile: Tile) -> None:
+    def keys(self, name: str, tile: Tile) -> None:
+        """A kernel whose programs own keys."""
         rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
         if self.noted and Prepare.name in self.variant.kernels and self.noted_rows != tile.rows:
             self.prepare(Tile(rows=tile.rows, keys=16, warps=4, stages=1))
         self._list(RowLists.name, tile, (keys, rows))
-        self._launch(Keys.name, self.shared * keys, tile)
+        self._launch(name, self.shared * keys, tile)
 
     def _list(self, name: str, tile: Tile, across: tuple[int, int]) -> None:
         if name in self.variant.kernels:

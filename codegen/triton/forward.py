@@ -360,5 +360,5 @@ def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], t
     others = [n for n in ("section", "splits", "programs") if n in names]
     others += sorted(n for n in names if n.endswith("_tiles"))
     strides = [n for n in strides if n not in spec.sizes]
-    constants = [n for n in ("ROWS", "KEYS", "PRECISION", "UNIT_TANH") if n in names]
+    constants = [n for n in ("ROWS", "KEYS", "ROTATED", "PRECISION", "UNIT_TANH") if n in names]
     return (*pointers, *sizes, *strides, *others), tuple(constants)

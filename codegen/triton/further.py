@@ -9,8 +9,10 @@ visited: where a weight is zero, what is made of it need not be.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fusion.codegen.triton import source
-from fusion.codegen.triton.backward import Keys, Queries
+from fusion.codegen.triton.backward import Queries
 from fusion.codegen.triton.dtypes import DTYPES
 from fusion.codegen.triton.expressions import Level, Writer
 from fusion.codegen.triton.forward import KernelText
@@ -20,6 +22,8 @@ from fusion.codegen.triton.tiles import Tiles
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, substitute
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
 from fusion.lowering.rows import weight
+from fusion.planning.choice import Tile
+from fusion.planning.gpu_model import owner_of_keys
 
 _IDENTITY = {Reduction.SUM: "0.0", Reduction.MAX: 'float("-inf")', Reduction.MIN: 'float("inf")'}
 _REDUCED = {Reduction.SUM: "tl.sum", Reduction.MAX: "tl.max", Reduction.MIN: "tl.min"}
@@ -169,8 +173,9 @@ class FurtherByKeys(_Further):
         return [], source.block(*position, *kept, later)
 
 
-TILED_LIKE = {FurtherByRows.name: Queries.name, FurtherByKeys.name: Keys.name}
-"""Kernels in whose tiles they run: these hold more of each, so that they fit."""
+def tiles_of_further(tiles: Mapping[str, Tile]) -> dict[str, Tile]:
+    """The tile of each kernel by its name: those of the backward, which hold more of each, so that they fit."""
+    return {FurtherByRows.name: tiles[Queries.name], FurtherByKeys.name: tiles[owner_of_keys(tiles)]}
 
 
 def further_kernels(spec: AttentionSpec, d: int, d_v: int) -> list[KernelText]:

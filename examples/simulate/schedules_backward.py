@@ -43,10 +43,30 @@ def _load_all(memory: TwoLevelMemory, index: slice, **blocks: str) -> None:
         memory.load(block, array, index)
 
 
-def _tile_gradients(memory: TwoLevelMemory, d: int) -> None:
-    """Makes p = exp(S - L) and ds = P o (dP - delta), scale included in ds."""
+def _tile_weights(memory: TwoLevelMemory, d: int) -> None:
+    """Makes p = exp(S - L)."""
     memory["p"] = np.exp(memory["q"] @ memory["k"].T / math.sqrt(d) - memory["L"][:, None])
+
+
+def _tile_gradients(memory: TwoLevelMemory, d: int) -> None:
+    """Makes p and ds = P o (dP - delta), scale included in ds."""
+    _tile_weights(memory, d)
     memory["ds"] = memory["p"] * (memory["do"] @ memory["v"].T - memory["delta"][:, None]) / math.sqrt(d)
+
+
+def _queries_at_rest(memory: TwoLevelMemory, sizes: Sizes, tile: Tile) -> None:
+    """dQ with a query block at rest."""
+    n_q, d, n_k, _ = sizes
+    for rows in spans(n_q, tile["B_o"]):
+        _load_all(memory, rows, q="Q", do="dO", L="L", delta="delta")
+        memory.full("dq", (length(rows), d))
+        for keys in spans(n_k, tile["B_p"]):
+            _load_all(memory, keys, k="K", v="V")
+            _tile_gradients(memory, d)
+            memory["dq"] = memory["dq"] + memory["ds"] @ memory["k"]
+            memory.free("k", "v", "p", "ds")
+        memory.store("dq", "dQ", rows)
+        memory.free("q", "do", "L", "delta", "dq")
 
 
 def backward_split(memory: TwoLevelMemory, sizes: Sizes, tile: Tile) -> None:
@@ -66,16 +86,34 @@ def backward_split(memory: TwoLevelMemory, sizes: Sizes, tile: Tile) -> None:
         memory.store("dk", "dK", keys)
         memory.store("dv", "dV", keys)
         memory.free("k", "v", "dk", "dv")
-    for rows in spans(n_q, tile["B_o"]):
-        _load_all(memory, rows, q="Q", do="dO", L="L", delta="delta")
-        memory.full("dq", (length(rows), d))
-        for keys in spans(n_k, tile["B_p"]):
-            _load_all(memory, keys, k="K", v="V")
+    _queries_at_rest(memory, sizes, tile)
+
+
+def backward_apart(memory: TwoLevelMemory, sizes: Sizes, tile: Tile) -> None:
+    """Four kernels: delta; dK and then dV with a key block at rest; dQ with a query block at rest."""
+    n_q, d, n_k, d_v = sizes
+    _delta(memory, n_q, d_v)
+    for keys in spans(n_k, tile["B_c"]):
+        _load_all(memory, keys, k="K", v="V")
+        memory.full("dk", (length(keys), d))
+        for rows in spans(n_q, tile["B_r"]):
+            _load_all(memory, rows, q="Q", do="dO", L="L", delta="delta")
             _tile_gradients(memory, d)
-            memory["dq"] = memory["dq"] + memory["ds"] @ memory["k"]
-            memory.free("k", "v", "p", "ds")
-        memory.store("dq", "dQ", rows)
-        memory.free("q", "do", "L", "delta", "dq")
+            memory["dk"] = memory["dk"] + memory["ds"].T @ memory["q"]
+            memory.free("q", "do", "L", "delta", "p", "ds")
+        memory.store("dk", "dK", keys)
+        memory.free("k", "v", "dk")
+    for keys in spans(n_k, tile["B_c"]):
+        memory.load("k", "K", keys)
+        memory.full("dv", (length(keys), d_v))
+        for rows in spans(n_q, tile["B_r"]):
+            _load_all(memory, rows, q="Q", do="dO", L="L")
+            _tile_weights(memory, d)
+            memory["dv"] = memory["dv"] + memory["p"].T @ memory["do"]
+            memory.free("q", "do", "L", "p")
+        memory.store("dv", "dV", keys)
+        memory.free("k", "dv")
+    _queries_at_rest(memory, sizes, tile)
 
 
 def backward_fused(memory: TwoLevelMemory, sizes: Sizes, tile: Tile) -> None:
@@ -229,6 +267,7 @@ def _tiled_product(memory: TwoLevelMemory, tile: Tile, matrix: str, right: str, 
 
 BACKWARD_PROGRAMS = {
     "backward_split": backward_split,
+    "backward_apart": backward_apart,
     "backward_fused": backward_fused,
     "backward_materialized": backward_materialized,
     "backward_small_cache": backward_small_cache,

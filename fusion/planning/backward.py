@@ -34,6 +34,16 @@ ZERO = sympy.Integer(0)
 DELTA = Phase(name="delta", reads=2 * N_q * d_v, writes=N_q, footprint=sympy.Integer(3))
 
 
+QUERIES_AT_REST = Phase(
+    name="dQ",
+    reads=N_q * (DIMS + 2) + blocks(N_q, B_o) * N_k * DIMS,
+    writes=N_q * d,
+    footprint=B_o * (2 * d + d_v + 2) + B_p * DIMS + 2 * B_o * B_p,
+    flops=2 * PAIRS * (DIMS + d),
+    exps=PAIRS,
+)
+
+
 def _split_kernels() -> Schedule:
     """One kernel with K, V blocks and their gradients at rest, another with Q blocks: deterministic, dQ never leaves
     until done.
@@ -46,23 +56,45 @@ def _split_kernels() -> Schedule:
         flops=4 * PAIRS * DIMS,
         exps=PAIRS,
     )
-    queries = Phase(
-        name="dQ",
-        reads=N_q * (DIMS + 2) + blocks(N_q, B_o) * N_k * DIMS,
-        writes=N_q * d,
-        footprint=B_o * (2 * d + d_v + 2) + B_p * DIMS + 2 * B_o * B_p,
-        flops=2 * PAIRS * (DIMS + d),
-        exps=PAIRS,
-    )
     return Schedule(
         name="backward_split",
         title="backward, separate dK/dV and dQ kernels",
         source="derived here",
-        phases=(DELTA, keys, queries),
+        phases=(DELTA, keys, QUERIES_AT_REST),
         order="(N^2 d^2 + N d^3) / M",
         direction="backward",
         kernels=("cpu", "gpu"),
         colour="#0072B2",
+    )
+
+
+def _kernels_apart() -> Schedule:
+    """As that, with a kernel each for dK and dV: scores are computed once more, and half as many sums are kept."""
+    keys = Phase(
+        name="dK",
+        reads=N_k * DIMS + C * N_q * (DIMS + 2),
+        writes=N_k * d,
+        footprint=B_c * (2 * d + d_v) + B_r * (DIMS + 2) + 2 * B_r * B_c,
+        flops=2 * PAIRS * (DIMS + d),
+        exps=PAIRS,
+    )
+    values = Phase(
+        name="dV",
+        reads=N_k * d + C * N_q * (DIMS + 1),
+        writes=N_k * d_v,
+        footprint=B_c * DIMS + B_r * (DIMS + 1) + B_r * B_c,
+        flops=2 * PAIRS * DIMS,
+        exps=PAIRS,
+    )
+    return Schedule(
+        name="backward_apart",
+        title="backward, a kernel each for dK, dV and dQ",
+        source="derived here",
+        phases=(DELTA, keys, values, QUERIES_AT_REST),
+        order="(N^2 d^2 + N d^3) / M",
+        direction="backward",
+        kernels=("gpu",),
+        colour="#009E73",
     )
 
 
@@ -149,4 +181,4 @@ def _small_cache() -> Schedule:
     )
 
 
-BACKWARD = (_split_kernels(), _fused_kernel(), _materialized(), _small_cache())
+BACKWARD = (_split_kernels(), _kernels_apart(), _fused_kernel(), _materialized(), _small_cache())

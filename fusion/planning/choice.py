@@ -21,7 +21,8 @@ class Tile:
     keys: keys of a tile (B_c).
     warps: warps of a program; of a specialised one, those of one of its three groups (one loads, two multiply).
     stages: tiles in flight.
-    rotated: the product with V of one tile runs beside the softmax of the next (software pipelining).
+    rotated: a product runs beside exponentials: in the forward that with V of one tile beside the softmax of the next
+        (software pipelining), for dK and dV that for dP, which that for dV follows.
     described: tiles are read by tensor descriptors (TMA).
     persistent: a program goes through several blocks of rows.
     specialized: warps have roles of their own (warp specialisation).
@@ -43,7 +44,7 @@ class Tile:
 
     def constants(self) -> dict[str, int]:
         """What a GPU kernel is told of its tile at compile time, by name."""
-        return {"ROWS": self.rows, "KEYS": self.keys}
+        return {"ROWS": self.rows, "KEYS": self.keys, "ROTATED": self.rotated}
 
     def options(self) -> dict[str, int]:
         """What Triton is told of it, by name."""

@@ -18,6 +18,7 @@ from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.traffic import stored_bytes
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import predict
+from fusion.planning.gpu_clocks import BY_KEYS
 from fusion.planning.problem import Problem
 from fusion.planning.tiles import cpu_tiles
 from fusion.planning.timing import gpu_time, shares_of
@@ -105,7 +106,7 @@ def gpu_tile_times(
             return [0.0] * len(tiles)
         problem = problem_of(spec, sizes)
         pairs = [(tile.rows, tile.keys) for tile in tiles]
-        if kernel == "attention_backward_keys":
+        if kernel in BY_KEYS:
             problem = replace(problem, n_q=problem.n_k, n_k=problem.n_q)
             pairs = [(keys, rows) for rows, keys in pairs]
         columns = {"B_r": [r for r, _ in pairs], "B_c": [c for _, c in pairs], "stages": [t.stages for t in tiles]}

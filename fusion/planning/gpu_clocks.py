@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from fusion.planning.choice import Tile
 
 FORWARD, QUERIES, KEYS = "attention_forward", "attention_backward_queries", "attention_backward_keys"
+KEYS_ALONE, VALUES_ALONE = "attention_backward_keys_alone", "attention_backward_values_alone"
+BY_KEYS = (KEYS, KEYS_ALONE, VALUES_ALONE)
+"""Kernels whose programs own keys: dK and dV in one, or each in its own."""
+BACKWARD = (QUERIES, *BY_KEYS)
 
-SCORE_INSTRUCTIONS = {FORWARD: 4.5, QUERIES: 7.5, KEYS: 14.5}
+SCORE_INSTRUCTIONS = {FORWARD: 4.5, QUERIES: 6.5, KEYS: 9.5, KEYS_ALONE: 9.5, VALUES_ALONE: 5.5}
 """Of a thread for each of its scores: scale, maximum, exponential, sum, conversion; in the backward also the product's
 derivative, and for dK and dV the statistics of each row, which lie along a thread's scores there."""
 
-SCORE_SPECIALS = {FORWARD: 1.0, QUERIES: 1.0, KEYS: 1.5}
-"""Exponentials and reciprocals among them."""
-
-LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0}
+LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.5}
 """Registers that a thread's score holds at the fullest point: scores, weights, and in the backward their
 derivatives."""
 
@@ -118,20 +119,20 @@ class Work:
     @property
     def sums(self) -> int:
         """Columns of the sums that a program keeps in registers."""
-        return {FORWARD: self.d_v, QUERIES: self.d, KEYS: self.d + self.d_v}[self.kernel]
+        return {KEYS: self.d + self.d_v, QUERIES: self.d, KEYS_ALONE: self.d}.get(self.kernel, self.d_v)
 
     @property
     def factors(self) -> int:
         """Columns of the products that give tiles of scores."""
-        return self.d if self.kernel == FORWARD else self.d + self.d_v
+        return self.d if self.kernel in (FORWARD, VALUES_ALONE) else self.d + self.d_v
 
     def outer(self, tile: Tile) -> int:
         """Rows of the products: queries of a block, or keys for dK and dV."""
-        return tile.keys if self.kernel == KEYS else tile.rows
+        return tile.keys if self.kernel in BY_KEYS else tile.rows
 
     def inner(self, tile: Tile) -> int:
         """Queries or keys that a trip visits."""
-        return tile.rows if self.kernel == KEYS else tile.keys
+        return tile.rows if self.kernel in BY_KEYS else tile.keys
 
 
 def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
@@ -225,7 +226,8 @@ def program_kind(spec: AttentionSpec) -> str:
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
     """How often each score is computed: products whose results feed others in the same trip have their warps one below
     the other."""
-    return 1.0 if "tcgen05" in machine.isa or tile.rotated else _abreast(work, tile)
+    apart = tile.rotated and work.kernel == FORWARD
+    return 1.0 if "tcgen05" in machine.isa or apart else _abreast(work, tile)
 
 
 def _abreast(work: Work, tile: Tile) -> float:
@@ -253,7 +255,7 @@ def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, inst
     issued = instructions or own * count + rescaled + loaded + OVERHEAD
     issue = issued * threads / lanes
     alone = issued * max(threads / lanes, WARP_INTERVAL)
-    special = rows * cols * times * (SCORE_SPECIALS[work.kernel] + work.specials) / 16
+    special = rows * cols * times * (1 + work.specials) / 16
     beside = max(sums, ROTATED * alone) if tile.rotated else sums + max(alone, special)
     waits = scores + beside
     waits += max(0.0, LATENCY - (tile.stages - 1) * waits)
@@ -293,7 +295,7 @@ def shared_bytes(work: Work, tile: Tile) -> int:
     """Of a program: what stays there, and the tiles in flight."""
     scores = tile.rows * tile.keys
     stays = work.factors * work.size * work.outer(tile)
-    exchanged = scores * work.size if work.kernel == KEYS or work.score_bytes else 0
+    exchanged = scores * work.size if work.kernel in BY_KEYS or work.score_bytes else 0
     return stays + exchanged + tile.stages * (work.inner(tile) * work.loaded * work.size + scores * work.score_bytes)
 
 

@@ -13,7 +13,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusion.planning import gpu_facts
-from fusion.planning.gpu_clocks import ADDRESSES, FORWARD, KEYS, Work, registers, shared_bytes
+from fusion.planning.gpu_clocks import ADDRESSES, BY_KEYS, FORWARD, Work, registers, shared_bytes
 
 if TYPE_CHECKING:
     from fusion.machine import Machine
@@ -128,9 +128,8 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
     serialised = tile.rotated and max(work.d, work.d_v) > ROTATED_COLUMNS
     stages = MATRIX_STAGES - (work.kernel == FORWARD and work.d_v > MATRIX_COLUMNS)
     serialised |= "wgmma" in machine.isa and work.score_bytes > 0 and tile.stages > stages
-    serialised |= (
-        "wgmma" in machine.isa and (work.kernel, work.program) == (KEYS, "random") and tile.stages > 1
-    )  # C7519
+    by_keys = work.kernel in BY_KEYS and tile.stages > 1
+    serialised |= "wgmma" in machine.isa and by_keys and work.program == "random"  # C7519
     if serialised or not fits(work, tile, machine):
         return False
     if work.size == 4:

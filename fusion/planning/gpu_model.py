@@ -6,17 +6,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import (
+    BACKWARD,
+    BY_KEYS,
     FORWARD,
     GROUP_ROWS,
     KEYS,
+    KEYS_ALONE,
     QUERIES,
+    VALUES_ALONE,
     Extent,
     Work,
     kernel_clocks,
@@ -59,28 +64,41 @@ class TileModel:
         return best(work, machine, extent, may_rotate(spec))
 
     def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
-        """The tile of each backward kernel by its name."""
-        tiles = {}
-        for kernel in (QUERIES, KEYS):
-            if machine.interpreted:
-                tiles[kernel] = Tile(rows=32, keys=32, warps=4, stages=1)
-                continue
-            extent = extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
-            tiles[kernel] = best(work_of(spec, kernel, d, d_v), machine, extent)
-        return {PREPARE: Tile(rows=tiles[KEYS].rows, keys=LEAST, warps=4, stages=1), **tiles}
+        """The tile of each backward kernel by its name. dK and dV have a kernel each where that takes fewer clocks:
+        sums of wide heads leave too few registers for both in one."""
+        if machine.interpreted:
+            tiles = dict.fromkeys((QUERIES, KEYS), Tile(rows=32, keys=32, warps=4, stages=1))
+        else:
+            tiles, clocks = {}, {}
+            for kernel in BACKWARD:
+                work = work_of(spec, kernel, d, d_v)
+                extent = extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
+                tiles[kernel] = best(work, machine, extent, may_rotate(spec, kernel))
+                clocks[kernel] = expected_clocks(work, tiles[kernel], machine, extent)
+            apart = clocks[KEYS_ALONE] + clocks[VALUES_ALONE] < clocks[KEYS]
+            for kernel in (KEYS,) if apart else (KEYS_ALONE, VALUES_ALONE):
+                del tiles[kernel]
+        return {PREPARE: Tile(rows=tiles[owner_of_keys(tiles)].rows, keys=LEAST, warps=4, stages=1), **tiles}
 
 
-def may_rotate(spec: AttentionSpec) -> bool:
-    """Whether there is a rotated order: there are exponentials, a tile's neighbour is known (not from a list), and V is
-    read on its own."""
+def owner_of_keys(tiles: Container[str]) -> str:
+    """The kernel of dK, of those with a tile."""
+    return KEYS if KEYS in tiles else KEYS_ALONE
+
+
+def may_rotate(spec: AttentionSpec, kernel: str = FORWARD) -> bool:
+    """Whether there is a rotated order of a kernel's loop: there are exponentials, and in the forward a tile's
+    neighbour is known (not from a list), and V is read on its own."""
+    if spec.normalizer is Normalizer.NONE or kernel not in (FORWARD, KEYS):
+        return False
     listed = spec.mask is not None and spec.mask.tile_live is not None
-    return spec.normalizer is not Normalizer.NONE and not listed and not shares_values(spec)
+    return kernel == KEYS or not listed and not shares_values(spec)
 
 
 def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) -> Extent:
     """What a kernel covers."""
     triangle = spec.mask is not None and spec.mask.key_hi is not None
-    outer, inner = (n_k, n_q) if kernel == KEYS else (n_q, n_k)
+    outer, inner = (n_k, n_q) if kernel in BY_KEYS else (n_q, n_k)
     return Extent(heads=heads, outer=outer, inner=inner, triangle=triangle)
 
 
@@ -99,25 +117,30 @@ def in_order(work: Work, machine: Machine, extent: Extent, tiles: Sequence[Tile]
     """Tiles of fewest clocks first; of equal ones those nearest to `TRIP`, then smaller ones with fewer stages."""
 
     def order(tile: Tile) -> tuple[float, ...]:
-        known, explored = fact_of(work, tile, machine), facts_of(work, machine)
-        clocks = kernel_clocks(work, tile, machine, extent, known.instructions if known else 0)
-        clocks *= known.slowed if known else UNKNOWN if explored else 1.0
-        clocks = float(f"{clocks:.2g}") if clocks < math.inf else clocks
-        inner = work.inner(tile)
+        clocks, inner = expected_clocks(work, tile, machine, extent), work.inner(tile)
         return clocks, max(inner / TRIP, TRIP / inner), work.outer(tile), tile.stages, -tile.warps
 
     return sorted(tiles, key=order)
+
+
+def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) -> float:
+    """Of a kernel, spills and what is not known of it counted in, to two digits."""
+    known, explored = fact_of(work, tile, machine), facts_of(work, machine)
+    clocks = kernel_clocks(work, tile, machine, extent, known.instructions if known else 0)
+    clocks *= known.slowed if known else UNKNOWN if explored else 1.0
+    return float(f"{clocks:.2g}") if clocks < math.inf else clocks
 
 
 def all_tiles(work: Work, machine: Machine, extent: Extent, rotates: bool) -> Iterator[Tile]:
     """All tiles that there could be."""
     sizes = [size for size in (16, 32, 64, 128) if LEAST <= size <= MOST]
     outer, inner = power(extent.outer), power(extent.inner)
-    across, along = (inner, outer) if work.kernel == KEYS else (outer, inner)
+    across, along = (inner, outer) if work.kernel in BY_KEYS else (outer, inner)
     for rows, keys, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3)):
         if rows > max(LEAST, across) or keys > max(LEAST, along):
             continue
         tile = Tile(rows=rows, keys=keys, warps=warps, stages=stages)
         yield tile
-        if rotates and work.score_bytes == 0 and "wgmma" in machine.isa and work.size == 2 and rows >= GROUP_ROWS:
-            yield Tile(rows=rows, keys=keys, warps=warps, stages=stages, rotated=True)
+        asynchronous = "wgmma" in machine.isa and work.size == 2 and work.outer(tile) >= GROUP_ROWS
+        if rotates and work.score_bytes == 0 and asynchronous:
+            yield replace(tile, rotated=True)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.offline.facts import compile_offline
 from fusion.codegen import mlir, reference, triton
-from fusion.codegen.triton.further import TILED_LIKE, further_kernels
+from fusion.codegen.triton.further import further_kernels, tiles_of_further
 from fusion.ir import AttentionSpec, Kind, Normalizer, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, C, I, J, const, load
 from fusion.ir.ops import apply, where
@@ -146,7 +146,7 @@ def test_kernels_compile_ahead_of_time(target: str) -> None:
     spec = replace(case("causal", "bfloat16", d=64).spec, further=outputs("bfloat16", True))
     kernels = further_kernels(spec, 64, 64)
     planned = GpuPlanner(spec, of_target(target)).backward(64, 64)
-    tiles = {name: planned[other] for name, other in TILED_LIKE.items()}
+    tiles = tiles_of_further(planned)
     found = compile_offline(spec, kernels, 64, 64, tiles, target)
     assert len(found) == 2 and not any(facts.spills or facts.lost for facts in found)
 

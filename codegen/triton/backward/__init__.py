@@ -6,7 +6,7 @@ has the formulas.
 
 from __future__ import annotations
 
-from fusion.codegen.triton.backward.keys import Keys
+from fusion.codegen.triton.backward.keys import Keys, KeysAlone, ValuesAlone
 from fusion.codegen.triton.backward.prepare import Prepare
 from fusion.codegen.triton.backward.queries import Queries
 from fusion.codegen.triton.backward.role import Role
@@ -15,14 +15,14 @@ from fusion.codegen.triton.tile_lists import KeyLists, RowLists
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
 
-__all__ = ["Keys", "Prepare", "Queries", "backward_kernels"]
+__all__ = ["Keys", "KeysAlone", "Prepare", "Queries", "ValuesAlone", "backward_kernels"]
 
 
 def backward_kernels(
-    spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False
+    spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False, apart: bool = False
 ) -> list[KernelText]:
     """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their
-    launch. described: their loops read tiles by tensor descriptors."""
+    launch. described: their loops read tiles by tensor descriptors. apart: dK and dV have a kernel each."""
     role = Role(spec, d, d_v, needs)
     by_key = {item.axes is Axes.QUERIES for item in role.gradients.captured}
     kernels = []
@@ -31,7 +31,9 @@ def backward_kernels(
     if needs[0] or False in by_key:
         kernels += [KeyLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs, described).text())
-    if needs[1] or needs[2] or True in by_key:
+    with_keys = needs[1] or True in by_key
+    if with_keys or needs[2]:
         kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed else []
-        kernels.append(Keys(spec, d, d_v, needs, described).text())
+        found = [KeysAlone] * with_keys + [ValuesAlone] * needs[2] if apart else [Keys]
+        kernels += [kind(spec, d, d_v, needs, described).text() for kind in found]
     return kernels

@@ -12,15 +12,20 @@ from fusion.codegen.triton.stages import Visit, listed
 from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
 from fusion.ir.expr import Expr
-from fusion.ir.spec import MaskFacts
+from fusion.ir.spec import AttentionSpec, MaskFacts
 from fusion.lowering.gradients import Axes
+from fusion.planning.gpu_clocks import KEYS, KEYS_ALONE, VALUES_ALONE
 
 
 class Keys(Role):
     """dK and dV of one block of KEYS keys of one head of K, summed over the query heads that share it."""
 
-    name = "attention_backward_keys"
+    name, visits = KEYS, "differentiate_rows"
     outer, inner = "j", "i"
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
+        super().__init__(spec, d, d_v, needs, described)
+        self.differentiates = needs[1] or bool(self.captured(Axes.QUERIES))
 
     def body(self) -> tuple[list[Visit], str]:
         spec, w = self.spec, self.writer
@@ -32,7 +37,7 @@ class Keys(Role):
             *head.lines[Level.BLOCK],
             *head.lines[Level.ROW],
             self.read("k", k, 1, "j_ok"),
-            self.read("v", v, 2, "j_ok"),
+            self.read("v", v, 2, "j_ok") if self.differentiates else "",
         ]
         start = [*self.zeros("dk", 1, "KEYS"), *self.zeros("dv", 2, "KEYS")]
         finish = self.store("dv", dv, 2, "j_ok") if self.needs[2] else []
@@ -57,15 +62,19 @@ class Keys(Role):
         return source.block(*source.without_dead([*lines[Level.BLOCK], *lines[Level.ROW]], member), member)
 
     def _visit(self) -> Visit:
-        """`differentiate_rows`."""
+        """The function that visits blocks of rows. Behind the product for dP, that for dV leaves the exponentials beside it."""
         into_dv = source.block(*self.accumulated("dv", f"p.to({self.dtype})", "do", 2))
+        plain, rotated = into_dv, ""
+        if self.softmax and self.differentiates and into_dv:
+            plain, rotated = (f"if {order}:\n{source.indented(into_dv)}" for order in ("not ROTATED", "ROTATED"))
         scores, upstream = self.product("k", "q", 0), self.product("v", "do", 2)
         q, do = (self.boxed(name, "block * ROWS") if name in self.boxes else "" for name in ("q", "do"))
         inner = source.block(
             q or self.read("q", self.parts(self.inside, 0), 0, ""),
             do or source.block(*self.rows_of_output("do", "row")),
             *self.statistics("i"),
-            self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", into_dv),
+            self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", plain),
+            rotated,
             *self.accumulated("dk", f"ds.to({self.dtype})", "q", 1),
         )
         rows = [
@@ -86,7 +95,7 @@ class Keys(Role):
         text = source.block(turns, source.indented(source.block(first, loop)))
         state = [*self.sums("dk", 1), *self.sums("dv", 2)]
         state += [f"sum_{n}" for n, _ in self.captured(Axes.QUERIES)]
-        return self.visit("differentiate_rows", f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
+        return self.visit(self.visits, f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
 
     @property
     def _notes_dead(self) -> bool:
@@ -206,3 +215,21 @@ class Keys(Role):
             value = self.bound(gradient, lines)
             lines.append(f"sum_{n} += tl.sum({source.spread(value, '[KEYS, ROWS]')}, 1)")
         return lines
+
+
+class KeysAlone(Keys):
+    """dK alone, beside `ValuesAlone`."""
+
+    name = KEYS_ALONE
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
+        super().__init__(spec, d, d_v, (*needs[:2], False, *needs[3:]), described)
+
+
+class ValuesAlone(Keys):
+    """dV alone: of the scores only the weights are wanted."""
+
+    name, visits = VALUES_ALONE, "weigh_rows"
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
+        super().__init__(spec, d, d_v, tuple(needs[2] and n == 2 for n in range(len(needs))), described)

@@ -19,6 +19,7 @@ class Prepare(Role):
     """
 
     name = "attention_backward_prepare"
+    differentiates = False
 
     def body(self) -> tuple[list[Visit], str]:
         place = place_of(self.writer)

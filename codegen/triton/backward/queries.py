@@ -11,6 +11,7 @@ from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import ZERO, Expr, Kind, contains, node, substitute
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
+from fusion.planning.gpu_clocks import QUERIES
 
 SHARE = node("upstream", (), Kind.FLOAT, "share")
 """A score's weight before the weight program, in the place of dx."""
@@ -19,7 +20,8 @@ SHARE = node("upstream", (), Kind.FLOAT, "share")
 class Queries(Role):
     """dQ of one block of ROWS query rows of one head, and gradients of what the rows' scores read."""
 
-    name = "attention_backward_queries"
+    name = QUERIES
+    differentiates = True
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
         super().__init__(spec, d, d_v, needs, described)

@@ -25,8 +25,11 @@ class Role(Tiles):
     """What the two kernels share: coordinates, statistics, and the gradient of the scores of a tile.
 
     described: tiles of the loop are read by tensor descriptors where they can be.
+    differentiates: whether the gradient of the scores is wanted.
     The loop over tiles is a function (see `stages`), called with MASKED for those that need the mask or are cut off.
     """
+
+    differentiates: bool
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
         super().__init__(spec, d, d_v, {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink"})
@@ -104,7 +107,7 @@ class Role(Tiles):
         lines = [
             *self.maximum(rows),
             self.plane("share", 1) if scaled else f"log_share = tl.load({self.in_plane('delta', 1)})",
-            "delta = tl.load(delta_ptr + row_place)",
+            *(["delta = tl.load(delta_ptr + row_place)"] if self.differentiates else []),
         ]
         if self.spec.normalizer is Normalizer.SAFE_SOFTMAX:
             lines.append('row_max = tl.where(row_max == float("-inf"), 0.0, row_max)')
@@ -118,7 +121,7 @@ class Role(Tiles):
         return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
 
     def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
-        """Statements from s to ds and to what is summed.
+        """Statements from s to ds and to what is summed, or to p where that is all that is wanted.
 
         score, upstream: products of the tile.
         exists: the inner places that do, where the tile is cut off.
@@ -131,13 +134,18 @@ class Role(Tiles):
         of_weight, further = self._further(shape)
         # y is 0 there, and the row may be NaN. Rows beyond the last repeat it, and are as NaN as that.
         only_existing = f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)"
-        return source.block(
+        weights = source.block(
             f"s = {score}",
             source.by_mask(*programs),
             f"y = {weight}",
             f"if MASKED:\n    y = tl.where({exists}, y, 0.0)",
             f"p = y{times}",
             with_p,
+        )
+        if not self.differentiates:
+            return weights
+        return source.block(
+            weights,
             f"dp = {upstream}",
             *of_weight,
             f"dx = y * (dp{times}{further} - delta)" if self.softmax else f"dx = dp{times}{further}",

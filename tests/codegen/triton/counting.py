@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-STAGES = {"visit_keys", "differentiate_keys", "differentiate_rows"}
+STAGES = {"visit_keys", "differentiate_keys", "differentiate_rows", "weigh_rows"}
 
 
 class Products(Counter):

@@ -17,6 +17,9 @@ from fusion.ir.expr import ROW_SUM, SCORE, J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
 from fusion.planning.choice import Tile
+from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_clocks import KEYS, KEYS_ALONE, QUERIES, VALUES_ALONE
+from fusion.planning.gpu_model import PREPARE
 from tests.codegen.mlir.cases import (
     BATCH,
     CAUSAL,
@@ -31,14 +34,32 @@ from tests.codegen.mlir.cases import (
     masked,
     read,
 )
+from tests.codegen.triton.counting import count_products
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
 SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 40}, {"B": 1, "H": 2, "Nq": 17, "Nk": 75})
 
 
-def check(c: Case, layout: str = "packed", tile: Tile = SMALL, shapes: tuple[dict[str, int], ...] = SHAPES) -> None:
+class Apart:
+    """The policy that gives dK and dV a kernel each, in tiles of their own."""
+
+    def forward(self, *_) -> Tile:
+        return SMALL
+
+    def backward(self, *_) -> dict[str, Tile]:
+        rows_apart = {VALUES_ALONE: replace(SMALL, rows=2 * SMALL.rows)}
+        return dict.fromkeys((PREPARE, QUERIES, KEYS_ALONE), SMALL) | rows_apart
+
+
+def check(
+    c: Case,
+    layout: str = "packed",
+    tile: Tile = SMALL,
+    shapes: tuple[dict[str, int], ...] = SHAPES,
+    run: Differentiable | None = None,
+) -> None:
     spec = c.spec
-    run = Differentiable(spec, tile)
+    run = run or Differentiable(spec, tile)
     for shape in shapes:
         operands, sizes = draw(c, shape, layout)
         needs = tuple(o.is_floating_point() for o in operands)
@@ -74,6 +95,37 @@ def check(c: Case, layout: str = "packed", tile: Tile = SMALL, shapes: tuple[dic
 )
 def test_programs(name: str) -> None:
     check(case(name, d=16))
+
+
+BY_KEYS_PROGRAMS = ["plain", "causal", "left_padded", "window", "soft_cap", "bias", "documents", "row_gate"]
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": True, "sinks": True}, {"group": 2}], ids=str)
+@pytest.mark.parametrize("name", BY_KEYS_PROGRAMS)
+def test_the_product_for_dv_behind_that_for_dp(name: str, options: dict) -> None:
+    check(case(name, d=16, **options), tile=replace(SMALL, rotated=True), shapes=SHAPES[-1:])
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": True, "sinks": True}, {"group": 2}], ids=str)
+@pytest.mark.parametrize("name", BY_KEYS_PROGRAMS)
+def test_a_kernel_each_for_dk_and_dv(monkeypatch, name: str, options: dict) -> None:
+    """Dead rows are noted anew for other blocks of rows; gradients of what keys read come with dK."""
+    products, c = count_products(monkeypatch), case(name, d=16, **options)
+    run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Apart()))
+    check(c, shapes=SHAPES[-1:], run=run)
+    assert {KEYS_ALONE, VALUES_ALONE} <= products.keys() and KEYS not in products
+
+
+@pytest.mark.parametrize("needs", [(False, True, False), (False, False, True), (True, False, True)], ids=str)
+def test_some_gradients_of_kernels_apart(needs: tuple[bool, ...]) -> None:
+    c = case("causal", d=16)
+    operands, sizes = draw(c, SHAPES[-1])
+    run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Apart()))
+    out, statistics = run.forward(operands, sizes)
+    grad = torch.randn(out.shape).to(out.dtype)
+    got = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert len(got) == sum(needs)
+    assert_gradients_as_exact_as_eager(got, c, operands, grad, needs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
