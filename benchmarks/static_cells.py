@@ -74,10 +74,11 @@ class Settled:
         return self.tiles.get(Forward.name) or TileModel().forward(spec, machine, extents)
 
     def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
-        tiles = TileModel().backward(spec, machine, d, d_v) | dict(self.tiles)
-        if self.tiles.keys() & {KeysAlone.name, ValuesAlone.name}:
-            tiles.pop(Keys.name, None)
-        return tiles
+        chosen = TileModel().backward(spec, machine, d, d_v)
+        if alone := [tile for name, tile in self.tiles.items() if name in (KeysAlone.name, ValuesAlone.name)]:
+            chosen.pop(Keys.name, None)
+            chosen |= dict.fromkeys((KeysAlone.name, ValuesAlone.name), alone[0])
+        return chosen | dict(self.tiles)
 
 
 def compiled(

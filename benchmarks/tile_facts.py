@@ -1,7 +1,8 @@
 """Compile kernels in the tiles that the model ranks best until the one that it chooses is known, and write what was
 found as data of the planner.
 
-    python benchmarks/tile_facts.py [--targets sm_80 gfx942] [--rows causal] [--widths 64 128 256] [--most 8] [--renew]
+    python benchmarks/tile_facts.py [--targets sm_80 gfx942] [--rows causal] [--widths 64 128 256]
+        [--kernels attention_forward] [--most 8] [--renew]
 
 The data (`fusion/planning/gpu_facts.json`) are facts, not choices: shared memory, registers, spills inside the main
 loop, serialised products. `fusion.planning.gpu_model` chooses by them. Facts that are there already are kept, those
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=["sm_80", "sm_90", "sm_100", "gfx942"])
     parser.add_argument("--rows", nargs="+", default=[n for n in GPU_ROWS if "decode" not in n], choices=list(GPU_ROWS))
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--kernels", nargs="+", default=[Forward.name, *BACKWARD], choices=[Forward.name, *BACKWARD])
     parser.add_argument("--most", type=int, default=8, help="tiles compiled for a kernel")
     parser.add_argument("--renew", action="store_true", help="begin the cells named again")
     options = parser.parse_args()
@@ -97,7 +99,8 @@ def main() -> None:
         machine = of_target(target)
         for d in [576] if "latent" in name else options.widths:
             cell = Cell(name=name, d=d)
-            for kernel in [Forward.name] if name in FORWARD_ONLY else [Forward.name, *BACKWARD]:
+            found = [Forward.name] if name in FORWARD_ONLY else [Forward.name, *BACKWARD]
+            for kernel in (kernel for kernel in found if kernel in options.kernels):
                 key = cell_of(work_of_cell(cell, kernel), machine)
                 if options.renew and key not in begun:
                     gpu_facts.FACTS.pop(key, None)
