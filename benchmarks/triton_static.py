@@ -53,13 +53,24 @@ def lines_of(kernel: str, variant: str, tile: str, facts: StaticFacts, flop: flo
 
 
 def peers(device: Machine) -> Iterator[str]:
-    """Lines of the peers' loops."""
-    for (name, d), (_, tile, published) in PEERS.items():
-        facts = static_facts(compiled_peer(name, d, int(device.architecture[3:])), device)
-        rows, keys, warps, stages = tile
+    """Lines of the peers' loops, and what their backwards make as a whole."""
+    seconds: dict[tuple[str, int], float] = {}
+    for peer in PEERS:
+        facts = static_facts(compiled_peer(peer, int(device.architecture[3:])), device)
+        rows, keys, warps, stages = peer.tile
         text = f"{rows} x {keys}, {warps} warps, stages {stages}"
-        flop = 4.0 * rows * keys * d
-        yield from lines_of(f"{name} (published {published})", f"full, d = {d}", text, facts, flop)
+        flop = 2.0 * peer.products * rows * keys * peer.d
+        yield from lines_of(str(peer), f"full, d = {peer.d}", text, facts, flop)
+        if peer.what == "backward_queries":
+            seconds[peer.name, peer.d] = peer.products / facts.rate(flop)
+        if peer.what == "backward_keys":
+            total = seconds[peer.name, peer.d] + peer.products / facts.rate(flop)
+            yield whole_backward(f"{peer.name} backward", f"full, d = {peer.d}", 5.0 / total)
+
+
+def whole_backward(kernel: str, variant: str, rate: float) -> str:
+    """The line of a backward's kernels together, whose rate is that of five products."""
+    return f"| {kernel}, all kernels | {variant} |" + " |" * (len(HEAD) - 3) + f" {rate / 1e12:.0f} |"
 
 
 def cell_lines(cell: Cell, device: Machine) -> list[str]:
@@ -77,7 +88,7 @@ def cell_lines(cell: Cell, device: Machine) -> list[str]:
     if backward := [seconds[name] for name in BACKWARD if name in seconds]:
         d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
         rate = 5.0 * (d + d_v) / sum(backward)
-        lines.append(f"| backward, all kernels | {cell} |" + " |" * (len(HEAD) - 3) + f" {rate / 1e12:.0f} |")
+        lines.append(whole_backward("backward", str(cell), rate))
     return lines
 
 

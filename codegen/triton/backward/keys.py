@@ -62,7 +62,8 @@ class Keys(Role):
         return source.block(*source.without_dead([*lines[Level.BLOCK], *lines[Level.ROW]], member), member)
 
     def _visit(self) -> Visit:
-        """The function that visits blocks of rows. Behind the product for dP, that for dV leaves the exponentials beside it."""
+        """The function that visits blocks of rows. In the rotated order that for dP runs beside the exponentials, since
+        the product for dV, which waits for them, comes behind it."""
         into_dv = source.block(*self.accumulated("dv", f"p.to({self.dtype})", "do", 2))
         plain, rotated = into_dv, ""
         if self.softmax and self.differentiates and into_dv:
