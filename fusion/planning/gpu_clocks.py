@@ -34,6 +34,13 @@ LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.
 """Registers that a thread's score holds at the fullest point: scores, weights, and in the backward their
 derivatives."""
 
+EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85}
+"""Share of a loop's instructions beside which no product runs, in the plain order. dP's runs beside exponentials, where
+nothing but it follows the scores. Read off `benchmarks/triton_static.py`: trips, less the products' clocks, over clocks
+of issue; d = 64 to 256."""
+EXPOSED_ROTATED = 0.45
+"""The same of dK and dV in the rotated order."""
+
 LOAD_INSTRUCTIONS = 8
 """For 16 bytes that a thread brings to shared memory, addresses included."""
 
@@ -256,7 +263,10 @@ def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, inst
     issue = issued * threads / lanes
     alone = issued * max(threads / lanes, WARP_INTERVAL)
     special = rows * cols * times * (1 + work.specials) / 16
-    beside = max(sums, ROTATED * alone) if tile.rotated else sums + max(alone, special)
+    if tile.rotated and work.kernel == FORWARD:
+        beside = max(sums, ROTATED * alone)
+    else:
+        beside = sums + max((EXPOSED_ROTATED if tile.rotated else EXPOSED[work.kernel]) * alone, special)
     waits = scores + beside
     waits += max(0.0, LATENCY - (tile.stages - 1) * waits)
     busiest = max(scores + sums, issue, special, _shared_clocks(work, tile, machine))
