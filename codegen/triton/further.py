@@ -10,6 +10,7 @@ visited: where a weight is zero, what is made of it need not be.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward import Queries
@@ -25,6 +26,7 @@ from fusion.lowering.rows import weight
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_model import owner_of_keys
 
+MOST_WRITTEN = 64
 _IDENTITY = {Reduction.SUM: "0.0", Reduction.MAX: 'float("-inf")', Reduction.MIN: 'float("inf")'}
 _REDUCED = {Reduction.SUM: "tl.sum", Reduction.MAX: "tl.max", Reduction.MIN: "tl.min"}
 _COMBINED = {Reduction.SUM: "{} + {}", Reduction.MAX: "tl.maximum({}, {})", Reduction.MIN: "tl.minimum({}, {})"}
@@ -174,8 +176,11 @@ class FurtherByKeys(_Further):
 
 
 def tiles_of_further(tiles: Mapping[str, Tile]) -> dict[str, Tile]:
-    """The tile of each kernel by its name: those of the backward, which hold more of each, so that they fit."""
-    return {FurtherByRows.name: tiles[Queries.name], FurtherByKeys.name: tiles[owner_of_keys(tiles)]}
+    """The tile of each kernel by its name: those of the backward, which hold more of each, so that they fit; but no
+    wider than most keys whose weights a program writes without spilling."""
+    rows = tiles[Queries.name]
+    by_rows = replace(rows, keys=min(rows.keys, MOST_WRITTEN))
+    return {FurtherByRows.name: by_rows, FurtherByKeys.name: tiles[owner_of_keys(tiles)]}
 
 
 def further_kernels(spec: AttentionSpec, d: int, d_v: int) -> list[KernelText]:

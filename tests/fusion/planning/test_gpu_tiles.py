@@ -11,7 +11,7 @@ from fusion.machine import Machine, machine, of_target
 from fusion.planning import gpu_facts, gpu_feasible
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import Extents
-from fusion.planning.gpu_clocks import FORWARD, KEYS, QUERIES, Work, redundancy, shared_bytes, work_of
+from fusion.planning.gpu_clocks import BACKWARD, FORWARD, Work, redundancy, shared_bytes, work_of
 from fusion.planning.gpu_feasible import Fact, estimated, fact_of, slowed
 from fusion.planning.gpu_model import TileModel
 from tests.codegen.mlir.cases import case
@@ -26,7 +26,7 @@ def tiles(name: str, d: int, device: Machine, dtype: str = "bfloat16") -> Iterat
     spec = case(name, dtype, d).spec
     spec = whole(spec) if name == "causal" else spec
     found = {FORWARD: MODEL.forward(spec, device, Extents(64, 4096, 4096, d, d)), **MODEL.backward(spec, device, d, d)}
-    for kernel in (FORWARD, QUERIES, KEYS):
+    for kernel in found.keys() & {FORWARD, *BACKWARD}:
         yield work_of(spec, kernel, d, d), found[kernel]
 
 
