@@ -37,7 +37,10 @@ derivatives."""
 EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85}
 """Share of a loop's instructions beside which no product runs, in the plain order. dP's runs beside exponentials, where
 nothing but it follows the scores. Read off `benchmarks/triton_static.py`: trips, less the products' clocks, over clocks
-of issue; d = 64 to 256."""
+of issue; d = 64 to 256, two warp groups. A single one is not credited with it: what it saves, its factors' way through
+shared memory takes, which the model does not count."""
+GROUP_WARPS = 4
+"""Warps of a warp group."""
 EXPOSED_ROTATED = 0.45
 """The same of dK and dV in the rotated order."""
 
@@ -266,7 +269,8 @@ def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, inst
     if tile.rotated and work.kernel == FORWARD:
         beside = max(sums, ROTATED * alone)
     else:
-        beside = sums + max((EXPOSED_ROTATED if tile.rotated else EXPOSED[work.kernel]) * alone, special)
+        exposed = EXPOSED_ROTATED if tile.rotated else EXPOSED[work.kernel]
+        beside = sums + max(alone * (exposed if warps > GROUP_WARPS else 1.0), special)
     waits = scores + beside
     waits += max(0.0, LATENCY - (tile.stages - 1) * waits)
     busiest = max(scores + sums, issue, special, _shared_clocks(work, tile, machine))
