@@ -119,10 +119,9 @@ def test_rows_without_a_live_key(name: str, normalizer: Normalizer, program: str
 
 
 @emitters
-@pytest.mark.parametrize("program", ["left_padded", "padding"])
-def test_sinks_far_above_the_scores(name: str, program: str) -> None:
+def test_sinks_far_above_the_scores(name: str) -> None:
     """In rows of large fills the sum, in terms of the largest score, overflows; the log-sum-exp is the sink's."""
-    check(case(program, d=16, sinks=True), name, [LOG_SUMS])
+    check(case("left_padded", d=16, sinks=True), name, [LOG_SUMS])
 
 
 @emitters
