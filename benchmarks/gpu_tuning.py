@@ -22,7 +22,7 @@ from fusion.machine import Machine
 from fusion.planning.choice import Tile
 from fusion.planning.from_spec import gpu_tile_times
 from fusion.planning.gpu import GpuPlanner
-from fusion.planning.gpu_clocks import BACKWARD
+from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
 from gpu_cells import Operands, Place, operands_of
 from gpu_device import Device, Rehearsal
 from offline.absent import absent, meta
@@ -101,7 +101,8 @@ def trials(place: Place, device: Device) -> Iterator[Trial]:
     times = gpu_tile_times(spec, machine)
     tiles = {Forward.name: planner.tile_for(n_q, n_k, d, d_v, torch.Size(batch).numel())}
     if place.direction == "backward":
-        tiles = {name: tile for name, tile in planner.backward(d, d_v).items() if name in BACKWARD}
+        chosen = planner.backward(d, d_v)
+        tiles = {name: chosen[name] for name in (*BY_KEYS, QUERIES) if name in chosen}
     for kernel, planned in tiles.items():
         with mock.patch.dict(os.environ, FUSION_UNTRIED="1"):
             every = candidates(kernel, spec, (n_q, n_k, d, d_v), planned, machine)

@@ -45,6 +45,8 @@ from fusion.planning.gpu_clocks import BY_KEYS
 
 log = logging.getLogger(__name__)
 Kept = TypeVar("Kept")
+WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}}
+"""The operands whose gradients each kernel writes."""
 
 
 class Differentiable:
@@ -186,17 +188,14 @@ class Differentiable:
         shared = self._shared(batch, sizes)
         described = functools.partial(self._variant, *made_for, described=True)
         launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
-        of_kernel = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}}
         stages = [
             Stage(
                 kernel=name,
                 variant=variant,
                 tile=self.tile or tiles[name],
                 launch=launch,
-                others=functools.partial(
-                    candidates, name, self.trained, (n_q, n_k, d, d_v), tiles[name], planner.machine
-                ),
-                results=[made[n] for n in made.keys() & of_kernel.get(name, ())],
+                others=functools.partial(candidates, name, self.trained, extents[1:], tiles[name], planner.machine),
+                results=[made[n] for n in sorted(made.keys() & WRITTEN.get(name, set()))],
             )
             for name, launch in launches.by_kernel.items()
             if name in variant.kernels
