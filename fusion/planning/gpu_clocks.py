@@ -236,8 +236,8 @@ def program_kind(spec: AttentionSpec) -> str:
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
     """How often each score is computed: products whose results feed others in the same trip have their warps one below
     the other."""
-    apart = tile.rotated and work.kernel == FORWARD
-    return 1.0 if "tcgen05" in machine.isa or apart else _abreast(work, tile)
+    in_another_trip = tile.rotated and work.kernel == FORWARD
+    return 1.0 if "tcgen05" in machine.isa or in_another_trip else _abreast(work, tile)
 
 
 def _abreast(work: Work, tile: Tile) -> float:
