@@ -41,7 +41,15 @@ from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Operand, Reduction
 from fusion.lowering import further_gradients, row_gradients
 from fusion.lowering.further_gradients import FurtherGradients
-from fusion.lowering.gradients import Axes, hides_nan, of_score, of_weight, summed_over, wanted_loads
+from fusion.lowering.gradients import (
+    Axes,
+    hides_nan,
+    magnifies_rounding,
+    of_score,
+    of_weight,
+    summed_over,
+    wanted_loads,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +146,8 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
         return reason
     if hides_nan(spec, needs):
         return "a gradient is NaN at keys that the mask hides"
+    if magnifies_rounding(spec, needs):
+        return "a gradient is multiplied by a fill, and with it the rounding of the outputs"
     if any(load.kind is Kind.FLOAT and needs[load.operand] for f in spec.further for load in loads(f.value)):
         return "a tensor beside the weights needs a gradient"
     if any(part is SCORE for part in walk(spec.weight)):

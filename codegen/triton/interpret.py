@@ -10,6 +10,9 @@ longer allows where the interpreter does it; that is mended here as well.
 
 The interpreter keeps bfloat16 as bit patterns, multiplies those as if they were integers, and truncates where devices
 round to the nearest. While a kernel runs here, products and conversions of bfloat16 are done as devices do them.
+
+It leaves products to BLAS, whose order of additions depends on the tile's shape: the scores of a forward and of a
+backward kernel would differ, where a device adds along the head in both. Here a product is rounded once.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def running() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    with _language_restored(), _exact_bfloat16(), _exact_float8(), _fused_multiply_add(), _plain_integers():
+    with _language_restored(), _exact_products(), _exact_float8(), _fused_multiply_add(), _plain_integers():
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -99,17 +102,22 @@ def _fused_multiply_add() -> AbstractContextManager:
     return mock.patch.object(InterpreterBuilder, "create_fma", create_fma)
 
 
-def _exact_bfloat16() -> AbstractContextManager:
+def _exact_products() -> AbstractContextManager:
+    import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     dot, truncate = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
 
     def create_dot(self, a, b, d, *rest):
-        return dot(self, widened(a), widened(b), d, *rest)
+        if not {a.dtype.scalar, b.dtype.scalar} <= {tl.float32, tl.float16, tl.bfloat16}:
+            return dot(self, a, b, d, *rest)
+        exact = np.matmul(widened(a), widened(b)) + d.data
+        return TensorHandle(exact.astype(d.data.dtype), d.dtype.scalar)
 
     def widened(handle):
-        return TensorHandle(_from_bits(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+        values = _from_bits(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
+        return values.astype(np.float64)
 
     def create_fp_trunc(self, source, target):
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, Expr, Kind, coordinates, loads, walk
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import AttentionSpec
+
+FILL = 512.0
+"""From here on a constant in a score program is a fill, and not a factor or a bias."""
 
 
 class Axes(enum.Enum):
@@ -53,18 +56,32 @@ def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
         return False
     found = of_score(spec.score, wanted_loads(needs, spec.score))
     wanted = (gradient for target, gradient in found.items() if target is not SCORE or any(needs[:2]))
-    products = (part for gradient in wanted for part in walk(gradient) if part.op == "fmul")
-    return any(_may_be_infinite(arg) for part in products for arg in part.args)
+    return any(_multiplies_by(gradient, math.isinf) for gradient in wanted)
 
 
-def _may_be_infinite(expr: Expr) -> bool:
-    """Whether an infinite constant may be the value, or a part of it that makes it infinite."""
+def magnifies_rounding(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
+    """Whether a gradient that `needs` marks, and that is no sum over keys, is what arrives at a score times a fill, as
+    that of `t` in `where(keep, s, -1e4) * t`. What arrives must then be as exact as in eager mode, where it is 0 in
+    rows with a weight of 1."""
+    targets = [load for load in wanted_loads(needs, spec.score) if summed_over(load) in (Axes.NEITHER, Axes.QUERIES)]
+    found = of_score(spec.score, targets)
+    return any(_multiplies_by(found[load], lambda value: FILL <= abs(value) < math.inf) for load in targets)
+
+
+def _multiplies_by(gradient: Expr, is_such: Callable[[float], bool]) -> bool:
+    """Whether a factor of a product is such a constant, or may be."""
+    products = (part for part in walk(gradient) if part.op == "fmul")
+    return any(_may_be(arg, is_such) for part in products for arg in part.args)
+
+
+def _may_be(expr: Expr, is_such: Callable[[float], bool]) -> bool:
+    """Whether such a constant may be the value, or a part of it that makes it such a number."""
     if expr.is_const:
-        return math.isinf(expr.value)
+        return is_such(expr.value)
     if expr.op == "where":
-        return any(map(_may_be_infinite, expr.args[1:]))
+        return any(_may_be(arg, is_such) for arg in expr.args[1:])
     if expr.op == "div":
-        return _may_be_infinite(expr.args[0])
+        return _may_be(expr.args[0], is_such)
     primitive = PRIMITIVES.get(expr.op)
     passes_on = primitive is not None and primitive.tame and not primitive.bounded
-    return passes_on and any(arg.kind is Kind.FLOAT and _may_be_infinite(arg) for arg in expr.args)
+    return passes_on and any(arg.kind is Kind.FLOAT and _may_be(arg, is_such) for arg in expr.args)

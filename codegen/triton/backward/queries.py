@@ -146,8 +146,9 @@ class Queries(Role):
                 lines.append(f"met = tl.reshape(row_max > {dead_limit(self.spec)}, [ROWS])")
         for n, item in self.captured(Axes.KEYS, Axes.BOTH):
             if f"share_{n}" in corrections:
-                correction = f"missing * share_{n}"
-                lines.append(f"sum_{n} -= {f'tl.where(met, {correction}, 0.0)' if self.spec.mask else correction}")
+                # Rows of NaN, which a program may keep out of its sums, stay out.
+                right = f"{'met & ' if self.spec.mask else ''}(tl.abs(lost) < float('inf'))"
+                lines += [f"lost = missing * share_{n}", f"sum_{n} -= tl.where({right}, lost, 0.0)"]
             if item.axes is Axes.KEYS:
                 lines += self.add(item, f"sum_{n}[:, None]", "rows_ok")
             else:

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.ir import Kind, Normalizer, Operand, integers
-from fusion.ir.expr import ROW_SUM, SCORE, J, const
+from fusion.ir.expr import ROW_SUM, SCORE, I, J, const
 from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
 from fusion.planning.choice import Tile
@@ -203,6 +203,24 @@ def test_keys_beyond_the_last_have_no_gradient_in_rows_of_nan() -> None:
     check(found, shapes=({"B": 1, "H": 1, "Nq": 75, "Nk": 40},))
 
 
+def test_rows_that_are_nan_behind_a_mask_have_no_part_in_a_bias_of_the_row() -> None:
+    """The mask is not the last operation, so that no tile is skipped; row 49 has no key, and its weights are NaN."""
+    c = case("plain", d=16)
+    at = read(BATCH, I, operand=3)
+    later = apply("ilt", I, J)
+    distance = apply("fmul", const(0.05), apply("to_float", apply("add", J, apply("mul", integers.integer(-1), I))))
+    score = apply("fadd", where(later, apply("fadd", c.spec.score, at), const(-math.inf)), distance)
+    bias = Operand(dtype="float32", rank=2, name="bias")
+    spec = replace(c.spec, operands=(*c.spec.operands, bias), score=score, mask=None)
+
+    def eager(s, i, j, bias):
+        return torch.where(i < j, s + bias[:, None, :, None], -math.inf) + 0.05 * (j - i)
+
+    tensors = lambda n: [torch.randn(n["B"], n["Nq"])]
+    program = replace(c.program, operands=(bias,), tensors=tensors, eager=eager)
+    check(replace(c, spec=spec, program=program), shapes=({"B": 2, "H": 1, "Nq": 50, "Nk": 50},))
+
+
 @pytest.mark.parametrize("name", ["sigmoid", "clamp"])
 def test_no_normaliser(name: str) -> None:
     check(case(name, d=16, normalizer=Normalizer.NONE))
@@ -254,3 +272,14 @@ def test_gradients_that_are_nan_where_a_mask_hides_keys_are_left_to_the_referenc
     spec = replace(case("temperature", d=16).spec, score=score, mask=understand(score))
     assert "the mask hides" in (unsupported_gradient(spec, (True, True, True, True)) or "")
     assert unsupported_gradient(spec, (True, True, True, False)) is None
+
+
+def test_gradients_that_multiply_a_fill_are_left_to_the_reference() -> None:
+    """Where one weight is 1, eager's gradient of the score is 0, and a kernel's has the rounding of the outputs. Sums
+    over keys have a correction for it."""
+    masked = where(CAUSAL, SCORE, const(-1e4))
+    dense, per_head = (replace(case("temperature", d=16).spec, score=apply("fmul", masked, read(*at))) for at in
+                       ((I, J), (HEAD,)))  # fmt: skip
+    assert "a fill" in (unsupported_gradient(dense, (True, True, True, True)) or "")
+    assert unsupported_gradient(dense, (True, True, True, False)) is None
+    assert unsupported_gradient(per_head, (True, True, True, True)) is None
