@@ -112,12 +112,12 @@ def _exact_products() -> AbstractContextManager:
     def create_dot(self, a, b, d, *rest):
         if not {a.dtype.scalar, b.dtype.scalar} <= {tl.float32, tl.float16, tl.bfloat16}:
             return dot(self, a, b, d, *rest)
-        exact = np.matmul(widened(a), widened(b)) + d.data
-        return TensorHandle(exact.astype(d.data.dtype), d.dtype.scalar)
+        exact = dot(self, *map(widened, (a, b, d)), *rest)
+        return TensorHandle(exact.data.astype(d.data.dtype), d.dtype.scalar)
 
     def widened(handle):
         values = _from_bits(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
-        return values.astype(np.float64)
+        return TensorHandle(values.astype(np.float64), tl.float64)
 
     def create_fp_trunc(self, source, target):
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:

@@ -393,10 +393,17 @@ def assert_gradients_as_exact_as_eager(
     got: Sequence[torch.Tensor], c: Case, operands: list[torch.Tensor], grad: torch.Tensor, needs: Sequence[bool]
 ) -> None:
     """The house rule for the gradients of the operands that `needs` marks."""
+    found = beside_eager(got, c, operands, grad, needs)
+    numerics.assert_as_exact_as_eager(*found, getattr(torch, c.spec.dtype), name="gradient", check_dtype=False)
+
+
+def beside_eager(
+    got: Sequence[torch.Tensor], c: Case, operands: list[torch.Tensor], grad: torch.Tensor, needs: Sequence[bool]
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """The gradients of the operands that `needs` marks, eager's, and those in float64, by the operands' names."""
     theirs, exact = (eager_gradients(c, operands, grad, needs, dtype) for dtype in (None, torch.float64))
     names = [operand.name for operand, needed in zip(c.spec.operands, needs, strict=True) if needed]
-    found = (dict(zip(names, gradients, strict=True)) for gradients in (got, theirs, exact))
-    numerics.assert_as_exact_as_eager(*found, getattr(torch, c.spec.dtype), name="gradient", check_dtype=False)
+    return tuple(dict(zip(names, gradients, strict=True)) for gradients in (got, theirs, exact))
 
 
 def assert_trains_as_exact_as_eager(run: TrainingKernel, c: Case, extents: Sizes) -> None:
