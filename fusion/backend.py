@@ -24,8 +24,8 @@ from fusion.ir import AttentionSpec
 from fusion.ir.request import Approximation, Request
 from fusion.lowering import further_gradients
 from fusion.options import Options
-from fusion.passes import checkpointing, graph_excerpt, nodes, transforms
-from fusion.passes.find import Site, find_sites, may_hold_attention
+from fusion.passes import checkpointing, graph_excerpt, late_division, nodes, transforms
+from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
@@ -151,7 +151,7 @@ def _passes(
     inside.notes += transformed.notes
     graph = normalize(module, example_inputs, bodies)
     dump.stage("normalized", graph)
-    sites = find_sites(graph.graph, functools.partial(kernels.reads, request=_request(options)))
+    sites, moved = late_division.find(graph.graph, functools.partial(kernels.reads, request=_request(options)))
     drawn = [graph_excerpt.before(site) for site in sites]
     dump.sites(sites)
     verdicts: dict[int, Verdict] = {}
@@ -165,6 +165,7 @@ def _passes(
         functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
         functools.partial(_keeps_mask, options) if options.block_mask is None else None,
     )
+    late_division.undo_unused(graph, moved)
     _check_block_mask(sites, options)
     dump.stage("rewritten", graph)
     report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)

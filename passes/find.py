@@ -319,13 +319,13 @@ def _roles(anchor: Node, index: Index, met: Upstream) -> tuple[Expr | None, Expr
         bare = [e for e in own if e.op == "coord" and e is not J and e.name not in other]
         return bare[-1] if bare else None
 
-    weights_left = _weights_are_left(parts, met)
+    weights_left = weights_are_left(parts, met)
     own, other = (parts.left_index, right) if weights_left else (parts.right_index, left)
     theirs, ours = (parts.right_index, left) if weights_left else (parts.left_index, right)
     return last(own, other), last(theirs, ours)
 
 
-def _weights_are_left(parts: Factors, met: Upstream) -> bool:
+def weights_are_left(parts: Factors, met: Upstream) -> bool:
     """Which operand is the normalised one. Weights on the right are rare (v^T @ w^T)."""
     return bool(met[parts.left] & NORMALISED) or not met[parts.right] & NORMALISED
 
@@ -336,7 +336,7 @@ def _pull_back(
     """The attentions of a product with V; None where what follows the product does not scale its rows."""
     parts = factors(anchor, index, J)
     weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
-    if not _weights_are_left(parts, met):
+    if not weights_are_left(parts, met):
         weights, at, other, other_at = other, other_at, weights, at
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent, anchor)
     weight = pullback.value(weights, at)

@@ -189,27 +189,28 @@ class _Walk:
     def _order(self, node: Node, index: Index, rest: set[str]) -> tuple[str, ...] | None:
         """The coordinates of a node's elements from the slowest to the fastest: each of b.. and `rest` once, so that
         every element has one place; else None."""
-        found: list[str] = []
-        for entry, extent in zip(index, shape(node), strict=True):
-            names = _mixed_radix(entry, extent, self.pullback.bounds)
-            if names is None:
-                return None
-            found += names
-        return tuple(found) if sorted(found) == sorted(self.batch | rest) else None
+        found = order_of(index, shape(node), self.pullback.bounds)
+        return found if found is not None and sorted(found) == sorted(self.batch | rest) else None
 
 
-def _mixed_radix(entry: Expr, extent: Expr, bounds: integers.Bounds) -> tuple[str, ...] | None:
-    """The coordinates c1, c2, .. of an index (c1 * n2 + c2) * n3 + .. that takes every value below `extent` once."""
-    names = sorted(coordinates(entry))
-    for order in itertools.permutations(names):
-        flat: Expr = integers.integer(0)
-        size: Expr = integers.integer(1)
-        for name in order:
-            own = bounds.get(coord(name), integers.integer(0))
-            flat, size = integers.add(integers.mul(flat, own), coord(name)), integers.mul(size, own)
-        if flat is entry and size is extent:
+def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
+    """The coordinates c1, c2, .. of which the element `index` of a tensor is number (c1 * n2 + c2) * n3 + .., if that
+    takes every element once."""
+    number, count = _flat(index, extents)
+    for order in itertools.permutations(sorted(coordinates(number))):
+        own = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
+        if _flat(tuple(map(coord, order)), own) == (number, count):
             return order
     return None
+
+
+def _flat(index: Index, extents: Index) -> tuple[Expr, Expr]:
+    """The number of an element in row-major order, and how many there are."""
+    number: Expr = integers.integer(0)
+    count: Expr = integers.integer(1)
+    for entry, extent in zip(index, extents, strict=True):
+        number, count = integers.add(integers.mul(number, extent), entry), integers.mul(count, extent)
+    return number, count
 
 
 def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) -> Index | None:

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map
 
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results, original_of
+from fusion.passes import late_division
 from fusion.passes.cut_out import CutOut, cut_out
-from fusion.passes.find import Site, find_sites, may_hold_attention
+from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.report import site_script
 
@@ -188,11 +189,12 @@ class _Watched(Interpreter):
     """Runs a normalized graph as it is. At the end of every attention, what it reads is handed on to be compared."""
 
     def __init__(self, record: _Record, module: GraphModule):
+        sites, _ = late_division.find(module.graph)
         super().__init__(module)
         self.record = record
         self.held: dict[Node, Any] = {}
         self.ends: dict[Node, tuple[Verified, CutOut]] = {}
-        for site in find_sites(module.graph):
+        for site in sites:
             found = record.met(site)
             cut = None if site.refusal is not None else cut_out(site)
             if cut is None:

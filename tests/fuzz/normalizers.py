@@ -41,6 +41,7 @@ def normalize(w: Writer, v: str, kept: list[str]) -> str:
         _sink(w)
     elif kind == "normaliser: gate":
         w.say(f"p = {w.pick(*GATES)}")
+        _renormalized(w)
     elif kind == "normaliser: scaled":
         c = w.argument("c", f"torch.tensor({w.pick('1.5', '0.5', '3.0')}).to(dtype)")
         w.say(f"p = ((s - s.amax(-1, keepdim=True)) * {c}).softmax(-1)")
@@ -87,6 +88,16 @@ def _after(w: Writer, kept: list[str]) -> None:
         ways += [f"p = p * {keep}", f"p = p.masked_fill(~{keep}, 0.0)", f"p = torch.where({keep}, p, 0.0)",
                  f"p = p.masked_fill(~{keep}.any(-1, keepdim=True), 0.0)"]  # fmt: skip
     w.say(w.pick(*ways))
+    _renormalized(w)
+
+
+def _renormalized(w: Writer) -> None:
+    """Divide weights by what is left of them, at times."""
+    if w.chance(0.3):
+        w.note("renormalised")
+        w.say(w.pick("p = p / (p.sum(-1, keepdim=True) + 1e-9)", "p = p / p.sum(-1, keepdim=True).clamp(min=1e-6)",
+                     "p = p * (1 / (p.sum(dim=-1, keepdim=True) + 1e-6))", "p /= p.sum(-1, True) + 1e-13",
+                     "p = p / p.sum(-1)[..., None]"))  # fmt: skip
 
 
 def _with_values(w: Writer, p: str, v: str) -> str:

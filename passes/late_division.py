@@ -1,0 +1,253 @@
+"""Weights that are divided by a sum of their own: divided behind the product with V.
+
+`w = softmax(s) * m; (w / (w.sum(-1, keepdim=True) + 1e-13)) @ v` makes what a mask leaves of a softmax add up to 1
+again. That is no softmax; but what a row is divided by is the same for all of its keys, so that `(w / g) @ v` is
+`(w @ v) / g`: an attention that also writes the sum (`fusion.passes.further`). Products are written so where that makes
+an attention of them, and nowhere else.
+
+Both round alike. They differ where numbers leave their range: the product before the division is as large as the sum.
+In float32 and bfloat16, whose largest number is the same, weights that grow with the score at most as fast as the score
+itself reach that only with scores beyond 1e30; others, and float16, stay as they are. A row whose weights are all 0 is
+0 / 0 on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, J, Kind, coord
+from fusion.ir.integers import Bounds
+from fusion.ir.primitives import ROUNDED, is_bounded
+from fusion.ir.spec import Normalizer
+from fusion.passes import marks, nodes
+from fusion.passes.building import Symbols, derived
+from fusion.passes.contractions import factors, is_contraction
+from fusion.passes.find import Site, find_sites, weights_are_left
+from fusion.passes.further import order_of
+from fusion.passes.nodes import Unsupported, packet, shape
+from fusion.passes.over_keys import depends_on_product
+from fusion.passes.recognize import Core
+from fusion.passes.upstream import Met, Upstream, is_statistic
+from fusion.passes.views import Index, broadcast_index, source
+from fusion.refusals import Ground
+
+aten = torch.ops.aten
+_GROUNDS = (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
+_SCALINGS = (aten.dropout, aten.native_dropout, aten.to, aten._to_copy)
+"""Operations that a factor of a row passes through, beside products and views."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A division that stands behind a product now.
+
+    product: that with V.
+    quotient: what takes its place.
+    user: the node that had read the quotient of the weights, and reads `weights`.
+    sunk: nodes that stand behind the product now, in order.
+    division: the target, arguments, keyword arguments and annotations of the quotient of the weights.
+    """
+
+    product: Node
+    quotient: Node
+    user: Node
+    weights: Node
+    sunk: tuple[Node, ...]
+    division: tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]
+
+    def undo(self) -> None:
+        """Make the graph what it was."""
+        graph, (target, args, kwargs, meta) = self.product.graph, self.division
+        for node in self.sunk:
+            self.user.prepend(node)
+        with graph.inserting_before(self.user):
+            divided = graph.call_function(target, args, kwargs)
+        divided.meta = meta
+        self.user.replace_input_with(self.weights, divided)
+        self.quotient.replace_all_uses_with(self.product)
+        graph.erase_node(self.quotient)
+
+
+def find(
+    graph: Graph, reads: Callable[[torch.dtype, torch.device], bool] = lambda dtype, device: True
+) -> tuple[list[Site], list[Moved]]:
+    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these."""
+    sites = find_sites(graph, reads)
+    refused = [site.anchor for site in sites if site.refusal is not None and site.refusal.kind in _GROUNDS]
+    if not refused:
+        return sites, []
+    met = Upstream(graph)
+    moved = [found for product in refused if (found := _moved(product, met)) is not None]
+    if not moved:
+        return sites, []
+    again = {site.anchor: site for site in find_sites(graph, reads)}
+    needless = [found for found in moved if not _is_attention(again.get(found.product))]
+    for found in needless:
+        found.undo()
+    return (
+        find_sites(graph, reads) if needless else list(again.values()),
+        [found for found in moved if found not in needless],
+    )
+
+
+def undo_unused(module: GraphModule, moved: list[Moved]) -> None:
+    """Move divisions back of which the product stayed in the graph after all."""
+    left = {*module.graph.nodes}
+    back = [found for found in moved if found.product in left]
+    for found in back:
+        found.undo()
+    if back:
+        module.graph.eliminate_dead_code(nodes.impurity())
+        module.recompile()
+
+
+def _is_attention(site: Site | None) -> bool:
+    return site is not None and site.refusal is None and all(_is_moderate(found.core) for found in site.attentions)
+
+
+def _is_moderate(core: Core) -> bool:
+    """Whether weights grow at most as fast as scores."""
+    return core.normalizer is not Normalizer.NONE or _grows_slowly(core.score)
+
+
+def _grows_slowly(value: Expr) -> bool:
+    made = [arg for arg in value.args if arg.kind is Kind.FLOAT and depends_on_product(arg)]
+    if value.op == "dot" or is_bounded(value.op) or not made:
+        return True
+    if value.op in ("fmul", "div"):
+        made = [arg for arg in made if not is_bounded(arg.op)]
+        if len(made) > 1 or (value.op == "div" and depends_on_product(value.args[1])):
+            return False
+    elif value.op not in _SLOW:
+        return False
+    return all(map(_grows_slowly, made))
+
+
+_SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", *ROUNDED.values()}
+
+
+def _moved(product: Node, met: Upstream) -> Moved | None:
+    """Move the division of a product's weights behind it; None where there is none, or it cannot be."""
+    if not is_contraction(product) or nodes.dtype(product) is torch.float16:
+        return None
+    try:
+        found = _division(product, met)
+        if found is None:
+            return None
+        places = _places(product, found)
+    except Unsupported:  # a product, a view or sizes that are not understood
+        return None
+    division, weights, factor, user = found.node, found.weights, found.factor, found.user
+    if places is None or any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
+        return None
+    record = (division.target, division.args, division.kwargs, division.meta)
+    graph = product.graph
+    user.replace_input_with(division, weights)
+    sunk = _sink(found, product, met)
+    with graph.inserting_before(product.next if not sunk else sunk[-1].next):
+        rows = _in_rows_of(product, factor, places)
+        quotient = derived(graph, product, division.target, (product, rows))
+        if nodes.dtype(quotient) != nodes.dtype(product):
+            quotient = derived(graph, product, aten.to.dtype, (quotient, nodes.dtype(product)))
+    marks.requires_grad.set(quotient, marks.requires_grad(product))
+    product.replace_all_uses_with(quotient, delete_user_cb=lambda later: later > quotient)
+    return Moved(product=product, quotient=quotient, user=user, weights=weights, sunk=sunk, division=record)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Division:
+    """weights / factor, or weights * factor, on the way up from a product, whose element at an index it needs.
+
+    user: the node on the way that reads it.
+    index: of the element of the factor, in coordinates of the product's result and the key.
+    bounds: their extents.
+    """
+
+    node: Node
+    weights: Node
+    factor: Node
+    user: Node
+    index: Index
+    bounds: Bounds
+
+
+def _division(product: Node, met: Upstream) -> _Division | None:
+    """The first one above the weights of a product, if nothing else reads what stands between."""
+    extents = shape(product)
+    atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
+    parts = factors(product, atoms, J)
+    left = weights_are_left(parts, met)
+    here, index = (parts.left, parts.left_index) if left else (parts.right, parts.right_index)
+    bounds, user = dict(zip(atoms, extents, strict=True)) | {J: parts.extent}, product
+    while here.op == "call_function":
+        if packet(here) in (aten.mul, aten.div) and len(here.args) == 2 and not here.kwargs:
+            pairs = [here.args, here.args[::-1]][: 2 if packet(here) is aten.mul else 1]
+            for weights, factor in pairs:
+                if _is_of_row(factor, met) and nodes.is_tensor(weights) and shape(weights) == shape(here):
+                    at = broadcast_index(shape(here), shape(factor), index)
+                    return _Division(node=here, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
+            made = [x for x, _ in pairs if nodes.is_tensor(x) and Met.PRODUCT in met[x] and shape(x) == shape(here)]
+            origin = made[0] if len(made) == 1 else None
+        elif packet(here) in _SCALINGS:
+            origin = here.args[0]
+        elif (moved := source(here, index, bounds)) is not None:
+            origin, index = moved
+        else:
+            return None
+        if not isinstance(origin, Node) or len(here.users) > 1 or marks.mutations(here):
+            return None
+        here, user = origin, here
+    return None
+
+
+def _is_of_row(factor: Any, met: Upstream) -> bool:
+    return nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
+
+
+def _places(product: Node, found: _Division) -> tuple[int, ...] | None:
+    """Which dimension of the product each dimension that a factor is made of belongs to; None where it depends on
+    the key."""
+    names = order_of(found.index, shape(found.factor), found.bounds)
+    return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
+
+
+def _sink(found: _Division, product: Node, met: Upstream) -> tuple[Node, ...]:
+    """Put what only a division makes of a statistic behind the product: the call that writes the statistic must stand
+    before all that reads it, and behind V."""
+    if found.node.users:
+        return ()
+    chain, todo = {found.node}, [found.factor]
+    while todo:
+        here = todo.pop()
+        made = Met.STATISTIC in met[here] and not is_statistic(here) and not marks.stop_gradient(here)
+        if made and chain.issuperset(here.users) and not any(map(marks.mutations, (here, *here.all_input_nodes))):
+            chain.add(here)
+            todo += here.all_input_nodes
+    product.append(found.node)
+    sunk = sorted(chain - {found.node})
+    for node in sunk:
+        found.node.prepend(node)
+    return tuple(sunk)
+
+
+def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
+    """The factor as a tensor that is broadcast along the product's columns, at the graph's insertion point."""
+    graph, extents = product.graph, shape(product)
+    symbols, one = Symbols(graph), integers.integer(1)
+
+    def reshaped(node: Node, sizes: list[Expr]) -> Node:
+        if list(shape(node)) == sizes:
+            return node
+        return derived(graph, factor, aten.reshape.default, (node, [symbols.value(size) for size in sizes]))
+
+    rows = reshaped(factor, [extents[place] for place in places])
+    if list(places) != sorted(places):
+        order = [places.index(place) for place in sorted(places)]
+        rows = derived(graph, factor, aten.permute.default, (rows, order))
+    return reshaped(rows, [extent if place in places else one for place, extent in enumerate(extents)])
