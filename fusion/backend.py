@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.request import Approximation, Request
 from fusion.lowering import further_gradients
 from fusion.options import Options
-from fusion.passes import checkpointing, graph_excerpt, late_division, nodes, transforms
+from fusion.passes import cascades, checkpointing, graph_excerpt, nodes, transforms
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.rewrite import Pays, rewrite
@@ -149,9 +149,29 @@ def _passes(
     bodies, inside = _fuse_checkpointed(module, options)
     inside.sites += transformed.sites
     inside.notes += transformed.notes
+    but = set[str]()
+    while True:
+        graph, report, failed = _rewritten(module, example_inputs, bodies, options, dump, but)
+        if failed <= but:
+            return graph, report, inside
+        but |= failed
+
+
+def _rewritten(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    bodies: Mapping[str, GraphModule],
+    options: Options,
+    dump: Dump,
+    but: Set[str],
+) -> tuple[GraphModule, Report, set[str]]:
+    """(the rewritten graph, the report of its attentions, the products for which it was changed in vain). but: those
+    for which it is not to be changed."""
     graph = normalize(module, example_inputs, bodies)
     dump.stage("normalized", graph)
-    sites, moved = late_division.find(graph.graph, functools.partial(kernels.reads, request=_request(options)))
+    reads = functools.partial(kernels.reads, request=_request(options))
+    wanted = "never" if options.block_mask is not None else options.cascades
+    sites, changes = cascades.find(graph.graph, reads, wanted, but)
     drawn = [graph_excerpt.before(site) for site in sites]
     dump.sites(sites)
     verdicts: dict[int, Verdict] = {}
@@ -165,13 +185,14 @@ def _passes(
         functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
         functools.partial(_keeps_mask, options) if options.block_mask is None else None,
     )
-    late_division.undo_unused(graph, moved)
+    if failed := cascades.failed(graph.graph, changes):
+        return graph, Report(), failed
     _check_block_mask(sites, options)
     dump.stage("rewritten", graph)
     report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     for site, told in zip(sites, report.sites, strict=True):
         told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
-    return graph, report, inside
+    return graph, report, set()
 
 
 def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str]:

@@ -12,6 +12,7 @@ from fusion.errors import OptionError
 Inner = Literal["inductor", "aot_eager", "eager"]
 TileMaps = Literal["auto", "always", "never"]
 Transforms = Literal["auto", "always", "never"]
+Cascades = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
 
@@ -29,6 +30,9 @@ class Options:
         next to nothing by the cost model, "always", or "never".
     transforms: whether attention inside of `torch.func.jvp`, `grad` and their kin is fused: "auto" where kernels
         compute what is asked for, or where the table of scores that is not made is large; "always", or "never".
+    cascades: whether scores or weights that are made of whole rows or columns of scores (a softmax of a softmax, say)
+        are fused, by one more product of Q and K for each reduction: "auto" where that pays (docs/cascades.md),
+        "always", or "never".
     block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
         that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
         and heads). None for no such mask. An attention that cannot have it is an error.
@@ -47,6 +51,7 @@ class Options:
     emitter: str = "auto"
     tile_maps: TileMaps = "auto"
     transforms: Transforms = "auto"
+    cascades: Cascades = "auto"
     block_mask: Any = None
     autotune: bool = False
     strict: bool = False

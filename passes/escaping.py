@@ -32,6 +32,7 @@ def refuse_escaping(
     anew: specifies a site anew, with what was ever needed of its weights as further outputs; None where none are to be.
     """
     impure, met = impurity(), collections.defaultdict[int, dict[Node, None]](dict)
+    tried: dict[int, set[Node]] = {}
     kept = [node for node in graph.nodes if node.op == "output" or impure(node)]
     while True:
         needs = _needs(sites, specified)
@@ -39,24 +40,34 @@ def refuse_escaping(
         escaped = {n: found for n in specified if (found := _escaping(sites[n], live, needs))}
         if not escaped:
             return
-        for number, nodes_ in escaped.items():
-            before = len(met[number])
+        for number, nodes_ in escaped.items() if anew is not None else ():
+            users = _outside(sites[number], nodes_, live, needs)
+            if met[number].keys() >= {*nodes_} and tried[number] == users:
+                continue
             met[number] |= dict.fromkeys(nodes_)
-            if anew is not None and len(met[number]) > before:
-                plain = _needs(sites, specified, number)
-                part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
-                if part is not None:
-                    specified[number] = [part]
-                    break  # what it writes may be what others need
-            _refuse_escaped(sites[number], nodes_, live, needs)
-            del specified[number]
+            tried[number] = users
+            plain = _needs(sites, specified, number)
+            part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
+            if part is not None:
+                specified[number] = [part]
+                break  # what it writes may be what others need
+        else:
+            for number, nodes_ in escaped.items():
+                _refuse_escaped(sites[number], nodes_, live, needs)
+                del specified[number]
 
 
 def _needs(
     sites: Sequence[Site], specified: Mapping[int, list[Specified]], plain: int | None = None
 ) -> dict[Node, list[Node]]:
-    """What the nodes are made of that calls make. plain: the number of a site whose call makes its output alone."""
+    """What the nodes are made of that calls make. plain: the number of a site whose call is to make its output alone;
+    all others' are then to make what they are there for."""
     made = {n: [sites[n].root] if n == plain else _made(sites[n], parts) for n, parts in specified.items()}
+    if plain is not None:
+        number_of = {sites[n].anchor: n for n in specified if n != plain}
+        for node in sites[plain].anchor.graph.nodes:
+            if (number := number_of.get(marks.statistic_of(node))) is not None:
+                made[number].append(node)
     return {node: _inputs(specified[n]) for n, found in made.items() for node in found}
 
 
@@ -75,6 +86,12 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     where = nodes.source_line(user) if user is not None else None
     use = _describe_use(node, user) + (f", at {where}" if where else "")
     site.refusal = Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})")
+
+
+def _outside(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> set[Node]:
+    """The users of escaping nodes that are outside of the region."""
+    scores = downstream_of_products(site, site.interior())
+    return {user for node in escaping for user in node.users if _is_outside(user, live, scores, needs)}
 
 
 def _is_outside(user: Node, live: set[Node], scores: set[Node], needs: Mapping[Node, list[Node]]) -> bool:

@@ -70,6 +70,11 @@ class Use:
 _written = ContextVar("_written", default=True)
 
 
+def are_written() -> bool:
+    """Whether attentions may write further outputs."""
+    return _written.get()
+
+
 @contextlib.contextmanager
 def none_written() -> Iterator[None]:
     """While this lasts, attentions whose weights are used elsewhere stay as they are: for kernels that return one
@@ -132,13 +137,7 @@ class _Walk:
             use = self._reduced(user, node, index)
             return None if use is None else [use]
         moved = _index_after(user, node, index, self.pullback.bounds)
-        if moved is None:
-            return None
-        if packet(user) is not aten.detach:  # of scores it is no weight, and yet may be reduced to a statistic
-            value = self._value(user, moved)
-            if value is None or WEIGHT not in walk(value):
-                return None
-        return self.ends(user, moved)
+        return None if moved is None else self.ends(user, moved)
 
     def _value(self, node: Node, index: Index) -> Expr | None:
         """The element in terms of its weight and row."""

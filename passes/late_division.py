@@ -13,12 +13,12 @@ itself reach that only with scores beyond 1e30; others, and float16, stay as the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coord
@@ -51,7 +51,7 @@ class Moved:
     quotient: what takes its place.
     user: the node that had read the quotient of the weights, and reads `weights`.
     sunk: nodes that stand behind the product now, in order.
-    division: the target, arguments, keyword arguments and annotations of the quotient of the weights.
+    division: the quotient of the weights.
     """
 
     product: Node
@@ -59,31 +59,39 @@ class Moved:
     user: Node
     weights: Node
     sunk: tuple[Node, ...]
-    division: tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]
+    division: Node
+
+    @property
+    def serves(self) -> list[Node]:
+        """The product, as of other changes."""
+        return [self.product]
 
     def undo(self) -> None:
         """Make the graph what it was."""
-        graph, (target, args, kwargs, meta) = self.product.graph, self.division
         for node in self.sunk:
             self.user.prepend(node)
-        with graph.inserting_before(self.user):
-            divided = graph.call_function(target, args, kwargs)
-        divided.meta = meta
-        self.user.replace_input_with(self.weights, divided)
+        if self.division > self.user:
+            self.user.prepend(self.division)
+        self.user.replace_input_with(self.weights, self.division)
         self.quotient.replace_all_uses_with(self.product)
-        graph.erase_node(self.quotient)
+        self.product.graph.erase_node(self.quotient)
 
 
-def find(
-    graph: Graph, reads: Callable[[torch.dtype, torch.device], bool] = lambda dtype, device: True
-) -> tuple[list[Site], list[Moved]]:
-    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these."""
+Reads = Callable[[torch.dtype, torch.device], bool]
+ANY: Reads = lambda dtype, device: True
+
+
+def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple[list[Site], list[Moved]]:
+    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these.
+
+    but: names of products for which nothing is moved.
+    """
     sites = find_sites(graph, reads)
     refused = [site.anchor for site in sites if site.refusal is not None and site.refusal.kind in _GROUNDS]
     if not refused:
         return sites, []
     met = Upstream(graph)
-    moved = [found for product in refused if (found := _moved(product, met)) is not None]
+    moved = [found for p in refused if p.name not in but and (found := _moved(p, met)) is not None]
     if not moved:
         return sites, []
     again = {site.anchor: site for site in find_sites(graph, reads)}
@@ -94,17 +102,6 @@ def find(
         find_sites(graph, reads) if needless else list(again.values()),
         [found for found in moved if found not in needless],
     )
-
-
-def undo_unused(module: GraphModule, moved: list[Moved]) -> None:
-    """Move divisions back of which the product stayed in the graph after all."""
-    left = {*module.graph.nodes}
-    back = [found for found in moved if found.product in left]
-    for found in back:
-        found.undo()
-    if back:
-        module.graph.eliminate_dead_code(nodes.impurity())
-        module.recompile()
 
 
 def _is_attention(site: Site | None) -> bool:
@@ -146,7 +143,6 @@ def _moved(product: Node, met: Upstream) -> Moved | None:
     division, weights, factor, user = found.node, found.weights, found.factor, found.user
     if places is None or any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
         return None
-    record = (division.target, division.args, division.kwargs, division.meta)
     graph = product.graph
     user.replace_input_with(division, weights)
     sunk = _sink(found, product, met)
@@ -157,7 +153,7 @@ def _moved(product: Node, met: Upstream) -> Moved | None:
             quotient = derived(graph, product, aten.to.dtype, (quotient, nodes.dtype(product)))
     marks.requires_grad.set(quotient, marks.requires_grad(product))
     product.replace_all_uses_with(quotient, delete_user_cb=lambda later: later > quotient)
-    return Moved(product=product, quotient=quotient, user=user, weights=weights, sunk=sunk, division=record)
+    return Moved(product=product, quotient=quotient, user=user, weights=weights, sunk=sunk, division=division)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

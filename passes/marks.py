@@ -47,6 +47,9 @@ mutations = Mark[tuple[Node, ...]]("mutations", ())
 attention_root = Mark[bool]("attention_root", False)
 """Whether a fused attention will take this node's place."""
 
+statistic_of = Mark[Node | None]("statistic_of", None)
+"""The product with V whose attention writes the node as a further output: to others it is a tensor."""
+
 stored = Mark[bool]("stored", False)
 """Whether attentions may read the tensor in its narrow dtype."""
 

@@ -135,7 +135,7 @@ class PullBack:
         if (moved := self.step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        if marks.mutations(here) or marks.attention_root(here):
+        if marks.mutations(here) or self._is_given(here):
             result = None
         elif marks.stop_gradient(here):
             result = self._without_gradient(here, index)
@@ -165,11 +165,15 @@ class PullBack:
     def step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
         """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
         result of another attention: that is what the graph will hold, not the product before it."""
-        if marks.attention_root(here):
+        if self._is_given(here):
             return None
         if marks.mutations(here) and may_copy(here):
             return None
         return source(here, index, bounds)
+
+    def _is_given(self, here: Node) -> bool:
+        """Whether another attention computes a node."""
+        return marks.attention_root(here) or marks.statistic_of(here) not in (None, self.anchor)
 
     def load(self, here: Node, index: Index) -> Expr:
         """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""

@@ -59,9 +59,19 @@ def in_terms_of(value: Expr, core: Core) -> Expr | None:
         elif is_maximum(part, columns, "logsumexp"):
             infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
             known[part] = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
+        elif _is_sum_below_maximum(part, columns):
+            known[part] = ROW_SUM
     found = _replace(value, known)
     beyond = ("row_max", "row_sum") if core.normalizer is Normalizer.NONE else ()
     return None if has(found, "dot", "softmax", "scaled_softmax", "reduce", *beyond) else found
+
+
+def _is_sum_below_maximum(value: Expr, columns: tuple[Expr, ...]) -> bool:
+    """Whether a value is the sum of exp(x - m), m the maximum of the columns x."""
+    if value.op != "reduce" or value.attr != "sum" or len(value.args) != len(columns):
+        return False
+    exponents = [arg.args[0] for arg in value.args if arg.op == "exp" and arg.args[0].op == "fsub"]
+    return tuple(e.args[0] for e in exponents) == columns and all(is_maximum(e.args[1], columns) for e in exponents)
 
 
 # --- hand-written softmax ---------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def rewrite(
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
-        results[sites[number].root] = _replace(module.graph, sites[number], parts, symbols, emitter, results)
+        results |= _replace(module.graph, sites[number], parts, symbols, emitter, results)
     module.graph.eliminate_dead_code(impurity())
     drop_seeds(module.graph)
     module.graph.lint()
@@ -238,8 +238,9 @@ def _refuse_reordered_reads(site: Site) -> None:
 
 def _replace(
     graph: Graph, site: Site, parts: Sequence[Specified], symbols: Symbols, emitter: str, results: dict[Node, Node]
-) -> Node:
-    """Put the calls in the place of a site's root. `results`: what stands in the place of roots before it."""
+) -> dict[Node, Node]:
+    """Put the calls in the place of a site's root, and say what stands in whose place. `results`: that of sites
+    before."""
     root = site.root
     with graph.inserting_before(site.place or root):
         terms, further = [], dict[Node, Node]()
@@ -259,7 +260,7 @@ def _replace(
         node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: written < user)
     root.replace_all_uses_with(result)
     graph.erase_node(root)
-    return result
+    return further | {root: result}
 
 
 def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node]) -> Node:

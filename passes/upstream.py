@@ -20,7 +20,7 @@ from fusion.passes.sdpa import is_sdpa
 from fusion.passes.views import source
 
 aten = torch.ops.aten
-_SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
+SOFTMAXES = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
 _GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gelu, aten.elu, aten.square, aten.sin,
           aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
 _SUMS = {aten.sum, aten.linalg_vector_norm, aten.logsumexp, aten.special_logsumexp}
@@ -81,8 +81,8 @@ class Upstream:
         met = self.inputs(node)
         if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
             met = met | Met.PRODUCT if looks_like_attention(met) else Met.PRODUCT
-        if kind in _SOFTMAX | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
-            met |= Met.SOFTMAX if kind in _SOFTMAX else Met.EXP
+        if kind in SOFTMAXES | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
+            met |= Met.SOFTMAX if kind in SOFTMAXES else Met.EXP
         if is_statistic(node):
             met |= Met.STATISTIC | (Met.SUM if kind in _SUMS else _NOTHING)
         return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met

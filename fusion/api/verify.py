@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results, original_of
-from fusion.passes import late_division
+from fusion.passes import cascades
 from fusion.passes.cut_out import CutOut, cut_out
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
@@ -189,7 +189,7 @@ class _Watched(Interpreter):
     """Runs a normalized graph as it is. At the end of every attention, what it reads is handed on to be compared."""
 
     def __init__(self, record: _Record, module: GraphModule):
-        sites, _ = late_division.find(module.graph)
+        sites, _ = cascades.find(module.graph)
         super().__init__(module)
         self.record = record
         self.held: dict[Node, Any] = {}

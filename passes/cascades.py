@@ -1,0 +1,289 @@
+"""Cascades: scores or weights that are made of a whole row or column of scores, by one attention for each reduction.
+
+A softmax of a softmax, weights normalised over the queries, scores less the largest of all: there a weight is no
+function of its own score alone. Such a reduction becomes an attention by itself, with a column of ones in the place of
+V, that multiplies Q and K once more and writes what the reduction gives: one number for each row. For what is made of
+it that is a tensor like any other, so that memory is linear in the length.
+
+    sum, mean          of x: x @ 1
+    amax, logsumexp    of x: a further output of softmax(x) @ 1
+    softmax            of x: exp(x - m) / z, with m the maximum and z the sum of exp(x - m), both further outputs
+
+Done where that makes an attention of what was none, where no gradient is asked for, and where a product of Q and K
+costs less than the sweeps over a table of scores that other compilers make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.passes import late_division, marks, nodes
+from fusion.passes.building import Symbols, derived
+from fusion.passes.contractions import is_contraction
+from fusion.passes.find import Site, find_sites
+from fusion.passes.further import are_written
+from fusion.passes.late_division import Moved, Reads
+from fusion.passes.nodes import Unsupported, arguments, evaluate_size, packet, shape
+from fusion.passes.upstream import SOFTMAXES, Met, Upstream
+from fusion.refusals import Ground
+
+aten = torch.ops.aten
+_GROUNDS = (
+    Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER, Ground.NOT_POINTWISE, Ground.WEIGHTS_ADDED, Ground.NOT_LINEAR,
+)  # fmt: skip
+MOST = 6
+"""Reductions above one product: each costs a product of Q and K."""
+SCORES = 2**25
+"""Bytes of scores from which on that pays (`benchmarks/cascades.py`): they leave the caches."""
+SCORES_OF_A_COLUMN = 2**30
+"""Those where a softmax over the queries is all: of that other compilers make two sweeps, which are faster than a
+second product. From here on it is for the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A reduction that an attention of its own computes.
+
+    node: the reduction.
+    value: what takes its place; the node itself where that is marked as a further output.
+    product: with the ones.
+    made: what was put into the graph, in order.
+    serves: the products with V that it was cut for.
+    """
+
+    node: Node
+    value: Node
+    product: Node
+    made: list[Node]
+    serves: list[Node] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Make the graph what it was."""
+        if self.value is self.node:
+            marks.statistic_of.drop(self.node)
+        else:
+            self.value.replace_all_uses_with(self.node)
+        for node in reversed(self.made):
+            if not node.users:
+                self.node.graph.erase_node(node)
+
+
+def find(
+    graph: Graph, reads: Reads = late_division.ANY, wanted: str = "auto", but: Set[str] = frozenset()
+) -> tuple[list[Site], list[Moved | Cut]]:
+    """The sites of a graph, which is changed where that makes attentions of more products; and these changes.
+
+    wanted: whether reductions become attentions: "auto" where that pays, "always", or "never".
+    but: names of products for which nothing is changed.
+    """
+    sites, moved = late_division.find(graph, reads, but)
+    changes: list[Moved | Cut] = [*moved]
+    usable = wanted != "never" and are_written()
+    pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
+    for way in (_all_but_the_last_softmax, _softmaxes, _all) if pending else ():
+        met, hints = Upstream(graph), None if wanted == "always" else nodes.size_hints(graph)
+        asked = {site.anchor: _wanted(site, way(_reductions(site.anchor, met)), hints) for site in pending}
+        if cuts := _cut_for(graph, asked, reads):
+            changes += cuts
+            pending = [site for site in pending if not any(site.anchor in cut.serves for cut in cuts)]
+            sites = find_sites(graph, reads)
+    return sites, changes
+
+
+def _cut_for(graph: Graph, asked: Mapping[Node, list[Node]], reads: Reads) -> list[Cut]:
+    """The cuts that make attentions of products, by what is to be cut for each."""
+    made = {node: _cut(node) for node in sorted({node for found in asked.values() for node in found})}
+    cuts = {node: cut for node, cut in made.items() if cut is not None}
+    fused = {site.anchor for site in find_sites(graph, reads) if site.refusal is None} if cuts else set()
+    for product, wanted in asked.items():
+        own = [cuts[node] for node in wanted if node in cuts]
+        if product in fused and 0 < len(own) == len(wanted) and fused.issuperset(cut.product for cut in own):
+            for cut in own:
+                cut.serves.append(product)
+    for cut in reversed([*cuts.values()]):
+        if not cut.serves:
+            cut.undo()
+    return [cut for cut in cuts.values() if cut.serves]
+
+
+def failed(graph: Graph, changes: Sequence[Moved | Cut]) -> set[str]:
+    """The names of the products that changes were made for, and that are in the graph all the same, or for which a
+    reduction is."""
+    left = {*graph.nodes}
+    return {product.name for change in changes for product in change.serves if left & {product, change.product}}
+
+
+def _may_be_cascade(site: Site) -> bool:
+    """Whether cutting reductions out may make an attention of a product with V: it is none, or reads a reduction of its
+    own scores, which are then needed elsewhere."""
+    if marks.requires_grad(site.anchor) or not is_contraction(site.anchor):
+        return False
+    if site.refusal is not None:
+        return site.refusal.kind in _GROUNDS
+    walks = [found.pullback for found in site.attentions]
+    own = {product.node for walk in walks for product in walk.products}
+    return any(_is_made_of(node, own) for walk in walks for node in walk.loaded)
+
+
+def _is_made_of(node: Node, products: set[Node]) -> bool:
+    seen, todo = set[Node](), [node]
+    while todo:
+        here = todo.pop()
+        if here in products:
+            return True
+        if here not in seen and here.op == "call_function" and not is_contraction(here):
+            seen.add(here)
+            todo += here.all_input_nodes
+    return False
+
+
+def _reductions(product: Node, met: Upstream) -> list[Node]:
+    """The reductions and softmaxes of scores that the weights of a product are made of, in order."""
+    found, seen, todo = list[Node](), {product}, list(product.all_input_nodes)
+    while todo:
+        here = todo.pop()
+        if here in seen or here.op != "call_function" or is_contraction(here) or Met.PRODUCT not in met[here]:
+            continue
+        seen.add(here)
+        todo += here.all_input_nodes
+        if packet(here) in _CUTS and any(Met.PRODUCT in met[parent] for parent in here.all_input_nodes):
+            found.append(here)
+    return sorted(found)
+
+
+def _all_but_the_last_softmax(reductions: list[Node]) -> list[Node]:
+    softmaxes = _softmaxes(reductions)
+    return [node for node in reductions if node is not softmaxes[-1]] if softmaxes else []
+
+
+def _softmaxes(reductions: list[Node]) -> list[Node]:
+    return [node for node in reductions if packet(node) in SOFTMAXES]
+
+
+def _all(reductions: list[Node]) -> list[Node]:
+    return reductions
+
+
+def _wanted(site: Site, reductions: list[Node], hints: dict[str, int] | None) -> list[Node]:
+    """What is to be cut for a site: nothing where it does not pay for such sizes, and no softmax of an attention."""
+    if len(reductions) > MOST or (site.refusal is None and {*map(packet, reductions)} & SOFTMAXES):
+        return []
+    return reductions if hints is None or all(_pays(node, len(reductions), hints) for node in reductions) else []
+
+
+def _cut(node: Node) -> Cut | None:
+    """Cut a reduction out of the graph; None where that cannot be."""
+    try:
+        return None if marks.mutations(node) else _CUTS[packet(node)](node)
+    except Unsupported:  # sizes that are data
+        return None
+
+
+def _pays(node: Node, count: int, hints: dict[str, int]) -> bool:
+    alone = count == 1 and packet(node) in SOFTMAXES
+    scores = 4
+    try:
+        for extent in shape(arguments(node)["self"]):
+            scores *= evaluate_size(extent, hints)
+    except Unsupported:
+        return False
+    return scores >= (SCORES_OF_A_COLUMN if alone else SCORES)
+
+
+class _Builder:
+    """Nodes before one that they are for."""
+
+    def __init__(self, node: Node):
+        self.node, self.graph = node, node.graph
+        self.made: list[Node] = []
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        with self.graph.inserting_before(self.node):
+            self.made.append(derived(self.graph, self.node, target, args))
+        return self.made[-1]
+
+    def times_ones(self, x: Node) -> Node:
+        """The sums over the last dimension, which stays, with 1 element."""
+        like = nodes.value(x)
+        with self.graph.inserting_before(self.node):
+            length = Symbols(self.graph).value(shape(x)[-1])
+            how = {"dtype": like.dtype, "device": like.device}
+            ones = self.graph.call_function(aten.ones.default, ([length, 1],), how)
+        ones.meta["val"] = like.new_ones((*like.shape[-1:], 1))
+        self.made.append(ones)
+        return self(aten.matmul.default, x, ones)
+
+
+def _dim(node: Node) -> int | None:
+    """The dimension that a node reduces, or normalises over; None where there are several."""
+    args = arguments(node)
+    dims = args.get("dim")
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    if len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    return nodes.normalize_dim(dims[0], len(shape(args["self"])))
+
+
+def _of_sum(node: Node) -> Cut | None:
+    args, dim = arguments(node), _dim(node)
+    if dim is None or nodes.dtype(args["self"]) != nodes.dtype(node):
+        return None
+    build = _Builder(node)
+    product = build.times_ones(build(aten.movedim.int, args["self"], dim, -1))
+    value = build(aten.movedim.int, product, -1, dim) if args["keepdim"] else build(aten.squeeze.dim, product, -1)
+    if packet(node) is aten.mean:
+        with node.graph.inserting_before(node):
+            length = Symbols(node.graph).value(shape(args["self"])[dim])
+        value = build(aten.div.Tensor, value, length)
+    node.replace_all_uses_with(value)
+    return Cut(node=node, value=value, product=product, made=build.made)
+
+
+def _of_extremum(node: Node) -> Cut | None:
+    """A further output of the attention; of several dimensions, that over the last of them."""
+    args = arguments(node)
+    origin, rank = args["self"], len(shape(args["self"]))
+    dims = args.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
+    dims = sorted(nodes.normalize_dim(dim, rank) for dim in dims)
+    build = _Builder(node)
+    product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, origin, dims[-1], -1), -1))
+    if len(dims) == 1:
+        marks.statistic_of.set(node, product)
+        return Cut(node=node, value=node, product=product, made=build.made)
+    inner = build(node.target if packet(node) is aten.amax else aten.amax.default, origin, dims[-1:], True)
+    marks.statistic_of.set(inner, product)
+    value = build(aten.amax.default, inner, dims, bool(args.get("keepdim")))
+    node.replace_all_uses_with(value)
+    return Cut(node=node, value=value, product=product, made=build.made)
+
+
+def _of_softmax(node: Node) -> Cut | None:
+    args, dim = arguments(node), _dim(node)
+    if dim is None:
+        return None
+    build, x = _Builder(node), args["self"]
+    if nodes.dtype(x) != nodes.dtype(node):
+        x = build(aten.to.dtype, x, nodes.dtype(node))
+    product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, x, dim, -1), -1))
+    # Inside, eager's softmax computes in float32.
+    wide = build(aten.to.dtype, x, torch.promote_types(nodes.dtype(x), torch.float32))
+    largest = build(aten.amax.default, wide, [dim], True)
+    exponential = build(aten.exp.default, build(aten.sub.Tensor, wide, largest))
+    total = build(aten.sum.dim_IntList, exponential, [dim], True)
+    value = build(aten.to.dtype, build(aten.div.Tensor, exponential, total), nodes.dtype(node))
+    for statistic in (largest, total):
+        marks.statistic_of.set(statistic, product)
+    node.replace_all_uses_with(value)
+    return Cut(node=node, value=value, product=product, made=build.made)
+
+
+_CUTS: dict[Any, Callable[[Node], Cut | None]] = {
+    aten.sum: _of_sum, aten.mean: _of_sum, aten.amax: _of_extremum, aten.max: _of_extremum,
+    aten.logsumexp: _of_extremum, aten.softmax: _of_softmax, aten._softmax: _of_softmax,
+}  # fmt: skip
