@@ -15,6 +15,7 @@ costs less than the sweeps over a table of scores that other compilers make.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ aten = torch.ops.aten
 _GROUNDS = (
     Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER, Ground.NOT_POINTWISE, Ground.WEIGHTS_ADDED, Ground.NOT_LINEAR,
 )  # fmt: skip
+Way = Callable[[list[Node]], list[Node]]
 MOST = 6
 """Reductions above one product: each costs a product of Q and K."""
 SCORES = 2**25
@@ -87,7 +89,7 @@ def find(
     pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
     for way in (_all_but_the_last_softmax, _softmaxes, _all) if pending else ():
         met, hints = Upstream(graph), None if wanted == "always" else nodes.size_hints(graph)
-        asked = {site.anchor: _wanted(site, way(_reductions(site.anchor, met)), hints) for site in pending}
+        asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints) for site in pending}
         if cuts := _cut_for(graph, asked, reads):
             changes += cuts
             pending = [site for site in pending if not any(site.anchor in cut.serves for cut in cuts)]
@@ -169,11 +171,16 @@ def _all(reductions: list[Node]) -> list[Node]:
     return reductions
 
 
-def _wanted(site: Site, reductions: list[Node], hints: dict[str, int] | None) -> list[Node]:
-    """What is to be cut for a site: nothing where it does not pay for such sizes, and no softmax of an attention."""
-    if len(reductions) > MOST or (site.refusal is None and {*map(packet, reductions)} & SOFTMAXES):
+def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int] | None) -> list[Node]:
+    """What is to be cut for a site, of the reductions above it: nothing where that does not pay for such sizes, and no
+    softmax of an attention."""
+    reductions = way(found)
+    if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
         return []
-    return reductions if hints is None or all(_pays(node, len(reductions), hints) for node in reductions) else []
+    if hints is None:
+        return reductions
+    least = SCORES_OF_A_COLUMN if len(found) == 1 and packet(found[0]) in SOFTMAXES else SCORES
+    return reductions if all(_bytes(node, hints) >= least for node in reductions) else []
 
 
 def _cut(node: Node) -> Cut | None:
@@ -184,15 +191,12 @@ def _cut(node: Node) -> Cut | None:
         return None
 
 
-def _pays(node: Node, count: int, hints: dict[str, int]) -> bool:
-    alone = count == 1 and packet(node) in SOFTMAXES
-    scores = 4
+def _bytes(node: Node, hints: Mapping[str, int]) -> int:
+    """Of the table of scores that is reduced; 0 where its size is data."""
     try:
-        for extent in shape(arguments(node)["self"]):
-            scores *= evaluate_size(extent, hints)
+        return 4 * math.prod(evaluate_size(extent, hints) for extent in shape(arguments(node)["self"]))
     except Unsupported:
-        return False
-    return scores >= (SCORES_OF_A_COLUMN if alone else SCORES)
+        return 0
 
 
 class _Builder:
