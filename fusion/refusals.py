@@ -41,13 +41,13 @@ class Ground(enum.Enum):
     SOFTMAX_BY_HAND = "Call torch.softmax, or subtract the row's maximum before the exponential."
     ADDED_TO_PRODUCT = "Add after the product: torch.bmm, then `+`."
     FURTHER_REDUCTION = (
-        'Ask for it with options={"cascades": "always"}: each reduction of scores takes one more product of queries and '
-        "keys, which by default is done from 32 MiB of scores on, and only in inference."
+        'Ask for it with options={"cascades": "always"}: each reduction takes one more product of queries and keys, '
+        "which by default is done from 32 MiB of scores on; not in training."
     )
     COLUMN_OF_SCORES = "Columns concatenated to the scores may depend on the query, not on other scores."
     OTHER_NORMALISER = (
-        "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum; or ask "
-        'for another one with options={"cascades": "always"} (docs/cascades.md).'
+        "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum; or "
+        'ask for another one with options={"cascades": "always"} (docs/cascades.md).'
     )
     NO_NORMALISER = (
         "Nothing: without anything between the two products, (q @ k.T) @ v is better computed as q @ (k.T @ v)."

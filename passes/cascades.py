@@ -40,6 +40,9 @@ _GROUNDS = (
 Way = Callable[[list[Node]], list[Node]]
 MOST = 6
 """Reductions above one product: each costs a product of Q and K."""
+FEW = 32
+"""Up to so many queries or keys another kernel may multiply Q and K, whose scores differ in their last digits. But a
+maximum must be that of the very scores that it is subtracted from."""
 SCORES = 2**25
 """Bytes of scores from which on that pays (`benchmarks/cascades.py`): they leave the caches."""
 SCORES_OF_A_COLUMN = 2**30
@@ -88,8 +91,8 @@ def find(
     usable = wanted != "never" and are_written()
     pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
     for way in (_all_but_the_last_softmax, _softmaxes, _all) if pending else ():
-        met, hints = Upstream(graph), None if wanted == "always" else nodes.size_hints(graph)
-        asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints) for site in pending}
+        met, hints, always = Upstream(graph), nodes.size_hints(graph), wanted == "always"
+        asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints, always) for site in pending}
         if cuts := _cut_for(graph, asked, reads):
             changes += cuts
             pending = [site for site in pending if not any(site.anchor in cut.serves for cut in cuts)]
@@ -171,16 +174,20 @@ def _all(reductions: list[Node]) -> list[Node]:
     return reductions
 
 
-def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int] | None) -> list[Node]:
+def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], always: bool) -> list[Node]:
     """What is to be cut for a site, of the reductions above it: nothing where that does not pay for such sizes, and no
-    softmax of an attention."""
+    softmax of an attention. hints: example values of symbolic sizes."""
     reductions = way(found)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
         return []
-    if hints is None:
-        return reductions
+    try:
+        tables = [[evaluate_size(n, hints) for n in shape(arguments(node)["self"])] for node in reductions]
+    except Unsupported:  # sizes that are data
+        return []
+    if any(min(table[-2:]) <= FEW for table in tables):
+        return []
     least = SCORES_OF_A_COLUMN if len(found) == 1 and packet(found[0]) in SOFTMAXES else SCORES
-    return reductions if all(_bytes(node, hints) >= least for node in reductions) else []
+    return reductions if always or all(4 * math.prod(table) >= least for table in tables) else []
 
 
 def _cut(node: Node) -> Cut | None:
@@ -189,14 +196,6 @@ def _cut(node: Node) -> Cut | None:
         return None if marks.mutations(node) else _CUTS[packet(node)](node)
     except Unsupported:  # sizes that are data
         return None
-
-
-def _bytes(node: Node, hints: Mapping[str, int]) -> int:
-    """Of the table of scores that is reduced; 0 where its size is data."""
-    try:
-        return 4 * math.prod(evaluate_size(extent, hints) for extent in shape(arguments(node)["self"]))
-    except Unsupported:
-        return 0
 
 
 class _Builder:

@@ -72,7 +72,7 @@ def watching(outcome: Outcome) -> Iterator[None]:
 
 def compiled(function: Function, given: Sequence[torch.Tensor], route: str, emitter: str, verify: bool) -> Outcome:
     """The function as compiled; by torch.compile at its first call, which belongs within `watching`, too."""
-    options = {"inner": "eager", "emitter": emitter, "verify": verify}
+    options = {"inner": "eager", "emitter": emitter, "verify": verify, "cascades": "always"}
     if route != "trace":
         torch._dynamo.reset()
         return Outcome(torch.compile(function, backend="fusion", options=options, dynamic=route == "dynamic" or None))

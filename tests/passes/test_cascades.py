@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import fusion
 from fusion.passes import cascades
+from fusion.planning.cpu_rows import WEIGHED
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_over_draws, assert_same
 
@@ -98,7 +99,7 @@ FORMS = {of_a_softmax: 2, over_queries: 2, over_queries_transposed: 2, slots: 3,
 """How many attentions each becomes."""
 
 
-def tensors(n=37, m=29, dtype=torch.float32):
+def tensors(n=45, m=37, dtype=torch.float32):
     return [torch.randn(2, 3, count, 16, dtype=dtype) for count in (n, m, m)]
 
 
@@ -135,7 +136,7 @@ def test_in_bfloat16(form):
 @pytest.mark.parametrize("form", [of_a_softmax, over_queries, both_ways])
 def test_in_kernels_for_gpus(form):
     with interpreted():
-        assert run(form, lambda: tensors(20, 24), strict=True).fused == FORMS[form]
+        assert run(form, lambda: tensors(36, 33), strict=True).fused == FORMS[form]
 
 
 @pytest.mark.parametrize("form", [of_a_softmax, over_queries, less_the_largest])
@@ -162,13 +163,13 @@ def test_no_table_of_scores_is_left():
     torch._dynamo.reset()
     report = run(both_ways, strict=True)
     sizes = [node.meta["val"].numel() for node in report.graph_after.graph.nodes if "val" in node.meta]
-    assert max(sizes, default=0) < 2 * 3 * 37 * 29
+    assert max(sizes, default=0) < 2 * 3 * 45 * 37
 
 
 @pytest.mark.parametrize("wanted, pays", [("never", True), ("auto", False), ("auto", True)])
 def test_where_it_pays(monkeypatch, wanted, pays):
     """By the size of the table; a softmax over the queries alone only for the memory."""
-    scores = 4 * 2 * 3 * 37 * 29
+    scores = 4 * 2 * 3 * 45 * 37
     monkeypatch.setattr(cascades, "SCORES", scores if pays else scores + 1)
     for form in (of_a_softmax, over_queries):
         report = run(form, cascades=wanted)
@@ -182,6 +183,13 @@ def test_training_is_left_as_it_is():
     with fusion.collect_reports() as reports:
         torch.compile(of_a_softmax, backend="fusion", options={"inner": "eager", "cascades": "always"})(*given)
     assert [site.fused for site in reports[0].sites] == [False]
+
+
+@pytest.mark.parametrize("lengths", [(0, 40), (40, 32), (1, 300)])
+def test_few_queries_or_keys_are_left_as_they_are(lengths):
+    """Another kernel may have other last digits."""
+    assert cascades.FEW == WEIGHED
+    assert run(of_a_softmax, lambda: tensors(*lengths)).fused == 0
 
 
 def returned(q, k, v):
