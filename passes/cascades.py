@@ -156,7 +156,7 @@ def _reductions(product: Node, met: Upstream) -> list[Node]:
             continue
         seen.add(here)
         todo += here.all_input_nodes
-        if packet(here) in _CUTS and any(Met.PRODUCT in met[parent] for parent in here.all_input_nodes):
+        if here.target in _CUTS and any(Met.PRODUCT in met[parent] for parent in here.all_input_nodes):
             found.append(here)
     return sorted(found)
 
@@ -193,7 +193,7 @@ def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], a
 def _cut(node: Node) -> Cut | None:
     """Cut a reduction out of the graph; None where that cannot be."""
     try:
-        return None if marks.mutations(node) else _CUTS[packet(node)](node)
+        return None if marks.mutations(node) else _CUTS[node.target](node)
     except Unsupported:  # sizes that are data
         return None
 
@@ -287,6 +287,7 @@ def _of_softmax(node: Node) -> Cut | None:
 
 
 _CUTS: dict[Any, Callable[[Node], Cut | None]] = {
-    aten.sum: _of_sum, aten.mean: _of_sum, aten.amax: _of_extremum, aten.max: _of_extremum,
-    aten.logsumexp: _of_extremum, aten.softmax: _of_softmax, aten._softmax: _of_softmax,
+    aten.sum.dim_IntList: _of_sum, aten.mean.dim: _of_sum, aten.amax.default: _of_extremum,
+    aten.max.default: _of_extremum, aten.logsumexp.default: _of_extremum, aten.softmax.int: _of_softmax,
+    aten._softmax.default: _of_softmax,
 }  # fmt: skip

@@ -48,6 +48,9 @@ def normalize(w: Writer, v: str, kept: list[str]) -> str:
     else:
         w.intended = False
         w.say(w.pick("p = s.softmax(-2)", "p = s.softmax(0)", "p = s.softmax(-1).square()",
+                     "p = (s - s.amax(-2, keepdim=True)).tanh().softmax(-1)", "p = (s.softmax(-2) + 0.1).softmax(-1)",
+                     "p = (s - s.amax()).clamp(min=-9).softmax(-1)", "p = s.relu() / (s.relu().sum(-2, True) + 1e-3)",
+                     "p = (s.sigmoid() - s.sigmoid().mean(-1, keepdim=True)).softmax(-1)",
                      "p = s.softmax(-1) @ s.softmax(-1).mT @ s.softmax(-1)", "p = s.softmax(-1).mT.reshape(s.shape)",
                      "p = s.flatten(-2).softmax(-1).view(s.shape)", "p = s.softmax(-1).softmax(-1)",
                      "p = F.softmin(s, dim=-1)", "p = s.softmax(-1).cumsum(-1)", "p = s"))  # fmt: skip
