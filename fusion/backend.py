@@ -18,11 +18,9 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion import logs
-from fusion.approximate import certificates, dispatch
-from fusion.errors import BlockMaskError, EmitterError, StrictError, UnknownMachineError
+from fusion.approximate import certificates
+from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import AttentionSpec
-from fusion.ir.request import Approximation, Request
-from fusion.lowering import further_gradients
 from fusion.options import Options
 from fusion.passes import cascades, checkpointing, graph_excerpt, nodes, transforms
 from fusion.passes.find import Site, may_hold_attention
@@ -31,13 +29,13 @@ from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
 from fusion.passes.upstream import escaping_weights
 from fusion.planning.key_sets import sets_pay
-from fusion.planning.plan import plan
 from fusion.planning.tile_map_cost import map_pays
 from fusion.refusals import Ground, Refusal
 from fusion.report.dump import Dump
 from fusion.report.graph_breaks import graph_break
-from fusion.report.report import NO_ATTENTION, AttentionReport, Planned, Report, SiteReport, publish
+from fusion.report.report import NO_ATTENTION, Report, publish
 from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion.site_reports import report_of, sizes_of
 from fusion.validation import Verdict, calls, key_sets, validate
 
 log = logging.getLogger(__name__)
@@ -77,13 +75,6 @@ def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..
         return compiled(*arguments)
 
     return run
-
-
-def _request(options: Options) -> Request:
-    """What the op is told."""
-    method = options.approximate
-    allowed = None if method is None else Approximation(method=method, epsilon=float(options.epsilon))
-    return Request(emitter=options.emitter, tuned=options.autotune, approximation=allowed)
 
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
@@ -169,7 +160,7 @@ def _rewritten(
     for which it is not to be changed."""
     graph = normalize(module, example_inputs, bodies)
     dump.stage("normalized", graph)
-    reads = functools.partial(kernels.reads, request=_request(options))
+    reads = functools.partial(kernels.reads, request=options.request)
     wanted = "never" if options.block_mask is not None else options.cascades
     sites, changes = cascades.find(graph.graph, reads, wanted, but)
     drawn = [graph_excerpt.before(site) for site in sites]
@@ -179,7 +170,7 @@ def _rewritten(
         graph,
         sites,
         _supports(options),
-        str(_request(options)),
+        str(options.request),
         _pays(options),
         options.block_mask,
         functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
@@ -189,7 +180,7 @@ def _rewritten(
         return graph, Report(), failed
     _check_block_mask(sites, options)
     dump.stage("rewritten", graph)
-    report = _report(sites, specified, drawn, nodes.size_hints(graph.graph), options)
+    report = report_of(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     for site, told in zip(sites, report.sites, strict=True):
         told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
     return graph, report, set()
@@ -279,21 +270,21 @@ def _keeps_mask(options: Options, found: Specified, dense: Specified, hints: Map
     """Why an attention is to see a mask of all keys rather than read the keys of its rows' sets; None where not."""
     if found.device != "cpu":
         return "kernels that read the keys of sets are for CPUs"
-    request = _request(options)
+    request = options.request
     if (refusal := kernels.unsupported(found.spec, found.device, request)) is not None:
         return str(refusal)
     if options.verify and (wrong := key_sets.contradiction(found, hints)) is not None:
         counters["fusion"]["invalid"] += 1
         log.error("a defect of fusion: an attention with sets of keys sees a mask of all keys: %s", wrong)
         return f"it would compute something else (a defect of fusion): {wrong}"
-    sets, masked = ((part.spec, tuple(_sizes(part, hints).values())) for part in (found, dense))
+    sets, masked = ((part.spec, tuple(sizes_of(part, hints).values())) for part in (found, dense))
     shapes = (nodes.shape(dense.operands[number]) for number, _ in dense.key_sets)
     elements = sum(math.prod(nodes.evaluate_size(n, hints) for n in shape) for shape in shapes)
     return sets_pay(sets, masked, elements, kernels.machine_of(found.device, request))
 
 
 def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]:
-    return functools.partial(kernels.prepare, request=_request(options))
+    return functools.partial(kernels.prepare, request=options.request)
 
 
 def _pays(options: Options) -> Pays | None:
@@ -308,101 +299,3 @@ def _check_block_mask(sites: Sequence[Site], options: Options) -> None:
     if options.block_mask is not None and (left := [site for site in sites if site.refusal is not None]):
         told = "\n".join(f"{nodes.source_line(s.anchor) or s.anchor.name}: {s.refusal}" for s in left)
         raise BlockMaskError(f"block_mask was asked for, but these attentions are not fused:\n{told}")
-
-
-def _report(
-    sites: Sequence[Site],
-    specified: Mapping[int, Sequence[Specified]],
-    drawn: Sequence[graph_excerpt.Excerpt],
-    hints: Mapping[str, int],
-    options: Options,
-) -> Report:
-    report = Report()
-    for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
-        parts = specified.get(number, ())
-        blame = None if site.refusal is None else site.blame
-        report.sites.append(
-            SiteReport(
-                fused=number in specified,
-                refusal=site.refusal,
-                stopped_by=None if blame is None else str(blame.target),
-                stopped_at=None if blame is None else nodes.source_line(blame),
-                location=nodes.source_line(site.anchor),
-                module=nodes.module_path(site.anchor),
-                before=graph_excerpt.marked(before, blame),
-                after=graph_excerpt.after(before, parts) if parts else None,
-                attentions=tuple(_attention(part, hints, options) for part in parts),
-            )
-        )
-    return report
-
-
-def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:
-    sizes = _sizes(part, hints)
-    values, request = tuple(sizes.values()), _request(options)
-    return AttentionReport(
-        spec=part.spec,
-        sizes=sizes,
-        keys=_keys(part, sizes),
-        shapes=_shapes(part, hints),
-        planned=_planned(part, hints, options),
-        source=kernels.kernel_source(part.spec, part.device, request, part.differentiable, values),
-        approximation=_approximation(part, hints, options),
-        gradients=_gradients(part.spec) if part.differentiable else "",
-    )
-
-
-def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
-    """What became of an attention's sets of keys, in words; "" where it has none."""
-    if part.mask_kept:
-        return f"every row has a set of them, but all are read under a mask: {part.mask_kept}"
-    if part.by_rows is None:
-        return ""
-    count, table = nodes.evaluate_size(part.spec.n_k, sizes), part.spec.operands[part.by_rows.table].name
-    if part.spec.among is None:
-        return f"{count} of them, read through {table}"
-    every, heads = nodes.evaluate_size(part.spec.among, sizes), nodes.evaluate_size(part.spec.n_q, sizes)
-    return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
-
-
-def _gradients(spec: AttentionSpec) -> str:
-    """Which gradients of further outputs are the reference interpreter's, a line each."""
-    left = further_gradients.left_out(spec)
-    return "\n".join(f"through {spec.describe_further(f)}: the reference interpreter, as {why}" for f, why in left)
-
-
-def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:
-    """What the option `approximate` does with a site, in words."""
-    request = _request(options)
-    if (allowed := request.approximation) is None:
-        return None
-    reason = dispatch.refusal(part.spec, part.device, request)
-    if reason is not None:
-        return f"{allowed.method}: exact, because {reason}"
-    plan = _planned(part, hints, options)().plan
-    return dispatch.describe(allowed, plan.problem, plan.machine)
-
-
-def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Planned]:
-    """What says which kernel runs at the sizes of this trace, and what it is predicted to cost; when it is asked: tiles
-    that are measured are known after the first call."""
-    spec, device, request, trained = part.spec, part.device, _request(options), part.differentiable
-    sizes = _sizes(part, hints)
-
-    def planned() -> Planned:
-        choice, machine = kernels.kernel_choice(spec, device, request, trained, tuple(sizes.values())), None
-        with contextlib.suppress(UnknownMachineError):
-            machine = kernels.machine_of(device, request)
-        found = plan(spec, machine, sizes=sizes, choice=choice)
-        return Planned(plan=found, runs=found.runs)
-
-    return planned
-
-
-def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(nodes.evaluate_size(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
-
-
-def _sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
-    values = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
-    return dict(zip(part.spec.sizes, values, strict=True))

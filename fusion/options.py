@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 from fusion.errors import OptionError
+from fusion.ir.request import Approximation, Request
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 TileMaps = Literal["auto", "always", "never"]
@@ -58,6 +59,13 @@ class Options:
     verify: Verify = True
     approximate: Approximate = None
     epsilon: float = 1e-2
+
+    @property
+    def request(self) -> Request:
+        """What the op is told."""
+        method = self.approximate
+        allowed = None if method is None else Approximation(method=method, epsilon=float(self.epsilon))
+        return Request(emitter=self.emitter, tuned=self.autotune, approximation=allowed)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:

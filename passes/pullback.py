@@ -29,7 +29,14 @@ from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED, cost
 from fusion.ir.widths import interval, is_exact, within
 from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
-from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_distance
+from fusion.passes.contractions import (
+    ADDING,
+    Factors,
+    factors,
+    is_contraction,
+    is_distance,
+    is_made_from_product,
+)
 from fusion.passes.folding import folded
 from fusion.passes.inplace import may_copy
 from fusion.passes.key_sets import KeySet, scattered
@@ -383,21 +390,6 @@ _OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
 }  # fmt: skip
 """Operation -> the element at an index of its result, or None where it is to be loaded; None stands for getitem."""
-
-
-def is_made_from_product(node: Node) -> bool:
-    """Whether a product of two tensors is met on the way up from a node, before any linear layer."""
-    seen, stack = set(), [node]
-    while stack:
-        here = stack.pop()
-        if here in seen or here.op != "call_function":
-            continue
-        seen.add(here)
-        if is_contraction(here) or is_distance(here):
-            return True
-        if packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
-            stack.extend(here.all_input_nodes)
-    return False
 
 
 def _position(index: Index, atom: Expr) -> int:

@@ -39,7 +39,7 @@ def test_unknown_option_names_the_valid_ones():
     with pytest.raises(OptionError, match=r"unknown option 'iner'.*Did you mean 'inner'\?.*autotune, strict"):
         Options.parse({"iner": "eager"})
     with pytest.raises(
-        Exception, match="Valid options: inner, emitter, tile_maps, transforms, block_mask, autotune, strict"
+        Exception, match="Valid options: inner, emitter, tile_maps, transforms, cascades, block_mask, autotune, strict"
     ):
         torch.compile(attend, backend="fusion", options={"colour": "red"})(*inputs())
 
@@ -96,10 +96,10 @@ def test_counters():
 
 
 def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, caplog):
-    def broken(graph, reads):
+    def broken(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("fusion.backend.find_sites", broken)
+    monkeypatch.setattr("fusion.passes.cascades.find", broken)
     (report,) = run()
     assert report.notes == ["left to the inner compiler: RuntimeError: a defect"]
 
@@ -109,11 +109,11 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
 def test_no_garbage_is_collected_during_the_analysis(enabled, strict, monkeypatch):
     seen = []
 
-    def broken(graph, reads):
+    def broken(*_):
         seen.append(gc.isenabled())
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("fusion.backend.find_sites", broken)
+    monkeypatch.setattr("fusion.passes.cascades.find", broken)
     (gc.enable if enabled else gc.disable)()
     try:
         with pytest.raises(Exception, match="a defect") if strict else contextlib.nullcontext():

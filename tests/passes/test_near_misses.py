@@ -129,9 +129,9 @@ def far_away(q, k, v):
     return torch.softmax(s, -1) @ v
 
 
-def normalised_gates(q, k, v):
-    gates = torch.sigmoid(q @ k.mT)
-    return gates / gates.sum(-1, keepdim=True) @ v
+def normalised_squares(q, k, v):
+    squares = torch.relu(q @ k.mT).square()
+    return squares / squares.sum(-1, keepdim=True) @ v
 
 
 def running_sum_less_its_logarithm(q, k, v):
@@ -164,7 +164,7 @@ UNSEEN = {
     one_value_for_all_keys: (Ground.PRODUCT_FORM, "broadcasts the index that it sums over"),
     renormalised_beside_a_sink: (Ground.FURTHER_REDUCTION, "scaled by another reduction"),
     without_columns: (Ground.LIMIT, "a head dimension of 0"),
-    normalised_gates: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
+    normalised_squares: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
     running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),
     running_sum_divided_late: (Ground.NOT_POINTWISE, "do not come from a product"),
     linear_over_heads: (Ground.HEADS_MIXED, "a linear layer mixes the heads"),

@@ -1,0 +1,119 @@
+"""What the report says of the attentions of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+from fusion.approximate import dispatch
+from fusion.errors import UnknownMachineError
+from fusion.ir import AttentionSpec
+from fusion.lowering import further_gradients
+from fusion.options import Options
+from fusion.passes import graph_excerpt, nodes
+from fusion.passes.find import Site
+from fusion.passes.specify import Specified
+from fusion.planning.plan import plan
+from fusion.report.report import AttentionReport, Planned, Report, SiteReport
+from fusion.runtime import kernels
+
+
+def report_of(
+    sites: Sequence[Site],
+    specified: Mapping[int, Sequence[Specified]],
+    drawn: Sequence[graph_excerpt.Excerpt],
+    hints: Mapping[str, int],
+    options: Options,
+) -> Report:
+    """The report of what was found, and of what became of it: `specified` by position in `sites`, `drawn` the graph
+    around each before anything was replaced."""
+    report = Report()
+    for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
+        parts = specified.get(number, ())
+        blame = None if site.refusal is None else site.blame
+        report.sites.append(
+            SiteReport(
+                fused=number in specified,
+                refusal=site.refusal,
+                stopped_by=None if blame is None else str(blame.target),
+                stopped_at=None if blame is None else nodes.source_line(blame),
+                location=nodes.source_line(site.anchor),
+                module=nodes.module_path(site.anchor),
+                before=graph_excerpt.marked(before, blame),
+                after=graph_excerpt.after(before, parts) if parts else None,
+                attentions=tuple(_attention(part, hints, options) for part in parts),
+            )
+        )
+    return report
+
+
+def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:
+    sizes = sizes_of(part, hints)
+    values, request = tuple(sizes.values()), options.request
+    return AttentionReport(
+        spec=part.spec,
+        sizes=sizes,
+        keys=_keys(part, sizes),
+        shapes=_shapes(part, hints),
+        planned=_planned(part, hints, options),
+        source=kernels.kernel_source(part.spec, part.device, request, part.differentiable, values),
+        approximation=_approximation(part, hints, options),
+        gradients=_gradients(part.spec) if part.differentiable else "",
+    )
+
+
+def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
+    """What became of an attention's sets of keys, in words; "" where it has none."""
+    if part.mask_kept:
+        return f"every row has a set of them, but all are read under a mask: {part.mask_kept}"
+    if part.by_rows is None:
+        return ""
+    count, table = nodes.evaluate_size(part.spec.n_k, sizes), part.spec.operands[part.by_rows.table].name
+    if part.spec.among is None:
+        return f"{count} of them, read through {table}"
+    every, heads = nodes.evaluate_size(part.spec.among, sizes), nodes.evaluate_size(part.spec.n_q, sizes)
+    return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
+
+
+def _gradients(spec: AttentionSpec) -> str:
+    """Which gradients of further outputs are the reference interpreter's, a line each."""
+    left = further_gradients.left_out(spec)
+    return "\n".join(f"through {spec.describe_further(f)}: the reference interpreter, as {why}" for f, why in left)
+
+
+def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:
+    """What the option `approximate` does with a site, in words."""
+    request = options.request
+    if (allowed := request.approximation) is None:
+        return None
+    reason = dispatch.refusal(part.spec, part.device, request)
+    if reason is not None:
+        return f"{allowed.method}: exact, because {reason}"
+    plan = _planned(part, hints, options)().plan
+    return dispatch.describe(allowed, plan.problem, plan.machine)
+
+
+def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Planned]:
+    """What says which kernel runs at the sizes of this trace, and what it is predicted to cost; when it is asked: tiles
+    that are measured are known after the first call."""
+    spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
+    sizes = sizes_of(part, hints)
+
+    def planned() -> Planned:
+        choice, machine = kernels.kernel_choice(spec, device, request, trained, tuple(sizes.values())), None
+        with contextlib.suppress(UnknownMachineError):
+            machine = kernels.machine_of(device, request)
+        found = plan(spec, machine, sizes=sizes, choice=choice)
+        return Planned(plan=found, runs=found.runs)
+
+    return planned
+
+
+def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(nodes.evaluate_size(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
+
+
+def sizes_of(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
+    """The example value of each size of a spec."""
+    values = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
+    return dict(zip(part.spec.sizes, values, strict=True))
