@@ -259,9 +259,10 @@ def _of_extremum(node: Node) -> Cut | None:
     if len(dims) == 1:
         marks.statistic_of.set(node, product)
         return Cut(node=node, value=node, product=product, made=build.made)
-    inner = build(node.target if packet(node) is aten.amax else aten.amax.default, origin, dims[-1:], True)
+    operation = node.target if "dim" in args else aten.amax.default
+    inner = build(operation, origin, dims[-1:], True)
     marks.statistic_of.set(inner, product)
-    value = build(aten.amax.default, inner, dims, bool(args.get("keepdim")))
+    value = build(operation, inner, dims, bool(args.get("keepdim")))
     node.replace_all_uses_with(value)
     return Cut(node=node, value=value, product=product, made=build.made)
 

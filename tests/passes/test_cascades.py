@@ -93,6 +93,11 @@ def log_sums(q, k, v):
     return torch.softmax(torch.tanh(s - s.logsumexp(-2, keepdim=True)), -1) @ v
 
 
+def log_sum_of_all(q, k, v):
+    s = scores(q, k)
+    return torch.softmax(torch.tanh(s - s.logsumexp((-2, -1), keepdim=True)) * 3, -1) @ v
+
+
 def larger_of_two(q, k, v):
     """`torch.max` of two tensors is no reduction."""
     s = torch.max(scores(q, k), torch.tensor(0.5))
@@ -101,7 +106,7 @@ def larger_of_two(q, k, v):
 
 FORMS = {of_a_softmax: 2, over_queries: 2, over_queries_transposed: 2, slots: 3, something_added: 3, squares: 2,
          less_the_largest: 2, both_ways: 4, causal: 2, dead_rows: 2, fills: 2, layouts: 2, grouped: 2,
-         log_sums: 2, larger_of_two: 2}  # fmt: skip
+         log_sums: 2, log_sum_of_all: 2, larger_of_two: 2}  # fmt: skip
 """How many attentions each becomes."""
 
 
