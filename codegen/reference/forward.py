@@ -163,7 +163,7 @@ class Execution:
         if any(part in (ROW_MAX, ROW_SUM) for part in walk(*(f.value for f in self.spec.further))):
             columns = self.columns(x, positions)
             known[ROW_MAX] = columns.amax(-1, keepdim=True)
-            known[ROW_SUM] = (columns.logsumexp(-1, keepdim=True) - known[ROW_MAX]).exp()
+            known[ROW_SUM] = (columns - known[ROW_MAX]).exp().sum(-1, keepdim=True)
         return known
 
     def further(self, further: FurtherOutput, known: dict[Expr, torch.Tensor]) -> torch.Tensor:

@@ -77,6 +77,14 @@ def fills(q, k, v):
     return torch.softmax(torch.softmax(s.masked_fill(dead, torch.finfo(s.dtype).min), -1) * 4, -1) @ v
 
 
+def fills_less_the_largest(q, k, v):
+    """Rows of nothing but a fill of -1e30, of which the logarithm of the sum is lost: the sum is not."""
+    s = scores(q, k)
+    dead = torch.arange(q.shape[-2])[:, None] < 3
+    s = s.masked_fill(dead, -1e30)
+    return torch.softmax(torch.softmax(s - s.amax(-2, keepdim=True), -1) * 3, -1) @ v
+
+
 def layouts(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     w = torch.einsum("bihc,bjhc->bhij", q, k).mul(0.25).softmax(2)
@@ -105,8 +113,8 @@ def larger_of_two(q, k, v):
 
 
 FORMS = {of_a_softmax: 2, over_queries: 2, over_queries_transposed: 2, slots: 3, something_added: 3, squares: 2,
-         less_the_largest: 2, both_ways: 4, causal: 2, dead_rows: 2, fills: 2, layouts: 2, grouped: 2,
-         log_sums: 2, log_sum_of_all: 2, larger_of_two: 2}  # fmt: skip
+         less_the_largest: 2, both_ways: 4, causal: 2, dead_rows: 2, fills: 2, fills_less_the_largest: 3, layouts: 2,
+         grouped: 2, log_sums: 2, log_sum_of_all: 2, larger_of_two: 2}  # fmt: skip
 """How many attentions each becomes."""
 
 
