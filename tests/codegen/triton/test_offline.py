@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,9 @@ from benchmarks import offline
 from benchmarks.offline.facts import Facts, OfflineCompilationError, compile_offline, facts_of
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import combining_tile, forward_kernels, split_kernels
+from fusion.ir import integers
+from fusion.ir.expr import ROW_MAX, ROW_SUM
+from fusion.ir.spec import FurtherOutput
 from fusion.machine import of_target
 from fusion.planning import packed_rows
 from fusion.planning.choice import Tile
@@ -38,6 +42,16 @@ def check(facts: list[Facts]) -> None:
 @pytest.mark.parametrize("target", MATRIX)
 def test_forward_on_every_target(target: str) -> None:
     check(facts_of(case("alibi", "bfloat16", 64, group=4).spec, target))
+
+
+@pytest.mark.parametrize("target", MATRIX)
+def test_statistics_of_a_cascade_on_every_target(target: str) -> None:
+    """With a column of ones in the place of V: its rows' maxima and sums."""
+    rows = (FurtherOutput(value=value, dims=("b0", "b1", "i"), dtype="float32") for value in (ROW_MAX, ROW_SUM))
+    spec = replace(case("causal", "bfloat16", 64).spec, d_v=integers.integer(1), further=tuple(rows))
+    forward, further = facts_of(spec, target)
+    check([forward])
+    assert further.fits and not further.lost and not further.warnings
 
 
 def test_float32_does_not_spill_on_hopper() -> None:
