@@ -143,7 +143,7 @@ def _passes(
     but = set[str]()
     while True:
         graph, report, failed = _rewritten(module, example_inputs, bodies, options, dump, but)
-        if failed <= but:
+        if not failed:
             return graph, report, inside
         but |= failed
 

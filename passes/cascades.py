@@ -25,10 +25,10 @@ from torch.fx import Graph, Node
 
 from fusion.passes import late_division, marks, nodes
 from fusion.passes.building import Symbols, derived
-from fusion.passes.contractions import is_contraction
-from fusion.passes.find import Site, find_sites
+from fusion.passes.contractions import is_contraction, products_above
+from fusion.passes.find import ANY, Reads, Site, find_sites
 from fusion.passes.further import are_written
-from fusion.passes.late_division import Moved, Reads
+from fusion.passes.late_division import Moved
 from fusion.passes.nodes import Unsupported, arguments, evaluate_size, packet, shape
 from fusion.passes.upstream import SOFTMAXES, Met, Upstream
 from fusion.refusals import Ground
@@ -79,7 +79,7 @@ class Cut:
 
 
 def find(
-    graph: Graph, reads: Reads = late_division.ANY, wanted: str = "auto", but: Set[str] = frozenset()
+    graph: Graph, reads: Reads = ANY, wanted: str = "auto", but: Set[str] = frozenset()
 ) -> tuple[list[Site], list[Moved | Cut]]:
     """The sites of a graph, which is changed where that makes attentions of more products; and these changes.
 
@@ -132,19 +132,7 @@ def _may_be_cascade(site: Site) -> bool:
         return site.refusal.kind in _GROUNDS
     walks = [found.pullback for found in site.attentions]
     own = {product.node for walk in walks for product in walk.products}
-    return any(_is_made_of(node, own) for walk in walks for node in walk.loaded)
-
-
-def _is_made_of(node: Node, products: set[Node]) -> bool:
-    seen, todo = set[Node](), [node]
-    while todo:
-        here = todo.pop()
-        if here in products:
-            return True
-        if here not in seen and here.op == "call_function" and not is_contraction(here):
-            seen.add(here)
-            todo += here.all_input_nodes
-    return False
+    return any(own & products_above(node) for walk in walks for node in walk.loaded)
 
 
 def _reductions(product: Node, met: Upstream) -> list[Node]:

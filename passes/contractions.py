@@ -246,19 +246,19 @@ def _expand_ellipsis(term: str, rank: int) -> str:
     return term.replace("...", "".join(str(k) for k in range(count, 0, -1)))
 
 
-def is_made_from_product(node: Node) -> bool:
-    """Whether a product of two tensors is met on the way up from a node, before any linear layer."""
-    seen, stack = set(), [node]
+def products_above(node: Node) -> set[Node]:
+    """The products of two tensors that are met on the way up from a node, before any linear layer."""
+    found, seen, stack = set[Node](), set[Node](), [node]
     while stack:
         here = stack.pop()
         if here in seen or here.op != "call_function":
             continue
         seen.add(here)
         if is_contraction(here) or is_distance(here):
-            return True
-        if packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
+            found.add(here)
+        elif packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
             stack.extend(here.all_input_nodes)
-    return False
+    return found
 
 
 def is_moderate(scale: float) -> bool:

@@ -78,9 +78,11 @@ class Site:
         return {node for attention in self.attentions for node in attention.pullback.interior}
 
 
-def find_sites(
-    graph: Graph, reads: Callable[[torch.dtype, torch.device], bool] = lambda dtype, device: True
-) -> list[Site]:
+Reads = Callable[[torch.dtype, torch.device], bool]
+ANY: Reads = lambda dtype, device: True
+
+
+def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     """Every candidate in topological order, those that cannot be fused with a reason. reads: whether kernels on a
     device can read tensors of a float8 dtype."""
     mark_stored(graph, reads)

@@ -13,7 +13,7 @@ itself reach that only with scores beyond 1e30; others, and float16, stay as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.contractions import factors, is_contraction
-from fusion.passes.find import Site, find_sites, weights_are_left
+from fusion.passes.find import ANY, Reads, Site, find_sites, weights_are_left
 from fusion.passes.further import order_of
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.over_keys import depends_on_product
@@ -75,10 +75,6 @@ class Moved:
         self.user.replace_input_with(self.weights, self.division)
         self.quotient.replace_all_uses_with(self.product)
         self.product.graph.erase_node(self.quotient)
-
-
-Reads = Callable[[torch.dtype, torch.device], bool]
-ANY: Reads = lambda dtype, device: True
 
 
 def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple[list[Site], list[Moved]]:

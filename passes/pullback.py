@@ -35,7 +35,7 @@ from fusion.passes.contractions import (
     factors,
     is_contraction,
     is_distance,
-    is_made_from_product,
+    products_above,
 )
 from fusion.passes.folding import folded
 from fusion.passes.inplace import may_copy
@@ -135,7 +135,7 @@ class PullBack:
             for (here, _), expr in self._memo.items():
                 if expr is problem.expr:
                     return here
-        taken = [here for here in self.loaded if here.op == "call_function" and is_made_from_product(here)]
+        taken = [here for here in self.loaded if here.op == "call_function" and products_above(here)]
         return max(taken, default=None)
 
     def _value(self, here: Node, index: Index) -> Expr:
