@@ -17,13 +17,15 @@ from fusion.passes import marks, nodes
 from fusion.passes.contractions import is_contraction
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
-from fusion.validation.replay import MOST_ELEMENTS, NotReplayable, Region, Replay, rule
+from fusion.validation.replay import MOST_ELEMENTS, NotReplayable, Region, Replay, rule, rule_of
 
 aten = torch.ops.aten
 _COPIES = (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy, aten.lift_fresh,
            aten.to, aten._to_copy, aten.type_as)  # fmt: skip
 _SOFTMAXES = (aten.softmax, aten._softmax, aten.special_softmax, aten._safe_softmax, aten.log_softmax,
               aten._log_softmax, aten.special_log_softmax)  # fmt: skip
+BESIDE = range(9)
+"""How many columns that are no keys (sinks) may stand beside the keys."""
 _REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.special_logsumexp)
 
 
@@ -108,16 +110,19 @@ def _softmax(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     keys = replay.region.keys
     aligned = index[dim].dim() == rank and index[dim].shape[-1] == keys.shape[1] and index[dim].shape[0] == len(keys)
     offset = index[dim] - keys.view(len(keys), *[1] * (rank - 2), -1) if aligned else torch.tensor([-1])
-    if int(offset.min()) < 0 or int(offset.min()) < int(offset.max()) or extent - replay.region.n_k not in range(9):
+    if int(offset.min()) < 0 or int(offset.min()) < int(offset.max()) or extent - replay.region.n_k not in BESIDE:
         return _on_whole_lines(replay, node, origin, dim, index, rank)
-    first = int(offset.min())
-    others = [*range(first), *range(first + replay.region.n_k, extent)]
     columns = [_line(replay, origin, index, rank, keys.shape[1])]
-    for place in others:
+    for place in _beside(replay.region, int(offset.min()), extent):
         spot = torch.full([1] * rank, place)
         at = tuple(spot if k == dim else _first_key(entry, rank) for k, entry in enumerate(index))
         columns.append(replay.value(origin, at, rank))
     return _run_along(replay, node, columns)[..., : keys.shape[1]]
+
+
+def _beside(region: Region, first: int, extent: int) -> list[int]:
+    """The columns of a dimension that are no keys, which begin at `first`."""
+    return [*range(first), *range(first + region.n_k, extent)]
 
 
 def _first_key(entry: Tensor, rank: int) -> Tensor:
@@ -169,10 +174,42 @@ def _cumulative(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 
 def at_keys(replay: Replay, extent: int, rank: int) -> Tensor:
     """The keys of the sample, on one more axis."""
-    keys = replay.region.keys
     if extent != replay.region.n_k:
         raise NotReplayable
-    return keys.view(keys.shape[0], *[1] * (rank - 1), keys.shape[1])
+    return _columns(replay.region, 0, extent, rank)
+
+
+def _columns(region: Region, first: int, extent: int, rank: int) -> Tensor:
+    """The keys of the sample, which begin at `first`, and the columns beside them, on one more axis."""
+    beside = torch.tensor(_beside(region, first, extent), dtype=torch.int64).expand(len(region.keys), -1)
+    columns = torch.cat([region.keys + first, beside], 1)
+    return columns.view(len(columns), *[1] * (rank - 1), -1)
+
+
+def _first_of_keys(region: Region, here: Node, dim: int) -> int | None:
+    """Where the keys begin along a dimension of a tensor, by how it is put together; None where that is not seen."""
+    first = 0
+    while (extent := region.shape(here)[dim]) != region.n_k:
+        if extent - region.n_k not in BESIDE:
+            return None
+        holds = [(n, start) for n, start in _pieces(region, here, dim) if region.shape(n)[dim] >= region.n_k]
+        if not holds:
+            return None
+        here, first = holds[0][0], first + holds[0][1]
+    return first
+
+
+def _pieces(region: Region, here: Node, dim: int) -> list[tuple[Node, int]]:
+    """The tensors that a tensor is made of along a dimension, and where they begin."""
+    rank = len(region.shape(here))
+    if rule_of(here) in (_copy, _pointwise):
+        return [(n, 0) for n in here.all_input_nodes if nodes.is_tensor(n) and len(region.shape(n)) == rank]
+    args, first, found = nodes.arguments(here), 0, []
+    if nodes.packet(here) in (aten.cat, aten.concat) and nodes.normalize_dim(args.get("dim", 0), rank) == dim:
+        for tensor in (n for n in args["tensors"] if len(region.shape(n)) == rank):
+            found.append((tensor, first))
+            first += region.shape(tensor)[dim]
+    return found
 
 
 @rule(*_REDUCTIONS)
@@ -183,8 +220,8 @@ def _reduction(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     extent, at = shape[dim], list(replay.further(index))
     if not args.get("keepdim"):
         at.insert(dim, replay.zero)
-    if extent == replay.region.n_k:
-        at[dim] = at_keys(replay, extent, rank)
+    if (first := _first_of_keys(replay.region, origin, dim)) is not None:
+        at[dim] = _columns(replay.region, first, extent, rank)
     elif is_contraction(node):  # of a product that is written as a sum
         at[dim] = replay.region.positions(extent).view([1] * rank + [-1])
     elif extent <= 64:

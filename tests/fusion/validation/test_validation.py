@@ -97,3 +97,26 @@ def test_equal_layers_are_compared_once():
     found = _compiled(layers, (), False)
     assert [site.validated for site in found] == [found[0].validated] * 3
     assert len(sites._verdicts) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("n_k", [20, 37, 63, 100])
+@pytest.mark.parametrize("shift", [lambda s: s.max(dim=-1, keepdim=True).values, lambda s: s.logsumexp(-1, True)])
+def test_a_reduction_over_scores_and_sinks_sees_the_sampled_keys(n_k, shift, first):
+    """The maximum that GPT-OSS subtracts before its softmax is over the keys and a sink. Where keys are many, those
+    that the spec's program sees are the ones whose maximum is taken, no others."""
+
+    def sinking(q, k, v, bias, sinks):
+        s = q @ k.mT + bias
+        sink = sinks.view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+        s = torch.cat([sink, s] if first else [s, sink], -1)
+        w = torch.softmax(s - shift(s), -1)
+        return (w[..., 1:] if first else w[..., :-1]) @ v
+
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (5, n_k, n_k))
+    with fusion.collect_reports() as reports:
+        options = {"inner": "eager", "emitter": "reference", "verify": True}
+        torch.compile(sinking, backend="fusion", options=options)(q, k, v, torch.randn(2, 1, 5, n_k), torch.randn(4))
+    (site,) = reports[0].sites
+    assert site.reason is None
+    assert site.validated.startswith("values in 64 rows")
