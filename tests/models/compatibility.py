@@ -43,6 +43,12 @@ A model's name stands for the smallest version that the survey's rules make of i
 What a package has beyond the architectures that were tried, the survey has not come to yet.
 """
 
+_VALIDATED = """## Fused sites that were not validated
+
+Every other fused site was compared, while it was compiled, with the model's own operations on made-up values
+([validation.md](validation.md)).
+"""
+
 
 def latest(rows: Iterable[Row]) -> list[Row]:
     """One row per architecture, the last, without paths of the machine; by package and name."""
@@ -51,9 +57,10 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _without_paths(row: Row) -> Row:
-    left = [(_reason(reason), _place(place)) for reason, place in row.unfused]
+    unfused, unvalidated = ([(_reason(r), _place(p)) for r, p in told] for told in (row.unfused, row.unvalidated))
     error = re.sub(r"(/[\w.-]+)+/", "", row.error)[:160]
-    return dataclasses.replace(row, error=error, unfused=left, entropy=round(row.entropy, 3), seconds=0.0)
+    told = {"unfused": unfused, "unvalidated": unvalidated}
+    return dataclasses.replace(row, error=error, entropy=round(row.entropy, 3), seconds=0.0, **told)
 
 
 def _reason(reason: str) -> str:
@@ -122,10 +129,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _reasons(rows: list[Row]) -> list[str]:
+def _reasons(rows: list[Row], told: Callable[[Row], Iterable[tuple[str, str]]]) -> list[str]:
     names, count, places = defaultdict(list), Counter(), {}
     for row in filter(ran, rows):
-        for reason, place in row.unfused:
+        for reason, place in told(row):
             count[reason] += 1
             names[reason].append(row.name)
             places[reason] = places.get(reason) or place
@@ -193,7 +200,8 @@ def page(rows: list[Row], made: str) -> str:
     packages = sorted({row.package for row in rows})
     listed = [line for name in packages for line in _package(name, [row for row in rows if row.package == name])]
     parts = [_INTRODUCTION, made, "", *_summary(rows), *_troubles(rows)]
-    parts += ["## Why sites are not fused", "", *_reasons(rows)]
+    parts += ["## Why sites are not fused", "", *_reasons(rows, lambda row: row.unfused)]
+    parts += [_VALIDATED, *_reasons(rows, lambda row: row.unvalidated)]
     parts += ["## Architectures", "", *listed, "## Not tried in full", "", *_not_run(rows)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from tests.numerics import Errors, assert_as_exact_as_eager, leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Unfused:
-    """A site that the compiler left alone."""
+class Told:
+    """Why a site was not fused, or not validated."""
 
     reason: str
     location: str
@@ -41,7 +42,8 @@ class Outcome:
     witnessed: tuple[oracle.Site, ...]
     sites: int
     fused: int
-    unfused: tuple[Unfused, ...]
+    unfused: tuple[Told, ...]
+    unvalidated: tuple[Told, ...]  # of those fused
     notes: tuple[str, ...]
     graphs: int
     share: float  # largest error / bound over all outputs
@@ -137,25 +139,26 @@ def _outcome(
     seconds: float,
 ) -> Outcome:
     counted = counters["fusion"]
-    left = tuple(
-        Unfused(reason=str(site.reason), location=_short(str(site.location)))
-        for report in reports
-        for site in report.sites
-        if not site.fused
-    )
+    found = [site for report in reports for site in report.sites]
+    doubted = [site for site in found if site.fused and not str(site.validated).startswith("values")]
     return Outcome(
         name=entry.name,
         family=entry.family,
         witnessed=tuple(witness.sites),
         sites=counted["sites"],
         fused=counted["fused"],
-        unfused=left,
+        unfused=_told((site.reason, site.location) for site in found if not site.fused),
+        unvalidated=_told((site.validated, site.location) for site in doubted),
         notes=tuple(note for report in reports for note in report.notes if "no attention" not in note),
         graphs=witness.graphs,
         share=max((c.share for c in comparisons), default=float("inf")),
         entropies=tuple(entropies),
         seconds=seconds,
     )
+
+
+def _told(reasons: Iterable[tuple[str | None, str | None]]) -> tuple[Told, ...]:
+    return tuple(Told(reason=str(reason), location=_short(str(location))) for reason, location in reasons)
 
 
 def _short(location: str) -> str:
@@ -174,7 +177,7 @@ def table(outcomes: list[Outcome]) -> str:
         overlooked = len(outcome.witnessed) - outcome.sites
         lines += [f"    overlooked: {overlooked}"] if overlooked > 0 else []
         lines += [f"    {note}" for note in outcome.notes]
-        lines += [f"    {left.location}: {left.reason}" for left in outcome.unfused]
+        lines += [f"    {left.location}: {left.reason}" for left in (*outcome.unfused, *outcome.unvalidated)]
     total, fused = sum(o.total for o in outcomes), sum(o.fused for o in outcomes)
     lines.append(f"{len(outcomes)} architectures, {fused} of {total} sites fused ({fused / max(1, total):.1%})")
     return "\n".join(lines)

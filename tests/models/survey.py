@@ -34,7 +34,8 @@ LARGEST = 100_000_000
 class Row:
     """What happened to one architecture. error: why it did not run in eager mode, or differs when it is compiled.
 
-    total: attention sites, by an independent count where that finds more. unfused: (reason, place in the source).
+    total: attention sites, by an independent count where that finds more.
+    unfused: (reason, place in the source). unvalidated: the same of fused sites.
     """
 
     name: str
@@ -51,11 +52,13 @@ class Row:
     graphs: int = 0
     share: float = float("nan")
     unfused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    unvalidated: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
         """What compiling gave."""
         self.total, self.fused, self.graphs, self.share = outcome.total, outcome.fused, outcome.graphs, outcome.share
         self.unfused = [(left.reason, left.location) for left in outcome.unfused]
+        self.unvalidated = [(left.reason, left.location) for left in outcome.unvalidated]
 
 
 class TimedOut(Exception):
