@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from fusion.passes import late_division, marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.contractions import is_contraction, products_above
-from fusion.passes.find import ANY, Reads, Site, find_sites
+from fusion.passes.find import ANY, Reads, Site, find_sites, mark_roots
 from fusion.passes.further import are_written
 from fusion.passes.late_division import Moved
 from fusion.passes.nodes import Unsupported, arguments, evaluate_size, packet, shape
@@ -97,6 +97,8 @@ def find(
             changes += cuts
             pending = [site for site in pending if not any(site.anchor in cut.serves for cut in cuts)]
             sites = find_sites(graph, reads)
+        else:
+            mark_roots(graph, sites)
     return sites, changes
 
 

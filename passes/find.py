@@ -6,7 +6,7 @@ which attentions (usually one; several for a difference of attentions), or why i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     """Every candidate in topological order, those that cannot be fused with a reason. reads: whether kernels on a
     device can read tensors of a float8 dtype."""
     mark_stored(graph, reads)
+    mark_roots(graph, ())
     met = Upstream(graph)
     sites = []
     for node in graph.nodes:
@@ -96,6 +97,14 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
                 marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
+
+
+def mark_roots(graph: Graph, sites: Iterable[Site]) -> None:
+    """Mark the roots of these sites, and no others: analyses of the graph with other changes leave marks, too."""
+    for node in graph.nodes:
+        marks.attention_root.drop(node)
+    for site in sites:
+        marks.attention_root.set(site.root, site.refusal is None)
 
 
 def _is_candidate(node: Node, met: Upstream) -> bool:

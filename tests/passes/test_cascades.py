@@ -3,9 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion
-from fusion.passes import cascades
+from fusion.passes import cascades, marks
+from fusion.passes.normalize import normalize
 from fusion.planning.cpu_rows import WEIGHED
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_over_draws, assert_same
@@ -209,6 +212,27 @@ def test_few_queries_or_keys_are_left_as_they_are(lengths):
     """Another kernel may have other last digits."""
     assert cascades.FEW == WEIGHED
     assert run(of_a_softmax, lambda: tensors(*lengths)).fused == 0
+
+
+def test_changes_that_were_undone_leave_no_trace():
+    """One softmax, whose sum might be an attention of its own for what follows; that it then ends at another node must
+    not be known to validation."""
+
+    def by_hand(q, k, v, projection):
+        e = torch.exp2(scores(q, k))
+        return (e @ v) / e.sum(-1, keepdim=True) @ projection
+
+    given = [*tensors(), torch.randn(16, 3)]
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(x, static_shapes=True) for x in given]
+    module = make_fx(by_hand, pre_dispatch=True)(*fakes)
+    for node, fake in zip(module.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = fake
+    graph = normalize(module, given, {}).graph
+    sites, changes = cascades.find(graph, wanted="always")
+    fused = [site.root for site in sites if site.refusal is None]
+    assert len(fused) == 1 and not changes
+    assert [node for node in graph.nodes if marks.attention_root(node)] == fused
 
 
 def returned(q, k, v):
