@@ -194,12 +194,16 @@ class _Comparison:
         return Verdict(checked=checked + (", key ranges of the mask" if self.parts[0].spec.mask is not None else ""))
 
     def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
-        """The elements that further outputs are, or are reductions of."""
+        """The elements that further outputs are, or are reductions of. Of what is reduced over the keys, one NaN makes
+        the whole row NaN, wherever it stands."""
         for program in programs:
             for use, further in zip(program.part.uses, program.spec.further, strict=True):
                 index = tuple(program.index(entry) for entry in use.at)
                 eager, exact, single = (replay.value(use.of, index, 3) for replay in replays)
-                ours = program.further_value(further.value)
+                found = [eager, exact, program.further_value(further.value), single]
+                if further.over == "j":
+                    found = [torch.where(t.isnan().any(-1, keepdim=True), torch.nan, t) for t in found]
+                eager, exact, ours, single = found
                 if problem := self._results(eager, exact, ours, single if self.coarse else None, use.node.name):
                     return problem
         return None
