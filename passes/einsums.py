@@ -1,18 +1,22 @@
-"""Einsums that multiply no matrices: sums and permutations of one operand, and products of two that sum over nothing.
+"""Einsums that are no product of matrices with one dimension for rows, for columns, and to sum over.
 
-They run as what they are, which the analysis knows. ATen makes the same operations of them.
+They run as what they are, which the analysis knows: sums and permutations of one operand, products of two that sum over
+nothing, and products that sum over several dimensions at once (the tied rows of the MSA Transformer: Rao et al., 2021,
+section 3), which are those of matrices after a reshape. ATen makes the same operations of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def without_matrices(equation: Any, *operands: Any) -> Any:
-    """The einsum as `sum`, `permute` and `mul`; NotImplemented for others, and for those with dots or a diagonal."""
+def decomposed(equation: Any, *operands: Any) -> Any:
+    """The einsum as `sum`, `permute` and `mul`, or as one with fewer dimensions; NotImplemented for others, and for
+    those with dots or a diagonal."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or "->" not in equation or not all(isinstance(x, Tensor) for x in operands):
@@ -26,7 +30,7 @@ def without_matrices(equation: Any, *operands: Any) -> Any:
     if len(inputs) == 2 and set("".join(inputs)) == set(output):
         left, right = (_aligned(term, output, x) for term, x in zip(inputs, operands, strict=True))
         return left * right
-    return NotImplemented
+    return _with_fewer_dimensions(inputs, output, operands) if len(inputs) == 2 else NotImplemented
 
 
 def _of_one(term: str, output: str, x: Tensor) -> Tensor:
@@ -45,4 +49,40 @@ def _aligned(term: str, output: str, x: Tensor) -> Tensor:
     return x
 
 
-DECOMPOSITIONS = {torch.einsum: without_matrices, torch.ops.aten.einsum.default: without_matrices}
+def _with_fewer_dimensions(terms: Sequence[str], output: str, operands: Sequence[Tensor]) -> Any:
+    """A product whose sum is over several dimensions, or whose columns are: each as one dimension."""
+    extents: dict[str, Any] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for letter, extent in zip(term, x.shape, strict=True):
+            if extents.setdefault(letter, extent) != extent:  # of size 1, and broadcast
+                return NotImplemented
+    left, right = map(set, terms)
+    summed = "".join(letter for letter in terms[0] if letter in right and letter not in output)
+    columns = ["".join(letter for letter in term if letter not in other)
+               for term, other in zip(terms, (right, left), strict=True) if term[-1] not in summed]  # fmt: skip
+    merged = [letters for letters in (summed, *columns) if len(letters) > 1]
+    if not merged or not summed or (left ^ right) - set(output):
+        return NotImplemented
+    short, flat = zip(*(_merged(term, merged, x) for term, x in zip(terms, operands, strict=True)), strict=True)
+    apart = [letters for letters in merged if letters != summed]
+    kept = "".join(letter for letter in output if not any(letter in letters for letters in apart))
+    result = torch.einsum(f"{short[0]},{short[1]}->{kept}{''.join(letters[0] for letters in apart)}", *flat)
+    for dim, letters in reversed([*enumerate(apart, len(kept))]):
+        result = result.unflatten(dim, [extents[letter] for letter in letters])
+    order = "".join((kept, *apart))
+    return result.permute([order.index(letter) for letter in output])
+
+
+def _merged(term: str, merged: Sequence[str], x: Tensor) -> tuple[str, Tensor]:
+    """The operand with each of its groups of letters as one dimension, behind the others, and its letters: of a group,
+    the first."""
+    own = [letters for letters in merged if letters[0] in term]
+    rest = "".join(letter for letter in term if not any(letter in letters for letters in own))
+    order = "".join((rest, *own))
+    x = x.permute([term.index(letter) for letter in order])
+    for dim, letters in enumerate(own, len(rest)):
+        x = x.flatten(dim, dim + len(letters) - 1)
+    return "".join((rest, *(letters[0] for letters in own))), x
+
+
+DECOMPOSITIONS = {torch.einsum: decomposed, torch.ops.aten.einsum.default: decomposed}

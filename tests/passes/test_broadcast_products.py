@@ -1,5 +1,4 @@
-"""Products that are written as a multiplication and a sum, einsums that multiply no matrices, and distances, which are
-no products but listed."""
+"""Products that are written as a multiplication and a sum, and distances, which are no products but listed."""
 
 import math
 
@@ -7,9 +6,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.passes.einsums import without_matrices
 from fusion.refusals import Ground
-from tests.numerics import assert_same
 from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 
 LENGTH = 23
@@ -154,33 +151,3 @@ def test_sums_of_elements_are_no_products():
     with fusion.collect_reports() as reports:
         torch.compile(function, backend="fusion", options={"inner": "eager"})(torch.rand(4, 5), torch.rand(4, 5))
     assert not [site for report in reports for site in report.sites]
-
-
-@pytest.mark.parametrize(
-    ("equation", "shapes"),
-    [
-        ("bhij->bih", [(2, 3, 4, 5)]),
-        ("abc -> ca", [(2, 3, 4)]),
-        ("abc->cab", [(2, 3, 4)]),
-        ("bhid,bhi->bihd", [(2, 3, 4, 5), (2, 3, 4)]),
-        ("i,j->ji", [(4,), (5,)]),
-        ("ab,ba->ab", [(2, 3), (3, 2)]),
-        ("ab,ab->ab", [(2, 3), (1, 3)]),
-    ],
-)
-def test_einsums_without_matrices(equation, shapes):
-    operands = [torch.randn(shape) for shape in shapes]
-    found, eager = without_matrices(equation, *operands), torch.einsum(equation, *operands)
-    assert_same(found, eager)
-    assert found.stride() == eager.stride()
-
-
-@pytest.mark.parametrize(
-    "equation, shapes",
-    [
-        ("ij,jk->ik", [(2, 3), (3, 4)]), ("...i->...", [(2, 3)]), ("ii->i", [(3, 3)]), ("ij->", [(3, 3)]),
-        ("i,i,i->i", [(3,), (3,), (3,)]), ("ij", [(2, 3)]), ("ia,ib->i", [(2, 3), (2, 3)]),
-    ],
-)  # fmt: skip
-def test_other_einsums_stay(equation, shapes):
-    assert without_matrices(equation, *(torch.randn(shape) for shape in shapes)) is NotImplemented
