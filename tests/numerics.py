@@ -125,16 +125,16 @@ def assert_as_exact_as_eager(
 
 def assert_as_exact_over_draws(
     draw: Callable[[], tuple[Any, Any, Any]], dtype: torch.dtype | None = None, **how
-) -> None:
+) -> list[Errors]:
     """The rule for what `draw` returns (actual, eager, reference64); where that is beyond it, for several draws
     together: how far eager's few elements are off in one draw is luck. how: as in `assert_as_exact_as_eager`."""
     drawn = [draw()]
     try:
-        assert_as_exact_as_eager(*drawn[0], dtype, **how)
+        return assert_as_exact_as_eager(*drawn[0], dtype, **how)
     except AssertionError:
         drawn += [draw() for _ in range(DRAWS - 1)]
         together = (tree_map(lambda *tensors: torch.stack(tensors), *values) for values in zip(*drawn, strict=True))
-        assert_as_exact_as_eager(*together, dtype, **how)
+        return assert_as_exact_as_eager(*together, dtype, **how)
 
 
 def wide(value: Any) -> Any:

@@ -14,7 +14,7 @@ from tests.models import oracle
 from tests.models.build import Entropy, cast
 from tests.models.candidates import Candidate
 from tests.models.zoo import Entry
-from tests.numerics import Errors, assert_as_exact_as_eager, leaves
+from tests.numerics import Errors, assert_as_exact_over_draws, leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,8 @@ def check(
     emitter: str = "auto",
     dynamic: bool | None = None,
 ) -> Outcome:
-    """Compile `entry` and assert the numerics rule for all of its outputs. dynamic: as of `torch.compile`.
+    """Compile `entry` and assert the numerics rule for all of its outputs, for several inputs together where it does
+    not hold for the first. dynamic: as of `torch.compile`.
 
     With a backend other than "fusion", which takes no options of ours, only the comparison and the oracle's count mean
     anything.
@@ -100,24 +101,29 @@ def check(
     torch._dynamo.reset()
     counters.clear()
     model = entry.build()
-    inputs = cast(entry.inputs(model, batch=batch), dtype)
-    model = model.to(dtype)
-    with Entropy() as entropy:
-        eager = model(**inputs)
-    reference = entry.reference(model, inputs)
-    start = time.perf_counter()
-    with fusion.collect_reports() as reports:
-        options = {"inner": inner, "emitter": emitter} if backend == "fusion" else None
-        run, witness = compiled(model, backend, options, dynamic=dynamic)
+    options = {"inner": inner, "emitter": emitter} if backend == "fusion" else None
+    run, witness = compiled(model, backend, options, dynamic=dynamic)
+    seconds, entropies = list[float](), list[float]()
+
+    def draw() -> list[dict[str, torch.Tensor]]:
+        inputs = cast(entry.inputs(model, batch=batch, seed=len(seconds)), dtype)
+        model.to(dtype)
+        with Entropy() as entropy:
+            eager = model(**inputs)
+        start = time.perf_counter()
         actual = run(**inputs)
-    seconds = time.perf_counter() - start
-    try:
+        seconds.append(time.perf_counter() - start)
+        entropies.extend(entropy.shares)
         telling = _telling(eager)
-        values = [{path: t for path, t in leaves(value) if path in telling} for value in (actual, eager, reference)]
-        comparisons = assert_as_exact_as_eager(*values, dtype, name=entry.name)
-    except AssertionError as error:
-        raise Mismatch(str(error), _outcome(entry, witness, reports, [], entropy.shares, seconds)) from None
-    return _outcome(entry, witness, reports, comparisons, entropy.shares, seconds)
+        results = (actual, eager, entry.reference(model, inputs))
+        return [{path: t for path, t in leaves(result) if path in telling} for result in results]
+
+    with fusion.collect_reports() as reports:
+        try:
+            comparisons = assert_as_exact_over_draws(draw, dtype, name=entry.name)
+        except AssertionError as error:
+            raise Mismatch(str(error), _outcome(entry, witness, reports, [], entropies, seconds[0])) from None
+    return _outcome(entry, witness, reports, comparisons, entropies, seconds[0])
 
 
 def _telling(eager: Any) -> set[str]:
