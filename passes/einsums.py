@@ -7,6 +7,7 @@ section 3), which are those of matrices after a reshape. ATen makes the same ope
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ def decomposed(equation: Any, *operands: Any) -> Any:
     if len(inputs) == 2 and set("".join(inputs)) == set(output):
         left, right = (_aligned(term, output, x) for term, x in zip(inputs, operands, strict=True))
         return left * right
-    return _with_fewer_dimensions(inputs, output, operands) if len(inputs) == 2 else NotImplemented
+    if len(inputs) != 2:
+        return NotImplemented
+    found = _of_a_vector(inputs, output, operands)
+    return found if found is not NotImplemented else _with_fewer_dimensions(inputs, output, operands)
 
 
 def _of_one(term: str, output: str, x: Tensor) -> Tensor:
@@ -47,6 +51,23 @@ def _aligned(term: str, output: str, x: Tensor) -> Tensor:
         if letter not in term:
             x = x.unsqueeze(dim)
     return x
+
+
+def _of_a_vector(terms: Sequence[str], output: str, operands: Sequence[Tensor]) -> Any:
+    """A product of matrices and vectors, as that of matrices with one row."""
+    free = [[letter for letter in term if letter not in other] for term, other in zip(terms, terms[::-1], strict=True)]
+    if (
+        all(free)
+        or not any(free)
+        or set(terms[0]) & set(terms[1]) <= set(output)
+        or not set(sum(free, [])) <= {*output}
+    ):
+        return NotImplemented
+    row = next(letter for letter in string.ascii_letters if letter not in "".join(terms))
+    place = min(output.index(letter) for letter in sum(free, []))
+    (one, x), (other, y) = ((t if own else t + row, x if own else x.unsqueeze(-1))
+                            for t, own, x in zip(terms, free, operands, strict=True))  # fmt: skip
+    return torch.einsum(f"{one},{other}->{output[:place]}{row}{output[place:]}", x, y).squeeze(place)
 
 
 def _with_fewer_dimensions(terms: Sequence[str], output: str, operands: Sequence[Tensor]) -> Any:

@@ -106,11 +106,16 @@ def commit() -> str:
 
 
 def seeds_of(text: str, shard: str) -> Iterator[int]:
-    """The seeds of "first:end" that belong to shard "number/of"; "new:count" begins where no other commit does."""
+    """The seeds of "first:end" that belong to shard "number/of"; "new:count" begins where no other commit does.
+
+    Exits where there is no such shard.
+    """
     start, end_or_count = text.split(":")
     first = zlib.crc32(commit().encode()) * 10**6 if start == "new" else int(start)
     end = int(end_or_count) + first * (start == "new")
     number, of = (int(part) for part in shard.split("/"))
+    if not 1 <= number <= of:
+        raise SystemExit(f"--shard {shard}: the first of {of} is 1/{of}, the last {of}/{of}")
     return (seed for seed in range(first, end) if seed % of == number - 1)
 
 

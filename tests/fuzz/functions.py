@@ -39,7 +39,7 @@ WRITES = (".mul_(0.7)", ".add_(1)", "[..., :1] = 0", ".fill_(0.5)", "[..., ::2].
 def program(seed: int | str) -> Program:
     """The program of a seed."""
     rng = random.Random(f"function {seed}")
-    keys = rng.choice([1, 2, 3, 5, 7, 9, 13, 17, 24, 33, 40])
+    keys = rng.choice([1, 2, 3, 5, 7, 9, 13, 17, 24, 33, 40, 70])
     sizes = {
         "B": rng.randint(1, 3), "H": rng.randint(1, 4), "N": keys if rng.random() < 0.6 else rng.randint(1, 40),
         "M": keys, "D": rng.choice([4, 5, 8, 12, 16, 17, 24, 40]), "E": rng.choice([4, 6, 8, 16, 19, 33]),

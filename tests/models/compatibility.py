@@ -1,9 +1,10 @@
 """Make docs/compatibility.md from records of the survey.
 
-    python -m tests.models.compatibility rows.jsonl... > docs/compatibility.md
+    python -m tests.models.compatibility rows.jsonl... [--before earlier.jsonl] > docs/compatibility.md
 
 Of an architecture that was tried more than once the last row counts. `--keep FILE` writes the rows that the page was
-made of, without what is empty and without paths of the machine.
+made of, without what is empty and without paths of the machine. `--before FILE` has such rows of another time, which the
+page compares with.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.models.survey import Row, recorded
@@ -40,7 +41,7 @@ program that knows nothing of the compiler's passes, so that what the compiler o
 compiler itself met more, those count. A site that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
-What a package has beyond the architectures that were tried, the survey has not come to yet.
+Of transformers all architectures were tried; of other packages, those listed here.
 """
 
 _VALIDATED = """## Fused sites that were not validated
@@ -122,6 +123,21 @@ def _summary(rows: list[Row]) -> list[str]:
     return _table(head, [*lines, line("all", rows)])
 
 
+def _before(rows: list[Row], earlier: list[Row]) -> list[str]:
+    """Shares then and now, of the architectures that were compared both times."""
+    then = {(row.package, row.name): row for row in earlier if ran(row)}
+    both = [(then[row.package, row.name], row) for row in rows if ran(row) and (row.package, row.name) in then]
+
+    def line(name: str, of: list[tuple[Row, Row]]) -> list[object]:
+        total = sum(max(map(sites, pair)) for pair in of)
+        shares = (f"{sum(pair[k].fused for pair in of) / max(1, total):.1%}" for k in (0, 1))
+        return [name, len(of), total, *shares]
+
+    packages = sorted({row.package for _, row in both})
+    lines = [line(name, [pair for pair in both if pair[1].package == name]) for name in packages]
+    return _table("package | compared both times | sites | fused before | fused now", [*lines, line("all", both)])
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -145,7 +161,7 @@ def _reasons(rows: list[Row], told: Callable[[Row], Iterable[tuple[str, str]]]) 
         ]
         for reason, number in count.most_common()
     ]
-    return _table("why | sites | architectures | for example", lines)
+    return lines and _table("why | sites | architectures | for example", lines)
 
 
 def _listed(title: str, rows: list[Row], show: Callable[[Row], str]) -> list[str]:
@@ -195,13 +211,15 @@ def _troubles(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def page(rows: list[Row], made: str) -> str:
-    """The page, of rows as `latest` gives them. made: when, of what and how."""
+def page(rows: list[Row], made: str, earlier: Sequence[Row] = ()) -> str:
+    """The page, of rows as `latest` gives them. made: when, of what and how. earlier: rows to compare with."""
     packages = sorted({row.package for row in rows})
     listed = [line for name in packages for line in _package(name, [row for row in rows if row.package == name])]
-    parts = [_INTRODUCTION, made, "", *_summary(rows), *_troubles(rows)]
+    parts = [_INTRODUCTION, made, "", *_summary(rows)]
+    parts += _before(rows, [*earlier]) if earlier else []
+    parts += _troubles(rows)
     parts += ["## Why sites are not fused", "", *_reasons(rows, lambda row: row.unfused)]
-    parts += [_VALIDATED, *_reasons(rows, lambda row: row.unvalidated)]
+    parts += [_VALIDATED, *(_reasons(rows, lambda row: row.unvalidated) or ["None.", ""])]
     parts += ["## Architectures", "", *listed, "## Not tried in full", "", *_not_run(rows)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
@@ -223,11 +241,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("records", nargs="+", type=Path, help="files of the survey's --record")
     parser.add_argument("--keep", type=Path, help="write the rows that count to this file")
+    parser.add_argument("--before", type=Path, help="rows of another time, to compare with")
     arguments = parser.parse_args(argv)
     rows = latest(row for record in arguments.records for row in recorded(record))
+    earlier = latest(recorded(arguments.before)) if arguments.before else []
     if arguments.keep:
         arguments.keep.write_text("".join(compact(row) + "\n" for row in rows))
-    sys.stdout.write(page(rows, _made(rows)))
+    sys.stdout.write(page(rows, _made(rows), earlier))
     return 0
 
 

@@ -57,6 +57,13 @@ def test_kept_rows_make_the_same_page(tmp_path, capsys) -> None:
     ]
 
 
+def test_shares_of_another_time_are_those_of_the_architectures_compared_both_times() -> None:
+    earlier = [Row(name="bert", compiled=True, total=2, fused=1), Row(name="gone", compiled=True, total=9, fused=9)]
+    lines = page(latest(ROWS), "made", earlier).splitlines()
+    assert "| all | 1 | 2 | 50.0% | 100.0% |" in lines
+    assert "None." in lines[lines.index("## Fused sites that were not validated") :]
+
+
 def test_causes() -> None:
     assert "random" in cause(Row(name="", error="ArithmeticError: draws random numbers, or keeps state: ..."))
     assert "arguments" in cause(Row(name="", error="TypeError: f() missing 1 required positional argument: 'x'"))

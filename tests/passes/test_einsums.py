@@ -33,7 +33,7 @@ def test_einsums_decomposed(equation, shapes):
         ("ij,jk->ik", [(2, 3), (3, 4)]), ("...i->...", [(2, 3)]), ("ii->i", [(3, 3)]), ("ij->", [(3, 3)]),
         ("i,i,i->i", [(3,), (3,), (3,)]), ("ij", [(2, 3)]), ("ia,ib->i", [(2, 3), (2, 3)]),
         ("icd,jcd->ij", [(2, 3, 4), (5, 3, 1)]), ("bxd,byvd->bxyv", [(2, 3, 4), (2, 5, 6, 4)]),
-        ("iacd,jcd->ij", [(2, 3, 4, 5), (3, 4, 5)]),
+        ("iacd,jcd->ij", [(2, 3, 4, 5), (3, 4, 5)]), ("bid,bid->bi", [(2, 3, 4), (2, 3, 4)]),
     ],
 )  # fmt: skip
 def test_others_stay(equation, shapes):
@@ -50,6 +50,11 @@ def test_others_stay(equation, shapes):
         ("bjhde,bhij->bihde", [(2, 6, 3, 4, 5), (2, 3, 7, 6)]),
         ("bijc,bjcd->bid", [(2, 7, 6, 5), (2, 6, 5, 8)]),
         ("icd,jcd->ij", [(7, 3, 0), (6, 3, 0)]),
+        ("bid,bijd->bij", [(2, 3, 4), (2, 3, 5, 4)]),
+        ("bijd,bij->bid", [(2, 3, 5, 4), (2, 3, 5)]),
+        ("j,jd->d", [(5,), (5, 4)]),
+        ("jd,d->j", [(5, 4), (4,)]),
+        ("ijd,jd->i", [(2, 3, 4), (3, 4)]),
     ],
 )
 def test_with_fewer_dimensions(equation, shapes):
@@ -87,3 +92,22 @@ def test_tied_rows_of_any_length_compile_once():
             given = [torch.randn(3, count, 2, 2, 5) for count in (n, n + 3, n + 3)]
             wide = [x.double() for x in given]
             assert_as_exact_as_eager(compiled(*given), tied_rows(*given), tied_rows(*wide))
+
+
+def edges(q, k, e):
+    """Each query has keys of its own, with what stands on its edges (graph transformers)."""
+    s = torch.einsum("bid,bijd->bij", q, k[:, None] + e) * 0.3
+    return torch.einsum("bij,bijd->bid", s.softmax(-1), e)
+
+
+def pooling(q, k, v):
+    """One query, which is a parameter."""
+    return torch.einsum("bj,bjd->bd", torch.einsum("d,bjd->bj", q[0, 0], k).softmax(-1), v[:, 0])
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("function", [edges, pooling])
+def test_one_query_of_its_own_keys_needs_no_dimension(function, emitter):
+    given = torch.randn(2, 19, 6), torch.randn(2, 23, 6), torch.randn(2, 19, 23, 6)
+    (site,) = as_exact_as_eager(function, given, emitter, gradients=True)
+    assert site.reason is None

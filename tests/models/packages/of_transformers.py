@@ -2,6 +2,7 @@
 
 import functools
 
+import torch
 import transformers
 
 from tests.models.build import build
@@ -19,7 +20,7 @@ def candidates() -> dict[str, Candidate]:
             class_name=class_name,
             make=functools.partial(_build, class_name),
             kinds=kinds_for,
-            feed=lambda kind, model, batch: make(kind, model, batch=batch),
+            feed=lambda kind, model, batch: make(kind, model, batch=batch, seed=torch.initial_seed()),
             prepare=False,
         )
         for name, class_name in architectures().items()
