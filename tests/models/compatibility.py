@@ -3,8 +3,8 @@
     python -m tests.models.compatibility rows.jsonl... [--before earlier.jsonl] > docs/compatibility.md
 
 Of an architecture that was tried more than once the last row counts. `--keep FILE` writes the rows that the page was
-made of, without what is empty and without paths of the machine. `--before FILE` has such rows of another time, which the
-page compares with.
+made of, without what is empty and without paths of the machine. `--before FILE` has such rows of another time, to
+compare with.
 """
 
 import argparse
