@@ -165,16 +165,17 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
     args = arguments(node)
     left, right = _pair(args)
     left_shape, right_shape = shape(left), shape(right)
-    if len(left_shape) < 2 or len(right_shape) < 2:
-        raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector")
-    batch = shape(node)[:-2]
-    left_batch = broadcast_index(batch, left_shape[:-2], index[:-2])
-    right_batch = broadcast_index(batch, right_shape[:-2], index[:-2])
+    # A vector has no dimension for rows, or columns.
+    rows, columns = len(left_shape) > 1, len(right_shape) > 1
+    split = len(index) - rows - columns
+    batch = shape(node)[:split]
+    left_batch = broadcast_index(batch, left_shape[:-2], index[:split])
+    right_batch = broadcast_index(batch, right_shape[:-2], index[:split])
     return Factors(
         left=left,
-        left_index=(*left_batch, index[-2], contracted),
+        left_index=(*left_batch, *index[split : split + rows], contracted),
         right=right,
-        right_index=(*right_batch, contracted, index[-1]),
+        right_index=(*right_batch, contracted, *index[split + rows :]),
         extent=left_shape[-1],
     )
 

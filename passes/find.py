@@ -271,6 +271,8 @@ def _at_root(anchor: Node, root: Node, met: Upstream) -> Site | None:
     if walked is None:
         return None
     index, after = walked
+    if packet(anchor) is aten.matmul and any(len(shape(x)) < 2 for x in anchor.all_input_nodes):
+        raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", anchor)
     row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met)
     if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and after):
         return None

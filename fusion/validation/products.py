@@ -23,13 +23,15 @@ def _product(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     left, right = (
         (args["batch1"], args["batch2"]) if added else (args["self"], args["mat2" if "mat2" in args else "other"])
     )
-    shapes, batch = [region.shape(t) for t in (left, right)], region.shape(node)[:-2]
-    if min(map(len, shapes)) < 2:
-        raise NotReplayable
-    at = replay.further(index)
+    shapes = [region.shape(t) for t in (left, right)]
+    rows, columns = (len(shape) > 1 for shape in shapes)
+    split = len(index) - rows - columns
+    at, batch = replay.further(index), region.shape(node)[:split]
     summed = _positions(replay, node, shapes[0][-1], rank)
-    one, other = (replay.broadcast(at[:-2], batch, shape[:-2]) for shape in shapes)
-    result = _sum_of_products(replay, node, (left, (*one, at[-2], summed)), (right, (*other, summed, at[-1])), rank)
+    one, other = (replay.broadcast(at[:split], batch, shape[:-2]) for shape in shapes)
+    inner = split + rows
+    first, second = (*one, *at[split:inner], summed), (*other, summed, *at[inner:])
+    result = _sum_of_products(replay, node, (left, first), (right, second), rank)
     if not added:
         return result
     bias = replay.argument(args["self"], index, region.shape(node), rank)

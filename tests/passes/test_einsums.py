@@ -105,8 +105,12 @@ def pooling(q, k, v):
     return torch.einsum("bj,bjd->bd", torch.einsum("d,bjd->bj", q[0, 0], k).softmax(-1), v[:, 0])
 
 
+def pooling_with_a_vector(q, k, v):
+    return torch.softmax(k @ q[0, 0], -1).unsqueeze(1) @ v[:, 0]
+
+
 @pytest.mark.parametrize("emitter", EMITTERS)
-@pytest.mark.parametrize("function", [edges, pooling])
+@pytest.mark.parametrize("function", [edges, pooling, pooling_with_a_vector])
 def test_one_query_of_its_own_keys_needs_no_dimension(function, emitter):
     given = torch.randn(2, 19, 6), torch.randn(2, 23, 6), torch.randn(2, 19, 23, 6)
     (site,) = as_exact_as_eager(function, given, emitter, gradients=True)
