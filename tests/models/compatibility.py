@@ -41,7 +41,8 @@ program that knows nothing of the compiler's passes, so that what the compiler o
 compiler itself met more, those count. A site that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
-Of transformers all architectures were tried; of other packages, those listed here.
+Of transformers all architectures were tried; of other packages, those listed here. "Before" is commit `16a3626`, of
+2026-11-22, whose rows are in its `tests/models/compatibility.jsonl`.
 """
 
 _VALIDATED = """## Fused sites that were not validated
@@ -232,7 +233,7 @@ def _made(rows: list[Row]) -> str:
         f"{date}, torch {_version('torch')}, float32 on a CPU, batch of two, the rest of each graph in plain torch, at "
         f"commits up to `{commit}`:\n\n"
         f"    python -m tests.models.survey --backend fusion --packages {names} --record rows.jsonl\n"
-        "    python -m tests.models.compatibility rows.jsonl > docs/compatibility.md\n"
+        "    python -m tests.models.compatibility rows.jsonl --before earlier.jsonl > docs/compatibility.md\n"
     )
 
 
