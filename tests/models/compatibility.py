@@ -41,8 +41,9 @@ program that knows nothing of the compiler's passes, so that what the compiler o
 compiler itself met more, those count. A site that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
-Of transformers all architectures were tried; of other packages, those listed here. "Before" is commit `16a3626`, of
-2026-11-22, whose rows are in its `tests/models/compatibility.jsonl`.
+Of transformers all architectures were tried; of other packages, those listed here, on 2026-11-23, when it was not
+recorded which sites were validated. "Before" is commit `16a3626`, of 2026-11-22, whose rows are in its
+`tests/models/compatibility.jsonl`.
 """
 
 _VALIDATED = """## Fused sites that were not validated
