@@ -48,17 +48,17 @@ class TrainingKernel:
         *_, n_q, n_k, d, d_v = self.extents(sizes)
         if not min(n_q, n_k, d, d_v):
             return ""
-        return self.choice(sizes).heading("//") + self._forward_kernel(d, d_v, self._choices()[0]).text.source
+        return self.choice(sizes).heading("//") + self._forward_kernel(d, d_v, self.choices()[0]).text.source
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Compile what a forward with these sizes will run. Backward kernels are compiled by the first backward."""
         *_, n_q, n_k, d, d_v = self.extents(sizes)
         if min(n_q, n_k, d, d_v) > 0:
-            self._forward_kernel(d, d_v, self._choices()[0])
+            self._forward_kernel(d, d_v, self.choices()[0])
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How the forward of a call runs: in one tile for all lengths."""
-        n_k, tiling = self.extents(sizes)[-3], self.tilings[self._choices()[0]]
+        n_k, tiling = self.extents(sizes)[-3], self.tilings[self.choices()[0]]
         tile = Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 
@@ -87,7 +87,7 @@ class TrainingKernel:
         for k, (further, tensor) in enumerate(zip(self.spec.further, copies, strict=True)):
             values |= {("ptr", "further", k): tensor.data_ptr(), ("further_elements", k): tensor.stride(0)}
             values |= {("further_stride", k, name): tensor.stride(1 + n) for n, name in enumerate(further.dims)}
-        for choice in self._choices():
+        for choice in self.choices():
             kernel = self._forward_kernel(d, d_v, choice)
             blocks = -(-n_q // kernel.text.rows)
             items = math.prod(batch) * blocks
@@ -96,8 +96,9 @@ class TrainingKernel:
                 return [out, statistics, *map(_combined, self.spec.further, copies)]
         raise AssertionError("multiply-add kernels raise no flag")
 
-    def _choices(self) -> range:
-        """The tilings to try. Products on AMX tiles are made beside other work, which keeps no weights."""
+    def choices(self) -> range:
+        """The tilings to try, in the forward and the backward alike: weights that are made anew of other scores are off
+        by what these differ by. Products on AMX tiles are made beside other work, which keeps no weights."""
         count = len(self.tilings)
         return range(count - 1 if self.spec.further and self.target.amx else 0, count)
 

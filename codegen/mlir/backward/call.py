@@ -85,7 +85,7 @@ class BackwardCall:
         return rows
 
     def gradients(self) -> list[Tensor]:
-        for choice in range(len(self.kernel.tilings)):
+        for choice in self.kernel.choices():
             found = self._attempt(choice)
             if found is not None:
                 return found

@@ -3,7 +3,10 @@ with the limit to AVX2 LLVM itself uses nothing newer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
@@ -13,10 +16,13 @@ from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
+from fusion.ir.expr import ROW_MAX
+from fusion.ir.spec import FurtherOutput
 from fusion.planning.choice import query_stationary
 from tests import emulation
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, assert_trains_as_exact_as_eager, case, draw
 from tests.fuzz import quick
+from tests.numerics import assert_same
 
 SETS = {"avx2": emulation.AVX2, "avx512": emulation.AVX512, "pairs": emulation.PAIRS, "amx": emulation.AMX}
 SIZES = {"B": 1, "H": 2, "Nq": 70, "Nk": 150}
@@ -67,6 +73,26 @@ def check_gradients(c: Case, chosen: quick.Plan, extents: dict[str, int]) -> Tra
 def test_gradients(target: str, dtype: str) -> None:
     c = case("brain_bias", dtype, 40, 24)
     check_gradients(c, plan(c, SETS[target]), SIZES)
+
+
+@pytest.mark.parametrize("further", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", SETS)
+def test_the_backward_makes_the_weights_of_the_forward(target: str, dtype: str, further: bool) -> None:
+    """With a single key each is 1, however large its score, so that the gradient of V is what arrives."""
+    c = case("plain", dtype, 40, 24)
+    largest = FurtherOutput(value=ROW_MAX, dims=("b0", "b1", "i"), dtype="float32")
+    c = replace(c, spec=replace(c.spec, further=(largest,) if further else ()))
+    chosen = plan(c, SETS[target])
+    with quick.compiling_for(chosen):
+        run = quick.kernel(c.spec, chosen, trained=True)
+        assert isinstance(run, TrainingKernel)
+        operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 33, "Nk": 1}, "heads_inside")
+        operands = [100 * operands[0], *operands[1:]]
+        out, statistics, *found = run.outputs(operands, sizes)
+        grad = torch.ones_like(out)
+        *_, grad_v = run.backward(grad, out, statistics, operands, sizes, (False, False, True), [None] * len(found))
+    assert_same(grad_v, torch.full_like(grad_v, 33))
 
 
 @pytest.mark.parametrize(("d", "n_q", "n_k"), [(5, 70, 3), (72, 131, 150), (136, 9, 49), (8, 20, 5000)])
