@@ -55,18 +55,14 @@ def _aligned(term: str, output: str, x: Tensor) -> Tensor:
 
 def _of_a_vector(terms: Sequence[str], output: str, operands: Sequence[Tensor]) -> Any:
     """A product of matrices and vectors, as that of matrices with one row."""
-    free = [[letter for letter in term if letter not in other] for term, other in zip(terms, terms[::-1], strict=True)]
-    if (
-        all(free)
-        or not any(free)
-        or set(terms[0]) & set(terms[1]) <= set(output)
-        or not set(sum(free, [])) <= {*output}
-    ):
+    left, right = map(set, terms)
+    matrices = [not set(term) <= other for term, other in zip(terms, (right, left), strict=True)]
+    if matrices[0] == matrices[1] or left & right <= set(output) or not left ^ right <= set(output):
         return NotImplemented
     row = next(letter for letter in string.ascii_letters if letter not in "".join(terms))
-    place = min(output.index(letter) for letter in sum(free, []))
-    (one, x), (other, y) = ((t if own else t + row, x if own else x.unsqueeze(-1))
-                            for t, own, x in zip(terms, free, operands, strict=True))  # fmt: skip
+    place = min(output.index(letter) for letter in left ^ right)
+    (one, x), (other, y) = ((term, x) if is_matrix else (term + row, x.unsqueeze(-1))
+                            for term, is_matrix, x in zip(terms, matrices, operands, strict=True))  # fmt: skip
     return torch.einsum(f"{one},{other}->{output[:place]}{row}{output[place:]}", x, y).squeeze(place)
 
 
