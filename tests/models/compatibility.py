@@ -148,6 +148,7 @@ def _version(package: str) -> str:
 
 
 def _reasons(rows: list[Row], told: Callable[[Row], Iterable[tuple[str, str]]]) -> list[str]:
+    """Reasons, with how often they were given; "None." where none was."""
     names, count, places = defaultdict(list), Counter(), {}
     for row in filter(ran, rows):
         for reason, place in told(row):
@@ -163,7 +164,7 @@ def _reasons(rows: list[Row], told: Callable[[Row], Iterable[tuple[str, str]]]) 
         ]
         for reason, number in count.most_common()
     ]
-    return lines and _table("why | sites | architectures | for example", lines)
+    return _table("why | sites | architectures | for example", lines) if lines else ["None.", ""]
 
 
 def _listed(title: str, rows: list[Row], show: Callable[[Row], str]) -> list[str]:
@@ -221,7 +222,7 @@ def page(rows: list[Row], made: str, earlier: Sequence[Row] = ()) -> str:
     parts += _before(rows, [*earlier]) if earlier else []
     parts += _troubles(rows)
     parts += ["## Why sites are not fused", "", *_reasons(rows, lambda row: row.unfused)]
-    parts += [_VALIDATED, *(_reasons(rows, lambda row: row.unvalidated) or ["None.", ""])]
+    parts += [_VALIDATED, *_reasons(rows, lambda row: row.unvalidated)]
     parts += ["## Architectures", "", *listed, "## Not tried in full", "", *_not_run(rows)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
