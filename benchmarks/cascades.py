@@ -66,10 +66,9 @@ CASES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def measured(case: str, tensors: list[torch.Tensor], seconds: float) -> dict[str, float]:
+def measured(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], seconds: float) -> dict[str, float]:
     """Median milliseconds, by name."""
     torch._dynamo.reset()
-    function = CASES[case]
     calls = {
         "fusion": torch.compile(function, backend="fusion", options={"cascades": "always"}),
         "Inductor": torch.compile(function),
@@ -98,7 +97,7 @@ def main() -> None:
             heads, length = map(int, size.split("x"))
             tensors = [torch.randn(1, heads, length, WIDTH, dtype=getattr(torch, dtype)) for _ in range(3)]
             for case in chosen.cases:
-                ms = measured(case, tensors, chosen.seconds)
+                ms = measured(CASES[case], tensors, chosen.seconds)
                 times = " | ".join(f"{value:.1f}" for value in ms.values())
                 print(f"| {case} | {size} | {dtype} | {times} | {ms['Inductor'] / ms['fusion']:.2f} |", flush=True)
 
