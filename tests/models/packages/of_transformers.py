@@ -20,6 +20,7 @@ def candidates() -> dict[str, Candidate]:
             class_name=class_name,
             make=functools.partial(_build, class_name),
             kinds=kinds_for,
+            # By the seed that `Candidate.inputs` has set.
             feed=lambda kind, model, batch: make(kind, model, batch=batch, seed=torch.initial_seed()),
             prepare=False,
         )
