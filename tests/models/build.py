@@ -132,14 +132,19 @@ def float64_everywhere():
         torch.set_default_dtype(before)
 
 
-def reference(model: nn.Module, inputs: dict):
-    """What `model` computes in float64, from the same weights and inputs."""
+def in_float64(model: nn.Module) -> nn.Module:
+    """A copy of `model` with its parameters in float64."""
     wide = copy.deepcopy(model).double()
     if hasattr(wide, "set_experts_implementation"):
         with contextlib.suppress(ValueError, NotImplementedError):
             wide.set_experts_implementation("batched_mm")  # grouped products refuse float64
+    return wide
+
+
+def reference(model: nn.Module, inputs: dict):
+    """What `model` computes in float64, from the same weights and inputs."""
     with torch.no_grad(), float64_everywhere():
-        return wide(**cast(inputs, torch.float64))
+        return in_float64(model)(**cast(inputs, torch.float64))
 
 
 class Entropy(TorchFunctionMode):

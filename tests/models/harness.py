@@ -13,6 +13,7 @@ import fusion
 from tests.models import oracle
 from tests.models.build import Entropy, cast
 from tests.models.candidates import Candidate
+from tests.models.gradients import DRAWS, assert_gradients_as_exact
 from tests.models.zoo import Entry
 from tests.numerics import Errors, assert_as_exact_over_draws, leaves
 
@@ -80,6 +81,23 @@ def compiled(model: torch.nn.Module, backend: str = "fusion", options: dict[str,
     """(compiled model, the witness that sits in its backend)"""
     witness = Witness(backend, **({} if options is None else {"options": options}))
     return torch.compile(model, backend=witness, **keywords), witness
+
+
+def check_gradients(entry: Candidate, dtype: torch.dtype = torch.float32, batch: int = 2, **options: Any) -> Outcome:
+    """Compile `entry`, in eval mode, and assert the numerics rule for the gradient of every parameter. options: of the
+    fusion backend."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = entry.build().to(dtype).requires_grad_(True)
+    draws = [cast(entry.inputs(model, batch=batch, seed=seed), dtype) for seed in range(DRAWS)]
+    run, witness = compiled(model, options=options)
+    start = time.perf_counter()
+    with fusion.collect_reports() as reports:
+        try:
+            comparisons = assert_gradients_as_exact(model, run, draws, entry.name)
+        except AssertionError as error:
+            raise Mismatch(str(error), _outcome(entry, witness, reports, [], [], 0.0)) from None
+    return _outcome(entry, witness, reports, comparisons, [], time.perf_counter() - start)
 
 
 @torch.no_grad()

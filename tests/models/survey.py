@@ -23,7 +23,8 @@ import torch
 
 from tests.models.build import Entropy
 from tests.models.candidates import PACKAGES, Candidate, candidates
-from tests.models.harness import Outcome, check, table
+from tests.models.gradients import exact_losses_and_gradients, losses_and_gradients
+from tests.models.harness import Outcome, check, check_gradients, table
 from tests.numerics import leaves
 
 LARGEST = 100_000_000
@@ -121,6 +122,8 @@ def try_eager(candidate: Candidate, arguments: argparse.Namespace) -> Row:
                 row.entropy = sum(entropy.shares) / len(entropy.shares)
             _check_that_it_can_be_compared(model, inputs, result)
             candidate.reference(model, inputs)
+            if arguments.gradients:
+                _check_that_it_has_gradients(model.requires_grad_(True), inputs)
     except Exception as error:
         row.error = f"{type(error).__name__}: {error}".split("\n")[0][:160]
         if len(str(error).split("\n")) > 1:
@@ -139,14 +142,27 @@ def _check_that_it_can_be_compared(model, inputs, result) -> None:
         raise ArithmeticError("draws random numbers, or keeps state: two runs in eager mode differ")
 
 
+def _check_that_it_has_gradients(model, inputs) -> None:
+    """Raise where a comparison of gradients with float64 would say nothing."""
+    exact_losses_and_gradients(model, [inputs])
+    once, again = (losses_and_gradients(model, model, [inputs]) for _ in range(2))
+    if not any(gradient.isfinite().any() for name, gradient in once.items() if name != "loss"):
+        raise ArithmeticError("no finite number in the gradients")
+    if not all(torch.equal(gradient.nan_to_num(), again[name].nan_to_num()) for name, gradient in once.items()):
+        raise ArithmeticError("two runs in eager mode have different gradients")
+
+
 def try_backend(candidate: Candidate, row: Row, arguments: argparse.Namespace) -> Outcome | None:
     """Compile one architecture that ran and compare; `row` has what was found, and what went wrong."""
     entry = dataclasses.replace(candidate, kind=row.kind)
-    how = {"inner": arguments.inner, "backend": arguments.backend, "emitter": arguments.emitter}
+    how = {"inner": arguments.inner, "emitter": arguments.emitter, "dtype": getattr(torch, arguments.dtype)}
+    how["batch"] = arguments.batch
     outcome, row.compiled = None, True
     try:
         with time_limit(6 * arguments.limit):
-            outcome = check(entry, dtype=getattr(torch, arguments.dtype), batch=arguments.batch, **how)
+            outcome = (
+                check_gradients(entry, **how) if arguments.gradients else check(entry, backend=arguments.backend, **how)
+            )
     except Exception as error:
         row.error = f"{type(error).__name__}: {str(error)[:300]}".replace("\n", " ")
         row.where = _where(error)
@@ -165,6 +181,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=20, help="seconds per architecture (six times that to compile)")
     parser.add_argument("--errors", action="store_true", help="list what failed, in building or in comparison")
     parser.add_argument("--backend", help="compile with this backend as well, and compare")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients of parameters (backend fusion)")
     parser.add_argument("--inner", default="eager", help="option of the fusion backend")
     parser.add_argument("--emitter", default="auto", help="option of the fusion backend")
     parser.add_argument("--dtype", default="float32")
