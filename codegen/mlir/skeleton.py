@@ -18,6 +18,7 @@ from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
+from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.ranges import ranges
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
@@ -216,7 +217,7 @@ class KernelFunction(ThreadFunction):
         for unit, value in self.programs.fills:
             m = b.select(b.compare("oeq", raw, unit), value, m, "m_row")
         shift: Value | None = None
-        if spec.sinks or spec.row_scale is not None:
+        if spec.sinks or keeps_ends(spec):
             shift = b.div(1.0, self.exponent.excess(raw))
             total = b.mul(total, shift)
         rows.known |= {KEY_MAX: m, KEY_SUM: total}

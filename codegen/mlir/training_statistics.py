@@ -8,6 +8,7 @@ from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.ir.expr import ROW_MAX, ROW_SUM, coord
+from fusion.ir.results import keeps_ends
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.skeleton import KernelFunction
@@ -18,8 +19,8 @@ CONCENTRATED = 1 / 8
 
 
 class TrainingStatistics:
-    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`), and its maximum and sum where it is
-    scaled by something else than one over the sum. A unit is written negative where a weight of the row is above
+    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`), and its maximum and sum where these
+    are asked for. A unit is written negative where a weight of the row is above
     CONCENTRATED. groups: groups of lanes in a work item."""
 
     def __init__(self, kernel: KernelFunction, groups: int):
@@ -53,7 +54,7 @@ class TrainingStatistics:
         highest = b.load(self._peak_of(g), kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
         marked = b.select(b.compare("ogt", largest, CONCENTRATED), b.unary("arith.negf", unit), unit, "marked")
-        ends = () if kernel.spec.row_scale is None else (rows.known[ROW_MAX], rows.known[ROW_SUM])
+        ends = (rows.known[ROW_MAX], rows.known[ROW_SUM]) if keeps_ends(kernel.spec) else ()
         for plane, value in enumerate((marked, shift, factor, *ends)):
             start = b.add(at, b.mul(kernel.params[("statistics_rows",)], plane))
             place = b.at(kernel.params[("ptr", "statistics")], start, "f32")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusion.ir.expr import ROW_MAX, ROW_SUM, walk
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Operand, Reduction
 
@@ -22,11 +23,17 @@ def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int |
 
 
 def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
-    """[3, b.., i]: what the emitter's backward needs to know of each row; [5, b.., i] of rows that are scaled by
-    something else than one over their sum. [0] without a normaliser."""
+    """[3, b.., i]: what the emitter's backward needs to know of each row; [5, b.., i] where that is `keeps_ends`. [0]
+    without a normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
-    return [3 if spec.row_scale is None else 5, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+    return [5 if keeps_ends(spec) else 3, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+
+
+def keeps_ends(spec: AttentionSpec) -> bool:
+    """Whether the maximum and the sum of each row are asked for by themselves: rows are scaled by something else than
+    one over their sum, or a further output is made of these."""
+    return spec.row_scale is not None or not {ROW_MAX, ROW_SUM}.isdisjoint(walk(*(f.value for f in spec.further)))
 
 
 def further_shape(further: FurtherOutput, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:

@@ -55,10 +55,9 @@ def slope(spec: AttentionSpec) -> Expr:
 
 def lost_logarithms(row_max: torch.Tensor, row_sum: torch.Tensor) -> torch.Tensor:
     """What the weights of rows are multiplied by to be exp(x - log-sum-exp), of which eager mode makes the gradient of
-    that: 1, but where the logarithm of the sum is lost beside a huge maximum. An infinite sum is that of a sink far
-    above all scores, which loses nothing: the log-sum-exp is the sink's."""
+    that: 1, but where the logarithm of the sum is lost beside a huge maximum."""
     found = row_sum * torch.exp(row_max - (row_max + row_sum.log()))
-    return torch.where(((found - 1).abs() < 2.0**-6) | (row_sum == torch.inf), 1.0, found)
+    return torch.where((found - 1).abs() < 2.0**-6, 1.0, found)
 
 
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:

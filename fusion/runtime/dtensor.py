@@ -187,7 +187,7 @@ class _Call:
         return self.whole(local, shape, range(len(shape)), self.statistics_placements(len(shape)))
 
     def statistics_placements(self, rank: int) -> list[Placement]:
-        """`results.statistics_shape` is [3, b.., i], or [0] where there are none."""
+        """`results.statistics_shape` is [numbers, b.., i], or [0] where there are none."""
         return self.layout.batched(lambda axis: 1 + axis) if rank > 1 else [Replicate()] * self.mesh.ndim
 
     def gradient(self, number: int, local: Tensor) -> Tensor:

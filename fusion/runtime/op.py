@@ -15,7 +15,7 @@
 `attention_outputs` returns the output, the statistics and the further outputs of its spec (weights, or what is made of
 them). Where a gradient arrives at one of these, `attention_outputs_backward` has it; else `attention_backward`.
 
-`attention_forward` stands where gradients are needed: besides the output it returns three numbers per query row (see
+`attention_forward` stands where gradients are needed: besides the output it returns a few numbers per query row (see
 `fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient
 per operand that `needs` marks. `attention` under autograd computes the statistics in its backward.
 

@@ -81,10 +81,16 @@ def check(c: Case, name: str, further: Sequence[FurtherOutput] | None = None, la
 
 
 def gradients(
-    run, spec: AttentionSpec, operands: list[torch.Tensor], sizes: list[int], seed: int, by: str = "kernels"
+    run,
+    spec: AttentionSpec,
+    operands: list[torch.Tensor],
+    sizes: list[int],
+    seed: int,
+    by: str = "kernels",
+    at_output: float = 1.0,
 ) -> tuple[list[torch.Tensor], ...]:
     """Of all operands, flat: of the kernels, of the reference interpreter in the spec's dtype, and in float64. by: what
-    must have made the first."""
+    must have made the first. at_output: the size of what arrives at the output."""
     torch.manual_seed(seed)
     for tensor in operands[:3]:
         tensor.copy_(torch.randn(tensor.shape))
@@ -92,6 +98,7 @@ def gradients(
     wide = [o.double() if o.is_floating_point() else o for o in operands]
     out, statistics, *further = run.outputs(operands, sizes)
     grad, *more = (torch.randn(result.shape).to(result.dtype) for result in (out, *further))
+    grad *= at_output
     with mock.patch.object(reference, "backward", wraps=reference.backward) as interpreter:
         ours = run.backward(grad, out, statistics, operands, sizes, needs, more)
     assert interpreter.called is (by == "reference")
@@ -122,6 +129,20 @@ def test_rows_without_a_live_key(name: str, normalizer: Normalizer, program: str
 def test_sinks_far_above_the_scores(name: str) -> None:
     """In rows of large fills the sum, in terms of the largest score, overflows; the log-sum-exp is the sink's."""
     check(case("left_padded", d=16, sinks=True), name, [LOG_SUMS])
+
+
+@emitters
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e8, 1e10])
+def test_log_sums_of_huge_scores(name: str, size: float) -> None:
+    """A kernel's sum is relative to its largest score times a rounded unit, and off by that in rows of huge scores.
+    Nothing arrives at the output: with one key that has all the weight, eager's part of that is exactly 0."""
+    c = case("plain", d=16)
+    operand = Operand(dtype="float32", rank=1, name="factor")
+    score = apply("fmul", c.spec.score, load(3, (J,), Kind.FLOAT))
+    spec = replace(c.spec, score=score, operands=(*c.spec.operands, operand), further=(LOG_SUMS,))
+    operands, sizes = draw(c, SHAPES[0])
+    factor = torch.randn(75, generator=torch.Generator().manual_seed(0)) * size
+    assert_as_exact_as_eager(*gradients(trained(spec, name), spec, [*operands, factor], sizes, 0, at_output=0.0))
 
 
 @emitters

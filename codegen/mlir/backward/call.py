@@ -79,9 +79,8 @@ class BackwardCall:
             rows[3, :count] *= self.scaled[0].flatten()
         if self.plan.at_log_sum is not None:
             read = (*self.operands, *self.arriving)
-            unit, shift, factor = statistics[:3]
-            lost = lost_logarithms(-shift / unit.abs() * self.plan.programs.scale, 1 / factor)
-            self.off = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1) * lost
+            at_log_sum = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1)
+            self.off = at_log_sum * lost_logarithms(*statistics[3:])
         return rows
 
     def gradients(self) -> list[Tensor]:
