@@ -1,6 +1,7 @@
-"""Make docs/compatibility.md from records of the survey.
+"""Make docs/compatibility.md, and docs/compatibility-in-training.md, from records of the survey.
 
     python -m tests.models.compatibility rows.jsonl... [--before earlier.jsonl] > docs/compatibility.md
+    python -m tests.models.compatibility --gradients rows.jsonl... > docs/compatibility-in-training.md
 
 Of an architecture that was tried more than once the last row counts. `--keep FILE` writes the rows that the page was
 made of, without what is empty and without paths of the machine. `--before FILE` has such rows of another time, to
@@ -44,6 +45,15 @@ A model's name stands for the smallest version that the survey's rules make of i
 Of transformers all architectures were tried; of other packages, those listed here, on 2026-11-23, when it was not
 recorded which sites were validated. "Before" is commit `16a3626`, of 2026-11-22, whose rows are in its
 `tests/models/compatibility.jsonl`.
+"""
+
+_OF_GRADIENTS = """# Compatibility in training
+
+Gradients of every parameter of architectures of transformers under `torch.compile(model, backend="fusion")`. Models,
+inputs and sites are those of [compatibility.md](compatibility.md). They are in eval mode, so that nothing is dropped at
+random. The loss is the distance of all outputs from random ones. It and the gradients of all parameters must be as
+exact as eager mode's (at most twice eager's error against float64), over three batches of inputs, or twelve where that
+does not hold for three.
 """
 
 _VALIDATED = """## Fused sites that were not validated
@@ -214,11 +224,11 @@ def _troubles(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def page(rows: list[Row], made: str, earlier: Sequence[Row] = ()) -> str:
+def page(rows: list[Row], made: str, earlier: Sequence[Row] = (), introduction: str = _INTRODUCTION) -> str:
     """The page, of rows as `latest` gives them. made: when, of what and how. earlier: rows to compare with."""
     packages = sorted({row.package for row in rows})
     listed = [line for name in packages for line in _package(name, [row for row in rows if row.package == name])]
-    parts = [_INTRODUCTION, made, "", *_summary(rows)]
+    parts = [introduction, made, "", *_summary(rows)]
     parts += _before(rows, [*earlier]) if earlier else []
     parts += _troubles(rows)
     parts += ["## Why sites are not fused", "", *_reasons(rows, lambda row: row.unfused)]
@@ -227,15 +237,18 @@ def page(rows: list[Row], made: str, earlier: Sequence[Row] = ()) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
-def _made(rows: list[Row]) -> str:
+def _made(rows: list[Row], gradients: bool) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     names = " ".join(sorted({row.package for row in rows}))
+    command = "rows.jsonl --before earlier.jsonl > docs/compatibility.md"
+    if gradients:
+        command = "--gradients rows.jsonl > docs/compatibility-in-training.md"
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return (
         f"{date}, torch {_version('torch')}, float32 on a CPU, batch of two, the rest of each graph in plain torch, at "
         f"commits up to `{commit}`:\n\n"
-        f"    python -m tests.models.survey --backend fusion --packages {names} --record rows.jsonl\n"
-        "    python -m tests.models.compatibility rows.jsonl --before earlier.jsonl > docs/compatibility.md\n"
+        f"    python -m tests.models.survey --backend fusion{' --gradients' * gradients} --packages {names} "
+        f"--record rows.jsonl\n    python -m tests.models.compatibility {command}\n"
     )
 
 
@@ -245,12 +258,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("records", nargs="+", type=Path, help="files of the survey's --record")
     parser.add_argument("--keep", type=Path, help="write the rows that count to this file")
     parser.add_argument("--before", type=Path, help="rows of another time, to compare with")
+    parser.add_argument("--gradients", action="store_true", help="rows are those of the survey with that option")
     arguments = parser.parse_args(argv)
     rows = latest(row for record in arguments.records for row in recorded(record))
     earlier = latest(recorded(arguments.before)) if arguments.before else []
     if arguments.keep:
         arguments.keep.write_text("".join(compact(row) + "\n" for row in rows))
-    sys.stdout.write(page(rows, _made(rows), earlier))
+    introduction = _OF_GRADIENTS if arguments.gradients else _INTRODUCTION
+    sys.stdout.write(page(rows, _made(rows, arguments.gradients), earlier, introduction))
     return 0
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fusion.ir.results import size_of
 from tests.models.build import cast, float64_everywhere, in_float64
 from tests.numerics import Errors, assert_as_exact_as_eager, leaves
 
@@ -59,7 +60,7 @@ def _with_small_ones_joined(found: dict, reference: dict) -> dict:
     A bias of the keys shifts all scores of a row alike: its gradient is zero, and what is computed is rounding alone,
     which has no scale of its own to be measured by. It is there too, relative to the largest gradient of all.
     """
-    sizes = {key: float(value.abs().max()) for key, value in reference.items()}
+    sizes = {key: size_of(value) for key, value in reference.items()}
     joined = {key for key, value in reference.items() if value.numel() < FEW or sizes[key] <= ZERO}
     scales = {key: sizes[key] if sizes[key] > ZERO else max(sizes.values()) for key in joined}
     small = torch.cat([(found[key].double() / scales[key]).flatten() for key in sorted(joined)])
