@@ -25,7 +25,8 @@ from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, coord, coordinates, walk
-from fusion.ir.spec import Reduction
+from fusion.ir.spec import Normalizer, Reduction
+from fusion.lowering.row_gradients import in_log_sums
 from fusion.passes import marks, nodes
 from fusion.passes.find import Site
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
@@ -176,6 +177,8 @@ class _Walk:
             return None
         row = self._value(user, at) if over is J else None
         if row is not None and {ROW_MAX, ROW_SUM} & {*walk(row)}:
+            if self.attention.core.normalizer is Normalizer.SAFE_SOFTMAX and ROW_SUM in walk(in_log_sums(row)):
+                return None  # eager's is NaN for a row without a live key, a kernel's 0
             return Use(node=user, of=user, at=at, value=row, order=order)
         value = self._value(node, index)
         if value is None or WEIGHT not in walk(value) or packet(user) not in _REDUCTIONS:

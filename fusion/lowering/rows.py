@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, node, walk
 from fusion.ir.ops import apply, where
+from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 KEY_MAX = node("row_max", (), Kind.FLOAT, "keys")
@@ -39,8 +40,7 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
         yield "shrink", SHRINK, apply("exp", apply("fsub", KEY_MAX, BASE))
         terms = (apply("exp", apply("fsub", sink, BASE)) for sink in spec.sinks)
         total = functools.reduce(lambda x, y: apply("fadd", x, y), terms, apply("fmul", KEY_SUM, SHRINK))
-    zero = spec.normalizer is Normalizer.ZERO_SOFTMAX
-    if zero or (spec.normalizer is Normalizer.SOFTMAX and spec.row_scale is not None):
+    if spec.normalizer is Normalizer.ZERO_SOFTMAX or (spec.normalizer is Normalizer.SOFTMAX and keeps_ends(spec)):
         total = where(dead, const(math.nan), total)
     yield "row_sum", ROW_SUM, total
     yield "factor", FACTOR, _factor(spec, SHRINK if spec.sinks else ONE)

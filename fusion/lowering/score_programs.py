@@ -143,7 +143,8 @@ def _divided(expr: Expr, scale: float, folded: bool) -> Expr | None:
         return None if None in arms else ops.where(expr.args[0], *arms)  # type: ignore[arg-type]
     if (parts := _split(expr)) is None:
         return None
-    return parts[1] if _factor(parts[1], folded) is None else _divided(parts[1], scale, folded)
+    factor, rest = parts
+    return rest if _factor(rest, folded) is None else _divided(rest, scale / factor, folded)
 
 
 def _constants(score: Expr) -> set[float]:

@@ -103,9 +103,9 @@ def test_scores_that_are_no_numbers(name: str) -> None:
 
 
 @emitters
-@pytest.mark.parametrize("fill", [-1e5, -1e7, -1e9, -1e11])
+@pytest.mark.parametrize("fill", [-1e5, -1e7, -1e9, -1e11, -math.inf])
 def test_the_sum_of_rows_of_large_fills(name: str, fill: float) -> None:
-    """It counts their keys, however the kernel's unit rounds its largest score."""
+    """It counts their keys, however the kernel's unit rounds its largest score; where that is infinite it is NaN."""
     c = case("plain", d=16)
     filled = where(apply("ilt", I, const(7)), const(fill), c.spec.score)
     sums = FurtherOutput(value=ROW_SUM, dims=("b0", "b1", "i"), dtype="float32")

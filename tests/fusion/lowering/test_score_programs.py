@@ -18,6 +18,7 @@ from tests.numerics import assert_same
 LIVE, BELOW = apply("ile", J, I), apply("ilt", J, I)
 SCALED = apply("fmul", SCORE, const(0.125))
 CAPPED = apply("fmul", apply("tanh", apply("div", SCORE, const(16.0))), const(16.0))
+ROUNDED = apply("round_bfloat16", apply("fadd", SCALED, const(-9984.0)))
 LOWEST = -3.4028234663852886e38
 SCORES = torch.tensor([0.0, -0.0, 1.5, -3.25, 80.0, -1e30, math.inf, -math.inf, math.nan])
 
@@ -43,6 +44,7 @@ def value(program: Expr, i: int, j: int) -> torch.Tensor:
         (where(LIVE, const(-1e9), SCALED), 0.125),
         (where(LIVE, where(BELOW, SCALED, const(LOWEST)), const(-math.inf)), 0.125),
         (where(LIVE, SCALED, SCORE), 1.0),
+        (apply("fmul", where(LIVE, SCALED, ROUNDED), const(4.0)), 0.5),
         (apply("fmul", SCORE, const(-0.125)), 1.0),
         (apply("fmul", SCORE, const(1e-9)), 1.0),
     ],
