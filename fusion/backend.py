@@ -25,6 +25,7 @@ from fusion.options import Options
 from fusion.passes import cascades, checkpointing, graph_excerpt, nodes, transforms
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
+from fusion.passes.outline import sealed_softmaxes
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
 from fusion.passes.upstream import escaping_weights
@@ -187,12 +188,14 @@ def _rewritten(
 
 
 def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str]:
-    """Why a graph with attention weights has no site."""
+    """Attention weights that are no site, and why."""
+    sealed = dict.fromkeys(nodes.source_line(node) or node.name for node in sealed_softmaxes(module))
+    notes = [f"a softmax in a torch.autograd.Function keeps the backward that is its own ({place})" for place in sealed]
     if report.sites:
-        return []
+        return notes
     end = "a graph break follows" if graph_break(module) else "they are returned"
     places = dict.fromkeys(nodes.source_line(node) or node.name for node in escaping_weights(graph.graph))
-    return [f"attention weights leave this graph before a product with V ({place}): {end}" for place in places]
+    return notes + [f"attention weights leave this graph before a product with V ({place}): {end}" for place in places]
 
 
 def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str, GraphModule], Report]:

@@ -71,6 +71,15 @@ def parts(graph: Graph) -> list[list[Node]]:
     return found
 
 
+def sealed_softmaxes(module: GraphModule) -> list[Node]:
+    """Calls of a `torch.autograd.Function` with a softmax inside, which stay whole where gradients are recorded."""
+    calls = [
+        node for node in module.graph.nodes if _name(node) == "autograd_function_apply" and torch.is_grad_enabled()
+    ]
+    bodies = ((call, operator.attrgetter(str(call.args[0].target))(module)) for call in calls)  # type: ignore[union-attr]
+    return [call for call, body in bodies if any("softmax" in str(node.target) for node in body.graph.nodes)]
+
+
 def _by_levels(graph: Graph) -> list[list[Node]]:
     found: list[list[Node]] = []
     depth = 0

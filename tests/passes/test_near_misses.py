@@ -183,6 +183,32 @@ def test_what_has_a_softmax_between_two_products_is_listed(function):
     assert re.search(reason, site.reason), site.reason
 
 
+class OwnSoftmax(torch.autograd.Function):
+    """A softmax with a backward of its own, as SEW-D's."""
+
+    @staticmethod
+    def forward(ctx, scores):
+        weights = scores.softmax(-1)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weights,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grad, weights, -1, grad.dtype)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_softmax_with_a_backward_of_its_own_is_noted(trained: bool):
+    """In inference it is a softmax like others."""
+    inputs = [torch.randn(2, 3, 17, 16, requires_grad=trained) for _ in range(3)]
+    report = fusion.explain(lambda q, k, v: OwnSoftmax.apply(q @ k.mT) @ v, *inputs)
+    assert report.fused == (not trained)
+    assert [note for note in report.notes if "torch.autograd.Function" in note and "OwnSoftmax" in note] == (
+        report.notes if trained else []
+    )
+
+
 def test_weights_that_end_at_a_graph_break_are_noted():
     def function(q, k, v):
         w = torch.softmax(q @ k.mT, -1)
