@@ -73,11 +73,13 @@ def parts(graph: Graph) -> list[list[Node]]:
 
 def sealed_softmaxes(module: GraphModule) -> list[Node]:
     """Calls of a `torch.autograd.Function` with a softmax inside, which stay whole where gradients are recorded."""
-    calls = [
-        node for node in module.graph.nodes if _name(node) == "autograd_function_apply" and torch.is_grad_enabled()
-    ]
-    bodies = ((call, operator.attrgetter(str(call.args[0].target))(module)) for call in calls)  # type: ignore[union-attr]
-    return [call for call, body in bodies if any("softmax" in str(node.target) for node in body.graph.nodes)]
+    found = []
+    for node in module.graph.nodes if torch.is_grad_enabled() else ():
+        body = node.args[0] if _name(node) == "autograd_function_apply" else None
+        if isinstance(body, Node) and body.op == "get_attr":
+            inside = operator.attrgetter(str(body.target))(module).graph.nodes
+            found += [node] if any("softmax" in str(n.target) for n in inside) else []
+    return found
 
 
 def _by_levels(graph: Graph) -> list[list[Node]]:
