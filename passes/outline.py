@@ -78,7 +78,8 @@ def sealed_softmaxes(module: GraphModule) -> list[Node]:
         body = node.args[0] if _name(node) == "autograd_function_apply" else None
         if isinstance(body, Node) and body.op == "get_attr":
             inside = operator.attrgetter(str(body.target))(module).graph.nodes
-            found += [node] if any("softmax" in str(n.target) for n in inside) else []
+            if any("softmax" in str(n.target) for n in inside):
+                found.append(node)
     return found
 
 

@@ -143,8 +143,9 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 def reference(model: nn.Module, inputs: dict):
     """What `model` computes in float64, from the same weights and inputs."""
+    wide = in_float64(model)
     with torch.no_grad(), float64_everywhere():
-        return in_float64(model)(**cast(inputs, torch.float64))
+        return wide(**cast(inputs, torch.float64))
 
 
 class Entropy(TorchFunctionMode):

@@ -225,7 +225,8 @@ def _troubles(rows: list[Row]) -> list[str]:
 
 
 def page(rows: list[Row], made: str, earlier: Sequence[Row] = (), introduction: str = _INTRODUCTION) -> str:
-    """The page, of rows as `latest` gives them. made: when, of what and how. earlier: rows to compare with."""
+    """The page, of rows as `latest` gives them. made: when, of what and how. earlier: rows to compare with.
+    introduction: what was compared."""
     packages = sorted({row.package for row in rows})
     listed = [line for name in packages for line in _package(name, [row for row in rows if row.package == name])]
     parts = [introduction, made, "", *_summary(rows)]

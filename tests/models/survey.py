@@ -155,8 +155,12 @@ def _check_that_it_has_gradients(model, inputs) -> None:
 def try_backend(candidate: Candidate, row: Row, arguments: argparse.Namespace) -> Outcome | None:
     """Compile one architecture that ran and compare; `row` has what was found, and what went wrong."""
     entry = dataclasses.replace(candidate, kind=row.kind)
-    how = {"inner": arguments.inner, "emitter": arguments.emitter, "dtype": getattr(torch, arguments.dtype)}
-    how["batch"] = arguments.batch
+    how = {
+        "inner": arguments.inner,
+        "emitter": arguments.emitter,
+        "dtype": getattr(torch, arguments.dtype),
+        "batch": arguments.batch,
+    }
     outcome, row.compiled = None, True
     try:
         with time_limit(6 * arguments.limit):
@@ -187,7 +191,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--record", help="file of JSON lines to which rows are appended")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.gradients and arguments.backend != "fusion":
+        parser.error(f"--gradients compares backend fusion, not {arguments.backend}: add --backend fusion")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -57,6 +57,15 @@ def test_kept_rows_make_the_same_page(tmp_path, capsys) -> None:
     ]
 
 
+def test_rows_of_gradients_make_a_page_of_their_own(tmp_path, capsys) -> None:
+    record = tmp_path / "rows.jsonl"
+    record.write_text("".join(compact(row) + "\n" for row in ROWS))
+    main(["--gradients", str(record)])
+    text = capsys.readouterr().out
+    assert text.startswith("# Compatibility in training") and "survey --backend fusion --gradients" in text
+    assert _cells(text, "all") == ["6", "4", "3", "8", "7", "87.5%", "1"]
+
+
 def test_shares_of_another_time_are_those_of_the_architectures_compared_both_times() -> None:
     earlier = [Row(name="bert", compiled=True, total=2, fused=1), Row(name="gone", compiled=True, total=9, fused=9)]
     lines = page(latest(ROWS), "made", earlier).splitlines()
