@@ -220,15 +220,18 @@ class SparseAttention:
 
     def _parts(self, heads: Heads, likely: dict[int, float], rounding: _Rounding, fine: bool) -> _Parts:
         """What is done with each head. likely: heads in which tiles may be left out; fine: see `_marks`."""
-        q, k, _ = rows = _by_head(heads)
+        q, k, v = rows = _by_head(heads)
         marks = {}
         for head, share in likely.items():
             finite = all(_is_finite(x[head]) for x in rows)
             if finite and (found := self._marks(q[head], k[head], share, fine)) is not None:
                 marks[head] = found
         selective = [*marks]
-        certified = {head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN}
-        rounded = sorted(certified.difference(selective))
+        rounded = [
+            head
+            for head, error in enumerate(rounding.errors)
+            if head not in marks and error <= self.epsilon * MARGIN and _is_finite(v[head])
+        ]
         return _Parts(rows=rows, selective=selective, rounded=rounded, rounding=rounding, marks=marks)
 
     def _run(self, heads: Heads, sizes: Sequence[int], parts: _Parts, reason: str) -> Tensor:

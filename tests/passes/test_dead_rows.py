@@ -365,7 +365,7 @@ def test_an_infinite_score_less_an_infinite_maximum(emitter, factor):
 
 
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
-@pytest.mark.parametrize("level", [0.0, 95.0, 300.0])
+@pytest.mark.parametrize("level", [0.0, 80.0, 300.0])
 @pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min, -math.inf])
 def test_gradients_of_sinks_far_above_all_scores(fill, level, emitter):
     """A row without a live key gives all its weight to the sink, and so does one whose scores are far below it."""

@@ -66,7 +66,7 @@ def test_a_maximum_far_from_zero_moves_up_by_little(queries: int, target: str) -
     it. Fewer than eight queries go row by row."""
     c = case("bias")
     run = Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
-    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": queries, "Nk": 1000})
+    operands, sizes = draw(c, {"B": 1, "H": 6, "Nq": queries, "Nk": 1000})
     operands[0].zero_()
     keys = torch.arange(1000)
     operands[3][:, ::2] = torch.where(keys < 500, -10001.0, -10000.0)

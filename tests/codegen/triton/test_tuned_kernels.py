@@ -23,7 +23,7 @@ from fusion.runtime.guards import failures_raised
 from tests import numerics
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
 
-SHAPE = {"B": 1, "H": 1, "Nq": 20, "Nk": 20}
+SHAPE = {"B": 1, "H": 2, "Nq": 20, "Nk": 20}
 REFUSALS = [
     OutOfResources(300_000, 232_448, "shared memory"),
     PTXASError("ptxas error: Entry function 'attention_forward' uses too much shared data"),
