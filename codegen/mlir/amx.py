@@ -16,7 +16,7 @@ from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.products import Groups, InterleavedWork, round_up
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
 from fusion.codegen.mlir.transpose import sum_rows, transpose
-from fusion.codegen.mlir.x86 import BF16, F32, WORDS, TileUnit
+from fusion.codegen.mlir.x86 import BF16, F32, WORDS, Avx512, TileUnit
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
 
@@ -54,7 +54,7 @@ class Amx:
         self.unit = TileUnit(b)
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
-        self.score_parts, self.value_parts = self.chunks, max(self.e_blocks // 2, 1)
+        self.score_parts, self.value_parts = 2 * self.chunks, max(self.e_blocks // 2, 1)
         self.key_capacity = key_capacity
 
     def query_bytes(self) -> int:
@@ -198,15 +198,16 @@ class Amx:
     ) -> None:
         """S^T of 32 keys and two groups; step: the number of the key step, for `beside`."""
         b, size = self.b, TILE_ELEMENTS * self.planes
-        start = [self.unit.zero() for _ in range(2 * len(queries))]
-        with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, sums):
-            left = [self.planes_at(keys, b.mul(b.add(chunk, half * self.chunks), size)) for half in (0, 1)]
-            right = [self.planes_at(q, b.mul(chunk, size)) for q in queries]
-            pieces = () if beside is None or step is None else beside(step, chunk, self.chunks)
-            loop.yields(*self.unit.multiply(sums, left, right, self.planes, self.mirrored, pieces))
-        for half in (0, 1):
-            for g, place in enumerate(target):
-                self.unit.store(loop.results[half * len(queries) + g], b.at(place, half * 256, "f32"))
+        for half in (0, 1):  # one after the other: tiles are stored while products of the next are under way
+            start = [self.unit.zero() for _ in queries]
+            with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, sums):
+                left = [self.planes_at(keys, b.mul(b.add(chunk, half * self.chunks), size))]
+                right = [self.planes_at(q, b.mul(chunk, size)) for q in queries]
+                part = b.add(chunk, half * self.chunks)
+                pieces = () if beside is None or step is None else beside(step, part, 2 * self.chunks)
+                loop.yields(*self.unit.multiply(sums, left, right, self.planes, self.mirrored, pieces))
+            for tile, place in zip(loop.results, target, strict=True):
+                self.unit.store(tile, b.at(place, half * 256, "f32"))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""
@@ -234,6 +235,14 @@ class Amx:
                 kept = [b.bitcast(b.binary("arith.andi", x, -0x10000), F32) for x in near]
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
             b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
+
+    def store_powers(self, target: Value, key: Value, first: Value, second: Value, total: Value) -> Value:
+        """The same from exponents (of `Avx512.power_pairs`), for one plane. Returns `total` with the weights added, as
+        they were rounded."""
+        b, vectors = self.b, Avx512(self.b)
+        pair = vectors.power_pairs(first, second)
+        b.store(pair, b.at(target, b.mul(key, 16), "bf16"), align=64)
+        return vectors.add_pair_products(total, b.bitcast(pair, BF16), b.constant(1.0, BF16))
 
     def accumulate(
         self,

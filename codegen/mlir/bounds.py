@@ -60,7 +60,7 @@ class BoundedScores:
 
     centre: in units of the programs' scale
     bound: largest magnitude of a raw score for which they are
-    exponents: what each program becomes, as an exponent of 2 relative to the centre
+    exponents: what each program becomes: (an exponent of 2 relative to the centre, plus a bias) times a unit
     finite: see `MagnitudeBound`
     """
 
@@ -70,8 +70,8 @@ class BoundedScores:
     finite: bool
 
 
-def near(programs: Sequence[Expr], scale: float) -> BoundedScores | None:
-    """None where a program's range does not follow from that of the raw score."""
+def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0) -> BoundedScores | None:
+    """None where a program's range does not follow from that of the raw score. unit, bias: of the exponents."""
     factor, limit, found = scale * LOG2E, LARGEST_SCORE, []
     for program in programs:
         arguments: list[MagnitudeBound] = []
@@ -84,9 +84,9 @@ def near(programs: Sequence[Expr], scale: float) -> BoundedScores | None:
     centre = found[0].centre
     if any(reach.centre != centre for reach in found) or limit <= 0:
         return None
-    exponents = {program: _times(program, factor) for program in programs}
-    if centre:
-        exponents = {key: ops.apply("fadd", x, const(-centre * factor)) for key, x in exponents.items()}
+    exponents = {program: _times(program, factor * unit, 1 / unit) for program in programs}
+    if shift := (bias - centre * factor) * unit:
+        exponents = {key: ops.apply("fadd", x, const(shift)) for key, x in exponents.items()}
     return BoundedScores(centre=centre, bound=limit, exponents=exponents, finite=any(reach.finite for reach in found))
 
 

@@ -30,7 +30,9 @@ from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
+
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
+from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1, J0, J1, Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
@@ -60,7 +62,8 @@ class AttentionKernel(OverlappingKernel):
         self.near = self._near() if self.looks_ahead else None
         if self.near is not None:
             self.query_norms = self.area(tiling.groups * 4 * self.lanes, "query_norms")
-            self.undone = self.area(64, "undone")
+            self.undone, self.weighed = self.area(64, "undone"), self.area(64, "weighed")
+            self.other_weights = self.area(self.together * p.weight_bytes(tiling.keys), "other_weights")
         b = self.b
         fixed = self.workspace_bytes
         with b.at_entry():
@@ -85,7 +88,7 @@ class AttentionKernel(OverlappingKernel):
         if self.weight is not None or spec.row_scale is not None or spec.further:
             return None
         programs = [program for program in (self.programs.masked, self.programs.full) if program is not None]
-        return near(programs, self.programs.scale)
+        return near(programs, self.programs.scale, *((MANTISSA, BIAS) if self.statistics is None else (1.0, 0.0)))
 
     def text(self) -> KernelText:
         b = self.b
@@ -233,7 +236,8 @@ class AttentionKernel(OverlappingKernel):
         b.store(b.constant(1, "i64"), self.undone)
         with b.when(self._is_near(near, item, keys)):
             self._clear(item, near.centre)
-            self._visit_overlapped(item, keys, functools.partial(self._alternate, near=near))
+            b.store(b.constant(0, "i64"), self.weighed)
+            self._visit_overlapped(item, keys, functools.partial(self._overlap_near, near))
             dead = self._mark_dead_rows(item)
             if not near.finite:  # nothing else would come out
                 dead = b.constant(0, "i1")
@@ -244,7 +248,7 @@ class AttentionKernel(OverlappingKernel):
 
     def _visit_tiles(self, item: Item, keys: KeyRange) -> None:
         if self.products.overlaps:
-            self._visit_overlapped(item, keys, self._overlap if self.tiling.planes > 1 else self._alternate)
+            self._visit_overlapped(item, keys, self._overlap)
         else:
             self._visit_in_turn(item, keys)
 
@@ -255,11 +259,6 @@ class AttentionKernel(OverlappingKernel):
             b.store(b.constant(maximum, self.vector), memory.maximum)
             with b.loop(0, memory.rows, hint="e") as e:
                 b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
-
-    @property
-    def _amx(self) -> Amx:
-        assert isinstance(self.products, Amx)
-        return self.products
 
     def _is_near(self, near: BoundedScores, item: Item, range_: KeyRange) -> Value:
         """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
@@ -318,7 +317,9 @@ class AttentionKernel(OverlappingKernel):
         blocks = b.div(b.most(b.add(b.sub(keys.high, keys.low), size - 1), 0), size, "blocks_here")
         tiles = b.mul(blocks, sets, "tiles")
         nothing = b.constant(0, "i64")
-        with b.carry(0, b.add(tiles, 1), 1, [nothing] * 3, hint="t") as (loop, t, before):
+        areas = [self.weights, self.weights if self.near is None else self.other_weights]
+        start = [nothing, nothing, nothing, *areas]
+        with b.carry(0, b.add(tiles, 1), 1, start, hint="t") as (loop, t, (*before, area, other)):
             end = b.compare("eq", t, tiles, "end")
             j0 = b.add(b.mul(b.div(t, sets), size), keys.low, "j0")
             g = b.mul(b.rem(t, sets), self.together, "g")
@@ -326,9 +327,10 @@ class AttentionKernel(OverlappingKernel):
             n = b.select(end, 0, n, "n_keys")
             taken = b.binary("arith.ori", end, b.compare("sgt", n, 0), "taken")
             with b.when(taken):
-                old = self._make_tile(item, item.scope, *before)
-                turn(old, self._make_tile(item, rows, g, j0, n))
-            loop.yields(*(b.select(taken, x, y) for x, y in zip((g, j0, n), before, strict=True)))
+                old = self._make_tile(item, item.scope, *before, area)
+                turn(old, self._make_tile(item, rows, g, j0, n, other))
+            following = zip((g, j0, n, other, area), (*before, area, other), strict=True)
+            loop.yields(*(b.select(taken, x, y) for x, y in following))
 
     def _rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
         """The scope that knows the rows of the groups from g on, and how many keys from j0 on they visit."""

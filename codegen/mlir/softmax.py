@@ -31,6 +31,8 @@ PAIR = 2  # and where only exponentials are left
 
 #: Takes the weights of two rows: (number of the first, which is even, weights of it and the next)
 Store = Callable[[Value, Value, Value], None]
+#: Stores the weights of two rows, as `Store`, but from their exponents; returns the last argument with both added
+Weigh = Callable[[Value, Value, Value, Value], Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,21 +220,31 @@ class GroupSoftmax:
             loop.yields(*self.weigh(store, j, coefficients, sums))
         self.add_total(loop.results)
 
-    def apply_and_weigh(self, rows: RowProgram, store: Store, high: Value) -> None:
-        """The weights of rows [0, high), a multiple of UNROLL, and their sum, straight from the raw scores. The
-        program gives exponents of 2."""
-        b, zero = self.b, self.b.constant(0.0, self.vector)
+    def apply_and_weigh(self, rows: RowProgram, weigh: Weigh, first: Value, sums: Sequence[Value]) -> list[Value]:
+        """The weights of PAIR keys from `first` on for each of `sums`, to which they are added, straight from the raw
+        scores. The program gives what `weigh` takes."""
+        b, keys = self.b, [self.b.add(first, u) for u in range(PAIR * len(sums))]
 
-        def weight(key: Value) -> Value:
-            return self.context.math.exp2(self._row_scope(rows, key).vector(rows.program))
+        def exponent(key: Value) -> Value:
+            return self._row_scope(rows, key).vector(rows.program)
 
-        with b.carry(0, high, UNROLL, [zero] * UNROLL, hint="j") as (loop, j, sums):
-            keys = [b.add(j, u) for u in range(UNROLL)]
-            weights = b.side_by_side([functools.partial(weight, key) for key in keys])
-            for u in range(0, UNROLL, PAIR):
-                store(keys[u], *weights[u : u + PAIR])
-            loop.yields(*(b.add(s, p, "l") for s, p in zip(sums, weights, strict=True)))
-        self.add_total([b.add(x, y) for x, y in zip(loop.results[::2], loop.results[1::2], strict=True)])
+        exponents = b.side_by_side([functools.partial(exponent, key) for key in keys])
+        return [weigh(keys[PAIR * n], *exponents[PAIR * n :][:PAIR], total) for n, total in enumerate(sums)]
+
+    def weigh_all(self, rows: RowProgram, weigh: Weigh, low: Value | int, high: Value) -> None:
+        """`apply_and_weigh` for keys [low, high), and rows of no weight up to the key step."""
+        b, block, zero = self.b, self.block, self.b.constant(0.0, self.vector)
+        main = b.add(low, b.mul(b.div(b.sub(b.least(high, block.count), low), UNROLL), UNROLL))
+        with b.carry(low, main, UNROLL, [zero] * (UNROLL // PAIR), hint="j") as (loop, j, sums):
+            loop.yields(*self.apply_and_weigh(rows, weigh, j, sums))
+        self.add_total(loop.results)
+        with b.when(b.compare("slt", main, high)):
+            with b.loop(main, block.count, hint="j") as j:
+                self.apply_row(rows, j)
+            self.fill_beyond(float("-inf"))
+            with b.carry(main, high, PAIR, [zero], hint="j") as (rest, j, (total,)):
+                rest.yields(weigh(j, *(self._load(b.add(j, u)) for u in range(PAIR)), total))
+            self.add_total(rest.results)
 
     def weigh(self, store: Store, key: Value, coefficients: tuple[Value, Value], sums: Sequence[Value]) -> list[Value]:
         """Weights of two rows; returns `sums` with them added."""
@@ -244,11 +256,13 @@ class GroupSoftmax:
 
     def add_total(self, sums: Sequence[Value]) -> None:
         b, total = self.b, self.group.total
-        b.store(b.add(b.load(total, self.vector, "l"), b.add(*sums)), total)
+        b.store(functools.reduce(b.add, sums, b.load(total, self.vector, "l")), total)
+
+    def _load(self, key: Value) -> Value:
+        return self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)
 
     def _weight(self, key: Value, c: Value, shift: Value) -> Value:
-        x = self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)
-        return self.context.math.exp2(self.b.fma(x, c, shift))
+        return self.context.math.exp2(self.b.fma(self._load(key), c, shift))
 
     def _times_factor(self, key: Value, p: Value) -> Value:
         if self.group.factors is None:

@@ -81,14 +81,14 @@ class TileKernel(KernelFunction):
     def _part(self, base: Value, number: Value | int, size: int, hint: str) -> Value:
         return self.b.at(base, self.b.mul(number, size), "i8", hint)
 
-    def _group_memory(self, g: Value, member: Value | int = 0) -> Group:
-        """Memory of group g, number `member` of those that are worked on together."""
+    def _group_memory(self, g: Value, member: Value | int = 0, weights: Value | None = None) -> Group:
+        """Memory of group g, number `member` of those that are worked on together; weights: where theirs lie."""
         p, keys, lanes, part = self.products, self.tiling.keys, self.lanes, self._part
         output = part(self.output, g, self.output_bytes, "o_rows")
         return Group(
             scores=part(self.scores, member, keys * lanes * 4, "s_rows"),
             factors=None if self.factors is None else part(self.factors, member, keys * lanes * 4, "w_rows"),
-            weights=part(self.weights, member, p.weight_bytes(keys), "p_rows"),
+            weights=part(weights or self.weights, member, p.weight_bytes(keys), "p_rows"),
             output=output,
             maximum=part(self.maxima, g, 4 * lanes, "m_at"),
             total=self.b.at(output, p.e_padded * lanes, "f32"),
@@ -124,14 +124,14 @@ class TileKernel(KernelFunction):
             b.store(b.add(*(b.load(cell, self.vector, "o") for cell in at)), at[1])
             b.store(b.constant(0.0, self.vector), at[0])
 
-    def _make_tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value) -> Tile:
+    def _make_tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value, weights: Value | None = None) -> Tile:
         """The tile of the groups from g on and n keys from j0 on."""
         b, step = self.b, self.products.key_step
         steps = b.div(b.add(n, step - 1), step, "steps")
         return Tile(
             item=item, scope=scope, g=g, steps=steps,
             here=b.least(b.sub(item.groups, g), self.together, "here"),
-            block=KeyBlock(first=j0, count=n, padded=b.mul(steps, step)),
+            block=KeyBlock(first=j0, count=n, padded=b.mul(steps, step)), weights=weights or self.weights,
         )  # fmt: skip
 
     def _tile(self, tile: Tile) -> None:
@@ -184,17 +184,14 @@ class TileKernel(KernelFunction):
         """Where the values of the tile's keys, its weights and its output lie."""
         b, p = self.b, self.products
         at = b.at(self.packed_values, b.mul(b.div(tile.block.first, p.key_step), p.value_bytes()), "i8")
-        weights = Groups(first=self.weights, stride=p.weight_bytes(self.tiling.keys))
+        weights = Groups(first=tile.weights, stride=p.weight_bytes(self.tiling.keys))
         output = Groups(first=self._part(self.output, tile.g, self.output_bytes, "o_rows"), stride=self.output_bytes)
         return at, weights, output
 
     def _variants(self, tile: Tile) -> Iterator[Expr]:
         """The programs that may apply to a tile, each in the branch where it does."""
         b, block = self.b, tile.block
-        start, last = tile.scope.value(coord("i0")), tile.scope.value(coord("i1"))
-        ends = block.first, b.sub(b.add(block.first, block.count), 1)
-        for table in self.tables:
-            table.fill(tile.scope, start, last, *ends)
+        self._fill_tables(tile)
         whole = self._whole(self._with_keys(tile.scope, block.first, block.count))
         if whole is None:
             yield self.programs.masked
@@ -204,6 +201,13 @@ class TileKernel(KernelFunction):
             yield self.programs.full
         with b.otherwise():
             yield self.programs.masked
+
+    def _fill_tables(self, tile: Tile) -> None:
+        b, block = self.b, tile.block
+        start, last = tile.scope.value(coord("i0")), tile.scope.value(coord("i1"))
+        ends = block.first, b.sub(b.add(block.first, block.count), 1)
+        for table in self.tables:
+            table.fill(tile.scope, start, last, *ends)
 
     def _lane_scope(self, item: Item, scope: Scope, g: Value) -> Scope:
         b = self.b
@@ -216,7 +220,7 @@ class TileKernel(KernelFunction):
         return self._lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
 
     def _softmax(self, tile: Tile, member: Value | int) -> GroupSoftmax:
-        memory = self._group_memory(self.b.add(tile.g, member), member)
+        memory = self._group_memory(self.b.add(tile.g, member), member, tile.weights)
         return GroupSoftmax(self.context, memory, tile.block, self.exponent)
 
     def _staged_area(self, number: int, member: Value | int) -> Value:
@@ -235,6 +239,12 @@ class TileKernel(KernelFunction):
             assert lanes is not None
             area = self._staged_area(number, member)
             self.loads[number].stage(lanes, tile.block.first, tile.block.count, area)
+
+    def _stage_all(self, tile: Tile, program: Expr) -> None:
+        """Whatever a program reads of one tile."""
+        self._fill_tables(tile)
+        with self.b.loop(0, tile.here, hint="member") as member:
+            self._stage(tile, member, program)
 
     def _row_program(self, tile: Tile, member: Value | int, program: Expr) -> RowProgram:
         b, lanes = self.b, self._member_lanes(tile, member)

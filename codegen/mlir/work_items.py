@@ -72,6 +72,7 @@ class Tile:
     here: how many of its groups exist
     block: its keys
     steps: key steps in the block
+    weights: where its weights lie
     """
 
     item: Item
@@ -80,3 +81,4 @@ class Tile:
     here: Value
     block: KeyBlock
     steps: Value
+    weights: Value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -11,10 +12,19 @@ FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
 LANES = 16
 """float32 elements in the widest vectors."""
 F32, WORDS, BF16 = f"vector<{LANES}xf32>", f"vector<{LANES}xi32>", f"vector<{2 * LANES}xbf16>"
+HALVES, BYTES = f"vector<{2 * LANES}xi16>", f"vector<{4 * LANES}xi8>"
+MANTISSA, BIAS = 128, 127
+"""Of bfloat16: steps of the mantissa between two powers of 2, and what is added to the exponent."""
 
 #: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of
 #: tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two).
 PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
+
+
+@functools.cache
+def excess_of_linear() -> tuple[int, ...]:
+    """128 (1 + f - 2**f), to the nearest so that 128 2**f is, for f = 0, 1/128 .. 127/128."""
+    return tuple(MANTISSA + n - round(MANTISSA * 2 ** (n / MANTISSA)) for n in range(MANTISSA))
 
 
 def flush_denormals(b: Builder, modes: Value) -> None:
@@ -57,6 +67,30 @@ class Avx512:
     def add_pair_products(self, total: Value, left: Value, right: Value) -> Value:
         """total + left[2 n] right[2 n] + left[2 n + 1] right[2 n + 1] in lane n, of bf16 left and right."""
         return self.b.intrinsic("x86.avx512bf16.dpbf16ps.512", total, left, right, type_=F32, hint="sum")
+
+    def power_pairs(self, first: Value, second: Value) -> Value:
+        """2**x as bfloat16 for the x of two vectors in turns, as words; 0 below 2**-126. The arguments are
+        (x + BIAS) * MANTISSA, less than 2**15 and not NaN.
+
+        Rounded to an integer that is the bits of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked
+        up for the 128 fractions there are (`vpermi2b`). x is so rounded to 2**-8, and a weight to 0.55 % at most,
+        0.22 % in the mean (bfloat16 alone: 0.39 and 0.16 %). Two thirds of the instructions that polynomials take, and
+        most of them run beside tile products, which keep one of the two units for floats to themselves."""
+        b = self.b
+        bits = []
+        for x in (first, second):
+            x = b.bitcast(b.most(b.bitcast(x, WORDS), 0), F32)  # as integers: negative floats become 0
+            mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
+            bits.append(b.intrinsic("x86.avx512.mask.cvtps2dq.512", x, b.constant(0, WORDS), mask, rounding,
+                                    type_=WORDS, hint="bits"))  # fmt: skip
+        low, high = (b.bitcast(x, HALVES) for x in (bits[0], b.binary("arith.shli", bits[1], 16)))
+        linear = b.shuffle(low, high, [n + 2 * LANES * (n % 2) for n in range(2 * LANES)], "linear")
+        half = 4 * LANES
+        tables = [b.dense(excess_of_linear()[at : at + half], BYTES, "excess") for at in (0, half)]
+        index = b.bitcast(linear, BYTES)
+        found = b.intrinsic("x86.avx512.vpermi2var.qi.512", tables[0], index, tables[1], type_=BYTES, hint="found")
+        excess = b.binary("arith.andi", b.bitcast(found, HALVES), 0xFF, "excess")
+        return b.bitcast(b.sub(linear, excess), WORDS, "pair")
 
     def pairs(self, first: Value, second: Value) -> Value:
         """bf16 elements of two vectors in turns, rounded to nearest even."""
