@@ -236,11 +236,13 @@ class Amx:
                 first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
             b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
 
-    def store_powers(self, target: Value, key: Value, first: Value, second: Value, total: Value) -> Value:
+    def store_powers(
+        self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool
+    ) -> Value:
         """The same from exponents (of `Avx512.power_pairs`), for one plane. Returns `total` with the weights added, as
         they were rounded."""
         b, vectors = self.b, Avx512(self.b)
-        pair = vectors.power_pairs(first, second)
+        pair = vectors.power_pairs(first, second, ordinary)
         b.store(pair, b.at(target, b.mul(key, 16), "bf16"), align=64)
         return vectors.add_pair_products(total, b.bitcast(pair, BF16), b.constant(1.0, BF16))
 

@@ -61,12 +61,14 @@ class BoundedScores:
     centre: in units of the programs' scale
     bound: largest magnitude of a raw score for which they are
     exponents: what each program becomes: (an exponent of 2 relative to the centre, plus a bias) times a unit
+    filled: exponents that are fills for some keys
     finite: see `MagnitudeBound`
     """
 
     centre: float
     bound: float
     exponents: dict[Expr, Expr]
+    filled: frozenset[Expr]
     finite: bool
 
 
@@ -87,7 +89,9 @@ def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float 
     exponents = {program: _times(program, factor * unit, 1 / unit) for program in programs}
     if shift := (bias - centre * factor) * unit:
         exponents = {key: ops.apply("fadd", x, const(shift)) for key, x in exponents.items()}
-    return BoundedScores(centre=centre, bound=limit, exponents=exponents, finite=any(reach.finite for reach in found))
+    filled = frozenset(x for x, reach in zip(exponents.values(), found, strict=True) if reach.fills)
+    finite = any(reach.finite for reach in found)
+    return BoundedScores(centre=centre, bound=limit, exponents=exponents, filled=filled, finite=finite)
 
 
 @functools.cache

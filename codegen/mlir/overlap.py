@@ -71,12 +71,13 @@ class OverlappingKernel(TileKernel):
         how many keys of a tile have weights already."""
         b, half, masked = self.b, self.products.key_step // 2, near.exponents[self.programs.masked]
         plain = masked if self.programs.full is None else near.exponents[self.programs.full]
+        ordinary = plain not in near.filled
         p, padded, weighed = self._amx, old.block.padded, b.load(self.weighed, "i64", "weighed")
         # So many keys of the old tile that the new scores are never stored over some that are still to be weighed.
         ahead = b.most(b.div(padded, 2), b.sub(padded, b.mul(new.steps, half)))
         start = b.most(weighed, ahead, "start")
         self._weigh_all(old, plain, weighed, start)
-        both, beside = b.div(b.sub(padded, start), half, "both"), self._weigh_beside(old, plain, start)
+        both, beside = b.div(b.sub(padded, start), half, "both"), self._weigh_beside(old, plain, start, ordinary)
         with b.loop(0, both, hint="step") as step:
             self._emit_remaining_work(step, half, p.score_parts, functools.partial(self._weigh_all, old, plain), start)
             self._scores(new, step, 0, beside)
@@ -85,7 +86,7 @@ class OverlappingKernel(TileKernel):
         with b.when(self._is_regular(new)):
             both = b.least(old.steps, new.steps, "both")
             self._stage_all(new, plain)
-            self._accumulate_pair(old, 0, both, self._weigh_beside(new, plain, 0))
+            self._accumulate_pair(old, 0, both, self._weigh_beside(new, plain, 0, ordinary))
             with b.loop(0, both, hint="step") as step:
                 self._emit_remaining_work(step, half, p.value_parts, functools.partial(self._weigh_all, new, plain))
             self._accumulate_pair(old, both, old.steps)
@@ -192,11 +193,11 @@ class OverlappingKernel(TileKernel):
             lambda member, highest: b.store(highest, places[member]),
         )  # fmt: skip
 
-    def _weigh_beside(self, tile: Tile, exponent: Expr, first: Value | int) -> InterleavedWork:
-        """Half of the keys of each step."""
+    def _weigh_beside(self, tile: Tile, exponent: Expr, first: Value | int, ordinary: bool) -> InterleavedWork:
+        """Half of the keys of each step. ordinary: exponents are no fills."""
         softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
         programs = [self._row_program(tile, member, exponent) for member in GROUP_PAIR]
-        weigh = [self._weigh(softmax) for softmax in softmaxes]
+        weigh = [self._weigh(softmax, ordinary) for softmax in softmaxes]
         zero = self.b.constant(0.0, self.vector)
 
         def work(member: int, key: Value, sums: list[Value]) -> list[Value]:
@@ -211,9 +212,9 @@ class OverlappingKernel(TileKernel):
         b = self.b
         with b.when(b.compare("slt", b.as_value(low, "i64"), high)), b.loop(0, tile.here, hint="member") as member:
             softmax = self._softmax(tile, member)
-            softmax.weigh_all(self._row_program(tile, member, exponent), self._weigh(softmax), low, high)
+            softmax.weigh_all(self._row_program(tile, member, exponent), self._weigh(softmax, False), low, high)
 
-    def _weigh(self, softmax: GroupSoftmax) -> Weigh:
+    def _weigh(self, softmax: GroupSoftmax, ordinary: bool) -> Weigh:
         """How exponents become weights: rounded at once, and their sum with them, where nothing else is made of it."""
         b, p, store = self.b, self._amx, self._store_of(softmax)
 
@@ -223,6 +224,6 @@ class OverlappingKernel(TileKernel):
             return b.add(total, b.add(*weights), "l")
 
         def rounded(key: Value, first: Value, second: Value, total: Value) -> Value:
-            return p.store_powers(softmax.group.weights, key, first, second, total)
+            return p.store_powers(softmax.group.weights, key, first, second, total, ordinary)
 
         return exactly if self.statistics is not None else rounded

@@ -68,29 +68,30 @@ class Avx512:
         """total + left[2 n] right[2 n] + left[2 n + 1] right[2 n + 1] in lane n, of bf16 left and right."""
         return self.b.intrinsic("x86.avx512bf16.dpbf16ps.512", total, left, right, type_=F32, hint="sum")
 
-    def power_pairs(self, first: Value, second: Value) -> Value:
+    def power_pairs(self, first: Value, second: Value, ordinary: bool) -> Value:
         """2**x as bfloat16 for the x of two vectors in turns, as words; 0 below 2**-126. The arguments are
-        (x + BIAS) * MANTISSA, less than 2**15 and not NaN.
+        (x + BIAS) * MANTISSA, less than 2**15 and not NaN. ordinary: x is not less than -126.
 
         Rounded to an integer that is the bits of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked
         up for the 128 fractions there are (`vpermi2b`). x is so rounded to 2**-8, and a weight to 0.55 % at most,
-        0.22 % in the mean (bfloat16 alone: 0.39 and 0.16 %). Two thirds of the instructions that polynomials take, and
+        0.22 % in the mean (bfloat16 alone: 0.39 and 0.16 %). That is two thirds of a polynomial's instructions, and
         most of them run beside tile products, which keep one of the two units for floats to themselves."""
-        b = self.b
-        bits = []
-        for x in (first, second):
-            x = b.bitcast(b.most(b.bitcast(x, WORDS), 0), F32)  # as integers: negative floats become 0
-            mask, rounding = b.constant(-1, "i16"), b.constant(4, "i32")
-            bits.append(b.intrinsic("x86.avx512.mask.cvtps2dq.512", x, b.constant(0, WORDS), mask, rounding,
-                                    type_=WORDS, hint="bits"))  # fmt: skip
-        low, high = (b.bitcast(x, HALVES) for x in (bits[0], b.binary("arith.shli", bits[1], 16)))
-        linear = b.shuffle(low, high, [n + 2 * LANES * (n % 2) for n in range(2 * LANES)], "linear")
-        half = 4 * LANES
-        tables = [b.dense(excess_of_linear()[at : at + half], BYTES, "excess") for at in (0, half)]
+        b, low, high = self.b, *(self._nearest_integer(x, ordinary) for x in (first, second))
+        halves = [b.bitcast(x, HALVES) for x in (low, b.binary("arith.shli", high, 16))]
+        linear = b.shuffle(*halves, [n + 2 * LANES * (n % 2) for n in range(2 * LANES)], "linear")
+        size = 4 * LANES
+        tables = [b.dense(excess_of_linear()[at : at + size], BYTES, "excess") for at in (0, size)]
         index = b.bitcast(linear, BYTES)
         found = b.intrinsic("x86.avx512.vpermi2var.qi.512", tables[0], index, tables[1], type_=BYTES, hint="found")
         excess = b.binary("arith.andi", b.bitcast(found, HALVES), 0xFF, "excess")
         return b.bitcast(b.sub(linear, excess), WORDS, "pair")
+
+    def _nearest_integer(self, x: Value, ordinary: bool) -> Value:
+        b, mask, rounding = self.b, self.b.constant(-1, "i16"), self.b.constant(4, "i32")
+        if not ordinary:  # as integers, negative floats are less than 0
+            x = b.bitcast(b.most(b.bitcast(x, WORDS), 0), F32)
+        kept = b.constant(0, WORDS)
+        return b.intrinsic("x86.avx512.mask.cvtps2dq.512", x, kept, mask, rounding, type_=WORDS, hint="nearest")
 
     def pairs(self, first: Value, second: Value) -> Value:
         """bf16 elements of two vectors in turns, rounded to nearest even."""

@@ -33,9 +33,6 @@ _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 CHUNKS_PER_THREAD = 4  # work items are dealt in that many portions
 HIDDEN_FROM = 64  # multiply-adds a score
-#: Seconds without work after which a matrix unit sleeps. With one plane its work and the vectors' take turns, tile by
-#: tile; with several they are mixed.
-SLEEPS_AFTER = 6e-7
 LINE = 64  # bytes of a cache line
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
@@ -46,8 +43,7 @@ class Costs:
     peak); `softmax`, a vector of scores (maximum, exponential, sum, packing); `operation`, a vector through one more
     operation of the score program; `output`, a vector of output that is taken up and put back for one more key block;
     `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `far`, 64 bytes of packed K and V
-    from beyond the second; `end`, a vector of scores that has nothing to overlap with; `wake`, a matrix unit that was
-    left without work for too long; `item`, a work item; `packed`, a vector of Q, K, V or the result between memory and
+    from beyond the second; `end`, a vector of scores that has nothing to overlap with; `item`, a work item; `packed`, a vector of Q, K, V or the result between memory and
     the kernel's layout."""
 
     product: float
@@ -57,7 +53,6 @@ class Costs:
     near: float
     far: float
     end: float
-    wake: float
     item: float
     packed: float
 
@@ -68,29 +63,29 @@ class Costs:
 COSTS: dict[int | str, Costs] = {
     0: Costs(
         product=0.826, softmax=1.45, operation=1, output=0,
-        near=0.441, far=3.86, end=0, wake=0, item=0, packed=5.58,
+        near=0.441, far=3.86, end=0, item=0, packed=5.58,
     ),
     1: Costs(
         product=1.96, softmax=4.38, operation=1, output=1.18,
-        near=0.535, far=0.611, end=0.32, wake=541, item=0, packed=7.36,
+        near=0.535, far=0.611, end=0.32, item=0, packed=7.36,
     ),
     2: Costs(
         product=0.476, softmax=8.63, operation=1, output=2.46,
-        near=0.707, far=2.08, end=7.17, wake=0, item=0, packed=7.86,
+        near=0.707, far=2.08, end=7.17, item=0, packed=7.86,
     ),
     3: Costs(
         product=0.783, softmax=15.3, operation=1.25, output=2.15,
-        near=1.08, far=2.98, end=8.55, wake=0, item=285, packed=14.4,
+        near=1.08, far=2.98, end=8.55, item=285, packed=14.4,
     ),
     "pairs": Costs(
         product=0.76, softmax=2.91, operation=1, output=0.379,
-        near=0, far=0, end=0, wake=0, item=0, packed=2.77,
+        near=0, far=0, end=0, item=0, packed=2.77,
     ),
 }  # fmt: skip
 
 #: What is reported: resource -> the costs that belong to it
 RESOURCES = {
-    "products": ("product", "wake"),
+    "products": ("product",),
     "softmax": ("softmax", "operation", "end"),
     "output": ("output",),
     "cache": ("near", "far"),
@@ -201,10 +196,7 @@ def _item_counts(
         return np.bincount(item, np.broadcast_to(values, met.shape))
 
     vectors = _up(here, lanes) / lanes * taken
-    near, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k)
-    costs = COSTS[kernel.unit]
-    vector_work = keys * step / lanes * (costs.softmax + costs.operation * problem.score_flops)  # between products
-    asleep = kernel.unit == 1 and vector_work > SLEEPS_AFTER * clock
+    near, beyond_share = _cache_traffic(machine, kernel, tile, taken, blocks, n_k)
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),
@@ -214,27 +206,27 @@ def _item_counts(
         "near": per_item(near / LINE),
         "far": widest * dims * kernel.size * beyond_share / LINE,
         "end": np.minimum(keys, widest) * step / lanes,
-        "wake": per_item(blocks * asleep),
         "item": np.ones(len(widest)),
         "packed": per_item(here * dims / lanes),
     }
 
 
 def _cache_traffic(
-    machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, n_k: int
+    machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, blocks: np.ndarray, n_k: int
 ) -> tuple[np.ndarray, float]:
     """(bytes that each set moves between the first and the second cache, share of K and V that comes from beyond)."""
     (rows, keys), step, dims = tile, kernel.row_step, kernel.d + kernel.e
     nearest, second = (level.capacity for level in machine.levels[:2])
     scores, block = step * keys * kernel.score, keys * dims * kernel.size
-    own = rows * (kernel.d * kernel.size + 4 * kernel.e)
+    own = rows * (kernel.d * kernel.size + 4 * kernel.e)  # Q and O, which the sets of an item take up in turns
     again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
     first = np.arange(len(taken)) % max(1, rows // step) == 0
     streamed = np.where(first, 1.0, again) * taken * dims * kernel.size
     # Products hide that scores come from the second cache, the better the more of them there are to a score.
     exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
     rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
-    return streamed + rewritten, _spilled(n_k * dims * kernel.size + own + scores, second)
+    turns = blocks * step * (kernel.d * kernel.size + 8 * kernel.e) * _spilled(block + scores + own, nearest)
+    return streamed + rewritten + turns, _spilled(n_k * dims * kernel.size + own + scores, second)
 
 
 def _all_keys(n_q: int, n_k: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
