@@ -123,15 +123,19 @@ class OverlappingKernel(TileKernel):
         """How many of so many keys each of a step's `parts` parts works on beside a product."""
         return keys // parts // PAIR * PAIR
 
+    def _left_over(self, keys: int, parts: int) -> int:
+        """How many of a step's keys its parts leave over. They are worked on before the others, so that half of all are
+        done with half of the parts, when the first new scores are stored."""
+        return keys - parts * self._width(keys, parts)
+
     def _emit_remaining_work(
         self, step: Value, keys: int, parts: int, work: Callable[[Value, Value], None], first: Value | int = 0
     ) -> None:
         """`work(low, high)` on those of a step's `keys` keys that its parts leave over; first: where those of the first
         step begin."""
-        b, done = self.b, parts * self._width(keys, parts)
-        if done < keys:
-            start = b.add(b.mul(step, keys), first)
-            work(b.add(start, done), b.add(start, keys))
+        if count := self._left_over(keys, parts):
+            start = self.b.add(self.b.mul(step, keys), first)
+            work(start, self.b.add(start, count))
 
     def _beside(
         self,
@@ -147,7 +151,7 @@ class OverlappingKernel(TileKernel):
 
         def pieces(step: Value, part: Value | int, parts: int) -> list[Callable[[], None]]:
             width = self._width(keys, parts)
-            start = b.add(b.add(b.mul(step, keys), b.mul(part, width)), first)
+            start = b.add(b.add(b.mul(step, keys), b.mul(part, width)), b.add(first, self._left_over(keys, parts)))
             states: dict[int, State] = {}
 
             def piece(member: int, key: int) -> None:
