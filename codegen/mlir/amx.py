@@ -135,6 +135,9 @@ class Amx:
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         b = self.b
         rows = reader.rows(first, 32, limit, self.e, self.e_padded, staging)
+        if rows.memory == "bf16" and self.planes == 1:
+            self._copy_columns(rows, target)
+            return
         columns = b.at(staging, self._staged_rows(), "f64", "columns")
         with b.loop(0, self.e_blocks, hint="block") as block:
             with b.loop(0, 32, 16, hint="half") as half:
@@ -145,6 +148,19 @@ class Amx:
             with b.loop(0, 16, hint="e") as column:
                 line = Rows(pointer=columns, stride=32, memory="f32", dtype="float32")
                 self._pack_row(line, column, b.constant(0, "i64"), b.at(base, b.mul(column, 32), "bf16"))
+
+    def _copy_columns(self, rows: Rows, target: Value) -> None:
+        """V steps of bf16 rows: pairs of keys as words, transposed."""
+        b, half = self.b, "vector<16xbf16>"
+        with b.loop(0, self.e_blocks, hint="block") as block:
+            pairs = []
+            for r in range(0, 32, 2):
+                first, second = (load_line(b, rows, r + n, b.mul(block, 16), half) for n in (0, 1))
+                mixed = b.shuffle(first, second, [n + 16 * s for n in range(16) for s in (0, 1)], "mixed")
+                pairs.append(b.bitcast(mixed, WORDS, "pair"))
+            base = b.at(target, b.mul(block, TILE_ELEMENTS), "bf16")
+            for column, line in enumerate(transpose(b, pairs)):
+                b.store(line, b.at(base, 32 * column, "bf16"))
 
     def query_norms(self, packed: Value) -> Value:
         """The squared norms of a packed group of 16 queries of one plane, a lane each, as bits of float32."""

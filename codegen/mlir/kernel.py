@@ -30,7 +30,6 @@ from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
-
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1, J0, J1, Expr

@@ -67,8 +67,8 @@ class OverlappingKernel(TileKernel):
             self._update_maxima(new)
 
     def _overlap_near(self, near: BoundedScores, old: Tile, new: Tile) -> None:
-        """The same where every row's maximum is known beforehand: programs and exponentials are one pass. `weighed` says
-        how many keys of a tile have weights already."""
+        """The same where every row's maximum is known beforehand, so that programs and exponentials are one pass.
+        `weighed` says how many keys of a tile have weights already."""
         b, half, masked = self.b, self.products.key_step // 2, near.exponents[self.programs.masked]
         plain = masked if self.programs.full is None else near.exponents[self.programs.full]
         ordinary = plain not in near.filled
@@ -145,8 +145,8 @@ class OverlappingKernel(TileKernel):
         work: Callable[[int, Value, State], State],
         end: Callable[[int, State], object],
     ) -> InterleavedWork:
-        """Work on `keys` keys a step from `first` on, PAIR keys of a member of GROUP_PAIR at a time, which hands a state
-        on: `begin(member)`, `work(member, key, state)`, `end(member, state)`."""
+        """Work on `keys` keys a step from `first` on, PAIR keys of a member of GROUP_PAIR at a time. Pieces hand on a
+        state: `begin(member)`, `work(member, key, state)`, `end(member, state)`."""
         b = self.b
 
         def pieces(step: Value, part: Value | int, parts: int) -> list[Callable[[], None]]:

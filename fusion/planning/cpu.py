@@ -43,9 +43,9 @@ class Costs:
     peak); `softmax`, a vector of scores (maximum, exponential, sum, packing); `operation`, a vector through one more
     operation of the score program; `output`, a vector of output that is taken up and put back for one more key block;
     `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `turn`, 64 bytes of Q or output that
-    other rows of the item pushed out of it; `far`, 64 bytes of packed K and V
-    from beyond the second; `end`, a vector of scores that has nothing to overlap with; `item`, a work item; `packed`, a vector of Q, K, V or the result between memory and
-    the kernel's layout."""
+    other rows of the item pushed out of it; `far`, 64 bytes of packed K and V from beyond the second; `end`, a vector
+    of scores that has nothing to overlap with; `item`, a work item; `packed`, a vector of Q, K, V or the result between
+    memory and the kernel's layout."""
 
     product: float
     softmax: float
@@ -60,7 +60,8 @@ class Costs:
 
 
 #: By planes of AMX tiles, 0 for float32 multiply-adds; "pairs" of bf16 were fitted on an AMD EPYC (family 26). Those of
-#: one plane are those of a fit that choose best; those of 3 planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said. A factor moves no choice of a
+#: one plane were moved from a fit (6.3 % of error) to where the tiles that they choose are the best (6.5 %). Those of 3
+#: planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said: a factor moves no choice of a
 #: tile, but the choice between exact and approximate attention.
 COSTS: dict[int | str, Costs] = {
     0: Costs(

@@ -51,6 +51,23 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_exponents_in_other_units(name: str, scale: float) -> None:
+    plain, other = near([PROGRAMS[name]], scale), near([PROGRAMS[name]], scale, 128, 127)
+    assert plain is not None and other is not None
+    (first,), (second,) = plain.exponents.values(), other.exponents.values()
+    assert bool(plain.filled) == bool(other.filled) == (name in ("filled", "finite"))
+    s = torch.linspace(-plain.bound, plain.bound, 1001, dtype=torch.float64)
+    for i, j in ((0, 1), (1, 0)):
+        places = {SCORE: s, I: torch.tensor(i), J: torch.tensor(j)}
+        x, y = (torch.as_tensor(evaluate(e, places.__getitem__)) for e in (first, second))
+        if (x > FILL).any():
+            assert_within((y / 128 - 127 - x).abs(), 2 * TANH_ERROR)
+        else:
+            assert (y <= 128 * FILL + 128 * 127).all()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_exponents_are_those_of_the_program_and_in_range(name: str, scale: float) -> None:
     program = PROGRAMS[name]
     found = near([program], scale)
@@ -147,6 +164,19 @@ def test_near_scores(name: str) -> None:
         assert_as_exact_as_eager(out, c, operands)
         operands[0] *= 1000  # far from near
         assert_same(run(operands, sizes), general(operands, sizes))
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(8, 16), (80, 48), (128, 128), (288, 272)])
+@pytest.mark.parametrize("name", ["plain", "causal", "window"])
+def test_near_scores_of_other_widths(name: str, d: int, d_v: int) -> None:
+    """How many pieces a product takes of a step's keys follows from its width; tiles are full, partly masked, or at the
+    end."""
+    c = case(name, "bfloat16", d, d_v)
+    run, _ = kernels(c)
+    for shape in (*SHAPES, {"B": 1, "H": 1, "Nq": 96, "Nk": 640}):
+        operands, sizes = draw(c, shape)
+        operands[0] /= math.sqrt(d)
+        assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
 @pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])

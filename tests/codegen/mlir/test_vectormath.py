@@ -16,6 +16,7 @@ from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.transpose import sum_rows, transpose
 from fusion.codegen.mlir.vectormath import VectorMath, exp2_polynomial
+from fusion.codegen.mlir.x86 import BIAS, MANTISSA, Avx512
 from tests.codegen.mlir.cases import HERE
 from tests.numerics import assert_as_exact_as_eager, assert_within
 
@@ -50,6 +51,28 @@ def test_accuracy(name: str, lanes: int) -> None:
     normal = torch.isfinite(eager) & (want.abs() > torch.finfo(torch.float32).tiny)
     ours, theirs = (found[normal] / want[normal] for found in (y.double(), eager.double()))
     assert_as_exact_as_eager(ours, theirs, torch.ones_like(ours), torch.float32)  # relative errors
+
+
+@pytest.mark.parametrize("ordinary", [True, False])
+def test_powers_as_pairs_of_bfloat16(ordinary: bool) -> None:
+    """x is rounded to 2**-8 and 2**x to bfloat16, half a step each."""
+    if not HERE.amx:
+        pytest.skip("needs AVX-512 with vpermi2b, as processors with AMX have")
+    x = torch.cat([torch.linspace(-48, 48, 16 * 4000), torch.arange(-48.0, 48.0)])
+    if not ordinary:
+        x = torch.cat([x, torch.tensor([-math.inf, -1e30, -1e9, -500.0, -128.0, -127.0, -126.0, 100.0] * 2)])
+
+    def write(b: Builder, v: Value) -> Value:
+        return b.bitcast(Avx512(b).power_pairs(v, v, ordinary), v.type)
+
+    found = apply(write, (x + BIAS) * MANTISSA, 16).view(torch.bfloat16).view(-1, 2)
+    assert torch.equal(found[:, 0], found[:, 1])
+    assert torch.equal(found[x == x.round()][:96, 0].float(), torch.exp2(x[x == x.round()][:96]))
+    normal = x >= -126
+    relative = (found[normal, 0].double() / torch.exp2(x[normal].double()) - 1).abs()
+    assert_within(relative, 2.0 ** (2.0**-8) * (1 + 2.0**-8) - 1)
+    assert_within(relative.square().mean().sqrt(), 2.0**-8 * math.hypot(math.log(2), 1) / math.sqrt(3))
+    assert (found[x < -126].float() < 2.0**-126).all() and (found[x <= -127] == 0).all()
 
 
 @pytest.mark.parametrize("lanes", LANES)
