@@ -128,7 +128,8 @@ class TileUnit:
         rows, columns, step = self._sizes(stride)
         self.b.intrinsic("x86.tilestored64.internal", rows, columns, address, step, tile)
 
-    def _multiply(self, left: Value, right: Value, sum_: Value) -> Value:
+    def product(self, left: Value, right: Value, sum_: Value) -> Value:
+        """sum + left right, of one tile each."""
         rows, columns = self.b.constant(16, "i16"), self.b.constant(64, "i16")
         return self.b.intrinsic(
             "x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum"
@@ -161,7 +162,7 @@ class TileUnit:
             left_plane, right_plane = pair[::-1] if mirrored else pair
             rows, columns = tiles("a", left, left_plane), tiles("b", right, right_plane)
             for n, (a, g) in enumerate(places):
-                sums[n] = self._multiply(rows[a], columns[g], sums[n])
+                sums[n] = self.product(rows[a], columns[g], sums[n])
                 done += 1
                 while written < len(pieces) * done // total:
                     pieces[written]()

@@ -227,11 +227,8 @@ class SparseAttention:
             if finite and (found := self._marks(q[head], k[head], share, fine)) is not None:
                 marks[head] = found
         selective = [*marks]
-        rounded = [
-            head
-            for head, error in enumerate(rounding.errors)
-            if head not in marks and error <= self.epsilon * MARGIN and _is_finite(v[head])
-        ]
+        certified = [head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN]
+        rounded = [head for head in certified if head not in marks and _is_finite(v[head])]
         return _Parts(rows=rows, selective=selective, rounded=rounded, rounding=rounding, marks=marks)
 
     def _run(self, heads: Heads, sizes: Sequence[int], parts: _Parts, reason: str) -> Tensor:
