@@ -42,16 +42,17 @@ class Costs:
     """Cycles of the stated clock, each for one: `product`, a register tile's multiply-adds at the peak rate (1 is the
     peak); `softmax`, a vector of scores (maximum, exponential, sum, packing); `operation`, a vector through one more
     operation of the score program; `output`, a vector of output that is taken up and put back for one more key block;
-    `near`, 64 bytes of scores, weights, K or V that the first cache did not keep; `turn`, 64 bytes of Q or output that
-    other rows of the item pushed out of it; `far`, 64 bytes of packed K and V from beyond the second; `end`, a vector
-    of scores that has nothing to overlap with; `item`, a work item; `packed`, a vector of Q, K, V or the result between
-    memory and the kernel's layout."""
+    `near`, 64 bytes of scores or weights that the first cache did not keep; `stream`, of K or V, which are fetched
+    ahead; `turn`, of Q or output that other rows of the item pushed out of it; `far`, 64 bytes of packed K and V from
+    beyond the second; `end`, a vector of scores that has nothing to overlap with; `item`, a work item; `packed`, a
+    vector of Q, K, V or the result between memory and the kernel's layout."""
 
     product: float
     softmax: float
     operation: float
     output: float
     near: float
+    stream: float
     turn: float
     far: float
     end: float
@@ -60,29 +61,29 @@ class Costs:
 
 
 #: By planes of AMX tiles, 0 for float32 multiply-adds; "pairs" of bf16 were fitted on an AMD EPYC (family 26). Those of
-#: one plane were moved from a fit (6.3 % of error) to where the tiles that they choose are the best (6.5 %). Those of 3
-#: planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said: a factor moves no choice of a
-#: tile, but the choice between exact and approximate attention.
+#: one plane were moved from a fit to where the tiles that they choose are the best (times are 7.7 % off in the mean).
+#: Those of 3 planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said: a factor moves no choice
+#: of a tile, but the choice between exact and approximate attention.
 COSTS: dict[int | str, Costs] = {
     0: Costs(
         product=0.826, softmax=1.45, operation=1, output=0,
-        near=0.441, turn=0, far=3.86, end=0, item=0, packed=5.58,
+        near=0.441, stream=0.441, turn=0, far=3.86, end=0, item=0, packed=5.58,
     ),
     1: Costs(
-        product=1.22, softmax=2.91, operation=1, output=0,
-        near=0.733, turn=0.581, far=1.56, end=2.33, item=0, packed=7.41,
+        product=1.72, softmax=2.09, operation=1, output=0,
+        near=0.785, stream=0.118, turn=0.498, far=1.01, end=1.34, item=0, packed=5.39,
     ),
     2: Costs(
         product=0.476, softmax=8.63, operation=1, output=2.46,
-        near=0.707, turn=0, far=2.08, end=7.17, item=0, packed=7.86,
+        near=0.707, stream=0.707, turn=0, far=2.08, end=7.17, item=0, packed=7.86,
     ),
     3: Costs(
         product=0.783, softmax=15.3, operation=1.25, output=2.15,
-        near=1.08, turn=0, far=2.98, end=8.55, item=285, packed=14.4,
+        near=1.08, stream=1.08, turn=0, far=2.98, end=8.55, item=285, packed=14.4,
     ),
     "pairs": Costs(
         product=0.76, softmax=2.91, operation=1, output=0.379,
-        near=0, turn=0, far=0, end=0, item=0, packed=2.77,
+        near=0, stream=0, turn=0, far=0, end=0, item=0, packed=2.77,
     ),
 }  # fmt: skip
 
@@ -91,7 +92,7 @@ RESOURCES = {
     "products": ("product",),
     "softmax": ("softmax", "operation", "end"),
     "output": ("output",),
-    "cache": ("near", "turn", "far"),
+    "cache": ("near", "stream", "turn", "far"),
     "packing": ("packed", "item"),
 }
 
@@ -199,7 +200,7 @@ def _item_counts(
         return np.bincount(item, np.broadcast_to(values, met.shape))
 
     vectors = _up(here, lanes) / lanes * taken
-    near, turned, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k)
+    near, streamed, turned, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k)
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),
@@ -207,6 +208,7 @@ def _item_counts(
         "operation": per_item(vectors * problem.score_flops),
         "output": per_item(blocks * step / lanes * kernel.e),
         "near": per_item(near / LINE),
+        "stream": per_item(streamed / LINE),
         "turn": per_item(blocks * turned / LINE),
         "far": widest * dims * kernel.size * beyond_share / LINE,
         "end": np.minimum(keys, widest) * step / lanes,
@@ -217,9 +219,9 @@ def _item_counts(
 
 def _cache_traffic(
     machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, n_k: int
-) -> tuple[np.ndarray, float, float]:
-    """(bytes that each set moves between the first and the second cache, those of its Q and output for each block of
-    keys, share of K and V that comes from beyond)."""
+) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """(bytes of scores and weights that each set moves between the first and the second cache, those of K and V, those
+    of its Q and output for each block of keys; share of K and V that comes from beyond)."""
     (rows, keys), step, dims = tile, kernel.row_step, kernel.d + kernel.e
     nearest, second = (level.capacity for level in machine.levels[:2])
     scores, block = step * keys * kernel.score, keys * dims * kernel.size
@@ -231,7 +233,7 @@ def _cache_traffic(
     exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
     rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
     turned = step * (kernel.d * kernel.size + 8 * kernel.e) * _spilled(block + scores + own, nearest)
-    return streamed + rewritten, turned, _spilled(n_k * dims * kernel.size + own + scores, second)
+    return rewritten, streamed, turned, _spilled(n_k * dims * kernel.size + own + scores, second)
 
 
 def _all_keys(n_q: int, n_k: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
