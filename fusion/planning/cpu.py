@@ -200,6 +200,8 @@ def _item_counts(
         return np.bincount(item, np.broadcast_to(values, met.shape))
 
     vectors = _up(here, lanes) / lanes * taken
+    # With one plane a tile that is partly masked has its products and its softmax one after the other.
+    masked = np.minimum(keys, met) * (skip and kernel.unit == 1)
     near, streamed, turned, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k)
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
@@ -211,7 +213,7 @@ def _item_counts(
         "stream": per_item(streamed / LINE),
         "turn": per_item(blocks * turned / LINE),
         "far": widest * dims * kernel.size * beyond_share / LINE,
-        "end": np.minimum(keys, widest) * step / lanes,
+        "end": np.minimum(keys, widest) * step / lanes + per_item(masked * step / lanes),
         "item": np.ones(len(widest)),
         "packed": per_item(here * dims / lanes),
     }
