@@ -62,8 +62,8 @@ class Costs:
 
 #: By planes of AMX tiles, 0 for float32 multiply-adds; "pairs" of bf16 were fitted on an AMD EPYC (family 26). Those of
 #: one plane were moved from a fit to where the tiles that they choose are the best (times are 7.7 % off in the mean).
-#: Those of 3 planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said: a factor moves no choice
-#: of a tile, but the choice between exact and approximate attention.
+#: Those of 3 planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said: a factor moves no
+#: choice of a tile, but the choice between exact and approximate attention.
 COSTS: dict[int | str, Costs] = {
     0: Costs(
         product=0.826, softmax=1.45, operation=1, output=0,
