@@ -241,7 +241,7 @@ class TileKernel(KernelFunction):
             self.loads[number].stage(lanes, tile.block.first, tile.block.count, area)
 
     def _stage_all(self, tile: Tile, program: Expr) -> None:
-        """Whatever a program reads of one tile."""
+        """What a program reads of a tile, for all of its groups."""
         self._fill_tables(tile)
         with self.b.loop(0, tile.here, hint="member") as member:
             self._stage(tile, member, program)

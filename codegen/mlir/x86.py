@@ -74,8 +74,8 @@ class Avx512:
 
         Rounded to an integer that is the bits of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked
         up for the 128 fractions there are (`vpermi2b`). x is so rounded to 2**-8, and a weight to 0.55 % at most,
-        0.22 % in the mean (bfloat16 alone: 0.39 and 0.16 %). That is two thirds of a polynomial's instructions, and
-        most of them run beside tile products, which keep one of the two units for floats to themselves."""
+        0.22 % in the mean (bfloat16 alone: 0.39 and 0.16 %). That is half of a polynomial's instructions, and a third
+        of its float operations: tile products keep one of the two float units to themselves."""
         b, low, high = self.b, *(self._nearest_integer(x, ordinary) for x in (first, second))
         halves = [b.bitcast(x, HALVES) for x in (low, b.binary("arith.shli", high, 16))]
         linear = b.shuffle(*halves, [n + 2 * LANES * (n % 2) for n in range(2 * LANES)], "linear")
