@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, Callable[[Builder, Value, Value], Value]]] = {
 }
 
 
-def loop(kind: str, count: int, products: int = PRODUCTS) -> Callable[[], None]:
+def loop(kind: str, count: int) -> Callable[[], None]:
     """The loop, compiled."""
     type_, write = KINDS[kind]
     b = Builder()
@@ -35,22 +35,21 @@ def loop(kind: str, count: int, products: int = PRODUCTS) -> Callable[[], None]:
     unit = TileUnit(b)
     start = [b.load(b.at(memory, 1024 + 64 * n, "i8"), type_) for n in range(ACCUMULATORS)]
     left, right = unit.load(memory, "left"), unit.load(memory, "right")
-    sums = [unit.load(memory, "sum") for _ in range(products)]
+    sums = [unit.load(memory, "sum") for _ in range(PRODUCTS)]
     with b.carry(0, TRIPS, 1, [*sums, *start]) as (body, _, values):
-        tiles, vectors, done = list(values[:products]), list(values[products:]), 0
+        tiles, vectors, done = list(values[:PRODUCTS]), list(values[PRODUCTS:]), 0
         for n in range(PRODUCTS):
-            if products:
-                tiles[n] = unit.product(left, right, tiles[n])
+            tiles[n] = unit.product(left, right, tiles[n])
             for _ in range(count):
                 at = done % ACCUMULATORS
                 vectors[at] = write(b, vectors[at], vectors[(at + 1) % ACCUMULATORS])
                 done += 1
         body.yields(*tiles, *vectors)
     for n, value in enumerate(body.results):
-        if n < products:
+        if n < PRODUCTS:
             unit.store(value, memory)
         else:
-            b.store(value, b.at(memory, 1024 + 64 * (n - products), "i8"))
+            b.store(value, b.at(memory, 1024 + 64 * (n - PRODUCTS), "i8"))
     code = compile_text(f"module {{\nfunc.func @f(%memory: {PTR}) {{\n{b.text()}\n  return\n}}\n}}\n", "f")
     space = numpy.zeros(16384, numpy.uint8)
     address = ctypes.c_void_p(space.ctypes.data)

@@ -210,12 +210,10 @@ class GroupSoftmax:
         """Of the exponentials, for the maxima in use."""
         return self.exponent.coefficients(self.b.load(self.group.maximum, self.vector, "m"))
 
-    def exponentials(
-        self, store: Store, low: Value | int, high: Value, coefficients: tuple[Value, Value] | None = None
-    ) -> None:
+    def exponentials(self, store: Store, low: Value | int, high: Value) -> None:
         """Weights of rows [low, high), an even number, and their sum."""
         b = self.b
-        coefficients, zero = coefficients or self.coefficients(), b.constant(0.0, self.vector)
+        coefficients, zero = self.coefficients(), b.constant(0.0, self.vector)
         with b.carry(low, high, PAIR, [zero, zero], hint="j") as (loop, j, sums):
             loop.yields(*self.weigh(store, j, coefficients, sums))
         self.add_total(loop.results)

@@ -73,8 +73,8 @@ class Avx512:
         (x + BIAS) * MANTISSA, less than 2**15 and not NaN. ordinary: x is not less than -126.
 
         Rounded to an integer that is the bits of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked
-        up for the 128 fractions there are (`vpermi2b`). x is so rounded to 2**-8, and a weight to 0.55 % at most,
-        0.22 % in the mean (bfloat16 alone: 0.39 and 0.16 %). That is half of a polynomial's instructions, and a third
+        up for the 128 fractions there are (`vpermi2b`). x is so rounded to 2**-8, and a weight to 0.64 % at most,
+        0.22 % in the mean (bfloat16 alone: 0.39 and 0.17 %). That is half of a polynomial's instructions, and a third
         of its float operations: tile products keep one of the two float units to themselves."""
         b, low, high = self.b, *(self._nearest_integer(x, ordinary) for x in (first, second))
         halves = [b.bitcast(x, HALVES) for x in (low, b.binary("arith.shli", high, 16))]

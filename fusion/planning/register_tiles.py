@@ -66,7 +66,6 @@ class Target:
         The traffic to the next level does not depend on B_c, only the number of times that the output is loaded and
         stored again does (n_k / B_c), so B_c is as large as that allows, a multiple of a few register tiles.
         """
-        # Where tile products run beside the softmax, weights may have two areas.
         together, score_bytes = 2 if planes and self.amx else self.tile_groups, 4 + 2 * planes
         step = 64 if planes and self.amx else 12 * self.tile_rows
         return max(step, self.near_bytes // 2 // (together * self.lanes * score_bytes) // step * step)
