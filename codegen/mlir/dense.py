@@ -15,7 +15,7 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, coordinates, loads
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
-BOOLS = 4  # in a word of 32 bits
+PER_WORD = {"bool": 4, "bfloat16": 2}  # elements that are moved as one word of 32 bits
 
 
 def dense_loads(*programs: Expr | None) -> list[Expr]:
@@ -76,7 +76,7 @@ class DenseLoad:
         unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
         square = b.binary("arith.andi", all_valid, unit)
         done, none = b.constant(0, "i64"), b.constant(0, "i64")
-        for per_word in dict.fromkeys((BOOLS if self.scalar == "i32" else 1, 1)):
+        for per_word in dict.fromkeys((PER_WORD.get(self.dtype, 1), 1)):
             step = per_word * lanes
             end = b.select(square, b.mul(b.div(count, step), step), none, "end")
             with b.loop(done, end, step, hint="j") as j:
@@ -91,8 +91,8 @@ class DenseLoad:
             )
 
     def _columns(self, start: Value, per_word: int) -> list[Value]:
-        """The columns, widened, of a block of L rows and per_word * L keys. Four bools are moved as one word: shuffles
-        are what this costs. (Two of bfloat16 would be faster only where the tensor is in the cache.)"""
+        """The columns, widened, of a block of L rows and per_word * L keys. Several elements are moved as one word:
+        shuffles are what this costs."""
         b, lanes = self.b, self.context.lanes
         type_ = vector_of("i32" if per_word > 1 else self.memory, lanes)
         rows = [b.at(start, b.mul(self.row_stride, r), self.memory, "row") for r in range(lanes)]
@@ -101,8 +101,15 @@ class DenseLoad:
         lines = [b.load(row, type_, "line", align=SIZE[self.memory]) for row in rows]
         if per_word == 1:
             return transpose(b, [self._widen(x) for x in lines])
-        words = transpose(b, lines)
-        return [b.binary("arith.andi", b.binary("arith.shrui", x, 8 * k), 0xFF) for x in words for k in range(per_word)]
+        return [part for word in transpose(b, lines) for part in self._parts(word)]
+
+    def _parts(self, word: Value) -> list[Value]:
+        """The elements of words, widened."""
+        b = self.b
+        if self.dtype == "bfloat16":
+            halves = b.binary("arith.shli", word, 16), b.binary("arith.andi", word, -0x10000)
+            return [b.bitcast(half, self.vector) for half in halves]
+        return [b.binary("arith.andi", b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
 
     def _gather(self, scope: Scope, start: Value) -> Value:
         b, lanes = self.b, self.context.lanes

@@ -61,7 +61,7 @@ def penalty(q, k, v):
     return torch.func.grad(lambda x: full(x, k, v).float().sin().sum())(q)
 
 
-EXTRA = {sloped: lambda n: [1], biased: lambda n: [n, n]}
+EXTRA = {sloped: lambda n: [1], biased: lambda n: [1, 1, n, n]}
 
 
 def inputs(function, n, dtype):
@@ -74,13 +74,12 @@ def step(function, tensors):
 
 
 def peaks(function, run, dtype):
-    """Bytes that a step allocates at most, by length, less the gradient of a bias: in float32, and in its own dtype."""
-    width = 4 if dtype is torch.float32 else 6
+    """Bytes that a step allocates at most, by length, less the gradient of a bias."""
     found = []
     for n in LENGTHS:
         tensors = inputs(function, n, dtype)
         step(run, tensors)  # compiles
-        held = width * sum(t.numel() for t in tensors[3:])
+        held = dtype.itemsize * sum(t.numel() for t in tensors[3:])
         found.append(peak_memory(lambda tensors=tensors: step(run, tensors)) - held)
     return found
 
@@ -92,7 +91,7 @@ def peaks(function, run, dtype):
         (causal, torch.bfloat16),
         (dropped, torch.float32),
         (sloped, torch.bfloat16),
-        (biased, torch.float32),
+        (biased, torch.bfloat16),
         (entropic, torch.float32),
         (tangents, torch.float32),
         *(
@@ -104,7 +103,7 @@ def peaks(function, run, dtype):
                 (causal, torch.float32),
                 (dropped, torch.bfloat16),
                 (sloped, torch.float32),
-                (biased, torch.bfloat16),
+                (biased, torch.float32),
             )
         ),
     ],

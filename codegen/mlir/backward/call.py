@@ -223,7 +223,7 @@ class BackwardCall:
         return tensor, tensor.permute([index.index(name) for name in names])
 
     def _make_sink(self, entry: LoadGradient) -> None:
-        """A float32 buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
+        """A buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
 
         Zeroed unless the kernel writes all of it."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
@@ -237,7 +237,8 @@ class BackwardCall:
         last = column_dimension(entry.load) if entry.form is Form.DENSE else None
         order = [dim for dim in range(operand.dim()) if dim != last] + ([] if last is None else [last])
         copies = self.threads if entry.form is Form.SCATTERED else 1
-        packed = torch.empty(copies, *(shape[dim] for dim in order))
+        dtype = getattr(torch, self.plan.sink_dtype(entry))
+        packed = torch.empty(copies, *(shape[dim] for dim in order), dtype=dtype)
         in_huge_pages(packed)
         if not self._covers(entry):
             packed.zero_()

@@ -98,9 +98,7 @@ class BackwardKernel(BackwardTile):
         load_of = DenseLoad if self.axis is LaneAxis.QUERIES else LaneLoad
         self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
         self.packed.note(self.readers[2:])
-        self.sinks = [
-            GradientSink(self.context, entry, self.thread, self.plan.written_once(entry)) for entry in self.collected
-        ]
+        self.sinks = [GradientSink(self.context, entry, self.thread, self.plan) for entry in self.collected]
         return scope
 
     def _reader(self, scope: Scope, number: int) -> RowReader:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from fusion.codegen.mlir.backward.kernel import OUTPUT_GRADIENT, BackwardKernel
-from fusion.codegen.mlir.backward.loads import LaneLoad
-from fusion.codegen.mlir.backward.plan import LaneAxis, normalized
+from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
+from fusion.codegen.mlir.backward.plan import Form, LaneAxis, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
-from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.builder import SIZE, Value
 from fusion.codegen.mlir.scope import Lanes, Scope
+
+CACHE_LINE = 64
+"""Bytes."""
 
 
 class KeysKernel(BackwardKernel):
@@ -30,15 +33,12 @@ class KeysKernel(BackwardKernel):
 
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Dense tensors that are read, and their gradients that are written."""
-        if not self.dense:
-            return
         b, lanes = self.b, self.lanes
-        with b.loop(0, block.groups, hint="g") as g, b.loop(0, rows.count, hint="r") as r:
-            start, valid = b.add(block.first, b.mul(g, lanes)), self._valid(b.constant(lanes, "i64"))
-            held, position = Lanes(coord=self.axis.lane, first=start, count=lanes, valid=valid), b.add(rows.first, r)
-            for load in self.loads:
-                assert isinstance(load, LaneLoad)
-                load.prefetch(held, position)
-            line = Scope(context=self.context, parent=block.scope, lanes=held, known={self.axis.row: position})
-            for sink in self.sinks:
-                sink.prefetch(line)
+        for tensor in (*self.loads, *(sink for sink in self.sinks if sink.entry.form is Form.DENSE)):
+            assert isinstance(tensor, LaneLoad | GradientSink)
+            per_line = max(1, CACHE_LINE // (lanes * SIZE[tensor.memory]))
+            with b.loop(0, block.groups, per_line, hint="g") as g, b.loop(0, rows.count, hint="r") as r:
+                start, valid = b.add(block.first, b.mul(g, lanes)), self._valid(b.constant(lanes, "i64"))
+                held = Lanes(coord=self.axis.lane, first=start, count=lanes, valid=valid)
+                known = {self.axis.row: b.add(rows.first, r)}
+                tensor.prefetch(Scope(context=self.context, parent=block.scope, lanes=held, known=known))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.backward.plan import Form, LoadGradient, column_dimension
+from fusion.codegen.mlir.backward.plan import BackwardPlan, Form, LoadGradient, column_dimension
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.scope import Context, Lanes, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.ir import integers
-from fusion.ir.expr import J
+from fusion.ir.expr import I, J
 
 
 class LaneLoad(DenseLoad):
     """A dense load where the rows of a block are queries, and lanes are keys."""
 
-    def prefetch(self, lanes: Lanes, row: Value) -> None:
+    def prefetch(self, row: Scope) -> None:
         """Ask for the lanes of a row: rows lie too far apart for the hardware to foresee them."""
         b = self.b
-        offset = b.add(b.mul(lanes.first, self.key_stride), b.mul(row, self.row_stride))
+        assert row.lanes is not None
+        offset = b.add(b.mul(row.lanes.first, self.key_stride), b.mul(row.integer(I), self.row_stride))
         b.prefetch(b.at(self.origin, offset, self.memory))
 
     def stage(self, scope: Scope, first: Value, count: Value, target: Value) -> None:
@@ -39,15 +40,15 @@ class LaneLoad(DenseLoad):
 
 
 class GradientSink:
-    """Where the elements of a DENSE or SCATTERED gradient go: a float32 buffer of the operand's shape, with strides
-    of its own.
+    """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own.
 
-    Of a scattered gradient every thread has a copy, `sink_bytes` apart. Where no two scores meet in an element (`once`)
-    it is written; otherwise it is added to what is there.
+    Of a scattered gradient every thread has a copy, `sink_bytes` apart. Where no two scores meet in an element it is
+    written; otherwise it is added to what is there.
     """
 
-    def __init__(self, context: Context, entry: LoadGradient, thread: Value, once: bool):
-        self.context, self.entry, self.once, self.b = context, entry, once, context.b
+    def __init__(self, context: Context, entry: LoadGradient, thread: Value, plan: BackwardPlan):
+        self.context, self.entry, self.b = context, entry, context.b
+        self.once, self.memory = plan.written_once(entry), MEMORY_TYPE[plan.sink_dtype(entry)]
         if entry.form not in (Form.DENSE, Form.SCATTERED):
             return
         number, params, b = entry.operand, context.params, self.b
@@ -64,9 +65,8 @@ class GradientSink:
             self._scatter(row, term)
 
     def prefetch(self, row: Scope) -> None:
-        """Ask for the line that `add` will write at row's query."""
-        if self.entry.form is Form.DENSE:
-            self.b.prefetch(self._line(row), write=True)
+        """Ask for the line of a DENSE gradient that `add` will write at row's query."""
+        self.b.prefetch(self._line(row), write=True)
 
     def _line(self, row: Scope) -> Value:
         b, column = self.b, column_dimension(self.entry.load)
@@ -79,15 +79,17 @@ class GradientSink:
                 offset = b.add(offset, b.add(row.lanes.first, row.integer(rest[1])))
             else:
                 offset = b.add(offset, b.mul(row.integer(index), stride))
-        return b.at(self.pointer, offset, "f32")
+        return b.at(self.pointer, offset, self.memory)
 
     def _add_line(self, row: Scope, term: Value) -> None:
         b, at = self.b, self._line(row)
         assert row.lanes is not None
-        total, mask = term, row.lanes.valid
+        mask = row.lanes.valid
         if not self.once:
-            total = b.add(b.masked_load(at, mask, term.type, "sum"), term, "sum")
-        b.masked_store(total, at, mask)
+            term = b.add(b.masked_load(at, mask, term.type, "sum"), term, "sum")
+        elif self.memory != "f32":
+            term = self.context.math.narrow(term, self.memory)
+        b.masked_store(term, at, mask)
 
     def _scatter(self, row: Scope, term: Value) -> None:
         """One lane after the other: two of them may meet in an element."""

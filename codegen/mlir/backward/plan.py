@@ -110,6 +110,11 @@ class BackwardPlan:
         alone = sum(other.operand == entry.operand for other in self.loads) == 1
         return entry.form is Form.DENSE and not self.inner and alone
 
+    def sink_dtype(self, entry: LoadGradient) -> str:
+        """What a DENSE or SCATTERED gradient is collected in: the operand's own dtype, where nothing is added to it."""
+        alone = self.written_once(entry) and entry.operand > 2
+        return self.spec.operands[entry.operand].dtype if alone else "float32"
+
     def sums(self, axis: LaneAxis, needs: Sequence[bool]) -> int:
         """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share
         in each."""
