@@ -20,7 +20,7 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Scope
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.work_items import Item
-from fusion.ir.expr import ROW_MAX, WEIGHT, J, coord, walk
+from fusion.ir.expr import WEIGHT, J, coord, walk
 from fusion.ir.spec import FurtherOutput, Reduction
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _COMBINE = {Reduction.SUM: "arith.addf", Reduction.MAX: "arith.maximumf", Reduct
 class FurtherOutputs:
     """Writes them for one kernel.
 
-    exact_maximum: whether a row's true maximum is asked for, not one near it
     keeps: whether weights are kept; statistics of scores need none
     """
 
@@ -47,9 +46,7 @@ class FurtherOutputs:
         self.whole = [(k, f) for k, f in numbered if {"i", "j"} <= {*f.dims}]
         self.of_rows = [(k, f) for k, f in numbered if "j" not in f.dims]
         self.of_keys = [(k, f) for k, f in numbered if f.over == "i"]
-        used = set(walk(*(f.value for f in kernel.spec.further)))
-        self.exact_maximum = ROW_MAX in used
-        self.keeps = WEIGHT in used
+        self.keeps = WEIGHT in walk(*(f.value for f in kernel.spec.further))
         self.kept_groups = groups if self.keeps else 0
         self.lines = [kernel.area(4 * self.lanes * LINE, "lines") for _ in self.whole]
 

@@ -122,10 +122,11 @@ class Exponent:
 
 
 class GroupSoftmax:
-    """Writes the passes, as loops over rows or row by row."""
+    """Writes the passes, as loops over rows or row by row. exact: the maximum in use is that of the scores, NaN where
+    one is."""
 
-    def __init__(self, context: Context, group: Group, block: KeyBlock, exponent: Exponent):
-        self.context, self.group, self.block, self.exponent = context, group, block, exponent
+    def __init__(self, context: Context, group: Group, block: KeyBlock, exponent: Exponent, exact: bool):
+        self.context, self.group, self.block, self.exponent, self.exact = context, group, block, exponent, exact
         self.scale = exponent.scale
         self.b: Builder = context.b
         self.lanes = context.lanes
@@ -177,7 +178,9 @@ class GroupSoftmax:
         return Scope(context=self.context, parent=rows.scope, known=known, leaf=staged_leaf(rows.staged, key))
 
     def largest(self, x: Value, y: Value) -> Value:
-        """The larger; y where x is NaN (one `vmaxps`)."""
+        """The larger; y where x is NaN (one `vmaxps`), unless NaN is wanted."""
+        if self.exact:
+            return self.b.binary("arith.maximumf", x, y, "max")
         return self.b.select(self.b.compare("ogt", x, y), x, y, "max")
 
     def fill_beyond(self, value: float) -> None:
@@ -188,13 +191,13 @@ class GroupSoftmax:
             if self.group.factors is not None:
                 b.store(b.constant(0.0, self.vector), self._row(self.group.factors, j), align=4 * self.lanes)
 
-    def rescale(self, highest: Value, exact: bool) -> None:
-        """Take over the block's maximum where it is too far above the one in use (exact: above it at all): rescale
-        output and sum."""
+    def rescale(self, highest: Value) -> None:
+        """Take over the block's maximum where it is too far above the one in use, or has to be exact: rescale output
+        and sum."""
         b, group = self.b, self.group
         old = b.load(group.maximum, self.vector, "m_old")
-        limit = 0.0 if exact else RESCALE_ABOVE / (self.scale * LOG2E)
-        far = b.compare("ogt", b.sub(highest, old), limit, "far")
+        limit = 0.0 if self.exact else RESCALE_ABOVE / (self.scale * LOG2E)
+        far = b.compare("ugt" if self.exact else "ogt", b.sub(highest, old), limit, "far")
         any_far = b.reduce("or", far, "any_far")
         with b.when(any_far):
             new = self.largest(highest, old)

@@ -29,6 +29,7 @@ from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.codegen.mlir.work_items import Item, Tile, Tiling
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.rows import needs_maximum
 
 KEY_SPAN = 512
 
@@ -221,7 +222,7 @@ class TileKernel(KernelFunction):
 
     def _softmax(self, tile: Tile, member: Value | int) -> GroupSoftmax:
         memory = self._group_memory(self.b.add(tile.g, member), member, tile.weights)
-        return GroupSoftmax(self.context, memory, tile.block, self.exponent)
+        return GroupSoftmax(self.context, memory, tile.block, self.exponent, needs_maximum(self.spec))
 
     def _staged_area(self, number: int, member: Value | int) -> Value:
         return self._part(self.staged[number], member, 4 * self.tiling.keys * self.lanes, "staged_rows")
@@ -282,8 +283,7 @@ class TileKernel(KernelFunction):
                 group = b.add(tile.g, member)
                 if self.statistics is not None:
                     self.statistics.note_maximum(softmax, group, highest)
-                exact = self.further is not None and self.further.exact_maximum
-                softmax.rescale(highest, exact=exact or self.spec.row_scale is not None)
+                softmax.rescale(highest)
 
     def _weights(self, tile: Tile, low: Value | int, high: Value) -> None:
         """Scores to weights for keys [low, high) of the block and all groups."""

@@ -25,6 +25,7 @@ from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import C, E, Expr, J, const, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import exponent_units
+from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms
 
 
@@ -320,6 +321,8 @@ class KeyLoop:
             return "p = x" if self.spec.weight is const(1.0) else "p = x * w"
         unit, limit, exact = map(number, exponent_units(self.programs.scale))
         lines = ["m_new = tl.maximum(m, tl.max(x, 1))"]
+        if needs_maximum(self.spec):
+            lines.append('m_new = tl.where((m != m) | (tl.max((x != x).to(tl.int32), 1) != 0), float("nan"), m_new)')
         if self.programs.guarded:
             lines.append(f"unit = tl.where(tl.abs(m_new) > {limit}, {exact}, {unit})")
             lines.append('shift = tl.where(m_new == float("-inf"), 0.0, m_new * unit)')

@@ -114,7 +114,7 @@ class Combine(Part):
                 "at_row = tl.reshape(at, [ROWS])",
                 'part_max = tl.load(part_max_ptr + at_row, mask=rows <= i1, other=float("-inf"))',
                 "part_sum = tl.load(part_sum_ptr + at_row, mask=rows <= i1, other=0.0)",
-                "m_new = tl.maximum(m, part_max)",
+                "m_new = tl.maximum(m, part_max, propagate_nan=tl.PropagateNan.ALL)",
                 'base = tl.where(m_new == float("-inf"), 0.0, m_new)',
                 f"alpha = tl.exp2((m - base) * {LOG2E})",
                 f"beta = tl.exp2((part_max - base) * {LOG2E})",

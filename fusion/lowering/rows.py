@@ -32,8 +32,7 @@ FACTOR = node("row_sum", (), Kind.FLOAT, "factor")
 def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
     """(name for people, leaf, value in terms of the leaves before it), ROW_MAX, ROW_SUM and at last FACTOR among the
     leaves."""
-    highest = _as_eagers(KEY_MAX) if ROW_MAX in walk(*(f.value for f in spec.further)) else KEY_MAX
-    yield "highest", ROW_MAX, functools.reduce(lambda m, x: where(apply("flt", m, x), x, m), spec.sinks, highest)
+    yield "highest", ROW_MAX, functools.reduce(lambda m, x: where(apply("flt", m, x), x, m), spec.sinks, KEY_MAX)
     dead, total = apply("feq", ROW_MAX, const(-math.inf)), KEY_SUM
     if spec.sinks:
         yield "base", BASE, where(dead, ZERO, ROW_MAX)
@@ -46,10 +45,10 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
     yield "factor", FACTOR, _factor(spec, SHRINK if spec.sinks else ONE)
 
 
-def _as_eagers(highest: Expr) -> Expr:
-    """Maxima of kernels pass over scores that are NaN. KEY_SUM does not; it is NaN, too, where a score is inf."""
-    unordered = apply("and", apply("fne", KEY_SUM, KEY_SUM), apply("fne", highest, const(math.inf)))
-    return where(unordered, const(math.nan), highest)
+def needs_maximum(spec: AttentionSpec) -> bool:
+    """Whether KEY_MAX has to be the largest score itself, NaN where one is. Elsewhere one near it will do, which passes
+    over scores that are NaN, as KEY_SUM does not."""
+    return spec.row_scale is not None or ROW_MAX in walk(*(f.value for f in spec.further))
 
 
 def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:
