@@ -6,6 +6,7 @@ which attentions (usually one; several for a difference of attentions), or why i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusion.ir import integers
 from fusion.ir.expr import ONE, E, Expr, J, const, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
@@ -142,7 +144,11 @@ def may_hold_attention(module: GraphModule) -> bool:
 
 
 def _examine(anchor: Node, met: Upstream) -> Site | None:
-    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention."""
+    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention.
+
+    Where none will do, rows that are split behind the product are taken apart: they were merged for it (an einsum whose
+    weights have several dimensions of queries), and the outer part is one of the batch.
+    """
     if (mixing := _mixing_layer(anchor, met)) is not None:
         message = "a linear layer mixes the heads between the softmax's product and the product with V"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.HEADS_MIXED, message), blame=mixing)
@@ -152,9 +158,9 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
     if not nodes.dtype(anchor).is_floating_point:
         return None
     refused: Site | None = None
-    for root in reversed(_chain(anchor, met)):
+    for apart, root in itertools.product((False, True), reversed(_chain(anchor, met))):
         try:
-            site = _specializing(anchor, root, met)
+            site = _specializing(anchor, root, met, apart)
         except Unsupported as problem:
             refused = Site(anchor=anchor, root=anchor, refusal=problem.refusal, blame=problem.node)
         else:
@@ -189,10 +195,10 @@ def _mixing_layer(anchor: Node, met: Upstream) -> Node | None:
     return None
 
 
-def _specializing(anchor: Node, root: Node, met: Upstream) -> Site | None:
+def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
     while True:
         try:
-            site = _at_root(anchor, root, met)
+            site = _at_root(anchor, root, met, apart)
             if site is not None:
                 nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
             return site
@@ -263,8 +269,9 @@ class _Factor:
     index: Index
 
 
-def _at_root(anchor: Node, root: Node, met: Upstream) -> Site | None:
-    """The site that ends at this root; None where rows or columns of the product are split or merged there."""
+def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
+    """The site that ends at this root; None where rows or columns of the product are split or merged there. apart: of
+    rows that are split the inner part is the row."""
     extents = shape(root)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     walked = _walk_down(root, anchor, atoms, dict(zip(atoms, extents, strict=True)))
@@ -273,7 +280,7 @@ def _at_root(anchor: Node, root: Node, met: Upstream) -> Site | None:
     index, after = walked
     if packet(anchor) is aten.matmul and any(len(shape(x)) < 2 for x in anchor.all_input_nodes):
         raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", anchor)
-    row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met)
+    row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met, apart)
     if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and after):
         return None
     names = _names(atoms, row, column)
@@ -322,20 +329,25 @@ def _names(atoms: Index, row: Expr, column: Expr) -> dict[Expr, str]:
     return {atom: "i" if atom is row else "e" if atom is column else f"b{next(batch)}" for atom in atoms}
 
 
-def _roles(anchor: Node, index: Index, met: Upstream) -> tuple[Expr | None, Expr | None]:
-    """The output coordinates that are the query row and V's column: the last that only one of the operands has."""
+def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr | None, Expr | None]:
+    """The output coordinates that are the query row and V's column: the last that only one of the operands has. apart:
+    see `_at_root`."""
     parts = factors(anchor, index, J)
     left = {name for entry in parts.left_index for name in coordinates(entry)}
     right = {name for entry in parts.right_index for name in coordinates(entry)}
 
-    def last(own: Index, other: set[str]) -> Expr | None:
-        bare = [e for e in own if e.op == "coord" and e is not J and e.name not in other]
-        return bare[-1] if bare else None
+    def last(own: Index, other: set[str], inner: bool) -> Expr | None:
+        for entry in reversed(own):
+            for at in map(coord, sorted(coordinates(entry) - {*other, J.name})):
+                linear = integers.linear(entry, at)
+                if entry is at or inner and linear is not None and linear[0] is integers.integer(1):
+                    return at
+        return None
 
     weights_left = weights_are_left(parts, met)
     own, other = (parts.left_index, right) if weights_left else (parts.right_index, left)
     theirs, ours = (parts.right_index, left) if weights_left else (parts.left_index, right)
-    return last(own, other), last(theirs, ours)
+    return last(own, other, apart), last(theirs, ours, False)
 
 
 def weights_are_left(parts: Factors, met: Upstream) -> bool:

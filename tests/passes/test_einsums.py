@@ -115,3 +115,31 @@ def test_one_query_of_its_own_keys_needs_no_dimension(function, emitter):
     given = torch.randn(2, 19, 6), torch.randn(2, 23, 6), torch.randn(2, 19, 23, 6)
     (site,) = as_exact_as_eager(function, given, emitter, gradients=True)
     assert site.reason is None
+
+
+def slots(x, queries, values):
+    """Queries of two dimensions, of experts and of their slots, with keys in the middle (Soft MoE: Puigcerver et al.,
+    2023). Its product with V is one of matrices whose rows are both."""
+    s = torch.einsum("bnd,esd->bnes", x, queries).masked_fill(torch.arange(x.shape[1])[:, None, None] > 15, -1e9)
+    return torch.einsum("bnd,bnes->besd", values, s.softmax(1))
+
+
+def slots_first(x, queries, values):
+    return torch.einsum("bnes,bnd->sbed", torch.einsum("bnd,esd->bnes", x, queries).softmax(1), values)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("function", [slots, slots_first])
+def test_of_queries_of_two_dimensions_the_outer_is_one_of_the_batch(function, emitter):
+    given = torch.randn(2, 19, 6), torch.randn(3, 17, 6), torch.randn(2, 19, 8)
+    (site,) = as_exact_as_eager(function, given, emitter, gradients=True)
+    assert site.reason is None
+    assert len(site.specs[0].batch) == 2
+
+
+def test_queries_of_two_dimensions_of_any_length_compile_once():
+    compiled = torch.compile(slots, backend="fusion", dynamic=True, options={"inner": "eager", "strict": True})
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (18, 23, 40):
+            given = torch.randn(2, n, 6), torch.randn(3, n + 2, 6), torch.randn(2, n, 8)
+            assert_as_exact_as_eager(compiled(*given), slots(*given), slots(*(x.double() for x in given)))
