@@ -237,6 +237,8 @@ class AttentionKernel(OverlappingKernel):
             self._clear(item, near.centre)
             b.store(b.constant(0, "i64"), self.weighed)
             self._visit_overlapped(item, keys, functools.partial(self._overlap_near, near))
+            if self.statistics is not None:
+                self.statistics.end_exponents(item.padded_groups, near.centre)
             dead = self._mark_dead_rows(item)
             if not near.finite:  # nothing else would come out
                 dead = b.constant(0, "i1")

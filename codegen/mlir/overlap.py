@@ -199,10 +199,11 @@ class OverlappingKernel(TileKernel):
 
     def _weigh_beside(self, tile: Tile, exponent: Expr, first: Value | int, ordinary: bool) -> InterleavedWork:
         """Half of the keys of each step. ordinary: exponents are no fills."""
+        b = self.b
         softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
         programs = [self._row_program(tile, member, exponent) for member in GROUP_PAIR]
-        weigh = [self._weigh(softmax, ordinary) for softmax in softmaxes]
-        zero = self.b.constant(0.0, self.vector)
+        weigh = [self._weigh(softmax, b.add(tile.g, member), ordinary) for member, softmax in enumerate(softmaxes)]
+        zero = b.constant(0.0, self.vector)
 
         def work(member: int, key: Value, sums: list[Value]) -> list[Value]:
             return softmaxes[member].apply_and_weigh(programs[member], weigh[member], key, sums)
@@ -216,13 +217,17 @@ class OverlappingKernel(TileKernel):
         b = self.b
         with b.when(b.compare("slt", b.as_value(low, "i64"), high)), b.loop(0, tile.here, hint="member") as member:
             softmax = self._softmax(tile, member)
-            softmax.weigh_all(self._row_program(tile, member, exponent), self._weigh(softmax, False), low, high)
+            weigh = self._weigh(softmax, b.add(tile.g, member), False)
+            softmax.weigh_all(self._row_program(tile, member, exponent), weigh, low, high)
 
-    def _weigh(self, softmax: GroupSoftmax, ordinary: bool) -> Weigh:
-        """How exponents become weights: rounded at once, and their sum with them, where nothing else is made of it."""
+    def _weigh(self, softmax: GroupSoftmax, g: Value, ordinary: bool) -> Weigh:
+        """How exponents of a group become weights: rounded at once, and their sum with them, where nothing else is made
+        of it."""
         b, p, store = self.b, self._amx, self._store_of(softmax)
 
         def exactly(key: Value, first: Value, second: Value, total: Value) -> Value:
+            assert self.statistics is not None
+            self.statistics.note_exponents(g, first, second)
             weights = [self.context.math.exp2(x) for x in (first, second)]
             store(key, *weights)
             return b.add(total, b.add(*weights), "l")

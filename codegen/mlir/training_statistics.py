@@ -9,6 +9,7 @@ from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.ir.expr import ROW_MAX, ROW_SUM, coord
 from fusion.ir.results import keeps_ends
+from fusion.lowering.numbers import LOG2E
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.skeleton import KernelFunction
@@ -40,6 +41,22 @@ class TrainingStatistics:
         """Of a group's scores in one block of keys."""
         at = self._peak_of(g)
         self.b.store(softmax.largest(highest, self.b.load(at, self.kernel.vector, "peak")), at)
+
+    def note_exponents(self, g: Value, first: Value, second: Value) -> None:
+        """Of a group's scores of two keys, relative to a centre, in powers of 2."""
+        b, at = self.b, self._peak_of(g)
+        peak = b.load(at, self.kernel.vector, "peak")
+        for x in (first, second):
+            peak = b.select(b.compare("ogt", x, peak), x, peak, "peak")
+        b.store(peak, at)
+
+    def end_exponents(self, groups: Value, centre: float) -> None:
+        """After the last of these: peaks in the programs' units."""
+        b, vector = self.b, self.kernel.vector
+        with b.loop(0, groups, hint="g") as g:
+            at = self._peak_of(g)
+            unit = b.constant(1 / (self.kernel.programs.scale * LOG2E), vector)
+            b.store(b.fma(b.load(at, vector, "peak"), unit, b.constant(centre, vector)), at)
 
     def write(self, rows: Scope, g: Value, raw: Value, factor: Value) -> None:
         """After the last key: of a group whose lanes and end (`lowering.rows`) `rows` knows, with the running maximum,

@@ -223,6 +223,20 @@ def test_bfloat16_gradients(function, shape):
     check(function, tensors)
 
 
+@pytest.mark.parametrize("m", [1, 33])
+def test_bfloat16_gradients_of_rows_that_attend_to_one_key(m):
+    """The weight is 1, and no score changes it: a delta of rounded outputs would leave a hundredth of dO there."""
+    q, k, v = (torch.randn(2, 2, n, 16, dtype=torch.bfloat16).requires_grad_() for n in (19, m, m))
+    keep = torch.arange(m) == m // 2
+
+    def function(q, k, v):
+        return torch.softmax((q @ k.transpose(-1, -2) * 0.1).masked_fill(~keep, -torch.inf), -1) @ v
+
+    compiled = torch.compile(function, backend="fusion", options={"inner": "eager", "strict": True})
+    found = torch.autograd.grad(compiled(q, k, v).sum(), (q, k))
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in found)
+
+
 @pytest.mark.parametrize(("function", "shape"), CASES, ids=NAMES)
 def test_gradcheck_in_float64(function, shape):
     tensors = inputs(shape, torch.float64, 5, 6)
