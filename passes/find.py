@@ -146,8 +146,7 @@ def may_hold_attention(module: GraphModule) -> bool:
 def _examine(anchor: Node, met: Upstream) -> Site | None:
     """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention.
 
-    Where none will do, rows that are split behind the product are taken apart: they were merged for it (an einsum whose
-    weights have several dimensions of queries), and the outer part is one of the batch.
+    Else rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch.
     """
     if (mixing := _mixing_layer(anchor, met)) is not None:
         message = "a linear layer mixes the heads between the softmax's product and the product with V"
@@ -281,7 +280,7 @@ def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | Non
     if packet(anchor) is aten.matmul and any(len(shape(x)) < 2 for x in anchor.all_input_nodes):
         raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", anchor)
     row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met, apart)
-    if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and after):
+    if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and (after or apart)):
         return None
     names = _names(atoms, row, column)
     renamed = {atom: coord(name) for atom, name in names.items()}
@@ -330,8 +329,7 @@ def _names(atoms: Index, row: Expr, column: Expr) -> dict[Expr, str]:
 
 
 def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr | None, Expr | None]:
-    """The output coordinates that are the query row and V's column: the last that only one of the operands has. apart:
-    see `_at_root`."""
+    """The output coordinates that are the query row and V's column: the last that only one of the operands has."""
     parts = factors(anchor, index, J)
     left = {name for entry in parts.left_index for name in coordinates(entry)}
     right = {name for entry in parts.right_index for name in coordinates(entry)}
@@ -347,7 +345,9 @@ def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr
     weights_left = weights_are_left(parts, met)
     own, other = (parts.left_index, right) if weights_left else (parts.right_index, left)
     theirs, ours = (parts.right_index, left) if weights_left else (parts.left_index, right)
-    return last(own, other, apart), last(theirs, ours, False)
+    whole, inner = (last(own, other, way) for way in (False, True))
+    row = whole if not apart else None if inner is whole else inner  # the same has been tried
+    return row, last(theirs, ours, False)
 
 
 def weights_are_left(parts: Factors, met: Upstream) -> bool:

@@ -42,7 +42,7 @@ class LaneLoad(DenseLoad):
 class GradientSink:
     """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own.
 
-    Of a scattered gradient every thread has a copy, `sink_bytes` apart. Where no two scores meet in an element it is
+    Of a scattered gradient every thread has a copy, `sink_elements` apart. Where no two scores meet in an element it is
     written; otherwise it is added to what is there.
     """
 
