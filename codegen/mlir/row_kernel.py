@@ -8,7 +8,8 @@ that K and V come from memory once for all of them, in their own dtype. For a ro
     score program     with the key as the lane coordinate, statistics for the whole row
     o += p V          one weight at a time against a row of V, columns in registers
 
-Output and sum begin anew with every stretch (see `tile` for why).
+Where rows of bfloat16 share keys, AMX tiles take both products of all of them at a time (`row_tiles`). Output and sum
+begin anew with every stretch (see `tile` for why).
 
 Where there are fewer items than threads (`parts` > 1), the keys of an item are cut into parts, each a piece of work of
 its own: it leaves maximum, sum and output of its keys in memory that all threads share, and whoever is the last of an
@@ -18,18 +19,18 @@ item merges them, in the order of the keys, so that results do not depend on who
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_products import row_products
+from fusion.codegen.mlir.row_products import Stretch, Widths
+from fusion.codegen.mlir.row_tiles import row_products
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
-from fusion.codegen.mlir.transpose import sum_rows
 from fusion.ir.expr import SCORE, I, J, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.planning.cpu_rows import MOST_ROWS
@@ -40,7 +41,6 @@ def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelTe
     return _RowKernel(spec, target, d, d_v).text()
 
 
-CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
 # Bytes of K and V, as float32, of a stretch that rows take turns at. Where they are float32 reading them is what takes
 # the time, from the second-level cache twice as long as from the first; others have to be widened, which takes longer
 # than that, and longer stretches cost less.
@@ -56,17 +56,14 @@ class _RowKernel(KernelFunction):
         alone = spec.among is not None and spec.n_q.is_const and spec.n_q.integer == 1  # no row reads the same keys
         while not alone and self.stretch > 2 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > room:
             self.stretch //= 2
-        self.keys, self.values = row_products(self.b, spec, target, self.d_padded, self.e_padded)
-        # Of every row of the item: its query, output, maximum and sum (vectors), and the keys it has to visit.
-        self.queries = self.area(4 * MOST_ROWS * self.d_padded, "queries")
+        widths = Widths(d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch)
+        self.products = row_products(self.b, spec, target, widths, self.area)
+        # Of every row of the item: its output, maximum and sum (vectors), and the keys it has to visit.
         self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
         self.sums = self.area(self.record_bytes, "sums")
         self.alone = self.area(64, "alone")
         self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
-        self.span_output = self.area(4 * self.e_padded, "chapter")
-        self.scores = self.area(4 * (self.stretch + self.lanes), "scores")
         self.factors = self.area(4 * (self.stretch + self.lanes), "factors")
-        self.staging = self.area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
 
     def text(self) -> KernelText:
         top = self._top()
@@ -168,8 +165,8 @@ class _RowKernel(KernelFunction):
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
         b, mask = self.b, self.spec.mask
-        source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.staging)
-        self.keys.store_query(source, self._own(self.queries, r, self.d_padded))
+        source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.products.staging)
+        self.products.store_query(source, r)
         low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, 1)
         first = b.mul(part, self.params[("part_keys",)])
         self._clear(r, b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)])))
@@ -208,92 +205,97 @@ class _RowKernel(KernelFunction):
             low, high = self._range(r)
             ends.yields(b.least(lowest, low), b.most(highest, high))
         # Stretches begin where no other row of the item has a say, so that a row's sums do not depend on these.
-        lowest = b.mul(b.div(ends.results[0], self.stretch), self.stretch)
-        readers = self._readers(self._row_scope(top, first)[1])  # of K and V those of all rows of the item
-        with b.loop(lowest, ends.results[1], self.stretch, hint="start") as start, b.loop(0, count, hint="r") as r:
-            low, high = self._range(r)
-            low, high = b.most(low, start), b.least(high, b.add(start, self.stretch))
-            with b.when(b.compare("slt", low, high)):
-                self._advance(self._row_scope(top, b.add(first, r))[0], readers, r, low, high)
+        lowest, highest = b.mul(b.div(ends.results[0], self.stretch), self.stretch), ends.results[1]
+        _, keys, values = self._readers(self._row_scope(top, first)[1])  # those of all rows of the item
+        with b.loop(lowest, highest, self.stretch, hint="start") as start:
+            low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.stretch))
+            every = Stretch(start=start, low=low, high=high, n_k=self.n_k)
+            self.products.begin(keys, every)
+            with self._turns(count, every) as (r, mine):
+                self._attend(self._row_scope(top, b.add(first, r))[0], (keys, values), r, mine)
+            self.products.end(values, every)
+            with self._turns(count, every) as (r, mine):
+                self.products.add_output(values, mine, r, self._own(self.outputs, r, self.e_padded))
 
-    def _advance(self, scope: Scope, readers: list[RowReader], r: Value, low: Value, high: Value) -> None:
-        """Keys [low, high) of row r: its maximum, sum and output with them."""
+    @contextlib.contextmanager
+    def _turns(self, count: Value, every: Stretch) -> Iterator[tuple[Value, Stretch]]:
+        """The rows that visit keys of a stretch, and which."""
+        b = self.b
+        with b.loop(0, count, hint="r") as r:
+            low, high = self._range(r)
+            low, high = b.most(low, every.low), b.least(high, every.high)
+            with b.when(b.compare("slt", low, high)):
+                yield r, replace(every, low=low, high=high)
+
+    def _attend(self, scope: Scope, readers: tuple[RowReader, RowReader], r: Value, mine: Stretch) -> None:
+        """Row r's weights of its keys of a stretch, and its maximum and sum with them; its output is rescaled."""
         b, lanes = self.b, self.lanes
         maximum, total = self._own(self.maxima, r, lanes), self._own(self.totals, r, lanes)
-        output = self._own(self.outputs, r, self.e_padded)
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
-        m_new, own = self._process_span(scope, readers, self._own(self.queries, r, self.d_padded), (low, high), m)
-        factor = None
+        m_new, own = self._weights(scope, readers[0], r, mine, m)
         if self.spec.normalizer is not Normalizer.NONE:
-            factor = self._factor(m, m_new)
+            factor, output = self._factor(m, m_new), self._own(self.outputs, r, self.e_padded)
             before = b.mul(before, factor)
-        with b.loop(0, self.e_padded, lanes, hint="e") as e:
-            at = b.at(output, e, "f32")
-            old, new = (b.load(x, self.vector, "o") for x in (at, b.at(self.span_output, e, "f32")))
-            b.store(b.add(old if factor is None else b.mul(old, factor), new), at)
+            with b.loop(0, self.e_padded, lanes, hint="e") as e:
+                at = b.at(output, e, "f32")
+                b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
         b.store(m_new, maximum)
         b.store(b.add(before, own), total)
+        self.products.weigh(readers[1], mine, r)
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
         """Divide by the sum, write the row."""
         b, lanes = self.b, self.lanes
-        output = self._own(self.outputs, r, self.e_padded)
+        output, factor = self._own(self.outputs, r, self.e_padded), None
         if self.spec.normalizer is not Normalizer.NONE:
             m, total = (b.load(self._own(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
             total = b.reduce("add", total, "sum")
             factor = self._row_factor(scope, m, b.broadcast(total, lanes))
-            with b.loop(0, self.e_padded, lanes, hint="e") as e:
-                at = b.at(output, e, "f32")
-                b.store(self._scaled(b.load(at, self.vector, "o"), factor), at)
+        step = lanes if self.e_padded % (2 * lanes) else 2 * lanes
+        with b.loop(0, self.e_padded, step, hint="e") as e:
+            places = [b.at(b.at(output, e, "f32"), n, "f32") for n in range(0, step, lanes)]
+            found = self.products.in_order([b.load(at, self.vector, "o") for at in places])
+            for x, at in zip(found, places, strict=True):
+                b.store(x if factor is None else self._scaled(x, factor), at)
         self._write_row(output, self._row_address(batch, i))
 
-    def _process_span(
-        self, scope: Scope, readers: list[RowReader], query: Value, ends: tuple[Value, Value], m: Value
-    ) -> tuple[Value, Value]:
-        """Keys [ends[0], ends[1]), which come after others whose maximum was m: the maximum of all, the sum of these
-        per lane, and their weighted sum of V in `span_output`. In three passes, so that keys do not wait for each
-        other: scores, weights, product with V."""
-        b, lanes = self.b, self.lanes
-        (low, high), zero = ends, b.constant(0.0, self.vector)
-        plain = self.spec.normalizer is Normalizer.NONE
+    def _weights(self, scope: Scope, keys: RowReader, r: Value, mine: Stretch, m: Value) -> tuple[Value, Value]:
+        """The weights of row r's keys of a stretch, which come after others whose maximum was m: the maximum of all,
+        and the sum of these per lane. In two passes, so that keys do not wait for each other: scores, then weights."""
+        b, lanes, (low, high) = self.b, self.lanes, (mine.low, mine.high)
         with b.carry(low, high, lanes, [b.constant(float("-inf"), self.vector)], hint="j0") as (loop, j0, (highest,)):
-            x, weight = self._scores(scope, readers[1], query, j0, high)
-            b.store(x, self._at(self.scores, j0, low))
+            x, weight = self._scores(scope, keys, r, mine, j0)
+            b.store(x, self._at(self.products.weights, j0, low))
             if weight is not None:
                 b.store(weight, self._at(self.factors, j0, low))
             # A NaN does not become the maximum: it goes through the exponential.
             loop.yields(b.select(b.compare("ogt", x, highest), x, highest))
-        total = zero
-        if not plain:
+        total = b.constant(0.0, self.vector)
+        if self.spec.normalizer is not Normalizer.NONE:
             top = b.reduce("maxnumf", loop.results[0], "top")
             top = b.broadcast(top, lanes)
             m = b.select(b.compare("ogt", top, m), top, m, "m")
             c, shift = self.exponent.coefficients(m)
-            with b.carry(low, high, lanes, [zero], hint="j0") as (loop, j0, (total,)):
-                at = self._at(self.scores, j0, low)
+            with b.carry(low, high, lanes, [total], hint="j0") as (loop, j0, (total,)):
+                at = self._at(self.products.weights, j0, low)
                 p = self.context.math.exp2(b.fma(b.load(at, self.vector, "x"), c, shift))
                 b.store(p, at)
                 loop.yields(b.add(total, p))
             total = loop.results[0]
         if self.weight is not None:
             with b.loop(low, high, lanes, hint="j0") as j0:
-                at, factor = self._at(self.scores, j0, low), b.load(self._at(self.factors, j0, low), self.vector, "w")
-                b.store(b.mul(b.load(at, self.vector, "p"), factor), at)
-        self._weigh_values(readers[2], low, high)
+                at, factor = (self._at(area, j0, low) for area in (self.products.weights, self.factors))
+                b.store(b.mul(b.load(at, self.vector, "p"), b.load(factor, self.vector, "w")), at)
         return m, total
 
     def _at(self, area: Value, key: Value, low: Value) -> Value:
-        """Where the area keeps what belongs to a key of a stretch that begins at `low`."""
+        """Where the area keeps what belongs to a key of those that begin at `low`."""
         return self.b.at(area, self.b.sub(key, low), "f32")
 
-    def _scores(
-        self, scope: Scope, keys: RowReader, query: Value, j0: Value, high: Value
-    ) -> tuple[Value, Value | None]:
+    def _scores(self, scope: Scope, keys: RowReader, r: Value, mine: Stretch, j0: Value) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
         b, lanes = self.b, self.lanes
-        rows = keys.apart(j0, lanes, self.n_k, self.d, self.d_padded, self.staging)
-        score = sum_rows(b, self.keys.dot_products(rows, query))
-        valid = self._valid(b.sub(high, j0))
+        score, valid = self.products.scores(keys, mine, r, j0), self._valid(b.sub(mine.high, j0))
         lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
         here = Scope(context=self.context, parent=scope, lanes=lane, known={SCORE: score})
         outside = 0.0 if self.spec.normalizer is Normalizer.NONE else float("-inf")
@@ -306,27 +308,3 @@ class _RowKernel(KernelFunction):
         same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
         # Before the first live key there is nothing to scale.
         return b.select(same, 1.0, self.exponent.change(m, m_new), "factor")
-
-    def _weigh_values(self, values: RowReader, low: Value, high: Value) -> None:
-        """span_output = weights x V over keys [low, high), a few vectors of columns at a time, in registers."""
-        b, lanes = self.b, self.lanes
-        self.values.prepare(self.scores, low, high)
-        whole = self.e_padded // (CHAINS * lanes)
-        if whole:
-            with b.loop(0, whole * CHAINS * lanes, CHAINS * lanes, hint="e") as e:
-                self._weigh_columns(values, low, high, e, CHAINS)
-        if rest := self.e_padded // lanes - whole * CHAINS:
-            self._weigh_columns(values, low, high, whole * CHAINS * lanes, rest)
-
-    def _weigh_columns(self, values: RowReader, low: Value, high: Value, e: Value | int, count: int) -> None:
-        """The same for `count` vectors of columns from e on."""
-        b, lanes = self.b, self.lanes
-        sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
-        zero = b.constant(0.0, self.vector)
-        with b.carry(low, high, lanes, [zero] * (sets * count), hint="j0") as (loop, j0, sums):
-            rows, sums = values.apart(j0, lanes, self.n_k, self.d_v, self.e_padded, self.staging), list(sums)
-            self.values.add(sums, rows, self.scores, b.sub(j0, low), e, count)
-            loop.yields(*sums)
-        found = self.values.in_order([functools.reduce(b.add, loop.results[n::count]) for n in range(count)])
-        for n, x in enumerate(found):
-            b.store(x, b.at(b.at(self.span_output, e, "f32"), n * lanes, "f32"))

@@ -1,4 +1,5 @@
-"""The two products of the kernel for few queries: elements of K and V widened to float32, or bf16 pairs as they are.
+"""The two products of the kernel for few queries, row by row: elements of K and V widened to float32, or bf16 pairs as
+they are. See `row_tiles` for those of all rows at a time.
 
 Where elements are bfloat16, vectors of them are taken apart into those at even and those at odd places, one operation
 for each. Where the processor multiplies pairs, they are not taken apart: a pair of K is multiplied with one of the
@@ -7,26 +8,125 @@ query, and elements of two rows of V, put side by side, with the weights of thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.rows import Rows, load_f32, load_line, load_pair
+from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line, load_pair
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import BF16, LANES, Avx512
 from fusion.ir.spec import AttentionSpec
+from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import planes_of
 
+CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
 
-def row_products(
-    b: Builder, spec: AttentionSpec, target: Target, d_padded: int, e_padded: int
-) -> tuple[KeyProducts, ValueProducts]:
-    """What suits a spec's operands, of so many columns in memory."""
-    q, k, v = (spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
-    double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
-    key_pairs, value_pairs = q and k and d_padded % double == 0, v and e_padded % double == 0
-    keys = PairKeyProducts if whole and key_pairs else KeyProducts
-    values = PairValueProducts if whole and value_pairs else ValueProducts
-    return keys(b, target.lanes, d_padded, key_pairs), values(b, target.lanes, value_pairs)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Columns of Q and K and of V, also as they lie in memory (padded), and the keys of a stretch at most."""
+
+    d: int
+    d_v: int
+    d_padded: int
+    e_padded: int
+    stretch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Keys [low, high), which a row has to visit, or some row has, of the stretch that begins with key `start`. There
+    are n_k keys."""
+
+    start: Value
+    low: Value
+    high: Value
+    n_k: Value
+
+
+class RowProducts:
+    """K q and p V of the rows of a work item, a stretch of keys at a time. Rows take turns: their scores are asked for,
+    and their weights given.
+
+    area: makes memory of so many bytes
+    """
+
+    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
+        self.b, self.lanes, self.widths = b, target.lanes, widths
+        self.vector = vector_of("f32", self.lanes)
+        self.weights = area(4 * (widths.stretch + self.lanes), "weights")
+        self.staging = area(8 * self.lanes * max(widths.d_padded, widths.e_padded), "staging")
+
+    def store_query(self, source: Rows, r: Value) -> None:
+        """Row 0 of `source` is the query of row r."""
+        raise NotImplementedError
+
+    def begin(self, keys: RowReader, every: Stretch) -> None:
+        """Comes before the turns."""
+
+    def scores(self, keys: RowReader, mine: Stretch, r: Value, key: Value) -> Value:
+        """The products of L keys with the query of row r."""
+        raise NotImplementedError
+
+    def weigh(self, values: RowReader, mine: Stretch, r: Value) -> None:
+        """Row r's weights stand at `self.weights`."""
+        raise NotImplementedError
+
+    def end(self, values: RowReader, every: Stretch) -> None:
+        """Comes after the turns."""
+
+    def add_output(self, values: RowReader, mine: Stretch, r: Value, target: Value) -> None:
+        """Add row r's weighted sum of V over the stretch, e_padded elements of float32 in an order of its own."""
+        raise NotImplementedError
+
+    def _add(self, source: Value, target: Value) -> None:
+        b = self.b
+        with b.loop(0, self.widths.e_padded, self.lanes, hint="e") as e:
+            old, new = (b.load(b.at(x, e, "f32"), self.vector, "o") for x in (target, source))
+            b.store(b.add(old, new), b.at(target, e, "f32"))
+
+    def in_order(self, found: Sequence[Value]) -> list[Value]:
+        """Vectors of an output that follow each other, two or all, as their columns stand in a row."""
+        raise NotImplementedError
+
+
+class VectorRows(RowProducts):
+    """One row after the other, by vector instructions."""
+
+    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
+        super().__init__(b, spec, target, widths, area)
+        q, k, v = (spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
+        double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
+        key_pairs, value_pairs = q and k and widths.d_padded % double == 0, v and widths.e_padded % double == 0
+        keys = PairKeyProducts if whole and key_pairs else KeyProducts
+        values = PairValueProducts if whole and value_pairs else ValueProducts
+        self.keys = keys(b, target.lanes, widths.d_padded, key_pairs)
+        self.values = values(b, target.lanes, widths, self.staging, value_pairs)
+        self.in_order = self.values.in_order
+        self.queries = area(4 * MOST_ROWS * widths.d_padded, "queries")
+        self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
+
+    def _query(self, r: Value) -> Value:
+        return self.b.at(self.queries, self.b.mul(r, self.widths.d_padded), "f32")
+
+    def store_query(self, source: Rows, r: Value) -> None:
+        self.keys.store_query(source, self._query(r))
+
+    def scores(self, keys: RowReader, mine: Stretch, r: Value, key: Value) -> Value:
+        rows = keys.apart(key, self.lanes, mine.n_k, self.widths.d, self.widths.d_padded, self.staging)
+        return sum_rows(self.b, self.keys.dot_products(rows, self._query(r)))
+
+    def weigh(self, values: RowReader, mine: Stretch, r: Value) -> None:
+        self.values.prepare(self.weights, mine.low, mine.high)
+        self.values.weigh(values, mine, self.weights, self._output(r))
+
+    def _output(self, r: Value) -> Value:
+        return self.b.at(self.outputs, self.b.mul(r, self.widths.e_padded), "f32")
+
+    def add_output(self, values: RowReader, mine: Stretch, r: Value, target: Value) -> None:
+        self._add(self._output(r), target)
 
 
 def _columns(
@@ -89,12 +189,36 @@ class PairKeyProducts(KeyProducts):
 class ValueProducts:
     """Weighted sums of rows of V. pairs: elements are bfloat16 and taken two by two."""
 
-    def __init__(self, b: Builder, lanes: int, pairs: bool):
-        self.b, self.lanes, self.pairs = b, lanes, pairs
+    def __init__(self, b: Builder, lanes: int, widths: Widths, staging: Value, pairs: bool):
+        self.b, self.lanes, self.widths, self.staging, self.pairs = b, lanes, widths, staging, pairs
 
     def prepare(self, weights: Value, low: Value, high: Value) -> None:
         """Bring the weights of keys [low, high) (float32, from `weights` on; behind them there is room for another
-        vector) into the form that `add` reads."""
+        vector) into the form that `weigh` reads."""
+
+    def weigh(self, values: RowReader, mine: Stretch, weights: Value, output: Value) -> None:
+        """output = weights x V over keys, a few vectors of columns at a time, in registers."""
+        b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
+        if whole := width // step:
+            with b.loop(0, whole * step, step, hint="e") as e:
+                self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS))
+        if rest := width // self.lanes - whole * CHAINS:
+            at = b.at(output, whole * step, "f32")
+            self._weigh_columns(values, mine, weights, at, (whole * step, rest))
+
+    def _weigh_columns(
+        self, values: RowReader, mine: Stretch, weights: Value, output: Value, columns: tuple[Value | int, int]
+    ) -> None:
+        """The same for some vectors of columns: from which on, and how many."""
+        b, lanes, (e, count) = self.b, self.lanes, columns
+        sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
+        start, widths = [b.constant(0.0, vector_of("f32", lanes))] * (sets * count), self.widths
+        with b.carry(mine.low, mine.high, lanes, start, hint="j0") as (loop, j0, sums):
+            rows, sums = values.apart(j0, lanes, mine.n_k, widths.d_v, widths.e_padded, self.staging), list(sums)
+            self.add(sums, rows, weights, b.sub(j0, mine.low), e, count)
+            loop.yields(*sums)
+        for n in range(count):
+            b.store(functools.reduce(b.add, loop.results[n::count]), b.at(output, n * lanes, "f32"))
 
     def add(self, sums: list[Value], rows: Rows, weights: Value, key: Value, e: Value | int, count: int) -> None:
         """Add `count` vectors of columns, from column e on, of L rows, times the weights from number `key` on. There
@@ -131,15 +255,18 @@ class PairValueProducts(ValueProducts):
 
     def add(self, sums: list[Value], rows: Rows, weights: Value, key: Value, e: Value | int, count: int) -> None:
         b, unit, weights = self.b, Avx512(self.b), self.b.at(weights, key, "bf16")
-        low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
         for r in range(0, self.lanes, 2):
             p = b.bitcast(b.broadcast(b.load(b.at(weights, r, "bf16"), "i32", "p"), self.lanes), BF16)
             for n in range(0, count, 2):
                 lines = [load_line(b, rows, r + k, b.add(e, n * self.lanes), BF16) for k in (0, 1)]
-                for half in (0, 1):
+                for half, pairs in enumerate(self.side_by_side(*lines)):
                     place = (r // 2 * count + n + half) % len(sums)
-                    pairs = b.shuffle(*lines, [element + 4 * half for element in low], "pairs")
                     sums[place] = unit.add_pair_products(sums[place], pairs, p)
+
+    def side_by_side(self, first: Value, second: Value) -> list[Value]:
+        """Elements of two lines next to each other, in the order that `order` says."""
+        low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
+        return [self.b.shuffle(first, second, [place + 4 * half for place in low], "pairs") for half in (0, 1)]
 
     def order(self) -> list[int]:
         return [4 * part + n + high for part in (0, 1) for high in (0, self.lanes) for n in range(4)]

@@ -8,20 +8,20 @@ from fusion.codegen.mlir.builder import Builder, Value, shape_of
 
 
 def transpose(b: Builder, rows: Sequence[Value]) -> list[Value]:
-    """The columns of a square block given as L vectors of L elements (L a power of two), by log2(L) rounds of L
-    two-operand shuffles.
+    """The columns of square blocks that lie beside each other: L vectors (L a power of two) of a multiple of L
+    elements, by log2(L) rounds of L two-operand shuffles.
 
     In the round of distance h, rows r and r + h exchange the off-diagonal halves of every 2h x 2h block.
     """
     values = list(rows)
     lanes = shape_of(values[0].type)[0]
-    if len(values) != lanes:
-        raise ValueError(f"{len(values)} rows of {lanes} elements are not a square block")
-    h = lanes // 2
+    if lanes % len(values):
+        raise ValueError(f"{len(values)} rows of {lanes} elements are not square blocks")
+    h = len(values) // 2
     while h:
         low = [lane if not lane & h else lane - h + lanes for lane in range(lanes)]
         high = [lane + h if not lane & h else lane + lanes for lane in range(lanes)]
-        for r in range(lanes):
+        for r in range(len(values)):
             if not r & h:
                 x, y = values[r], values[r + h]
                 values[r], values[r + h] = b.shuffle(x, y, low, "tr"), b.shuffle(x, y, high, "tr")

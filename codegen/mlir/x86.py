@@ -113,14 +113,14 @@ class TileUnit:
     def __init__(self, b: Builder):
         self.b = b
 
-    def _sizes(self, stride: int = 64) -> tuple[Value, Value, Value]:
-        return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.constant(stride, "i64")
+    def _sizes(self, stride: Value | int = 64) -> tuple[Value, Value, Value]:
+        return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.as_value(stride, "i64")
 
     def zero(self) -> Value:
         rows, columns, _ = self._sizes()
         return self.b.intrinsic("x86.tilezero.internal", rows, columns, type_=TILE, hint="zero")
 
-    def load(self, address: Value, hint: str, stride: int = 64) -> Value:
+    def load(self, address: Value, hint: str, stride: Value | int = 64) -> Value:
         rows, columns, step = self._sizes(stride)
         return self.b.intrinsic("x86.tileloadd64.internal", rows, columns, address, step, type_=TILE, hint=hint)
 

@@ -14,6 +14,7 @@ import numpy as np
 from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.planning.problem import Problem
+from fusion.planning.register_tiles import AMX
 from fusion.planning.tiles import Tiles, grid
 from fusion.planning.timing import Times
 
@@ -32,6 +33,13 @@ LEAST_PART = 512
 VECTOR = 1.1
 """Cycles of the stated clock for a vector of K or V and a row: measured over 16384 keys at d = 64, bfloat16 and grouped
 heads, where reading is not the limit (Zen 5)."""
+
+PAIRED = 32
+"""Columns of K and V that a line of an AMX tile has: widths that are multiples of it are multiplied on tiles."""
+
+TILED, TILED_SCORES = 1.6, 25.0
+"""Cycles where rows share keys on AMX tiles: for a vector of K or V, however many rows, and for a vector of scores of a
+row. Measured over 512 to 2560 keys with 2 to 8 rows, d = 64 (Xeon)."""
 
 WORTH_WAKING = 1 << 17
 """Multiply-adds that are worth waking a thread for (some 10 us): what SDPA's threads do, too."""
@@ -59,12 +67,11 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
     rounds = np.ceil(pieces / cores)
     lost = 0.0 if cores == 1 else 1 - 1 / cores if ragged else BEGUN_APART
     share = (pieces / cores if ragged else rounds) / pieces + lost / pieces
-    vectors = kv_heads * rows * elements / machine.lanes()
     moved = items * elements * problem.key_bytes
     reach = problem.among * (problem.d + problem.d_v) * problem.key_bytes or moved  # rows take turns at a head's keys
     level = next((level for level in machine.levels if reach <= level.capacity), machine.levels[-1])
     resources = {
-        "vectors": vectors * VECTOR / (machine.clock or 2.5e9) * share,
+        "vectors": _cycles(machine, problem) / (machine.clock or 2.5e9) * share,
         "keys": moved / (level.bandwidth / max(1, machine.cores)) * share,
         "merge": np.where(splits > 1, rounds * min(rows, MOST_ROWS) * MERGED, 0.0),
         "staging": np.full(len(splits), STAGED * kv_heads * rows / cores if problem.n_k % machine.lanes() else 0.0),
@@ -73,6 +80,17 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
     total = np.maximum(resources["vectors"], resources["keys"])
     total = total + resources["merge"] + resources["staging"] + resources["launch"]
     return Times(total=total, resources=resources)
+
+
+def _cycles(machine: Machine, problem: Problem) -> float:
+    """Cycles of the vector work, of all cores together."""
+    kv_heads, rows, items = _items(problem)
+    keys = max(1, problem.n_k) * problem.density / machine.lanes()
+    width = problem.d + problem.d_v
+    stored = problem.dtype == "bfloat16" and problem.key_bytes == problem.element_bytes and not problem.among
+    if rows > 1 and stored and machine.isa >= AMX and problem.d % PAIRED == problem.d_v % PAIRED == 0:
+        return keys * (items * width * TILED + kv_heads * rows * TILED_SCORES)
+    return keys * kv_heads * rows * width * VECTOR
 
 
 def _items(problem: Problem) -> tuple[int, int, int]:

@@ -60,6 +60,33 @@ def test_few_queries(target: str, dtype: str) -> None:
     check(c, plan(c, SETS[target], by_rows=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("causal_last_key", {"d_v": 160}), ("window", {"d_v": 32}), ("left_padded_inf", {"d_v": 96}),
+     ("documents", {"weight": True}), ("plain", {"normalizer": Normalizer.NONE})],
+)  # fmt: skip
+@pytest.mark.parametrize("target", ["pairs", "amx"])
+def test_rows_that_share_keys(target: str, name: str, fields: dict) -> None:
+    c = case(name, "bfloat16", 64, **({"d_v": 64} | fields), group=4)
+    with quick.compiling_for(chosen := replace(plan(c, SETS[target], by_rows=True), span=96)):
+        run = quick.kernel(c.spec, chosen, trained=False)
+        for n_q, n_k in ((1, 5), (3, 150), (2, 333)):
+            operands, sizes = draw(c, SIZES | {"Nq": n_q, "Nk": n_k}, "heads_inside")
+            assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", [0, 1, 2], ids=["q", "k", "v"])
+def test_special_values_stay_where_they_are(where: int, value: float) -> None:
+    """On tiles an element of V is multiplied with the weight of its column, and with 0 for the column beside it."""
+    c = case("plain", "bfloat16", 64, 96, group=4)
+    with quick.compiling_for(chosen := replace(plan(c, emulation.AMX, by_rows=True), span=96)):
+        run = quick.kernel(c.spec, chosen, trained=False)
+        operands, sizes = draw(c, SIZES | {"Nq": 2, "Nk": 150}, "heads_inside")
+        operands[where][0, 1, 1, 5] = value
+        assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
 def check_gradients(c: Case, chosen: quick.Plan, extents: dict[str, int]) -> TrainingKernel:
     with quick.compiling_for(chosen):
         run = quick.kernel(c.spec, chosen, trained=True)

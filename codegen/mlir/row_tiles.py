@@ -1,0 +1,195 @@
+"""The two products of the kernel for few queries, of all rows at a time: on AMX tiles.
+
+A tile product takes as long for one row as for many. K is its left side, V its right side, both as they lie in memory:
+
+    products[key, row] += K[key, 2 n] Q[row, 2 n] + K[key, 2 n + 1] Q[row, 2 n + 1]     16 keys, pairs of columns
+    even[row, n] += p[row, key] V[key, 2 n] + 0 V[key, 2 n + 1]                         16 keys, pairs of columns
+    odd[row, n] += 0 V[key, 2 n] + p[row, key] V[key, 2 n + 1]                          in the same tile product
+
+Half of the second product's factors are 0, which saves putting the elements of two keys side by side. But 0 times an
+infinity is NaN: a row whose output has a NaN is weighed once more, by itself.
+
+    queries   tiles [d chunk of 32][16 pairs][16 rows][2]
+    products  [key][16 rows]
+    raw       [row][key]
+    powers    words [even and odd][row][key], weights in bfloat16 beside zeros
+    halves    [even and odd][row][pair of columns]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from fusion.codegen.mlir.amx import TILE_ELEMENTS
+from fusion.codegen.mlir.builder import Builder, Value
+from fusion.codegen.mlir.row_products import RowProducts, Stretch, ValueProducts, VectorRows, Widths
+from fusion.codegen.mlir.rows import RowReader, Rows, load_line
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.transpose import transpose
+from fusion.codegen.mlir.x86 import BF16, F32, LANES, WORDS, TileUnit
+from fusion.ir import integers
+from fusion.ir.expr import Expr, J, const, coordinates
+from fusion.ir.spec import AttentionSpec
+from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
+from fusion.planning.register_tiles import planes_of
+
+TILE = 256  # float32 in a tile
+STEP = 32  # keys
+SUMS = 4  # tiles that are added to at a time: a product takes 52 cycles, and one begins every 16
+
+
+def row_products(b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable) -> RowProducts:
+    """What suits a spec's operands."""
+    return (TileRows if _on_tiles(spec, target, widths) else VectorRows)(b, spec, target, widths, area)
+
+
+def _on_tiles(spec: AttentionSpec, target: Target, widths: Widths) -> bool:
+    stored = all(spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
+    whole = widths.d % PAIRED == 0 and widths.d_v % PAIRED == 0
+    fits = target.amx and planes_of(spec, target) == 1 and stored and whole
+    return fits and not _alone(spec) and _in_line(spec.k) and _in_line(spec.v)
+
+
+def _alone(spec: AttentionSpec) -> bool:
+    """Whether no two rows read the same keys. A row by itself is read from the cache as fast by vectors."""
+    heads = spec.batch[-1] if spec.batch else const(1)
+    apart = heads.is_const and spec.heads_per_key(heads.integer) == 1
+    return apart and spec.n_q.is_const and spec.n_q.integer == 1
+
+
+def _in_line(index: tuple[Expr, ...]) -> bool:
+    """Whether rows are at one distance from each other. Where a table says where they are, they are read one by one."""
+    found = [integers.linear(dim, J) for dim in index]
+    return all(part is not None and "j" not in coordinates(part[0]) for part in found)
+
+
+class TileRows(RowProducts):
+    """All rows at a time."""
+
+    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
+        super().__init__(b, spec, target, widths, area)
+        self.unit, self.values = TileUnit(b), ValueProducts(b, LANES, widths, self.staging, pairs=True)
+        self.in_order = self.values.in_order
+        self.chunks, self.blocks = widths.d // PAIRED, widths.d_v // PAIRED
+        self.sets = 2 if 2 * self.blocks <= SUMS else 1
+        self.keys = widths.stretch + 3 * STEP
+        self.queries = area(2 * TILE_ELEMENTS * self.chunks, "queries")
+        self.products = area(4 * LANES * self.keys, "products")
+        self.raw = area(4 * MOST_ROWS * self.keys, "raw")
+        self.powers = area(4 * 2 * MOST_ROWS * self.keys, "powers")
+        self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
+        self.output = area(4 * widths.d_v, "output")
+        self.every: Stretch  # that rows take turns at
+
+    def store_query(self, source: Rows, r: Value) -> None:
+        b = self.b
+        with b.loop(0, self.chunks, hint="chunk") as chunk:
+            words = b.bitcast(load_line(b, source, 0, b.mul(chunk, PAIRED), BF16), WORDS)
+            column = b.at(b.at(self.queries, b.mul(chunk, TILE_ELEMENTS), "bf16"), r, "i32")
+            for pair in range(LANES):
+                word = b.op(f"vector.extract {words}[{pair}] : i32 from {WORDS}", "i32", "word")
+                b.store(word, b.at(column, LANES * pair, "i32"))
+
+    def begin(self, keys: RowReader, every: Stretch) -> None:
+        b, first = self.b, self._first(every)
+        self.every = every
+        with b.loop(first, every.high, STEP, hint="key") as key:
+            rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
+            place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
+            with b.carry(0, self.chunks, 1, [self.unit.zero() for _ in range(2)], hint="chunk") as (loop, chunk, sums):
+                right = self.unit.load(b.at(self.queries, b.mul(chunk, TILE_ELEMENTS), "bf16"), "q")
+                column = b.at(rows.pointer, b.mul(chunk, PAIRED), "bf16")
+                lines = [b.at(column, b.mul(rows.stride, n), "bf16") for n in (0, LANES)]
+                left = [self.unit.load(line, "k", pitch) for line in lines]
+                loop.yields(*(self.unit.product(k, right, sum_) for k, sum_ in zip(left, sums, strict=True)))
+            for n, tile in enumerate(loop.results):
+                self.unit.store(tile, b.at(self.products, b.mul(b.add(place, LANES * n), LANES), "f32"))
+        with b.loop(b.sub(first, every.start), b.sub(every.high, every.start), LANES, hint="place") as place:
+            self._transpose(place)
+
+    def _first(self, every: Stretch) -> Value:
+        """The key that steps begin with: which keys share a step does not depend on what rows there are."""
+        b = self.b
+        place = b.sub(every.low, every.start)
+        return b.sub(every.low, b.rem(place, STEP))
+
+    def _transpose(self, place: Value) -> None:
+        """16 keys: two squares of 8 keys and 8 rows beside each other."""
+        b = self.b
+        lines = [b.at(self.products, b.mul(b.add(place, n), LANES), "f32") for n in range(LANES)]
+        halves = [b.load(line, f"vector<{MOST_ROWS}xf32>") for line in lines]
+        both = [b.shuffle(low, high, range(LANES)) for low, high in zip(halves[:8], halves[8:], strict=True)]
+        for r, x in enumerate(transpose(b, both)):
+            b.store(x, b.at(b.at(self.raw, r * self.keys, "f32"), place, "f32"))
+
+    def scores(self, keys: RowReader, mine: Stretch, r: Value, key: Value) -> Value:
+        b = self.b
+        return b.load(b.at(self.raw, b.add(b.mul(r, self.keys), b.sub(key, mine.start)), "f32"), F32, "score")
+
+    def weigh(self, values: RowReader, mine: Stretch, r: Value) -> None:
+        b, every = self.b, self.every
+        low, high, begin, end = (b.sub(x, every.start) for x in (mine.low, mine.high, self._first(every), every.high))
+        # Keys of other rows have no weight, nor have those that fill a step.
+        alike = [b.compare("eq", x, y) for x, y in ((mine.low, every.low), (mine.high, every.high))]
+        others = b.select(b.binary("arith.andi", *alike), b.add(begin, STEP), end)
+        with b.loop(begin, others, LANES, hint="place") as place:
+            self._store_powers(r, place, b.constant(0, WORDS))
+        with b.loop(low, high, LANES, hint="place") as place:
+            p = b.convert("arith.truncf", b.load(b.at(self.weights, b.sub(place, low), "f32"), F32, "p"), "bf16")
+            self._store_powers(r, place, b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word"))
+        behind = b.add(low, b.mul(b.div(b.add(b.sub(high, low), LANES - 1), LANES), LANES), "behind")
+        for n in range(0, STEP, LANES):
+            self._store_powers(r, b.add(behind, n), b.constant(0, WORDS))
+
+    def _store_powers(self, r: Value, place: Value, words: Value) -> None:
+        """Bits of weights in bfloat16, as first and as second element of a pair."""
+        b, at = self.b, self._powers(r, place)
+        b.store(words, at)
+        b.store(b.binary("arith.shli", words, 16), b.at(at, MOST_ROWS * self.keys, "i32"))
+
+    def _powers(self, row: Value | int, place: Value) -> Value:
+        return self.b.at(self.powers, self.b.add(self.b.mul(row, self.keys), place), "i32")
+
+    def end(self, values: RowReader, every: Stretch) -> None:
+        b, whole = self.b, self.blocks // SUMS * SUMS
+        if whole:
+            with b.loop(0, whole, SUMS, hint="block") as block:
+                self._accumulate(values, every, block, SUMS)
+        if self.blocks > whole:
+            self._accumulate(values, every, whole, self.blocks - whole)
+
+    def _accumulate(self, values: RowReader, every: Stretch, block: Value | int, count: int) -> None:
+        """The outputs of `count` blocks of 32 columns."""
+        b, unit, d_v, sets = self.b, self.unit, self.widths.d_v, self.sets
+        start = [unit.zero() for _ in range(sets * count)]
+        with b.carry(self._first(every), every.high, STEP, start, hint="key") as (loop, key, sums):
+            rows, sums = values.rows(key, STEP, every.high, d_v, d_v, self.staging), list(sums)
+            for half in (0, 1):
+                place = b.add(b.sub(key, every.start), LANES * half)
+                left = unit.load(self._powers(0, place), "p", 4 * self.keys)
+                line = b.at(rows.pointer, b.add(b.mul(rows.stride, LANES * half), b.mul(block, PAIRED)), "bf16")
+                for n in range(count):
+                    right = unit.load(b.at(line, n * PAIRED, "bf16"), "v", b.mul(rows.stride, 2))
+                    own = n * sets + half % sets
+                    sums[own] = unit.product(left, right, sums[own])
+            loop.yields(*sums)
+        for n, tile in enumerate(loop.results):
+            unit.store(tile, b.at(self.halves, b.mul(b.add(b.mul(block, sets), n), TILE), "f32"))
+
+    def add_output(self, values: RowReader, mine: Stretch, r: Value, target: Value) -> None:
+        b, zero = self.b, self.b.constant(0.0, F32)
+        with b.carry(0, self.blocks, 1, [zero], hint="block") as (loop, block, (total,)):
+            tiles = b.at(self.halves, b.mul(block, self.sets * TILE), "f32")
+            for odd in (0, 1):
+                line = b.at(tiles, b.mul(b.add(r, MOST_ROWS * odd), LANES), "f32")
+                parts = [b.load(b.at(line, n * TILE, "f32"), F32, "o") for n in range(self.sets)]
+                x = functools.reduce(b.add, parts)
+                b.store(x, b.at(self.output, b.add(b.mul(block, PAIRED), LANES * odd), "f32"))
+                total = b.add(total, x)
+            loop.yields(total)
+        with b.when(b.compare("uno", b.reduce("add", loop.results[0], "total"), 0.0, "again")):
+            # What was a weight's word, as second element, is the weight in float32.
+            weights = self._powers(b.add(r, MOST_ROWS), b.sub(mine.low, mine.start))
+            self.values.weigh(values, mine, weights, self.output)
+        self._add(self.output, target)
