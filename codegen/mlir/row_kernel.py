@@ -41,23 +41,14 @@ def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelTe
     return _RowKernel(spec, target, d, d_v).text()
 
 
-# Bytes of K and V, as float32, of a stretch that rows take turns at. Where they are float32 reading them is what takes
-# the time, from the second-level cache twice as long as from the first; others have to be widened, which takes longer
-# than that, and longer stretches cost less.
-FIRST_CACHE, SECOND_CACHE = 1 << 15, 1 << 19
-
-
 class _RowKernel(KernelFunction):
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
-        self.stretch = KEY_SPAN
-        room = FIRST_CACHE if spec.operands[1].dtype == spec.operands[2].dtype == "float32" else SECOND_CACHE
-        alone = spec.among is not None and spec.n_q.is_const and spec.n_q.integer == 1  # no row reads the same keys
-        while not alone and self.stretch > 2 * self.lanes and 4 * self.stretch * (self.d_padded + self.e_padded) > room:
-            self.stretch //= 2
+        products = row_products(spec, target, d, d_v)
+        self.stretch = products.stretch(spec, target, self.d_padded + self.e_padded, KEY_SPAN)
         widths = Widths(d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch)
-        self.products = row_products(self.b, spec, target, widths, self.area)
+        self.products = products(self.b, spec, target, widths, self.area)
         # Of every row of the item: its output, maximum and sum (vectors), and the keys it has to visit.
         self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
         self.sums = self.area(self.record_bytes, "sums")
@@ -269,12 +260,10 @@ class _RowKernel(KernelFunction):
             if weight is not None:
                 b.store(weight, self._at(self.factors, j0, low))
             # A NaN does not become the maximum: it goes through the exponential.
-            loop.yields(b.select(b.compare("ogt", x, highest), x, highest))
+            loop.yields(self._larger(highest, x))
         total = b.constant(0.0, self.vector)
         if self.spec.normalizer is not Normalizer.NONE:
-            top = b.reduce("maxnumf", loop.results[0], "top")
-            top = b.broadcast(top, lanes)
-            m = b.select(b.compare("ogt", top, m), top, m, "m")
+            m = self._larger(m, self._largest(loop.results[0]))
             c, shift = self.exponent.coefficients(m)
             with b.carry(low, high, lanes, [total], hint="j0") as (loop, j0, (total,)):
                 at = self._at(self.products.weights, j0, low)
@@ -287,6 +276,18 @@ class _RowKernel(KernelFunction):
                 at, factor = (self._at(area, j0, low) for area in (self.products.weights, self.factors))
                 b.store(b.mul(b.load(at, self.vector, "p"), b.load(factor, self.vector, "w")), at)
         return m, total
+
+    def _larger(self, x: Value, y: Value) -> Value:
+        """The larger of each lane; of y only what is a number."""
+        return self.b.select(self.b.compare("ogt", y, x), y, x, "m")
+
+    def _largest(self, x: Value) -> Value:
+        """The largest lane in all lanes, of numbers. (Of a reduction LLVM makes one lane after the other.)"""
+        distance = self.lanes // 2
+        while distance:
+            x = self._larger(x, self.b.shuffle(x, x, [lane ^ distance for lane in range(self.lanes)]))
+            distance //= 2
+        return x
 
     def _at(self, area: Value, key: Value, low: Value) -> Value:
         """Where the area keeps what belongs to a key of those that begin at `low`."""

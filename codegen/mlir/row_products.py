@@ -22,6 +22,10 @@ from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import planes_of
 
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
+# Bytes of K and V, as float32, of a stretch that rows take turns at. Where they are float32 reading them is what takes
+# the time, from the second-level cache twice as long as from the first; others have to be widened, which takes longer
+# than that, and longer stretches cost less.
+FIRST_CACHE, SECOND_CACHE = 1 << 15, 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,11 @@ class RowProducts:
         self.vector = vector_of("f32", self.lanes)
         self.weights = area(4 * (widths.stretch + self.lanes), "weights")
         self.staging = area(8 * self.lanes * max(widths.d_padded, widths.e_padded), "staging")
+
+    @staticmethod
+    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
+        """Keys of a stretch: `most` at most, with so many columns of K and V."""
+        raise NotImplementedError
 
     def store_query(self, source: Rows, r: Value) -> None:
         """Row 0 of `source` is the query of row r."""
@@ -107,6 +116,14 @@ class VectorRows(RowProducts):
         self.in_order = self.values.in_order
         self.queries = area(4 * MOST_ROWS * widths.d_padded, "queries")
         self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
+
+    @staticmethod
+    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
+        room = FIRST_CACHE if spec.operands[1].dtype == spec.operands[2].dtype == "float32" else SECOND_CACHE
+        alone = spec.among is not None and spec.n_q.is_const and spec.n_q.integer == 1  # no row reads the same keys
+        while not alone and most > 2 * target.lanes and 4 * most * columns > room:
+            most //= 2
+        return most
 
     def _query(self, r: Value) -> Value:
         return self.b.at(self.queries, self.b.mul(r, self.widths.d_padded), "f32")

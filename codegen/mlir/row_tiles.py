@@ -29,33 +29,22 @@ from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, F32, LANES, WORDS, TileUnit
 from fusion.ir import integers
-from fusion.ir.expr import Expr, J, const, coordinates
+from fusion.ir.expr import Expr, J, coordinates
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import planes_of
 
 TILE = 256  # float32 in a tile
 STEP = 32  # keys
+STRETCH = 128  # keys: what is made of them stays in the first-level cache
 SUMS = 4  # tiles that are added to at a time: a product takes 52 cycles, and one begins every 16
 
 
-def row_products(b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable) -> RowProducts:
+def row_products(spec: AttentionSpec, target: Target, d: int, d_v: int) -> type[RowProducts]:
     """What suits a spec's operands."""
-    return (TileRows if _on_tiles(spec, target, widths) else VectorRows)(b, spec, target, widths, area)
-
-
-def _on_tiles(spec: AttentionSpec, target: Target, widths: Widths) -> bool:
     stored = all(spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
-    whole = widths.d % PAIRED == 0 and widths.d_v % PAIRED == 0
-    fits = target.amx and planes_of(spec, target) == 1 and stored and whole
-    return fits and not _alone(spec) and _in_line(spec.k) and _in_line(spec.v)
-
-
-def _alone(spec: AttentionSpec) -> bool:
-    """Whether no two rows read the same keys. A row by itself is read from the cache as fast by vectors."""
-    heads = spec.batch[-1] if spec.batch else const(1)
-    apart = heads.is_const and spec.heads_per_key(heads.integer) == 1
-    return apart and spec.n_q.is_const and spec.n_q.integer == 1
+    fits = stored and d % PAIRED == d_v % PAIRED == 0 and target.amx and planes_of(spec, target) == 1
+    return TileRows if fits and _in_line(spec.k) and _in_line(spec.v) else VectorRows
 
 
 def _in_line(index: tuple[Expr, ...]) -> bool:
@@ -81,6 +70,10 @@ class TileRows(RowProducts):
         self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
         self.output = area(4 * widths.d_v, "output")
         self.every: Stretch  # that rows take turns at
+
+    @staticmethod
+    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
+        return min(most, STRETCH)
 
     def store_query(self, source: Rows, r: Value) -> None:
         b = self.b

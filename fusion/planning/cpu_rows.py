@@ -38,8 +38,8 @@ PAIRED = 32
 """Columns of K and V that a line of an AMX tile has: widths that are multiples of it are multiplied on tiles."""
 
 TILED, TILED_SCORES = 1.6, 25.0
-"""Cycles where rows share keys on AMX tiles: for a vector of K or V, however many rows, and for a vector of scores of a
-row. Measured over 512 to 2560 keys with 2 to 8 rows, d = 64 (Xeon)."""
+"""Cycles on AMX tiles, for a vector of K or V, whatever the rows that share it, and for a vector of scores of a row.
+Measured over 512 to 2560 keys with 2 to 8 rows, d = 64 (Xeon)."""
 
 WORTH_WAKING = 1 << 17
 """Multiply-adds that are worth waking a thread for (some 10 us): what SDPA's threads do, too."""
@@ -88,7 +88,7 @@ def _cycles(machine: Machine, problem: Problem) -> float:
     keys = max(1, problem.n_k) * problem.density / machine.lanes()
     width = problem.d + problem.d_v
     stored = problem.dtype == "bfloat16" and problem.key_bytes == problem.element_bytes and not problem.among
-    if rows > 1 and stored and machine.isa >= AMX and problem.d % PAIRED == problem.d_v % PAIRED == 0:
+    if stored and machine.isa >= AMX and problem.d % PAIRED == problem.d_v % PAIRED == 0:
         return keys * (items * width * TILED + kv_heads * rows * TILED_SCORES)
     return keys * kv_heads * rows * width * VECTOR
 
