@@ -139,7 +139,7 @@ def drawn(seed: int | str) -> Drawn:
     """The spec of a seed."""
     draw = Draw(seed)
     rng = draw.rng
-    d, d_v = rng.choice([4, 5, 8, 16, 17, 24, 40, 64]), rng.choice([4, 6, 16, 19, 33, 64])
+    d, d_v = rng.choice([4, 5, 8, 16, 17, 24, 32, 40, 64]), rng.choice([4, 6, 16, 19, 32, 33, 64])
     score = apply("fmul", SCORE, const(rng.choice([d**-0.5, 0.3, 1.0, -0.2])))
     for _ in range(rng.randint(0, 4)):
         score = draw.step(score)
