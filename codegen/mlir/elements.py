@@ -37,18 +37,22 @@ class Elements:
                 unit = b.binary("arith.andi", unit, b.compare("eq", stride, 1), "unit")
         return unit
 
-    def fill(self, position: Value, width: int, padded: int, target: Value) -> None:
-        """Write row `position`, float32, `width` columns and zeros up to `padded`."""
+    def fill(self, position: Value, width: int, padded: int, target: Value, memory: str = "f32") -> None:
+        """Write row `position`, float32 or bfloat16 (`memory`), `width` columns and zeros up to `padded`."""
         b, lanes = self.b, self.lanes
+
+        def store(x: Value, column: Value) -> None:
+            b.store(x if memory == "f32" else self.context.math.narrow(x, memory), b.at(target, column, memory))
+
         row = Scope(context=self.context, parent=self.scope, known={self.row: position})
         whole = b.select(self.unit, b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
         every = b.compare("eq", self._numbers(), self._numbers())
         with b.loop(0, whole, lanes, hint="c") as c:
-            b.store(self._vector(row, c, every, True), b.at(target, c, "f32"))
+            store(self._vector(row, c, every, True), c)
         with b.loop(whole, padded, lanes, hint="c") as c:
             left = b.op(f"arith.trunci {b.sub(b.constant(width, 'i64'), c)} : i64 to i32", "i32", "left")
             valid = b.compare("slt", self._numbers(), b.broadcast(left, lanes), "valid")
-            b.store(b.select(valid, self._vector(row, c, valid, False), 0.0), b.at(target, c, "f32"))
+            store(b.select(valid, self._vector(row, c, valid, False), 0.0), c)
 
     def _numbers(self) -> Value:
         return self.b.dense(range(self.lanes), vector_of("i32", self.lanes), "lane")

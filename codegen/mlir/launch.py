@@ -29,7 +29,7 @@ from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.work_items import Tiling
+from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
@@ -83,16 +83,17 @@ def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[...,
 
 
 class Variant:
-    """One compiled kernel: for given d and d_v, and one strategy of products, or (no tiling) for few queries.
-    selective: only tiles that are marked are computed."""
+    """One compiled kernel: for given d and d_v, and one strategy of products. selective: only tiles that are marked are
+    computed."""
 
     def __init__(
-        self, spec: AttentionSpec, tiling: Tiling | None, target: Target, d: int, d_v: int, selective: bool = False
+        self, spec: AttentionSpec, tiling: Tiling | ByRows, target: Target, d: int, d_v: int, selective: bool = False
     ):
+        self.tiled = isinstance(tiling, Tiling)
         self.text: KernelText = (
-            emit_rows(spec, target, d, d_v)
-            if tiling is None
-            else (emit_sparse if selective else emit)(spec, tiling, target, d, d_v)
+            (emit_sparse if selective else emit)(spec, tiling, target, d, d_v)
+            if isinstance(tiling, Tiling)
+            else emit_rows(spec, target, d, d_v, alone=tiling.alone)
         )
         self.function = Function(compile_text(self.text.source, "attention"), len(self.text.slots))
         self.spec, self.tiling = spec, tiling
@@ -106,16 +107,16 @@ class Variant:
         text, rows = self.text, math.prod(batch) * n_q
         span, steps = n_q * self._together(*batch[-1:]), -(-n_k // text.key_step)
         # Rows of a tile are computed whether they exist or not.
-        work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiling else rows
+        work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiled else rows
         work *= steps * text.key_step * (d + d_v)
-        threads = min(threads, work // WORK_PER_THREAD[self.tiling is not None] + 1)
+        threads = min(threads, work // WORK_PER_THREAD[self.tiled] + 1)
         blocks = -(-span // text.rows)
         part_keys, parts = n_k, 1
         if splits > 1 and rows // span * blocks <= MOST_CUT:
             part_keys = round_up(-(-n_k // splits), text.part_step)
             parts = -(-n_k // part_keys)
         if parts == 1:
-            blocks = -(-span // min(text.rows, span if self.tiling else -(-rows // min(threads, rows))))
+            blocks = -(-span // min(text.rows, span if self.tiled else -(-rows // min(threads, rows))))
         items = rows // span * blocks * parts
         threads = min(threads, items)
         return Call(
@@ -190,15 +191,19 @@ class _Prepared(NamedTuple):
 #: Padded multiply-adds that are worth waking a thread for (some 10 microseconds), in tiles and row by row
 WORK_PER_THREAD = {True: 1 << 19, False: WORTH_WAKING}
 FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
-ROWS = None  # in place of a tiling: the variant for few queries
 CALLS_KEPT = 4096
 empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # what Inductor's code calls: half the time of torch's own
 stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
 
 
+def rows_together(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
+    """How many rows that follow each other, in the order (batch coordinates.., query), read the same keys."""
+    return n_q * spec.heads_per_key(batch[-1]) if batch else n_q
+
+
 def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
-    """How many rows that follow each other, in the order (batch coordinates.., query), may be in one work item."""
-    return n_q * spec.heads_per_key(batch[-1]) if text.across_heads and batch else n_q
+    """How many of these may be in one work item."""
+    return rows_together(spec, batch, n_q) if text.across_heads else n_q
 
 
 @functools.lru_cache(maxsize=256)
@@ -226,7 +231,7 @@ class Kernel:
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None):
         self.spec, self.tilings, self.target, self.planner = spec, tuple(tilings), target, planner
         self._extents = extents_function(spec)
-        self._variants: dict[tuple[int, int, Tiling | None], Variant] = {}
+        self._variants: dict[tuple[int, int, Tiling | ByRows], Variant] = {}
         self._chosen: dict[tuple[int, ...], Choice] = {}
         self._calls: dict[tuple, _Prepared] = {}
         self._lock = threading.Lock()
@@ -239,7 +244,7 @@ class Kernel:
         """Compile what a call with these sizes will run."""
         *_, n_q, n_k, d, d_v = self._extents(sizes)
         if min(n_q, n_k, d, d_v) > 0:
-            self.variant(d, d_v, self._tiling(self.choice(sizes)))
+            self.variant(d, d_v, self._tiling(sizes))
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How a call with these sizes runs; calls that were met before run as before."""
@@ -265,17 +270,19 @@ class Kernel:
         return [
             Choice(schedule=schedule, tile=self._tile(tiling), keys=0)
             for *widths, tiling in list(self._variants)
-            if tiling is not None and widths == [d, d_v] and tiling.planes == planes
+            if isinstance(tiling, Tiling) and widths == [d, d_v] and tiling.planes == planes
         ]
 
     def _tile(self, tiling: Tiling) -> Tile:
         return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
 
-    def _tiling(self, choice: Choice) -> Tiling | None:
-        """The tiling of a choice. Raises RefusedChoiceError where there is none."""
+    def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows:
+        """The tiling of a call's choice. Raises RefusedChoiceError where there is none."""
+        choice = self.choice(sizes)
         base, tile = self.tilings[0], choice.tile
         if tile.rows == 1:
-            return ROWS
+            *batch, n_q, _, _, _ = self._extents(sizes)
+            return ByRows(alone=rows_together(self.spec, batch, n_q) == 1)
         rows, keys = self.target.register_tile(base.planes)
         if choice.splits > 1 or tile.rows % rows or tile.keys % keys:
             raise RefusedChoiceError(
@@ -289,10 +296,9 @@ class Kernel:
         *_, n_q, n_k, d, d_v = self._extents(sizes)
         if not min(n_q, n_k, d, d_v):
             return ""
-        choice = self.choice(sizes)
-        return choice.heading("//") + self.variant(d, d_v, self._tiling(choice)).text.source
+        return self.choice(sizes).heading("//") + self.variant(d, d_v, self._tiling(sizes)).text.source
 
-    def variant(self, d: int, d_v: int, tiling: Tiling | None) -> Variant:
+    def variant(self, d: int, d_v: int, tiling: Tiling | ByRows) -> Variant:
         """The variant for these sizes, compiled at first use."""
         key = (d, d_v, tiling)
         if (found := self._variants.get(key)) is None:
@@ -327,11 +333,11 @@ class Kernel:
     def _keep(self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> _Prepared:
         if len(self._calls) >= CALLS_KEPT:
             self._calls.clear()
-        choice = self.choice(sizes)
-        return self._calls.setdefault(key, self._prepare_call(operands, sizes, self._tiling(choice), choice.splits))
+        splits = self.choice(sizes).splits
+        return self._calls.setdefault(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))
 
     def _prepare_call(
-        self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | None, splits: int
+        self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | ByRows, splits: int
     ) -> _Prepared:
         extents = self._extents(sizes)
         *batch, n_q, n_k, d, d_v = extents

@@ -24,9 +24,9 @@ from dataclasses import replace
 
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_products import Stretch, Widths
+from fusion.codegen.mlir.row_products import STEP, Source, Stretch, VectorRows, Widths
 from fusion.codegen.mlir.row_tiles import row_products
-from fusion.codegen.mlir.rows import RowReader
+from fusion.codegen.mlir.rows import SharedRows
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
@@ -36,23 +36,32 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.planning.cpu_rows import MOST_ROWS
 
 
-def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelText:
-    """The kernel for few queries of a spec whose Q and K have d columns and V d_v."""
-    return _RowKernel(spec, target, d, d_v).text()
+def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, alone: bool = False) -> KernelText:
+    """The kernel for few queries of a spec whose Q and K have d columns and V d_v. alone: no two rows read the same
+    keys."""
+    return _RowKernel(spec, target, d, d_v, alone).text()
 
 
 class _RowKernel(KernelFunction):
-    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int):
+    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, alone: bool):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
-        products = row_products(spec, target, d, d_v)
-        self.stretch = products.stretch(spec, target, self.d_padded + self.e_padded, KEY_SPAN)
+        products = row_products(spec, target, (d, d_v), alone)
+        most = products.stretch(spec, target, self.d_padded + self.e_padded, KEY_SPAN)
+        self.stretch = KEY_SPAN if alone and products is VectorRows else most
         widths = Widths(d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch)
         self.products = products(self.b, spec, target, widths, self.area)
+        # Of K and V where they are not read in place: rows of a stretch, for all rows that read them.
+        columns = (1, d, self.d_padded), (2, d_v, self.e_padded)
+        self.shared = [
+            None if alone or products.reads(spec, number) and width == padded
+            else self.area(8 * padded * (self.stretch + STEP), "shared")
+            for number, width, padded in columns
+        ]  # fmt: skip
         # Of every row of the item: its output, maximum and sum (vectors), and the keys it has to visit.
         self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
         self.sums = self.area(self.record_bytes, "sums")
-        self.alone = self.area(64, "alone")
+        self.count = self.area(64, "count")
         self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
         self.factors = self.area(4 * (self.stretch + self.lanes), "factors")
 
@@ -104,8 +113,8 @@ class _RowKernel(KernelFunction):
     def _last_of(self, item: Value, cut: Value) -> Iterator[None]:
         """Only where all other parts of the item have arrived, what they wrote is seen, and the count is 0 again."""
         b, one, nothing = self.b, self.b.constant(1, "i64"), self.b.constant(0, "i64")
-        b.store(nothing, self.alone)
-        arrivals = b.select(cut, b.at(self.params[("ptr", "arrivals")], item, "i64"), self.alone)
+        b.store(nothing, self.count)
+        arrivals = b.select(cut, b.at(self.params[("ptr", "arrivals")], item, "i64"), self.count)
         before = b.op(f"llvm.atomicrmw add {arrivals}, {one} acq_rel : {PTR}, i64", "i64", "before")
         with b.when(b.compare("eq", b.add(before, 1), self.params[("parts",)])):
             b.store(nothing, arrivals)
@@ -197,16 +206,29 @@ class _RowKernel(KernelFunction):
             ends.yields(b.least(lowest, low), b.most(highest, high))
         # Stretches begin where no other row of the item has a say, so that a row's sums do not depend on these.
         lowest, highest = b.mul(b.div(ends.results[0], self.stretch), self.stretch), ends.results[1]
-        _, keys, values = self._readers(self._row_scope(top, first)[1])  # those of all rows of the item
+        keys, values = self._sources(self._row_scope(top, first)[1])  # those of all rows of the item
         with b.loop(lowest, highest, self.stretch, hint="start") as start:
             low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.stretch))
-            every = Stretch(start=start, low=low, high=high, n_k=self.n_k)
+            step_start = b.sub(low, b.rem(b.sub(low, start), STEP))
+            every = Stretch(start=start, first=step_start, low=low, high=high, n_k=self.n_k)
+            for source in (keys, values):
+                if isinstance(source, SharedRows):
+                    source.fill(start, step_start, low, high)
             self.products.begin(keys, every)
             with self._turns(count, every) as (r, mine):
                 self._attend(self._row_scope(top, b.add(first, r))[0], (keys, values), r, mine)
             self.products.end(values, every)
             with self._turns(count, every) as (r, mine):
                 self.products.add_output(values, mine, r, self._own(self.outputs, r, self.e_padded))
+
+    def _sources(self, scope: Scope) -> list[Source]:
+        """K and V."""
+        found: list[Source] = []
+        columns = (self.d, self.d_padded), (self.d_v, self.e_padded)
+        for reader, area, widths in zip(self._readers(scope)[1:], self.shared, columns, strict=True):
+            sizes, memory = (self.stretch, STEP, *widths), self.products.memory or reader.memory
+            found.append(reader if area is None else SharedRows(reader, area, sizes, memory))
+        return found
 
     @contextlib.contextmanager
     def _turns(self, count: Value, every: Stretch) -> Iterator[tuple[Value, Stretch]]:
@@ -218,12 +240,12 @@ class _RowKernel(KernelFunction):
             with b.when(b.compare("slt", low, high)):
                 yield r, replace(every, low=low, high=high)
 
-    def _attend(self, scope: Scope, readers: tuple[RowReader, RowReader], r: Value, mine: Stretch) -> None:
+    def _attend(self, scope: Scope, sources: tuple[Source, Source], r: Value, mine: Stretch) -> None:
         """Row r's weights of its keys of a stretch, and its maximum and sum with them; its output is rescaled."""
         b, lanes = self.b, self.lanes
         maximum, total = self._own(self.maxima, r, lanes), self._own(self.totals, r, lanes)
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
-        m_new, own = self._weights(scope, readers[0], r, mine, m)
+        m_new, own = self._weights(scope, sources[0], r, mine, m)
         if self.spec.normalizer is not Normalizer.NONE:
             factor, output = self._factor(m, m_new), self._own(self.outputs, r, self.e_padded)
             before = b.mul(before, factor)
@@ -232,7 +254,7 @@ class _RowKernel(KernelFunction):
                 b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
         b.store(m_new, maximum)
         b.store(b.add(before, own), total)
-        self.products.weigh(readers[1], mine, r)
+        self.products.weigh(sources[1], mine, r)
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
         """Divide by the sum, write the row."""
@@ -250,7 +272,7 @@ class _RowKernel(KernelFunction):
                 b.store(x if factor is None else self._scaled(x, factor), at)
         self._write_row(output, self._row_address(batch, i))
 
-    def _weights(self, scope: Scope, keys: RowReader, r: Value, mine: Stretch, m: Value) -> tuple[Value, Value]:
+    def _weights(self, scope: Scope, keys: Source, r: Value, mine: Stretch, m: Value) -> tuple[Value, Value]:
         """The weights of row r's keys of a stretch, which come after others whose maximum was m: the maximum of all,
         and the sum of these per lane. In two passes, so that keys do not wait for each other: scores, then weights."""
         b, lanes, (low, high) = self.b, self.lanes, (mine.low, mine.high)
@@ -293,7 +315,7 @@ class _RowKernel(KernelFunction):
         """Where the area keeps what belongs to a key of those that begin at `low`."""
         return self.b.at(area, self.b.sub(key, low), "f32")
 
-    def _scores(self, scope: Scope, keys: RowReader, r: Value, mine: Stretch, j0: Value) -> tuple[Value, Value | None]:
+    def _scores(self, scope: Scope, keys: Source, r: Value, mine: Stretch, j0: Value) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
         b, lanes = self.b, self.lanes
         score, valid = self.products.scores(keys, mine, r, j0), self._valid(b.sub(mine.high, j0))

@@ -11,21 +11,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line, load_pair
+from fusion.codegen.mlir.rows import RowReader, Rows, SharedRows, in_line, load_f32, load_line, load_pair
+from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import BF16, LANES, Avx512
+from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import planes_of
 
+STEP = 32  # keys that are read together at most
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
 # Bytes of K and V, as float32, of a stretch that rows take turns at. Where they are float32 reading them is what takes
 # the time, from the second-level cache twice as long as from the first; others have to be widened, which takes longer
 # than that, and longer stretches cost less.
 FIRST_CACHE, SECOND_CACHE = 1 << 15, 1 << 19
+
+Source = RowReader | SharedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +48,10 @@ class Widths:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """Keys [low, high), which a row has to visit, or some row has, of the stretch that begins with key `start`. There
-    are n_k keys."""
+    are n_k keys. first: `low`, less what it is beyond whole steps of the stretch."""
 
     start: Value
+    first: Value
     low: Value
     high: Value
     n_k: Value
@@ -55,7 +62,16 @@ class RowProducts:
     and their weights given.
 
     area: makes memory of so many bytes
+    memory: MLIR's type of elements of K and V that are multiplied, where it is always the same
     """
+
+    memory: ClassVar[str | None] = None
+
+    @classmethod
+    def reads(cls, spec: AttentionSpec, number: int) -> bool:
+        """Whether K or V (operand 1 or 2) is read where it lies: stored as it is multiplied, rows at one distance."""
+        stored = cls.memory in (None, MEMORY_TYPE[spec.operands[number].dtype])
+        return stored and spec.values[number] is None and in_line((spec.k, spec.v)[number - 1], J)
 
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         self.b, self.lanes, self.widths = b, target.lanes, widths
@@ -65,28 +81,28 @@ class RowProducts:
 
     @staticmethod
     def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
-        """Keys of a stretch: `most` at most, with so many columns of K and V."""
+        """Keys of a stretch that rows take turns at: `most` at most, with so many columns of K and V."""
         raise NotImplementedError
 
     def store_query(self, source: Rows, r: Value) -> None:
         """Row 0 of `source` is the query of row r."""
         raise NotImplementedError
 
-    def begin(self, keys: RowReader, every: Stretch) -> None:
+    def begin(self, keys: Source, every: Stretch) -> None:
         """Comes before the turns."""
 
-    def scores(self, keys: RowReader, mine: Stretch, r: Value, key: Value) -> Value:
+    def scores(self, keys: Source, mine: Stretch, r: Value, key: Value) -> Value:
         """The products of L keys with the query of row r."""
         raise NotImplementedError
 
-    def weigh(self, values: RowReader, mine: Stretch, r: Value) -> None:
+    def weigh(self, values: Source, mine: Stretch, r: Value) -> None:
         """Row r's weights stand at `self.weights`."""
         raise NotImplementedError
 
-    def end(self, values: RowReader, every: Stretch) -> None:
+    def end(self, values: Source, every: Stretch) -> None:
         """Comes after the turns."""
 
-    def add_output(self, values: RowReader, mine: Stretch, r: Value, target: Value) -> None:
+    def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
         """Add row r's weighted sum of V over the stretch, e_padded elements of float32 in an order of its own."""
         raise NotImplementedError
 
@@ -119,9 +135,9 @@ class VectorRows(RowProducts):
 
     @staticmethod
     def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
-        room = FIRST_CACHE if spec.operands[1].dtype == spec.operands[2].dtype == "float32" else SECOND_CACHE
-        alone = spec.among is not None and spec.n_q.is_const and spec.n_q.integer == 1  # no row reads the same keys
-        while not alone and most > 2 * target.lanes and 4 * most * columns > room:
+        wide = all(spec.values[n] is not None or spec.operands[n].dtype == "float32" for n in (1, 2))
+        room = FIRST_CACHE if wide else SECOND_CACHE
+        while most > 2 * target.lanes and 4 * most * columns > room:
             most //= 2
         return most
 
@@ -131,18 +147,18 @@ class VectorRows(RowProducts):
     def store_query(self, source: Rows, r: Value) -> None:
         self.keys.store_query(source, self._query(r))
 
-    def scores(self, keys: RowReader, mine: Stretch, r: Value, key: Value) -> Value:
+    def scores(self, keys: Source, mine: Stretch, r: Value, key: Value) -> Value:
         rows = keys.apart(key, self.lanes, mine.n_k, self.widths.d, self.widths.d_padded, self.staging)
         return sum_rows(self.b, self.keys.dot_products(rows, self._query(r)))
 
-    def weigh(self, values: RowReader, mine: Stretch, r: Value) -> None:
+    def weigh(self, values: Source, mine: Stretch, r: Value) -> None:
         self.values.prepare(self.weights, mine.low, mine.high)
         self.values.weigh(values, mine, self.weights, self._output(r))
 
     def _output(self, r: Value) -> Value:
         return self.b.at(self.outputs, self.b.mul(r, self.widths.e_padded), "f32")
 
-    def add_output(self, values: RowReader, mine: Stretch, r: Value, target: Value) -> None:
+    def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
         self._add(self._output(r), target)
 
 
@@ -213,7 +229,7 @@ class ValueProducts:
         """Bring the weights of keys [low, high) (float32, from `weights` on; behind them there is room for another
         vector) into the form that `weigh` reads."""
 
-    def weigh(self, values: RowReader, mine: Stretch, weights: Value, output: Value) -> None:
+    def weigh(self, values: Source, mine: Stretch, weights: Value, output: Value) -> None:
         """output = weights x V over keys, a few vectors of columns at a time, in registers."""
         b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
         if whole := width // step:
@@ -224,7 +240,7 @@ class ValueProducts:
             self._weigh_columns(values, mine, weights, at, (whole * step, rest))
 
     def _weigh_columns(
-        self, values: RowReader, mine: Stretch, weights: Value, output: Value, columns: tuple[Value | int, int]
+        self, values: Source, mine: Stretch, weights: Value, output: Value, columns: tuple[Value | int, int]
     ) -> None:
         """The same for some vectors of columns: from which on, and how many."""
         b, lanes, (e, count) = self.b, self.lanes, columns

@@ -23,38 +23,32 @@ from collections.abc import Callable
 
 from fusion.codegen.mlir.amx import TILE_ELEMENTS
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.row_products import RowProducts, Stretch, ValueProducts, VectorRows, Widths
-from fusion.codegen.mlir.rows import RowReader, Rows, load_line
+from fusion.codegen.mlir.row_products import STEP, RowProducts, Source, Stretch, ValueProducts, VectorRows, Widths
+from fusion.codegen.mlir.rows import Rows, load_line
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, F32, LANES, WORDS, TileUnit
-from fusion.ir import integers
-from fusion.ir.expr import Expr, J, coordinates
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import planes_of
 
 TILE = 256  # float32 in a tile
-STEP = 32  # keys
 STRETCH = 128  # keys: what is made of them stays in the first-level cache
 SUMS = 4  # tiles that are added to at a time: a product takes 52 cycles, and one begins every 16
 
 
-def row_products(spec: AttentionSpec, target: Target, d: int, d_v: int) -> type[RowProducts]:
-    """What suits a spec's operands."""
-    stored = all(spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
-    fits = stored and d % PAIRED == d_v % PAIRED == 0 and target.amx and planes_of(spec, target) == 1
-    return TileRows if fits and _in_line(spec.k) and _in_line(spec.v) else VectorRows
-
-
-def _in_line(index: tuple[Expr, ...]) -> bool:
-    """Whether rows are at one distance from each other. Where a table says where they are, they are read one by one."""
-    found = [integers.linear(dim, J) for dim in index]
-    return all(part is not None and "j" not in coordinates(part[0]) for part in found)
+def row_products(spec: AttentionSpec, target: Target, widths: tuple[int, int], alone: bool) -> type[RowProducts]:
+    """What suits a spec's operands with so many columns of K and V. alone: no two rows read the same keys."""
+    query, whole = spec.operands[0].dtype == "bfloat16" and spec.values[0] is None, all(w % PAIRED == 0 for w in widths)
+    # What only one row reads is widened in registers.
+    suits = not alone or all(TileRows.reads(spec, number) for number in (1, 2))
+    return TileRows if target.amx and planes_of(spec, target) == 1 and query and whole and suits else VectorRows
 
 
 class TileRows(RowProducts):
     """All rows at a time."""
+
+    memory = "bf16"
 
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         super().__init__(b, spec, target, widths, area)
@@ -84,10 +78,9 @@ class TileRows(RowProducts):
                 word = b.op(f"vector.extract {words}[{pair}] : i32 from {WORDS}", "i32", "word")
                 b.store(word, b.at(column, LANES * pair, "i32"))
 
-    def begin(self, keys: RowReader, every: Stretch) -> None:
-        b, first = self.b, self._first(every)
-        self.every = every
-        with b.loop(first, every.high, STEP, hint="key") as key:
+    def begin(self, keys: Source, every: Stretch) -> None:
+        b, self.every = self.b, every
+        with b.loop(every.first, every.high, STEP, hint="key") as key:
             rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
             with b.carry(0, self.chunks, 1, [self.unit.zero() for _ in range(2)], hint="chunk") as (loop, chunk, sums):
@@ -98,14 +91,8 @@ class TileRows(RowProducts):
                 loop.yields(*(self.unit.product(k, right, sum_) for k, sum_ in zip(left, sums, strict=True)))
             for n, tile in enumerate(loop.results):
                 self.unit.store(tile, b.at(self.products, b.mul(b.add(place, LANES * n), LANES), "f32"))
-        with b.loop(b.sub(first, every.start), b.sub(every.high, every.start), LANES, hint="place") as place:
+        with b.loop(b.sub(every.first, every.start), b.sub(every.high, every.start), LANES, hint="place") as place:
             self._transpose(place)
-
-    def _first(self, every: Stretch) -> Value:
-        """The key that steps begin with: which keys share a step does not depend on what rows there are."""
-        b = self.b
-        place = b.sub(every.low, every.start)
-        return b.sub(every.low, b.rem(place, STEP))
 
     def _transpose(self, place: Value) -> None:
         """16 keys: two squares of 8 keys and 8 rows beside each other."""
@@ -116,13 +103,13 @@ class TileRows(RowProducts):
         for r, x in enumerate(transpose(b, both)):
             b.store(x, b.at(b.at(self.raw, r * self.keys, "f32"), place, "f32"))
 
-    def scores(self, keys: RowReader, mine: Stretch, r: Value, key: Value) -> Value:
+    def scores(self, keys: Source, mine: Stretch, r: Value, key: Value) -> Value:
         b = self.b
         return b.load(b.at(self.raw, b.add(b.mul(r, self.keys), b.sub(key, mine.start)), "f32"), F32, "score")
 
-    def weigh(self, values: RowReader, mine: Stretch, r: Value) -> None:
+    def weigh(self, values: Source, mine: Stretch, r: Value) -> None:
         b, every = self.b, self.every
-        low, high, begin, end = (b.sub(x, every.start) for x in (mine.low, mine.high, self._first(every), every.high))
+        low, high, begin, end = (b.sub(x, every.start) for x in (mine.low, mine.high, every.first, every.high))
         # Keys of other rows have no weight, nor have those that fill a step.
         alike = [b.compare("eq", x, y) for x, y in ((mine.low, every.low), (mine.high, every.high))]
         others = b.select(b.binary("arith.andi", *alike), b.add(begin, STEP), end)
@@ -144,7 +131,7 @@ class TileRows(RowProducts):
     def _powers(self, row: Value | int, place: Value) -> Value:
         return self.b.at(self.powers, self.b.add(self.b.mul(row, self.keys), place), "i32")
 
-    def end(self, values: RowReader, every: Stretch) -> None:
+    def end(self, values: Source, every: Stretch) -> None:
         b, whole = self.b, self.blocks // SUMS * SUMS
         if whole:
             with b.loop(0, whole, SUMS, hint="block") as block:
@@ -152,11 +139,11 @@ class TileRows(RowProducts):
         if self.blocks > whole:
             self._accumulate(values, every, whole, self.blocks - whole)
 
-    def _accumulate(self, values: RowReader, every: Stretch, block: Value | int, count: int) -> None:
+    def _accumulate(self, values: Source, every: Stretch, block: Value | int, count: int) -> None:
         """The outputs of `count` blocks of 32 columns."""
         b, unit, d_v, sets = self.b, self.unit, self.widths.d_v, self.sets
         start = [unit.zero() for _ in range(sets * count)]
-        with b.carry(self._first(every), every.high, STEP, start, hint="key") as (loop, key, sums):
+        with b.carry(every.first, every.high, STEP, start, hint="key") as (loop, key, sums):
             rows, sums = values.rows(key, STEP, every.high, d_v, d_v, self.staging), list(sums)
             for half in (0, 1):
                 place = b.add(b.sub(key, every.start), LANES * half)
@@ -170,7 +157,7 @@ class TileRows(RowProducts):
         for n, tile in enumerate(loop.results):
             unit.store(tile, b.at(self.halves, b.mul(b.add(b.mul(block, sets), n), TILE), "f32"))
 
-    def add_output(self, values: RowReader, mine: Stretch, r: Value, target: Value) -> None:
+    def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
         b, zero = self.b, self.b.constant(0.0, F32)
         with b.carry(0, self.blocks, 1, [zero], hint="block") as (loop, block, (total,)):
             tiles = b.at(self.halves, b.mul(block, self.sets * TILE), "f32")

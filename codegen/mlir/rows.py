@@ -3,11 +3,13 @@
 Q, K and V reach the kernel as `operand[index expressions in (b.., row, column)]`. Where every index is linear in row
 and column, a row is a strided run; where the column stride is 1 as well (the usual case, known only at run time), the
 packing loops read the tensor in place. Everything else - other strides, index maps with divisions, rows beyond the end,
-widths that are no multiple of a vector - goes through a small staging area that a scalar loop fills, padded with zeros.
+widths that are no multiple of a vector - goes through a small staging area that a scalar loop fills, padded with zeros,
+or is put in order once for all that read it (`SharedRows`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
@@ -43,6 +45,12 @@ class Rows:
     memory: str
     dtype: str
     lines: tuple[Value, ...] = ()
+
+
+def in_line(index: tuple[Expr, ...], row: Expr) -> bool:
+    """Whether rows are at one distance from each other, as far as is known before a call."""
+    found = [integers.linear(dim, row) for dim in index]
+    return all(part is not None and row.name not in coordinates(part[0]) for part in found)
 
 
 class RowReader:
@@ -130,29 +138,41 @@ class RowReader:
         b = self.context.b
         step = self.context.lanes  # padded widths are multiples of it
         valid = b.most(b.least(b.as_value(b.sub(limit, first), "i64"), count), 0)
-        blank = b.mul(valid, padded) if padded == width or self.made is not None else 0
-        with b.loop(blank, b.mul(padded, count), step, hint="c") as c:
+        with b.loop(b.mul(valid, padded), b.mul(padded, count), step, hint="c") as c:
             b.store(b.constant(0.0, vector_of(self.memory, step)), b.at(staging, c, self.memory))
         with b.loop(0, valid, hint="r") as r:
-            target = b.at(staging, b.mul(r, padded), self.memory)
-            if self.made is not None:
-                self.made.fill(b.add(first, r), width, padded, target)
-            else:
-                self._copy(b.add(first, r), width, target)
+            self.put(b.add(first, r), width, padded, b.at(staging, b.mul(r, padded), self.memory), self.memory)
 
-    def _copy(self, position: Value, width: int, target: Value) -> None:
+    def put(self, position: Value, width: int, padded: int, target: Value, memory: str) -> None:
+        """Write a row, padded with zeros, in its own type, or one in which its elements are exact. memory: MLIR's."""
+        b, step = self.context.b, self.context.lanes
+        if self.made is not None:
+            self.made.fill(position, width, padded, target, memory)
+            return
+        for column in range(width // step * step, padded, step):
+            b.store(b.constant(0.0, vector_of(memory, step)), b.at(target, column, memory))
+        self._copy(position, width, target, memory)
+
+    def _copy(self, position: Value, width: int, target: Value, memory: str) -> None:
         """Copy a row; by vectors where columns are contiguous."""
         b, step = self.context.b, self.context.lanes
+
+        def move(source: Value, column: Value, type_: Callable[[str], str]) -> None:
+            x = b.load(source, type_(self.memory))
+            if memory != self.memory:
+                x = self.context.math.narrow(widen(b, x, Kind.FLOAT, self.dtype), memory)
+            b.store(x, b.at(target, column, memory))
+
         whole: Value | int = 0
         line, stride = self._line(position)
         if stride is not None:
             unit = b.compare("eq", b.as_value(stride, "i64"), 1, "unit")
             whole = b.select(unit, b.constant(width // step * step, "i64"), b.constant(0, "i64"))
             with b.loop(0, whole, step, hint="c") as c:
-                b.store(b.load(b.at(line, c, self.memory), vector_of(self.memory, step)), b.at(target, c, self.memory))
+                move(b.at(line, c, self.memory), c, lambda scalar: vector_of(scalar, step))
         with b.loop(whole, width, hint="c") as c:
             address = self._element(position, c) if stride is None else b.at(line, b.mul(c, stride), self.memory)
-            b.store(b.load(address, self.memory), b.at(target, c, self.memory))
+            move(address, c, lambda scalar: scalar)
 
     def _line(self, position: Value) -> tuple[Value, Value | int | None]:
         """(address of the first element of a row, distance of its columns); no distance where they are not in line."""
@@ -180,6 +200,47 @@ class RowReader:
             stride = self.context.params[("stride", self.access.operand, dim)]
             offset = b.add(offset, b.mul(inner.integer(index), stride))
         return b.at(self.source, offset, self.memory)
+
+
+class SharedRows:
+    """The rows of a reader that are not read in place, a stretch of them at a time: put in order once for all that read
+    them.
+
+    area: room for a stretch and a step more
+    sizes: rows of a stretch and of a step, columns, columns with those that are padded
+    memory: MLIR's type of an element
+    """
+
+    def __init__(self, reader: RowReader, area: Value, sizes: tuple[int, int, int, int], memory: str):
+        self.reader, self.area, self.memory = reader, area, memory
+        self.stretch, self.step, self.width, self.padded = sizes
+        self.dtype = "bfloat16" if memory == "bf16" else reader.dtype
+        self.start = reader.context.b.constant(0, "i64")
+        self._clear(self.stretch, self.stretch + self.step)  # that is behind every stretch
+
+    def fill(self, start: Value, first: Value, low: Value, high: Value) -> None:
+        """Rows [low, high) of the stretch from `start` on, and zeros from row `first` on and a step behind."""
+        b, self.start = self.reader.context.b, start
+        self._clear(first, low)
+        with b.loop(low, high, hint="position") as position:
+            self.reader.put(position, self.width, self.padded, self._row(position), self.memory)
+        self._clear(high, b.least(b.add(high, self.step), b.add(start, self.stretch)))
+
+    def _clear(self, first: Value | int, last: Value | int) -> None:
+        b, lanes = self.reader.context.b, self.reader.context.lanes
+        zero = b.constant(0.0, vector_of(self.memory, lanes))
+        with b.loop(first, last, hint="row") as row, b.loop(0, self.padded, lanes, hint="c") as c:
+            b.store(zero, b.at(self._row(row), c, self.memory))
+
+    def _row(self, position: Value) -> Value:
+        b = self.reader.context.b
+        return b.at(self.area, b.mul(b.sub(position, self.start), self.padded), self.memory, "rows")
+
+    def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
+        """As `RowReader.rows`, of the stretch that `fill` was called for last."""
+        return Rows(pointer=self._row(first), stride=padded, memory=self.memory, dtype=self.dtype)
+
+    apart = rows
 
 
 def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> tuple[Value, Value]:

@@ -28,6 +28,13 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ByRows:
+    """In place of a tiling: the kernel for few queries. alone: no two rows of a call read the same keys."""
+
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """A work item: some query rows of one batch element.
 

@@ -6,6 +6,7 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_BLOCKS, Kernel, chunks_of
 from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.machine import Machine
 from fusion.planning.cpu_planner import WORTH_COMPILING, CpuPlanner
 from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
@@ -38,7 +39,9 @@ def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
         operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": n, "Nk": n})
         assert_as_exact_as_eager(run(operands, sizes), c, operands)
         return {
-            (t.groups * target.lanes, t.keys) for *_, t in run._variants if t is not None and t.planes == base[0].planes
+            (t.groups * target.lanes, t.keys)
+            for *_, t in run._variants
+            if isinstance(t, Tiling) and t.planes == base[0].planes
         }
 
     assert not run._variants  # nothing is compiled before sizes are known
@@ -48,4 +51,4 @@ def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
     seconds[large] = 1.0 - 2 * WORTH_COMPILING
     assert check(150) == {small}  # a call that was met before runs as before
     assert check(300) == {small, large}
-    assert check(5) == {small, large} and (64, 64, None) in run._variants
+    assert check(5) == {small, large} and (64, 64, ByRows(alone=False)) in run._variants
