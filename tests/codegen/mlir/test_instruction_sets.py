@@ -70,6 +70,7 @@ def test_rows_that_share_keys(target: str, name: str, fields: dict) -> None:
     c = case(name, "bfloat16", 64, **({"d_v": 64} | fields), group=4)
     with quick.compiling_for(chosen := replace(plan(c, SETS[target], by_rows=True), span=96)):
         run = quick.kernel(c.spec, chosen, trained=False)
+        assert isinstance(run, Kernel)
         for n_q, n_k in ((1, 5), (3, 150), (2, 333)):
             operands, sizes = draw(c, SIZES | {"Nq": n_q, "Nk": n_k}, "heads_inside")
             assert_as_exact_as_eager(run(operands, sizes), c, operands)
@@ -82,6 +83,7 @@ def test_special_values_stay_where_they_are(where: int, value: float) -> None:
     c = case("plain", "bfloat16", 64, 96, group=4)
     with quick.compiling_for(chosen := replace(plan(c, emulation.AMX, by_rows=True), span=96)):
         run = quick.kernel(c.spec, chosen, trained=False)
+        assert isinstance(run, Kernel)
         operands, sizes = draw(c, SIZES | {"Nq": 2, "Nk": 150}, "heads_inside")
         operands[where][0, 1, 1, 5] = value
         assert_as_exact_as_eager(run(operands, sizes), c, operands)
