@@ -51,7 +51,7 @@ def test_without_a_fault_the_program_is_fused(program, trained):
 
 
 def test_last_digits_are_no_contradiction(monkeypatch):
-    """Two runs of `torch.tanh` on the same values may differ in them, by how many threads there are."""
+    """Two runs of `torch.tanh` on the same values were seen to differ in them."""
 
     def capped(q, k, v):
         scores = torch.tanh(q @ k.mT / 30) * 30
