@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_products import STEP, Source, Stretch, VectorRows, Widths
+from fusion.codegen.mlir.row_products import STEP, Source, Stretch, Widths
 from fusion.codegen.mlir.row_tiles import row_products
 from fusion.codegen.mlir.rows import SharedRows
 from fusion.codegen.mlir.scope import Lanes, Scope
@@ -47,8 +47,7 @@ class _RowKernel(KernelFunction):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         products = row_products(spec, target, (d, d_v), alone)
-        most = products.stretch(spec, target, self.d_padded + self.e_padded, KEY_SPAN)
-        self.stretch = KEY_SPAN if alone and products is VectorRows else most
+        self.stretch = products.stretch(spec, target, self.d_padded + self.e_padded, KEY_SPAN, alone)
         widths = Widths(d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch)
         self.products = products(self.b, spec, target, widths, self.area)
         # Of K and V where they are not read in place: rows of a stretch, for all rows that read them.

@@ -80,8 +80,8 @@ class RowProducts:
         self.staging = area(8 * self.lanes * max(widths.d_padded, widths.e_padded), "staging")
 
     @staticmethod
-    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
-        """Keys of a stretch that rows take turns at: `most` at most, with so many columns of K and V."""
+    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int, alone: bool) -> int:
+        """Keys of a stretch: `most` at most, with so many columns of K and V. alone: there are no turns."""
         raise NotImplementedError
 
     def store_query(self, source: Rows, r: Value) -> None:
@@ -134,10 +134,10 @@ class VectorRows(RowProducts):
         self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
 
     @staticmethod
-    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
+    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int, alone: bool) -> int:
         wide = all(spec.values[n] is not None or spec.operands[n].dtype == "float32" for n in (1, 2))
         room = FIRST_CACHE if wide else SECOND_CACHE
-        while most > 2 * target.lanes and 4 * most * columns > room:
+        while not alone and most > 2 * target.lanes and 4 * most * columns > room:
             most //= 2
         return most
 
@@ -288,18 +288,15 @@ class PairValueProducts(ValueProducts):
 
     def add(self, sums: list[Value], rows: Rows, weights: Value, key: Value, e: Value | int, count: int) -> None:
         b, unit, weights = self.b, Avx512(self.b), self.b.at(weights, key, "bf16")
+        low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
         for r in range(0, self.lanes, 2):
             p = b.bitcast(b.broadcast(b.load(b.at(weights, r, "bf16"), "i32", "p"), self.lanes), BF16)
             for n in range(0, count, 2):
                 lines = [load_line(b, rows, r + k, b.add(e, n * self.lanes), BF16) for k in (0, 1)]
-                for half, pairs in enumerate(self.side_by_side(*lines)):
+                for half in (0, 1):
                     place = (r // 2 * count + n + half) % len(sums)
+                    pairs = b.shuffle(*lines, [element + 4 * half for element in low], "pairs")
                     sums[place] = unit.add_pair_products(sums[place], pairs, p)
-
-    def side_by_side(self, first: Value, second: Value) -> list[Value]:
-        """Elements of two lines next to each other, in the order that `order` says."""
-        low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
-        return [self.b.shuffle(first, second, [place + 4 * half for place in low], "pairs") for half in (0, 1)]
 
     def order(self) -> list[int]:
         return [4 * part + n + high for part in (0, 1) for high in (0, self.lanes) for n in range(4)]

@@ -63,10 +63,9 @@ class TileRows(RowProducts):
         self.powers = area(4 * 2 * MOST_ROWS * self.keys, "powers")
         self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
         self.output = area(4 * widths.d_v, "output")
-        self.every: Stretch  # that rows take turns at
 
     @staticmethod
-    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int) -> int:
+    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int, alone: bool) -> int:
         return min(most, STRETCH)
 
     def store_query(self, source: Rows, r: Value) -> None:
@@ -79,7 +78,7 @@ class TileRows(RowProducts):
                 b.store(word, b.at(column, LANES * pair, "i32"))
 
     def begin(self, keys: Source, every: Stretch) -> None:
-        b, self.every = self.b, every
+        b = self.b
         with b.loop(every.first, every.high, STEP, hint="key") as key:
             rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
@@ -108,19 +107,16 @@ class TileRows(RowProducts):
         return b.load(b.at(self.raw, b.add(b.mul(r, self.keys), b.sub(key, mine.start)), "f32"), F32, "score")
 
     def weigh(self, values: Source, mine: Stretch, r: Value) -> None:
-        b, every = self.b, self.every
-        low, high, begin, end = (b.sub(x, every.start) for x in (mine.low, mine.high, every.first, every.high))
-        # Keys of other rows have no weight, nor have those that fill a step.
-        alike = [b.compare("eq", x, y) for x, y in ((mine.low, every.low), (mine.high, every.high))]
-        others = b.select(b.binary("arith.andi", *alike), b.add(begin, STEP), end)
-        with b.loop(begin, others, LANES, hint="place") as place:
-            self._store_powers(r, place, b.constant(0, WORDS))
+        b, zero = self.b, self.b.constant(0, WORDS)
+        first, low, high = (b.sub(x, mine.start) for x in (mine.first, mine.low, mine.high))
+        with b.loop(first, low, LANES, hint="place") as place:  # keys of other rows, or that fill a step
+            self._store_powers(r, place, zero)
         with b.loop(low, high, LANES, hint="place") as place:
             p = b.convert("arith.truncf", b.load(b.at(self.weights, b.sub(place, low), "f32"), F32, "p"), "bf16")
             self._store_powers(r, place, b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word"))
         behind = b.add(low, b.mul(b.div(b.add(b.sub(high, low), LANES - 1), LANES), LANES), "behind")
-        for n in range(0, STEP, LANES):
-            self._store_powers(r, b.add(behind, n), b.constant(0, WORDS))
+        with b.loop(behind, self.widths.stretch + STEP, LANES, hint="place") as place:
+            self._store_powers(r, place, zero)
 
     def _store_powers(self, r: Value, place: Value, words: Value) -> None:
         """Bits of weights in bfloat16, as first and as second element of a pair."""

@@ -9,7 +9,6 @@ or is put in order once for all that read it (`SharedRows`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
@@ -157,8 +156,8 @@ class RowReader:
         """Copy a row; by vectors where columns are contiguous."""
         b, step = self.context.b, self.context.lanes
 
-        def move(source: Value, column: Value, type_: Callable[[str], str]) -> None:
-            x = b.load(source, type_(self.memory))
+        def move(source: Value, column: Value, type_: str) -> None:
+            x = b.load(source, type_)
             if memory != self.memory:
                 x = self.context.math.narrow(widen(b, x, Kind.FLOAT, self.dtype), memory)
             b.store(x, b.at(target, column, memory))
@@ -169,10 +168,10 @@ class RowReader:
             unit = b.compare("eq", b.as_value(stride, "i64"), 1, "unit")
             whole = b.select(unit, b.constant(width // step * step, "i64"), b.constant(0, "i64"))
             with b.loop(0, whole, step, hint="c") as c:
-                move(b.at(line, c, self.memory), c, lambda scalar: vector_of(scalar, step))
+                move(b.at(line, c, self.memory), c, vector_of(self.memory, step))
         with b.loop(whole, width, hint="c") as c:
             address = self._element(position, c) if stride is None else b.at(line, b.mul(c, stride), self.memory)
-            move(address, c, lambda scalar: scalar)
+            move(address, c, self.memory)
 
     def _line(self, position: Value) -> tuple[Value, Value | int | None]:
         """(address of the first element of a row, distance of its columns); no distance where they are not in line."""

@@ -14,7 +14,7 @@ import numpy as np
 from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.planning.problem import Problem
-from fusion.planning.register_tiles import AMX
+from fusion.planning.register_tiles import target_of
 from fusion.planning.tiles import Tiles, grid
 from fusion.planning.timing import Times
 
@@ -83,12 +83,12 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
 
 
 def _cycles(machine: Machine, problem: Problem) -> float:
-    """Cycles of the vector work, of all cores together."""
+    """Cycles of the vector work, of all cores together; on tiles where `row_products` of codegen/mlir takes them."""
     kv_heads, rows, items = _items(problem)
     keys = max(1, problem.n_k) * problem.density / machine.lanes()
     width = problem.d + problem.d_v
     stored = problem.dtype == "bfloat16" and problem.key_bytes == problem.element_bytes and not problem.among
-    if stored and machine.isa >= AMX and problem.d % PAIRED == problem.d_v % PAIRED == 0:
+    if stored and target_of(machine).amx and problem.d % PAIRED == problem.d_v % PAIRED == 0:
         return keys * (items * width * TILED + kv_heads * rows * TILED_SCORES)
     return keys * kv_heads * rows * width * VECTOR
 

@@ -22,7 +22,7 @@ PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8
 
 _AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 _PAIRS = {"avx512_bf16"}
-AMX = {"amx_tile", "amx_bf16"} | _PAIRS
+_AMX = {"amx_tile", "amx_bf16"} | _PAIRS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def target_of(machine: Machine) -> Target:
     """The best target for a machine."""
     near = machine.levels[0].capacity
     if machine.isa >= _AVX512:
-        amx = machine.isa >= AMX
+        amx = machine.isa >= _AMX
         pairs = machine.isa >= _PAIRS and not amx
         return Target(lanes=16, avx512=True, amx=amx, pairs=pairs, tile_rows=8, tile_groups=3, near_bytes=near)
     if "avx2" in machine.isa:

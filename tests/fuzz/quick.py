@@ -47,7 +47,7 @@ TARGETS = {
 """Of a hundred specs, how many are run by AVX-512, pairs of bfloat16, AMX, AVX2, Arm and the smallest: by what they
 find in a second. A kernel for AMX takes ten times as long as the others."""
 ROWS_ON_TILES = 1 / 2
-"""Share of AMX where it multiplies row by row, which takes no longer."""
+"""Share of AMX of the specs that go row by row and could do so on its tiles, which takes no longer."""
 OPTIMISED = 1 / 40
 """Share of the kernels that LLVM optimises all the same."""
 
