@@ -67,6 +67,7 @@ def _register() -> None:
 
 
 _register()
+import_module("fusion.mkl").resolve()
 
 
 def __getattr__(name: str) -> Any:

@@ -90,7 +90,7 @@ class _Facts:
             return None
         full = self._value(mask.full).expand(shape)
         inside = self._between(mask.full_lo, mask.full_hi, keys).expand(shape)
-        # In the last digits two runs of a function of torch were seen to differ, in some fresh processes.
+        # The two compute with tensors of other shapes, of which a function of torch may round other elements otherwise.
         same = torch.isclose(full, score, rtol=1e-5, atol=1e-6, equal_nan=True)
         if bool((inside & ~same).any()):
             return "the program of whole tiles differs from the score program where it may stand for it"

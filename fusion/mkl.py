@@ -1,0 +1,21 @@
+"""MKL's functions of vectors, of which torch takes exp, tanh and others on x86."""
+
+import torch
+
+TAKEN = (
+    torch.acos, torch.asin, torch.atan, torch.cos, torch.erf, torch.erfc, torch.erfinv, torch.exp, torch.log,
+    torch.log10, torch.log2, torch.sin, torch.sqrt, torch.tan, torch.tanh, torch.trunc,
+)  # fmt: skip
+
+
+def resolve() -> None:
+    """Calls each of them once, on one element.
+
+    MKL looks for a function's code at the first call. Where several threads make that call at the same time, MKL 2024.2
+    may let one of them run code of low accuracy, with relative errors of 5e-5 (pytorch/pytorch#188792). Then torch's
+    result is wrong, once in a process. A call by one thread comes before.
+    """
+    for dtype in (torch.float32, torch.float64):
+        element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        for function in TAKEN:
+            function(element)
