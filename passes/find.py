@@ -121,7 +121,7 @@ def _is_candidate(node: Node, met: Upstream) -> bool:
     return further and looks_like_attention(met.inputs(node))
 
 
-_PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer")
+_PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
 _PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 """Names that count beside a softmax only: products that linear layers and much else are made of, too."""
 

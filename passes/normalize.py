@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import autocast, dtensor, einsums, encoder, marks, nodes, vmap
+from fusion.passes import autocast, dtensor, einsums, encoder, marks, nodes, varlen, vmap
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
@@ -28,7 +28,7 @@ from fusion.refusals import Ground
 aten = torch.ops.aten
 
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
-_DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS
+_DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS | varlen.DECOMPOSITIONS
 
 
 def normalize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from fusion.ir.expr import Expr, Kind, const, walk
-from fusion.ir.ops import apply, where
+from fusion.ir.ops import apply, remake, where
 from fusion.passes.dead_rows import may_be_far, may_be_infinite, may_be_lowest
 
 
@@ -65,7 +67,13 @@ def strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
         if factor is None or has(factor, "reduce"):
             continue
         rest = strip_shift(tuple(column.args[1 - position] for column in columns))
-        if rest is not None and (_shrinks(columns[0].op, factor) or not any(map(may_be_far, rest))):
+        if rest is None:
+            continue
+        scale = _scale(columns[0].op, factor)
+        undone = [y for x in rest if (y := _undone(scale, x)) is not None]
+        if len(undone) == len(rest):
+            return tuple(undone)
+        if abs(scale) <= 1 or not any(map(may_be_far, rest)):
             return tuple(_scaled_or_nan(columns[0].op, x, factor) for x in rest)
     return None
 
@@ -98,9 +106,24 @@ def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
     return not may_be_lowest(shift) and not may_be_infinite(shift, frozenset())
 
 
-def _shrinks(op: str, factor: Expr) -> bool:
-    """Whether multiplying (or dividing) by a factor makes nothing larger."""
+def _scale(op: str, factor: Expr) -> float:
+    """What multiplying by a factor, or dividing by it, multiplies with; infinity where nobody can tell."""
     if not factor.is_const:
-        return False
-    size = abs(factor.value)
-    return size <= 1 if op == "fmul" else 1 <= size
+        return math.inf
+    return factor.value if op == "fmul" else 1 / factor.value if factor.value else math.inf
+
+
+def _undone(scale: float, column: Expr) -> Expr | None:
+    """A column times a scale above 1 that at most undoes how it was scaled down, by a power of two, so that nothing
+    overflows. So is x / 32 in (x / 32 - max of x / 32) * 32, which keeps scores of half precision small (CogView,
+    2105.13290, section 2.4). None for others."""
+    if column.op == "where":
+        arms = [y for arm in column.args[1:] if (y := _undone(scale, arm)) is not None]
+        return remake(column, (column.args[0], *arms)) if len(arms) == 2 else None
+    if column.is_const:
+        value = column.value * scale
+        return const(value) if abs(value) <= torch.finfo(torch.float32).max else None
+    down = _scale(column.op, column.args[1]) if column.op in ("fmul", "div") else 1.0
+    if math.frexp(down)[0] != 0.5 or not 1 < scale <= 1 / down:
+        return None
+    return apply("fmul", column.args[0], const(down * scale))

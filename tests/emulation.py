@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from unittest import mock
 
+import torch
+
 from fusion.codegen.mlir.builder import PTR, TILE, Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.target import Target, target_of
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.codegen.mlir.x86 import BF16, F32, WORDS
+from fusion.codegen.mlir.x86 import BYTES as OCTETS
 from fusion.machine import Machine
 
 compiler = importlib.import_module("fusion.codegen.mlir.compile")
@@ -61,10 +64,16 @@ def emulated(source: str) -> str:
     vectors of them."""
     text = re.sub(r'llvm\.call_intrinsic "llvm\.(x86\.(?!sse)[^"]*)"', r"func.call @\1", source)
     text = re.sub(r"arith\.(truncf|extf) (%\S+) : (\S+) to (\S+)", _conversion, text)
-    text = re.sub(r"0\.0+e\+00(>?) : (\S*bf16)", r"0\1 : \2", text)
+    text = re.sub(r"(-?\d\.\d+e[+-]\d+)(>?) : (\S*bf16)", _word, text)
     used = [name for name in _written if f"@{name}(" in text]
     text = text.rstrip().removesuffix("}") + "".join(map(_function, used)) + "}\n"
     return re.sub("(?<!_)(?<!_v)bf16", "i16", text.replace(TILE, HELD))  # types, not names
+
+
+def _word(found: re.Match[str]) -> str:
+    """A constant of bfloat16 by its bits."""
+    number, end, kind = found.groups()
+    return f"{torch.tensor(float(number), dtype=torch.bfloat16).view(torch.int16)}{end} : {kind}"
 
 
 def _conversion(found: re.Match[str]) -> str:
@@ -117,6 +126,12 @@ def _scaled(b: Builder, x: Value, power: Value, *_: Value) -> Value:
     return b.select(b.compare("uno", power, power), power, x)
 
 
+@_as("x86.avx512.mask.cvtps2dq.512", (F32, WORDS, "i16", "i32"), WORDS)
+def _nearest(b: Builder, x: Value, *_: Value) -> Value:
+    """The nearest integers, the even ones of two."""
+    return b.op(f"arith.fptosi {b.unary('math.roundeven', x)} : {F32} to {WORDS}", WORDS)
+
+
 @_as("x86.avx512.rcp14.ps.512", (F32, F32, "i16"), F32)
 def _reciprocal(b: Builder, x: Value, *_: Value) -> Value:
     """1 / x, of which the lowest bits are wrong: they are zero."""
@@ -157,6 +172,20 @@ def _pairs(b: Builder, total: Value, left: Value, right: Value, odd: int) -> Val
 def _element(b: Builder, words: Value, odd: int) -> Value:
     """The first or second bfloat16 of each word, as float32."""
     return b.bitcast(b.binary("arith.andi", words, -65536) if odd else b.binary("arith.shli", words, 16), F32)
+
+
+@_as("x86.avx512.vpermi2var.qi.512", (OCTETS, OCTETS, OCTETS), OCTETS)
+def _from_two_tables(b: Builder, low: Value, index: Value, high: Value) -> Value:
+    """Of two tables of 64 bytes, those at an index of seven bits."""
+    table, places = _memory(b), _memory(b)
+    for number, line in enumerate((low, high)):
+        b.store(line, b.at(table, number * LINE, "i8"), align=1)
+    b.store(b.binary("arith.andi", index, 127), places, align=1)
+    with b.loop(0, LINE, hint="lane") as lane:
+        place = b.at(places, lane, "i8")
+        number = b.convert("arith.extui", b.load(place, "i8"), "i64")
+        b.store(b.load(b.at(table, number, "i8"), "i8"), place)
+    return b.load(places, OCTETS, align=1)
 
 
 def _memory(b: Builder, tile: Value | None = None) -> Value:

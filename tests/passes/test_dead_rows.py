@@ -76,6 +76,17 @@ def shifted_and_halved(q, k, v):
     return ((s - s.amax(-1, keepdim=True)) * 0.5).softmax(-1) @ v
 
 
+def shifted_between_scales(q, k, v):
+    """LayoutLMv3 and CogView: a scale undoes another one, and nothing overflows."""
+    s = lowest(q, k) / 32
+    return ((s - s.amax(-1, keepdim=True)) * 32).softmax(-1) @ v
+
+
+def shifted_between_scales_of_which_one_remains(q, k, v):
+    s = lowest(q, k) * 0.0625
+    return ((s - s.amax(-1, keepdim=True)) * 12.0).softmax(-1) @ v
+
+
 def shifted_and_scaled_without_a_low_fill(q, k, v):
     s = (q @ k.mT).masked_fill(~keep(q, k), -math.inf)
     return ((s - s.amax(-1, keepdim=True)) * (q.abs().amax() + 1)).softmax(-1) @ v
@@ -163,6 +174,8 @@ FUSED = [
     written_mask_then_zero,
     exponentials_under_a_written_mask,
     shifted_and_halved,
+    shifted_between_scales,
+    shifted_between_scales_of_which_one_remains,
     shifted_and_scaled_without_a_low_fill,
     shifted_by_the_unmasked,
     shifted_by_a_clamped_maximum,
@@ -196,6 +209,22 @@ def mask_added_then_zero(q, k, v):
 def shifted_and_scaled(q, k, v):
     s = lowest(q, k)
     return ((s - s.amax(-1, keepdim=True)) * 3.0).softmax(-1) @ v
+
+
+def shifted_between_scales_that_round(q, k, v):
+    """The lowest number / 30 * 30 may be rounded to -inf."""
+    s = lowest(q, k) / 30
+    return ((s - s.amax(-1, keepdim=True)) * 30).softmax(-1) @ v
+
+
+def shifted_between_a_scale_and_a_larger_one(q, k, v):
+    s = lowest(q, k) / 32
+    return ((s - s.amax(-1, keepdim=True)) * 64).softmax(-1) @ v
+
+
+def shifted_between_scales_below_zero(q, k, v):
+    s = lowest(q, k) / -2
+    return ((s - s.amax(-1, keepdim=True)) * 2).softmax(-1) @ v
 
 
 def shifted_and_scaled_by_a_tensor(q, k, v):
@@ -242,6 +271,9 @@ def shifted_and_scaled_by_a_tensor_below_zero(q, k, v):
 
 
 LEFT = {
+    shifted_between_scales_that_round: "another reduction",
+    shifted_between_a_scale_and_a_larger_one: "another reduction",
+    shifted_between_scales_below_zero: "another reduction",
     shifted_and_scaled_below_zero: "another reduction",
     shifted_and_scaled_by_a_tensor_below_zero: "another reduction",
     powers_of_two_of_the_lowest: "a softmax by hand",

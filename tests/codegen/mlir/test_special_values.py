@@ -10,7 +10,8 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.ir import Normalizer
-from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
+from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw, eager
+from tests.numerics import assert_within
 
 INF, NAN = float("inf"), float("nan")
 SHAPE = {"B": 1, "H": 2, "Nq": 40, "Nk": 70}
@@ -63,15 +64,20 @@ def test_the_maximum_moves_up_late() -> None:
 @pytest.mark.parametrize("queries", [4, 40])
 def test_a_maximum_far_from_zero_moves_up_by_little(queries: int, target: str) -> None:
     """m * log2(e) is rounded for each maximum otherwise, by 2**-11 at 10000; every second row has another's jump beside
-    it. Fewer than eight queries go row by row."""
+    it. Fewer than eight queries go row by row.
+
+    The values tell what weight the first half has. The bound is that of sums in any order: a rule for random weights
+    allows less for equal ones."""
     c = case("bias")
     run = Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
-    operands, sizes = draw(c, {"B": 1, "H": 6, "Nq": queries, "Nk": 1000})
+    operands, sizes = draw(c, {"B": 1, "H": 6, "Nq": queries, "Nk": 300})
     operands[0].zero_()
-    keys = torch.arange(1000)
-    operands[3][:, ::2] = torch.where(keys < 500, -10001.0, -10000.0)
-    operands[3][:, 1::2] = torch.where(keys < 500, 0.0, 100.0)
-    assert_as_exact_as_eager(run(operands, sizes), c, operands)
+    first = torch.arange(300) < 150
+    operands[2] = torch.ones_like(operands[2]) * first[:, None]
+    operands[3][:, ::2] = torch.where(first, -10001.0, -10000.0) + torch.arange(0, queries, 2)[:, None] / 7
+    operands[3][:, 1::2] = torch.where(first, 0.0, 100.0)
+    error = run(operands, sizes) - eager(c, operands, torch.float64)
+    assert_within(error.abs(), 300 * 2**-24 * operands[2].abs().mean(-2, keepdim=True))
 
 
 @pytest.mark.parametrize("target", ["best", "avx2"])
