@@ -378,6 +378,23 @@ class Builder:
         handle.results = [Value(n, v.type) for n, v in zip(names, initial, strict=True)]
 
     @contextlib.contextmanager
+    def taking(self, take: Callable[[], Value], count: Value, hint: str = "i") -> Iterator[Value]:
+        """A loop over what `take()` returns before each turn, which ends with the first that is not below `count`."""
+        taken = Value(self.name(hint), "i64")
+        self.line("scf.while : () -> i64 {")
+        self._depth += 1
+        found = take()
+        self.line(f"scf.condition({self.compare('slt', found, count)}) {found} : i64")
+        self._depth -= 1
+        self.line("} do {")
+        self.line(f"^bb0({taken}: i64):")
+        self._depth += 1
+        yield taken
+        self.line("scf.yield")
+        self._depth -= 1
+        self.line("}")
+
+    @contextlib.contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         """The with block runs only where the condition (i1) holds."""
         self.line(f"scf.if {condition} {{")

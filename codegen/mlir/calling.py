@@ -18,11 +18,11 @@ from fusion.errors import UnsupportedSizeError
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import SIZE_LIMIT
+from fusion.planning.portions import PER_THREAD
 
 PARAMETER_SLOTS = 256
-CHUNKS_PER_THREAD = 4
-"""Work items are handed out in so many chunks per thread, to even out blocks of unequal work."""
-
+APART = 128
+"""Bytes: two cache lines, which processors fetch together."""
 
 MOST_CUT = 1024
 """Work items of a call whose keys can be cut into parts."""
@@ -46,10 +46,11 @@ class ThreadMemory:
         self._argument = ctypes.c_void_p(ctypes.addressof(self.params))
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
         self.packed = ctypes.addressof(self._arguments)
-        self.flag = ctypes.c_int64(0)
-        self.flag_address = ctypes.addressof(self.flag)
-        self.counter = ctypes.c_int64(0)
-        self.counter_address = ctypes.addressof(self.counter)
+        # What threads write lies apart from all else: a line that one of them writes is taken from all that read it.
+        shared = ctypes.create_string_buffer(3 * APART)
+        start = -ctypes.addressof(shared) % APART
+        self.flag, self.counter = (ctypes.c_int64.from_buffer(shared, start + n * APART) for n in (0, 1))
+        self.flag_address, self.counter_address = ctypes.addressof(self.flag), ctypes.addressof(self.counter)
         # Parts of every item that are done: 0 between calls, since the last of an item puts it back.
         self.arrivals = (ctypes.c_int64 * MOST_CUT)()
         self.arrivals_address = ctypes.addressof(self.arrivals)
@@ -135,7 +136,7 @@ class CompiledKernel:
         mine = memory.own
         mine.counter.value = 0
         values = values | {
-            ("ptr", "counter"): mine.counter_address, ("chunks",): CHUNKS_PER_THREAD * threads,
+            ("ptr", "counter"): mine.counter_address, ("portions",): PER_THREAD * threads, ("unit",): 1,
             ("ptr", "workspace"): mine.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
             ("key_steps",): steps, ("ptr", "flag"): mine.flag_address,
         }  # fmt: skip

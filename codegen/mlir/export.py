@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusion.codegen.mlir.calling import CHUNKS_PER_THREAD, bytes_per_thread, extents_function
+from fusion.codegen.mlir.calling import bytes_per_thread, extents_function
 from fusion.codegen.mlir.compile import PIPELINE, openmp_library
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import span_of
@@ -29,6 +29,7 @@ from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu_rows import FEW_QUERIES
+from fusion.planning.portions import PER_THREAD
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip
@@ -180,8 +181,7 @@ class _Writer:
         wide = self.op(f"arith.extsi {threads} : i32 to i64")
         room = self.op(f"arith.muli {wide}, {self.constant(per_thread)} : i64")
         workspace = self.allocate(self.op(f"arith.index_cast {room} : i64 to index"), "memref<?xi8>", "workspace")
-        chunks = self.op(f"arith.muli {wide}, {self.constant(CHUNKS_PER_THREAD)} : i64")
-        chunks = self.op(f"arith.minsi {chunks}, {self.constant(items)} : i64", "chunks")
+        portions = self.op(f"arith.muli {wide}, {self.constant(PER_THREAD)} : i64", "portions")
         counter, flag = (self.scalar(hint) for hint in ("counter", "flag"))
         memref = tensor_type(self.out_shape, self.spec.out_dtype).replace("tensor", "memref")
         out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
@@ -199,7 +199,8 @@ class _Writer:
             ("key_steps",): lambda: self.constant(steps),
             ("items",): lambda: self.constant(items),
             ("blocks",): lambda: self.constant(blocks),
-            ("chunks",): lambda: chunks,
+            ("portions",): lambda: portions,
+            ("unit",): lambda: self.constant(1),
             ("span",): lambda: self.constant(span),
             ("together",): lambda: self.constant(-(-span // blocks)),
         }

@@ -14,7 +14,6 @@ import torch
 
 from fusion.codegen import reference
 from fusion.codegen.mlir.calling import (
-    CHUNKS_PER_THREAD,
     MOST_CUT,
     Function,
     bytes_per_thread,
@@ -35,9 +34,10 @@ from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
+from fusion.planning.portions import one_by_one, portions
 
 FROM_CALL = {"workspace_bytes": "per_thread", "key_steps": "steps"} | {
-    name: name for name in ("items", "blocks", "chunks", "span", "together", "parts", "part_keys")
+    name: name for name in ("items", "blocks", "portions", "unit", "span", "together", "parts", "part_keys")
 }
 """Parameters that are fields of a `Call`, and which."""
 
@@ -119,13 +119,15 @@ class Variant:
             blocks = -(-span // min(text.rows, span if self.tiled else -(-rows // min(threads, rows))))
         items = rows // span * blocks * parts
         threads = min(threads, items)
+        count, unit = one_by_one(items) if parts > 1 else portions(rows // span, blocks, threads)
         return Call(
             threads=threads,
             per_thread=bytes_per_thread(text, steps),
             steps=steps,
             items=items,
             blocks=blocks,
-            chunks=items if parts > 1 else chunks_of(rows // span, blocks, threads),
+            portions=count,
+            unit=unit,
             span=span,
             together=-(-span // blocks),
             parts=parts,
@@ -165,14 +167,16 @@ selection: what a selective kernel is given (see `sparse_kernel`)."""
 class Call(NamedTuple):
     """What a variant derives from the sizes of a call: threads, bytes of each one's workspace, key steps, work items
     (`blocks` per `span` of rows that read the same keys, of at most `together` rows, times `parts` of `part_keys`
-    keys), in how many chunks threads take them, and bytes that parts leave for each other."""
+    keys), in how many portions threads take them, how many items stay together, and bytes that parts leave for each
+    other."""
 
     threads: int
     per_thread: int
     steps: int
     items: int
     blocks: int
-    chunks: int
+    portions: int
+    unit: int
     span: int
     together: int
     parts: int
@@ -190,7 +194,6 @@ class _Prepared(NamedTuple):
 
 #: Padded multiply-adds that are worth waking a thread for (some 10 microseconds), in tiles and row by row
 WORK_PER_THREAD = {True: 1 << 19, False: WORTH_WAKING}
-FEW_BLOCKS = 4  # work items that share packed keys and values: with so few of them, packing twice is felt
 CALLS_KEPT = 4096
 empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # what Inductor's code calls: half the time of torch's own
 stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
@@ -204,20 +207,6 @@ def rows_together(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
 def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
     """How many of these may be in one work item."""
     return rows_together(spec, batch, n_q) if text.across_heads else n_q
-
-
-@functools.lru_cache(maxsize=256)
-def chunks_of(count: int, blocks: int, threads: int) -> int:
-    """In how many chunks threads take the `blocks` items of each of `count` heads: a few per thread, so that blocks of
-    unequal work even out; whole heads where a head has few blocks."""
-    if threads == 1:
-        return 1
-    most = CHUNKS_PER_THREAD * threads
-    if blocks <= FEW_BLOCKS:
-        whole = [chunks for chunks in range(threads, most + 1) if count % chunks == 0]
-        if whole:
-            return whole[-1]
-    return min(count * blocks, most)
 
 
 class Kernel:

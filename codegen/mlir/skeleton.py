@@ -114,11 +114,13 @@ class KernelFunction(ThreadFunction):
 
     @contextlib.contextmanager
     def _items(self) -> Iterator[Value]:
-        """The loop over this thread's work items, which it takes in chunks."""
-        b, items, chunks = self.b, self.params[("items",)], self.params[("chunks",)]
-        with self.turns(chunks, "chunk") as mine:
-            low, high = (b.div(b.mul(items, b.add(mine, k)), chunks) for k in (0, 1))
-            with b.loop(low, high, hint="item") as item:
+        """The loop over this thread's work items, which it takes in portions: see `fusion.planning.portions`."""
+        b, (items, count, unit) = self.b, (self.params[(name,)] for name in ("items", "portions", "unit"))
+        units, square = b.div(items, unit), b.mul(count, count)
+        with self.turns(count, "portion") as mine:
+            rest = [b.sub(count, b.add(mine, k)) for k in (0, 1)]
+            low, high = (b.sub(units, b.div(b.mul(units, b.mul(n, n)), square)) for n in rest)
+            with b.loop(b.mul(low, unit), b.mul(high, unit), hint="item") as item:
                 yield item
 
     def _batch_scope(self, top: Scope, rest: Value) -> Scope:

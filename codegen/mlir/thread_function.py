@@ -15,7 +15,7 @@ from fusion.codegen.mlir.scope import Params
 class ThreadFunction:
     """Base of all kernels.
 
-    Its parameters are `workspace`, `workspace_bytes` (of one thread), `counter` (of chunks that threads have taken),
+    Its parameters are `workspace`, `workspace_bytes` (of one thread), `counter` (of portions that threads have taken),
     and what else it asks for.
 
     first: parameters whose slots come first
@@ -54,12 +54,10 @@ class ThreadFunction:
     def turns(self, count: Value, hint: str) -> Iterator[Value]:
         """A loop over numbers below `count`, which threads take from a common counter, so that blocks of unequal work
         (causal masks) and busy cores even out."""
-        b, counter = self.b, self.params[("ptr", "counter")]
-        with b.loop(0, count, hint="turn"):
-            one = b.constant(1, "i64")
-            mine = b.op(f"llvm.atomicrmw add {counter}, {one} monotonic : {PTR}, i64", "i64", hint)
-            with b.when(b.compare("slt", mine, count)):
-                yield mine
+        b, counter, one = self.b, self.params[("ptr", "counter")], self.b.constant(1, "i64")
+        take = f"llvm.atomicrmw add {counter}, {one} monotonic : {PTR}, i64"
+        with b.taking(lambda: b.op(take, "i64", "next"), count, hint) as mine:
+            yield mine
 
     def function(self) -> str:
         """The module's text."""

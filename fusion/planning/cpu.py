@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fusion.machine import Machine
+from fusion.planning.portions import before, portions
 from fusion.planning.problem import Problem
 from fusion.planning.tiles import Tiles
 from fusion.planning.timing import Times
 
 _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
-CHUNKS_PER_THREAD = 4  # work items are dealt in that many portions
 HIDDEN_FROM = 64  # multiply-adds a score
 LINE = 64  # bytes of a cache line
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
@@ -172,10 +172,9 @@ def cpu_counts(
     per_item = _item_counts(machine, problem, kernel, tile, skip)
     items = len(per_item["item"])
     threads = max(1, min(machine.cores, problem.problems * items))
-    weight = per_item["softmax"] + 1e-9
-    share = _busiest(weight, problem.problems, threads) / (weight.sum() * problem.problems)
+    packs = max(1, problem.heads // max(1, problem.heads_kv))
+    share, heads_met = _busiest(per_item["softmax"] + 1e-9, problem.problems, packs, threads)
     totals = {name: float(count.sum()) * problem.problems * share for name, count in per_item.items()}
-    heads_met = -(-max(1, problem.batch) * max(1, problem.heads_kv) // threads)
     totals["packed"] += heads_met * max(1, problem.n_k) * (kernel.d + kernel.e) / machine.lanes()
     return totals
 
@@ -248,21 +247,24 @@ def _spilled(size: float, capacity: int) -> float:
     return min(1.0, max(0.0, (size / capacity - SPILL_FROM) / SPILL_OVER))
 
 
-def _busiest(cost: np.ndarray, heads: int, threads: int) -> float:
-    """What the busiest thread does of `cost` (one head's items, the same for every head), when each takes the next
-    portion of consecutive items as soon as it is free."""
-    items = heads * len(cost)
-    portions = min(items, CHUNKS_PER_THREAD * threads) if threads > 1 else 1
-    total, before = float(cost.sum()), np.concatenate([[0.0], np.cumsum(cost)])
-
-    def until(number: int) -> float:
-        return number // len(cost) * total + float(before[number % len(cost)])
-
-    edges = [until(items * portion // portions) for portion in range(portions + 1)]
-    loads = [0.0] * threads
-    for low, high in zip(edges, edges[1:], strict=False):
-        loads[loads.index(min(loads))] += high - low
-    return max(loads)
+def _busiest(cost: np.ndarray, heads: int, sharing: int, threads: int) -> tuple[float, int]:
+    """(The share that the busiest thread has of all work, how many heads of keys it packs), when threads take portions
+    in turns. cost: of one head's items, the same for every head. sharing: heads that read the same keys."""
+    count, unit = portions(heads, len(cost), threads)
+    units, per_pack = heads * len(cost) // unit, len(cost) * sharing
+    total, ends = float(cost.sum()), np.concatenate([[0.0], np.cumsum(cost)])
+    loads, packed, last = [0.0] * threads, [0] * threads, [-1] * threads
+    for number in range(count):
+        low, high = (unit * before(n, units, count) for n in (number, number + 1))
+        if low == high:
+            continue
+        thread = loads.index(min(loads))
+        done = [item // len(cost) * total + float(ends[item % len(cost)]) for item in (low, high)]
+        loads[thread] += done[1] - done[0]
+        packed[thread] += (high - 1) // per_pack - low // per_pack + (low // per_pack != last[thread])
+        last[thread] = (high - 1) // per_pack
+    busiest = loads.index(max(loads))
+    return loads[busiest] / (total * heads), packed[busiest]
 
 
 def _up(size: int | np.ndarray, multiple: int):

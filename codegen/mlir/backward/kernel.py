@@ -60,12 +60,18 @@ class BackwardKernel(BackwardTile):
         zero, one = b.constant(0, "i64"), b.constant(1, "i64")
         low = b.select(by_block, zero, b.div(b.mul(outer, self.thread), self.threads), "outer_lo")
         high = b.select(by_block, outer, b.div(b.mul(outer, b.add(self.thread, 1)), self.threads), "outer_hi")
-        start = b.select(by_block, self.thread, zero, "block_lo")
         step = b.select(by_block, self.threads, one, "block_step")
+        mine = b.select(by_block, self.thread, zero)
+        mirrored = b.sub(b.sub(step, 1), mine)
+        rounds = b.div(b.add(blocks, b.sub(step, 1)), step)
         with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
             scope = self._element_scope(top, o, n)
-            with self._element(scope, blocks), b.loop(start, blocks, step, hint="block") as block:
-                with self._one_block(block):
+            with self._element(scope, blocks), b.loop(0, rounds, hint="round") as turn:
+                # There and back, so that under causal masks no thread has the longer block of every round. A block of
+                # all inner elements stays with one thread, which adds up their gradients.
+                odd = b.compare("ne", b.rem(b.add(o, turn), 2), 0)
+                block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
+                with b.when(b.compare("slt", block, blocks)), self._one_block(block):
                     self._block(Scope(context=self.context, parent=scope), block)
 
     def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:

@@ -4,26 +4,37 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.launch import CHUNKS_PER_THREAD, FEW_BLOCKS, Kernel, chunks_of
+from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.machine import Machine
 from fusion.planning.cpu_planner import WORTH_COMPILING, CpuPlanner
+from fusion.planning.portions import FEW_BLOCKS, before, one_by_one, portions
 from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 96])
 @pytest.mark.parametrize("blocks", [1, 2, FEW_BLOCKS, FEW_BLOCKS + 1, 64])
-@pytest.mark.parametrize("count", [1, 2, 7, 12, 13, 96])
-def test_every_thread_has_work_and_short_heads_stay_whole(count: int, blocks: int, threads: int) -> None:
-    threads = min(threads, count * blocks)
-    chunks = chunks_of(count, blocks, threads)
-    assert threads <= chunks <= max(1, min(count * blocks, CHUNKS_PER_THREAD * threads))
-    edges = [count * blocks * k // chunks for k in range(chunks + 1)]
-    assert all(low < high for low, high in zip(edges, edges[1:], strict=False))
-    divisors = [n for n in range(threads, CHUNKS_PER_THREAD * threads + 1) if count % n == 0]
-    if blocks <= FEW_BLOCKS and divisors and threads > 1:
-        assert all(edge % blocks == 0 for edge in edges)
+@pytest.mark.parametrize("heads", [1, 2, 7, 12, 13, 96])
+def test_portions_hold_every_item_once_and_become_smaller(heads: int, blocks: int, threads: int) -> None:
+    items = heads * blocks
+    count, unit = portions(heads, blocks, min(threads, items))
+    assert items % unit == 0
+    edges = [unit * before(number, items // unit, count) for number in range(count + 1)]
+    sizes = [high - low for low, high in zip(edges, edges[1:], strict=False)]
+    assert edges[0] == 0 and edges[-1] == items and min(sizes) >= 0
+    assert all(later <= size + unit for size, later in zip(sizes, sizes[1:], strict=False))  # but for rounding
+    assert sum(size > 0 for size in sizes) >= min(threads, items)
+    if threads > 1:
+        assert max(sizes) <= max(unit, items / (2 * threads) + unit)
+
+
+@pytest.mark.parametrize("items", [1, 2, 3, 100, 1024])
+def test_parts_of_keys_are_taken_one_by_one(items: int) -> None:
+    count, unit = one_by_one(items)
+    edges = [before(number, items, count) for number in range(count + 1)]
+    assert unit == 1 and edges[0] == 0 and edges[-1] == items
+    assert {high - low for low, high in zip(edges, edges[1:], strict=False)} <= {0, 1}
 
 
 def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
