@@ -91,10 +91,15 @@ class Execution:
         return (lambda *index: tensor[index]) if view is None else (lambda *index: view)
 
     def slice(self, tensor: torch.Tensor, index: tuple[Expr, ...], known: dict[Expr, torch.Tensor]):
-        """`tensor[index]` as a view over the axes, where every index is a coordinate of its own or constant, else None.
+        """`tensor[index]` over the axes, where every index is constant or a coordinate of its own, which may be divided
+        (heads that share keys), else None.
 
-        Gathers give the same; a view's gradient is cheaper by far.
+        Gathers give the same. Their gradient is slower by far, and on several threads adds up in any order.
         """
+        for dim, e in enumerate(index):
+            if e.op == "floordiv" and e.args[0].op == "coord" and e.args[1].is_const:
+                tensor = tensor.repeat_interleave(e.args[1].integer, dim)
+                index = (*index[:dim], e.args[0], *index[dim + 1 :])
         coords = [e for e in index if e.op == "coord"]
         if len(set(coords)) != len(coords) or any(e.op not in ("coord", "const") for e in index):
             return None
@@ -120,15 +125,16 @@ class Execution:
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q [b.., i, c], K [b.., j, c] and V [b.., j, e], indexed as the spec says."""
-        spec = self.spec
-        return (
-            self.gather(0, spec.q, I, self.n_q, C, self.d),
-            self.gather(1, spec.k, J, self.n_k, C, self.d),
-            self.gather(2, spec.v, J, self.n_k, E, self.d_v),
-        )
+        return self.gather(0), self.gather(1), self.gather(2)
 
-    def gather(self, operand: int, index: tuple[Expr, ...], rows: Expr, n: int, columns: Expr, width: int):
-        axis = len(self.batch)
+    def gather(self, operand: int) -> torch.Tensor:
+        """Q, K or V, by its number."""
+        spec, axis = self.spec, len(self.batch)
+        index, rows, n, columns, width = (
+            (spec.q, I, self.n_q, C, self.d),
+            (spec.k, J, self.n_k, C, self.d),
+            (spec.v, J, self.n_k, E, self.d_v),
+        )[operand]
         positions = {rows: self.arange(0, n, axis), columns: self.arange(0, width, axis + 1)}
         shape = (*self.batch, n, width)
         if (value := self.spec.values[operand]) is not None:

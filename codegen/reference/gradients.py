@@ -26,7 +26,7 @@ def of_access(
     """The gradient of Q (number 0), K (1) or V (2) from that of its elements, [b.., row, column]."""
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(n == number) for n, o in enumerate(operands)]
-        gathered = Execution(spec, given, sizes).gathered()[number]
+        gathered = Execution(spec, given, sizes).gather(number)
         return torch.autograd.grad(gathered, given[number], upstream.to(gathered.dtype))[0]
 
 
