@@ -53,17 +53,24 @@ def causal(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 def biased(q, k, v, bias):
     return torch.softmax(q @ k.transpose(-1, -2) / WIDTH**0.5 + bias, -1) @ v
 
 
-CASES: dict[str, Call] = {"full": full, "causal": causal, "bias": biased}
+CASES: dict[str, Call] = {"full": full, "causal": causal, "grouped": grouped, "bias": biased}
+GROUP = 4
 
 
 def inputs(case: str, length: int, heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Q, K and V as layers make them, [1, N, H, d] transposed, and the bias that is trained, [1, H, N, N]."""
+    """Q, K and V as layers make them, [1, N, H, d] transposed, and the bias that is trained, [1, H, N, N]. Grouped: K
+    and V have a head for each GROUP heads of Q."""
     torch.manual_seed(0)
-    tensors = [torch.randn(1, length, heads, WIDTH, dtype=dtype).transpose(1, 2) for _ in range(3)]
+    shared = heads // GROUP if case == "grouped" else heads
+    tensors = [torch.randn(1, length, n, WIDTH, dtype=dtype).transpose(1, 2) for n in (heads, shared, shared)]
     if case == "bias":
         tensors.append(torch.randn(1, heads, length, length, dtype=dtype))
     return [t.requires_grad_() for t in tensors]
