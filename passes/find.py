@@ -20,7 +20,7 @@ from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.checkpointing import bodies
-from fusion.passes.contractions import ADDING, MOVES, Factors, factors, is_contraction, is_parameter
+from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
@@ -342,17 +342,12 @@ def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr
                     return at
         return None
 
-    weights_left = weights_are_left(parts, met)
+    weights_left = met.weights_are_left(parts)
     own, other = (parts.left_index, right) if weights_left else (parts.right_index, left)
     theirs, ours = (parts.right_index, left) if weights_left else (parts.left_index, right)
     whole, inner = (last(own, other, way) for way in (False, True))
     row = whole if not apart else None if inner is whole else inner  # the same has been tried
     return row, last(theirs, ours, False)
-
-
-def weights_are_left(parts: Factors, met: Upstream) -> bool:
-    """Which operand is the normalised one. Weights on the right are rare (v^T @ w^T)."""
-    return bool(met[parts.left] & NORMALISED) or not met[parts.right] & NORMALISED
 
 
 def _pull_back(
@@ -361,7 +356,7 @@ def _pull_back(
     """The attentions of a product with V; None where what follows the product does not scale its rows."""
     parts = factors(anchor, index, J)
     weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
-    if not weights_are_left(parts, met):
+    if not met.weights_are_left(parts):
         weights, at, other, other_at = other, other_at, weights, at
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent, anchor)
     weight = pullback.value(weights, at)

@@ -28,7 +28,7 @@ from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.contractions import factors, is_contraction
-from fusion.passes.find import ANY, Reads, Site, find_sites, weights_are_left
+from fusion.passes.find import ANY, Reads, Site, find_sites
 from fusion.passes.further import order_of
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.over_keys import depends_on_product
@@ -174,7 +174,7 @@ def _division(product: Node, met: Upstream) -> _Division | None:
     extents = shape(product)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     parts = factors(product, atoms, J)
-    left = weights_are_left(parts, met)
+    left = met.weights_are_left(parts)
     here, index = (parts.left, parts.left_index) if left else (parts.right, parts.right_index)
     bounds, user = dict(zip(atoms, extents, strict=True)) | {J: parts.extent}, product
     while here.op == "call_function":

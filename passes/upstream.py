@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fusion.ir.expr import coord, coordinates
 from fusion.passes import nodes
-from fusion.passes.contractions import extended_factors, is_contraction, is_distance
+from fusion.passes.contractions import Factors, extended_factors, is_contraction, is_distance
 from fusion.passes.nodes import packet, shape
 from fusion.passes.sdpa import is_sdpa
 from fusion.passes.views import source
@@ -62,6 +62,14 @@ class Upstream:
     def inputs(self, node: Node) -> Met:
         """What any of the inputs of a node meets."""
         return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
+
+    def weights_are_left(self, parts: Factors) -> bool:
+        """Which operand of a product with V is the normalised one. Weights on the right are rare (v^T @ w^T); V may
+        have met a gate since another attention."""
+        left, right = self[parts.left], self[parts.right]
+        if looks_like_attention(left) != looks_like_attention(right):
+            return looks_like_attention(left)
+        return bool(left & NORMALISED) or not right & NORMALISED
 
     def is_hidden_product_with_values(self, node: Node) -> bool:
         """Whether a node multiplies attention weights of one query with V, by a product and a sum."""

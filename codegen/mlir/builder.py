@@ -11,11 +11,12 @@ writes. Integers stay Python integers as long as they can: arithmetic between th
 from __future__ import annotations
 
 import contextlib
-import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from fusion.codegen.mlir.interleave import in_turns
 
 T = TypeVar("T")
 
@@ -83,26 +84,6 @@ class Loop:
         self.yielded = values
 
 
-_NAME = re.compile(r"%\w+")
-
-
-def _in_turns(streams: list[list[str]]) -> list[str]:
-    if any(line.endswith("{") for lines in streams for line in lines):
-        return [line for lines in streams for line in lines]
-    waiting = {_NAME.findall(line)[0] for lines in streams for line in lines if " = " in line}
-    rest, merged = [list(reversed(lines)) for lines in streams], []
-    while any(rest):
-        for lines in rest:
-            if not lines:
-                continue
-            names = _NAME.findall(lines[-1])
-            defined = names[:1] if " = " in lines[-1] else []
-            if waiting.isdisjoint(names[len(defined) :]):
-                waiting.difference_update(defined)
-                merged.append(lines.pop())
-    return merged
-
-
 class Builder:
     """Collects the body of one function. `text()` gives it with its constants in front."""
 
@@ -131,7 +112,7 @@ class Builder:
             results.append(part())
             streams.append(self._lines[start:])
             del self._lines[start:]
-        self._lines += _in_turns(streams)
+        self._lines += in_turns(streams)
         return results
 
     def text(self) -> str:
@@ -346,15 +327,20 @@ class Builder:
         self.line(f'"llvm.intr.prefetch"({address}) {fields} : ({PTR}) -> ()')
 
     @contextlib.contextmanager
+    def _body(self, opening: str, closing: str = "}") -> Iterator[None]:
+        self.line(opening)
+        self._depth += 1
+        yield
+        self._depth -= 1
+        self.line(closing)
+
+    @contextlib.contextmanager
     def loop(self, low: Operand, high: Operand, step: Operand = 1, hint: str = "i") -> Iterator[Value]:
         """`for index in range(low, high, step)`; the body is the with block."""
         index = Value(self.name(hint), "i64")
         lo, hi, st = (self.as_value(x, "i64") for x in (low, high, step))
-        self.line(f"scf.for {index} = {lo} to {hi} step {st} : i64 {{")
-        self._depth += 1
-        yield index
-        self._depth -= 1
-        self.line("}")
+        with self._body(f"scf.for {index} = {lo} to {hi} step {st} : i64 {{"):
+            yield index
 
     @contextlib.contextmanager
     def carry(self, low: Operand, high: Operand, step: Operand, initial: Sequence[Value], hint: str = "i"):
@@ -367,13 +353,11 @@ class Builder:
         types = ", ".join(v.type for v in initial)
         inits = ", ".join(f"{a} = {b}" for a, b in zip(inner, initial, strict=True))
         many = f":{len(inner)}" if len(inner) > 1 else ""
-        self.line(f"{result}{many} = scf.for {index} = {lo} to {hi} step {st} iter_args({inits}) -> ({types}) : i64 {{")
-        self._depth += 1
-        yield handle, index, inner
-        assert handle.yielded is not None, "a carrying loop must yield"
-        self.line(f"scf.yield {', '.join(map(str, handle.yielded))} : {types}")
-        self._depth -= 1
-        self.line("}")
+        carried = f"iter_args({inits}) -> ({types})"
+        with self._body(f"{result}{many} = scf.for {index} = {lo} to {hi} step {st} {carried} : i64 {{"):
+            yield handle, index, inner
+            assert handle.yielded is not None, "a carrying loop must yield"
+            self.line(f"scf.yield {', '.join(map(str, handle.yielded))} : {types}")
         names = [f"{result}#{k}" for k in range(len(inner))] if many else [result]
         handle.results = [Value(n, v.type) for n, v in zip(names, initial, strict=True)]
 
@@ -381,34 +365,23 @@ class Builder:
     def taking(self, take: Callable[[], Value], count: Value, hint: str = "i") -> Iterator[Value]:
         """A loop over what `take()` returns before each turn, which ends with the first that is not below `count`."""
         taken = Value(self.name(hint), "i64")
-        self.line("scf.while : () -> i64 {")
-        self._depth += 1
-        found = take()
-        self.line(f"scf.condition({self.compare('slt', found, count)}) {found} : i64")
-        self._depth -= 1
-        self.line("} do {")
-        self.line(f"^bb0({taken}: i64):")
-        self._depth += 1
-        yield taken
-        self.line("scf.yield")
-        self._depth -= 1
-        self.line("}")
+        with self._body("scf.while : () -> i64 {", "} do {"):
+            found = take()
+            self.line(f"scf.condition({self.compare('slt', found, count)}) {found} : i64")
+        with self._body(f"^bb0({taken}: i64):"):
+            yield taken
+            self.line("scf.yield")
 
     @contextlib.contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         """The with block runs only where the condition (i1) holds."""
-        self.line(f"scf.if {condition} {{")
-        self._depth += 1
-        yield
-        self._depth -= 1
-        self.line("}")
+        with self._body(f"scf.if {condition} {{"):
+            yield
 
     @contextlib.contextmanager
     def otherwise(self) -> Iterator[None]:
         """The else part; must follow a `when` directly."""
         assert self._lines[-1].strip() == "}", "otherwise must follow a when block"
-        self._lines[-1] = self._lines[-1].replace("}", "} else {")
-        self._depth += 1
-        yield
-        self._depth -= 1
-        self.line("}")
+        self._lines.pop()
+        with self._body("} else {"):
+            yield

@@ -126,3 +126,18 @@ def test_a_table_of_distances_is_read_in_place():
     """Not gathered to a bias of every row and key first."""
     *_, sites = _compile(spellings.table_bias, _inputs())
     assert [operand.rank for operand in sites[0].spec.operands[3:]] == [2]
+
+
+def test_values_that_met_a_gate_are_not_taken_for_weights():
+    """YOLO: V is first in the product, and comes from an earlier attention by a gate and a convolution."""
+
+    def attention(x, weight):
+        q, k, v = torch.conv2d(x, weight).flatten(2).split(32, 1)
+        return (v @ (q.mT @ k).softmax(-1).mT).view(x.shape)
+
+    def twice(x, weight):
+        return attention(torch.nn.functional.silu(attention(x, weight)), weight)
+
+    actual, eager, exact, sites = _compile(twice, [torch.randn(2, 32, 4, 5), 0.3 * torch.randn(96, 32, 1, 1)])
+    assert [site.reason for site in sites] == [None, None]
+    assert_as_exact_as_eager(actual, eager, exact, torch.float32)
