@@ -19,6 +19,7 @@ new ones with `--fit`.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -253,18 +254,20 @@ def _busiest(cost: np.ndarray, heads: int, sharing: int, threads: int) -> tuple[
     count, unit = portions(heads, len(cost), threads)
     units, per_pack = heads * len(cost) // unit, len(cost) * sharing
     total, ends = float(cost.sum()), np.concatenate([[0.0], np.cumsum(cost)])
-    loads, packed, last = [0.0] * threads, [0] * threads, [-1] * threads
+    loads = [(0.0, thread) for thread in range(threads)]  # a heap
+    packed, last = [0] * threads, [-1] * threads
+    edges = [unit * before(number, units, count) for number in range(count + 1)]
+    done = [item // len(cost) * total + float(ends[item % len(cost)]) for item in edges]
     for number in range(count):
-        low, high = (unit * before(n, units, count) for n in (number, number + 1))
+        low, high = edges[number], edges[number + 1]
         if low == high:
             continue
-        thread = loads.index(min(loads))
-        done = [item // len(cost) * total + float(ends[item % len(cost)]) for item in (low, high)]
-        loads[thread] += done[1] - done[0]
+        load, thread = loads[0]
+        heapq.heapreplace(loads, (load + done[number + 1] - done[number], thread))
         packed[thread] += (high - 1) // per_pack - low // per_pack + (low // per_pack != last[thread])
         last[thread] = (high - 1) // per_pack
-    busiest = loads.index(max(loads))
-    return loads[busiest] / (total * heads), packed[busiest]
+    load, busiest = max(loads)
+    return load / (total * heads), packed[busiest]
 
 
 def _up(size: int | np.ndarray, multiple: int):
