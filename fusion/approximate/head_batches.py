@@ -221,7 +221,7 @@ class HeadPacker:
             if found.shape == shape:
                 return found
         dtype, execution.dtype = execution.dtype, operand.dtype
-        found = execution.gather(number, index, rows, n, columns, width)
+        found = execution.gather(number)
         execution.dtype = dtype
         return found
 
