@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -10,7 +11,7 @@ import fusion
 from fusion.approximate import dispatch
 from fusion.approximate.polynomial import PolynomialAttention
 from tests.fusion.approximate.cases import inputs
-from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager, wide
+from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager, assert_same, wide
 
 
 def test_training_keeps_the_exact_kernel():
@@ -26,6 +27,25 @@ def test_training_keeps_the_exact_kernel():
         for y, given in ((out, x), *((F.scaled_dot_product_attention(t, t, t), t) for t in (x, double)))
     )
     assert_as_exact_as_eager(ours, eager, exact)
+
+
+@pytest.mark.parametrize("method", ["polynomial", "certified_sparse"])
+def test_heads_of_one_packed_tensor_are_those_of_three(method):
+    packed = torch.randn(1, 512, 3 * 4 * 16) * 0.3
+    apart = [x.contiguous() for x in packed.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)]
+
+    def together(x):
+        q, k, v = x.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    found = []
+    for function, given in ((together, [packed]), (F.scaled_dot_product_attention, apart)):
+        torch._dynamo.reset()
+        options = {"inner": "eager", "approximate": method}
+        with torch.no_grad():
+            found.append(torch.compile(function, backend="fusion", options=options)(*given))
+        assert len(fusion.last_certificates()[0].heads) == 4
+    assert_same(*found)
 
 
 def test_certificates_are_those_of_the_last_call():
