@@ -13,6 +13,7 @@ import argparse
 from dataclasses import replace
 
 from fusion.machine import Machine
+from fusion.machine.processors import of_such_cores
 from fusion.planning.cpu import predict
 from fusion.planning.problem import Problem
 from fusion.planning.register_tiles import PLANES, target_of
@@ -30,14 +31,6 @@ PROBLEMS = {
     "Stable Diffusion, 64 x 64": Problem(n_q=4096, n_k=4096, d=40, d_v=40, heads=8, heads_kv=8),
     "one head, 256 queries over 50176 keys": Problem(n_q=256, n_k=50176, d=64, d_v=64),
 }
-
-
-def with_many(machine: Machine, cores: int) -> Machine:
-    """A machine of so many such cores."""
-    grown = cores / machine.cores
-    rates = tuple((dtype, rate * grown) for dtype, rate in machine.matrix_flops)
-    levels = tuple(replace(level, bandwidth=level.bandwidth * grown) for level in machine.levels)
-    return replace(machine, cores=cores, matrix_flops=rates, levels=levels, exp_rate=machine.exp_rate * grown)
 
 
 def fastest(problem: Problem, machine: Machine) -> tuple[tuple[int, int], float]:
@@ -61,10 +54,10 @@ def main() -> None:
     print(f"| --- | ---: |{' ---: |' * len(options.cores)}")
     for name, problem in PROBLEMS.items():
         problem = replace(problem, dtype=options.dtype)
-        (rows, keys), alone = fastest(problem, with_many(here, 1))
+        (rows, keys), alone = fastest(problem, of_such_cores(here, 1))
         cells = [f"{1e3 * alone:.2f} ({rows} x {keys})"]
         for cores in options.cores:
-            (rows, keys), seconds = fastest(problem, with_many(here, cores))
+            (rows, keys), seconds = fastest(problem, of_such_cores(here, cores))
             cells.append(f"{1e3 * seconds:.3f} ({rows} x {keys}), {alone / seconds / cores:.0%}")
         print(f"| {name} | {' | '.join(cells)} |")
 

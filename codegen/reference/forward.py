@@ -96,10 +96,8 @@ class Execution:
 
         Gathers give the same. Their gradient is slower by far, and on several threads adds up in any order.
         """
-        for dim, e in enumerate(index):
-            if e.op == "floordiv" and e.args[0].op == "coord" and e.args[1].is_const:
-                tensor = tensor.repeat_interleave(e.args[1].integer, dim)
-                index = (*index[:dim], e.args[0], *index[dim + 1 :])
+        groups = [e.args[1].integer if e.op == "floordiv" and e.args[1].is_const else 1 for e in index]
+        index = tuple(e.args[0] if group > 1 else e for e, group in zip(index, groups, strict=True))
         coords = [e for e in index if e.op == "coord"]
         if len(set(coords)) != len(coords) or any(e.op not in ("coord", "const") for e in index):
             return None
@@ -112,7 +110,10 @@ class Execution:
             if positions.numel() == 0:
                 return None
             axes.insert(0, next((a for a, extent in enumerate(positions.shape) if extent > 1), None))
-            tensor = tensor.narrow(dim, int(positions.flatten()[0]), positions.numel())
+            first, count, group = int(positions.flatten()[0]), positions.numel(), groups[dim]
+            tensor = tensor.narrow(dim, first // group, (first + count - 1) // group - first // group + 1)
+            if group > 1:
+                tensor = tensor.repeat_interleave(group, dim).narrow(dim, first % group, count)
         named = [axis for axis in axes if axis is not None]
         tensor = tensor.reshape([n for n, axis in zip(tensor.shape, axes, strict=True) if axis is not None])
         tensor = tensor.permute(sorted(range(len(named)), key=named.__getitem__))

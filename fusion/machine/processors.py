@@ -199,8 +199,11 @@ def with_cores(base: Machine, cores: int) -> Machine:
     grow).
     """
     cores = max(1, min(cores, base.cores))
-    if cores == base.cores:
-        return base
+    return base if cores == base.cores else of_such_cores(base, cores)
+
+
+def of_such_cores(base: Machine, cores: int) -> Machine:
+    """A machine of so many of these cores, which may be more than there are."""
     share = cores / base.cores
     levels = tuple(
         level if level.shared else replace(level, bandwidth=level.bandwidth * share) for level in base.levels
