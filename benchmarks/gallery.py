@@ -102,13 +102,18 @@ def picture(tiles: torch.Tensor) -> str:
 
 
 def newest() -> dict[str, dict]:
-    """Of each variant the newest result in float32 at the length that shows most: 1024, or 16384 for one query."""
+    """Of each variant the newest result in float32 at the length that shows most: 1024, or 16384 for one query.
+
+    A result that lacks a peer of an older one does not replace it.
+    """
     results: dict[str, dict] = {}
     for file in sorted((ROOT / "benchmarks" / "results").glob("*-cpu.json")):
         document = json.loads(file.read_text())
         for entry in document["rows"]:
             length = 16384 if GPU_ROWS[entry["row"]].queries else 1024
-            if entry["dtype"] == "fp32" and entry["N"] == length and entry["d"] in (64, 128):
+            shown = entry["dtype"] == "fp32" and entry["N"] == length and entry["d"] in (64, 128)
+            older = results.get(entry["row"], {"entries": {}})
+            if shown and PEERS.keys() & older["entries"] <= entry["entries"].keys():
                 results[entry["row"]] = entry | {"file": file.name, "cpu": document["environment"]["cpu"]}
     return results
 
