@@ -214,16 +214,17 @@ class Amx:
     ) -> None:
         """S^T of 32 keys and two groups; step: the number of the key step, for `beside`."""
         b, size = self.b, TILE_ELEMENTS * self.planes
-        for half in (0, 1):  # one after the other: tiles are stored while products of the next are under way
+        with b.loop(0, 2, hint="half") as half:
+            first = b.mul(half, self.chunks)
             start = [self.unit.zero() for _ in queries]
             with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, sums):
-                left = [self.planes_at(keys, b.mul(b.add(chunk, half * self.chunks), size))]
+                part = b.add(chunk, first)
+                left = [self.planes_at(keys, b.mul(part, size))]
                 right = [self.planes_at(q, b.mul(chunk, size)) for q in queries]
-                part = b.add(chunk, half * self.chunks)
                 pieces = () if beside is None or step is None else beside(step, part, 2 * self.chunks)
                 loop.yields(*self.unit.multiply(sums, left, right, self.planes, self.mirrored, pieces))
             for tile, place in zip(loop.results, target, strict=True):
-                self.unit.store(tile, b.at(place, half * 256, "f32"))
+                self.unit.store(tile, b.at(place, b.mul(half, 256), "f32"))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""

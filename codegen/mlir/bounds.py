@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fusion.ir import ops
-from fusion.ir.expr import SCORE, Expr, const
-from fusion.ir.fills import LARGEST, fill_of
+from fusion.ir.expr import SCORE, Expr, Kind, const
+from fusion.ir.fills import LARGEST
+from fusion.ir.primitives import ROUNDED
 from fusion.lowering.numbers import LOG2E
 
 #: Weights lie within 2**-48 .. 2**48 of the centre's ...
@@ -33,6 +34,8 @@ VALUE_EXPONENTS = 50
 SLACK = 1.01
 #: Natural exponents from here down have weight zero, however low the other scores of a row are within the range.
 FILL = -1000.0
+#: Of a centre, in powers of two: 128 times as much is a number of float32 to 1/16
+LARGEST_CENTRE = 2.0**13
 #: Of raw scores: powers of them, by which polynomials are evaluated, stay far from overflow.
 LARGEST_SCORE = 1e4
 #: Largest argument of `tanh` that its polynomial takes, and the error that it may add to an exponent of 2: a quarter of
@@ -43,14 +46,17 @@ TANH_ERROR = 2.0**-11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MagnitudeBound:
-    """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for constants below `FILL` that some
-    keys may have in place of x, or added to it (fills). finite: one of them is finite, so that a row of nothing else
-    has weights."""
+    """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for fills: constants that some keys
+    have in place of x, or added to it.
+
+    fill: the largest of them relative to the centre; None without
+    finite: one of them is finite, so that a row of nothing else has weights
+    """
 
     centre: float
-    slope: float
-    offset: float
-    fills: bool = False
+    slope: float = 0.0
+    offset: float = 0.0
+    fill: float | None = None
     finite: bool = False
 
 
@@ -77,19 +83,19 @@ def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float 
     factor, limit, found = scale * LOG2E, LARGEST_SCORE, []
     for program in programs:
         arguments: list[MagnitudeBound] = []
-        reach = _reach(program, scale, arguments)
-        if reach is None:
+        reach = _Reach(scale, arguments).of(program)
+        if reach is None or math.isinf(reach.centre) or (reach.fill is not None and reach.fill * scale > FILL):
             return None
         found.append(reach)
         radii = [(reach, EXPONENTS / factor), *((x, TANH_NEAR - abs(x.centre)) for x in arguments)]
         limit = min([limit, *(_largest(*pair) for pair in radii)])
     centre = found[0].centre
-    if any(reach.centre != centre for reach in found) or limit <= 0:
+    if any(reach.centre != centre for reach in found) or limit <= 0 or abs(centre) * factor > LARGEST_CENTRE:
         return None
     exponents = {program: _times(program, factor * unit, 1 / unit) for program in programs}
     if shift := (bias - centre * factor) * unit:
         exponents = {key: ops.apply("fadd", x, const(shift)) for key, x in exponents.items()}
-    filled = frozenset(x for x, reach in zip(exponents.values(), found, strict=True) if reach.fills)
+    filled = frozenset(x for x, reach in zip(exponents.values(), found, strict=True) if reach.fill is not None)
     finite = any(reach.finite for reach in found)
     return BoundedScores(centre=centre, bound=limit, exponents=exponents, filled=filled, finite=finite)
 
@@ -157,76 +163,104 @@ def _largest(reach: MagnitudeBound, radius: float) -> float:
     return (radius - reach.offset) / reach.slope
 
 
-def _reach(expr: Expr, scale: float, arguments: list[MagnitudeBound]) -> MagnitudeBound | None:
-    """Of a FLOAT expression; notes what `tanh` is applied to."""
-    if expr is SCORE:
-        return MagnitudeBound(centre=0.0, slope=1.0, offset=0.0)
-    if expr.op == "const":
-        value = expr.value
-        return MagnitudeBound(centre=value, slope=0.0, offset=0.0) if math.isfinite(value) else None
-    if expr.op == "where":
-        return _either(*expr.args[1:], scale, arguments)
-    parts = [_reach(arg, scale, arguments) for arg in expr.args] if expr.op in _RULES else [None]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or any(part.fills for part in known):
-        return None
-    if expr.op == "tanh":
-        arguments.append(known[0])
-    return _RULES[expr.op](*known)
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Bounds of FLOAT expressions. arguments: collects those of what `tanh` is applied to."""
+
+    scale: float
+    arguments: list[MagnitudeBound]
+
+    def of(self, expr: Expr) -> MagnitudeBound | None:
+        if expr is SCORE:
+            return MagnitudeBound(centre=0.0, slope=1.0)
+        if expr.op == "const":
+            return MagnitudeBound(centre=expr.value) if expr.value < math.inf else None
+        parts = [self.of(arg) for arg in expr.args if arg.kind is Kind.FLOAT]
+        known = [part for part in parts if part is not None]
+        if expr.op not in _RULES or len(known) < len(parts):
+            return None
+        if expr.op == "tanh":
+            self.arguments.append(known[0])
+        return self._either(*known) if expr.op == "where" else _RULES[expr.op](*known)
+
+    def _either(self, first: MagnitudeBound, second: MagnitudeBound) -> MagnitudeBound | None:
+        slope, apart = max(first.slope, second.slope), second.centre - first.centre
+        for part, other in ((first, second), (second, first)):
+            fill = part.centre + part.offset - other.centre
+            if fill * self.scale <= FILL:
+                finite = other.finite or math.isfinite(fill)
+                return replace(other, slope=slope, fill=_highest(fill, other.fill), finite=finite)
+        if not math.isfinite(apart):
+            return None
+        return MagnitudeBound(
+            centre=first.centre, slope=slope, offset=max(first.offset, second.offset + abs(apart)),
+            fill=_highest(first.fill, None if second.fill is None else second.fill + apart),
+            finite=first.finite or second.finite,
+        )  # fmt: skip
 
 
-def _either(x: Expr, y: Expr, scale: float, arguments: list[MagnitudeBound]) -> MagnitudeBound | None:
-    for part, other in ((x, y), (y, x)):
-        if (fill := fill_of(part)) * scale <= FILL:
-            reach = _reach(other, scale, arguments)
-            if reach is None:
-                return None
-            finite = reach.finite or math.isfinite(fill)
-            return replace(reach, fills=True, finite=finite)
-    first, second = (_reach(part, scale, arguments) for part in (x, y))
-    if first is None or second is None:
-        return None
-    return MagnitudeBound(
-        centre=first.centre,
-        slope=max(first.slope, second.slope),
-        offset=max(first.offset, second.offset + abs(second.centre - first.centre)),
-        fills=first.fills or second.fills,
-        finite=first.finite or second.finite,
-    )
+def _highest(*fills: float | None) -> float | None:
+    return max((fill for fill in fills if fill is not None), default=None)
 
 
-def _negated(x: MagnitudeBound) -> MagnitudeBound:
-    return MagnitudeBound(centre=-x.centre, slope=x.slope, offset=x.offset)
+def _negated(x: MagnitudeBound) -> MagnitudeBound | None:
+    return _product(MagnitudeBound(centre=-1.0), x)
 
 
 def _sum(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound:
-    return MagnitudeBound(centre=x.centre + y.centre, slope=x.slope + y.slope, offset=x.offset + y.offset)
+    return MagnitudeBound(
+        centre=x.centre + y.centre, slope=x.slope + y.slope, offset=x.offset + y.offset,
+        fill=_highest(x.fill, y.fill), finite=x.finite or y.finite,
+    )  # fmt: skip
+
+
+def _difference(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
+    negated = _negated(y)
+    return None if negated is None else _sum(x, negated)
+
+
+def _is_constant(x: MagnitudeBound) -> bool:
+    return not (x.slope or x.offset) and x.fill is None and math.isfinite(x.centre)
 
 
 def _product(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
-    if x.slope or x.offset:
+    """By a constant. A fill stays one only if its sign does."""
+    if not _is_constant(x):
         x, y = y, x
-    if x.slope or x.offset:
-        return None
     factor = x.centre
-    return MagnitudeBound(centre=factor * y.centre, slope=abs(factor) * y.slope, offset=abs(factor) * y.offset)
+    if not _is_constant(x) or math.isinf(y.centre) or (y.fill is not None and factor <= 0):
+        return None
+    return MagnitudeBound(
+        centre=factor * y.centre, slope=abs(factor) * y.slope, offset=abs(factor) * y.offset,
+        fill=None if y.fill is None else factor * y.fill, finite=y.finite,
+    )  # fmt: skip
 
 
 def _quotient(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
-    if y.slope or y.offset or y.centre == 0.0:
+    if not _is_constant(y) or y.centre == 0.0:
         return None
-    return _product(x, MagnitudeBound(centre=1.0 / y.centre, slope=0.0, offset=0.0))
+    return _product(x, MagnitudeBound(centre=1.0 / y.centre))
 
 
-def _tanh(x: MagnitudeBound) -> MagnitudeBound:
+def _tanh(x: MagnitudeBound) -> MagnitudeBound | None:
     """|tanh x| <= |x|."""
+    if x.fill is not None or math.isinf(x.centre):
+        return None
     return MagnitudeBound(centre=0.0, slope=x.slope, offset=x.offset + abs(x.centre))
 
 
-_RULES = {
+def _rounded(x: MagnitudeBound) -> MagnitudeBound:
+    """To a narrower type: by less than a part in 100."""
+    offset = x.offset + (0.01 * abs(x.centre) if math.isfinite(x.centre) else 0.0)
+    return replace(x, slope=1.01 * x.slope, offset=1.01 * offset)
+
+
+#: What is known of the result of an operation from its arguments; that of `where` needs the scale
+_RULES: dict[str, Callable[..., MagnitudeBound | None]] = {
+    **dict.fromkeys((*ROUNDED.values(), "where"), _rounded),
     "neg": _negated,
     "fadd": _sum,
-    "fsub": lambda x, y: _sum(x, _negated(y)),
+    "fsub": _difference,
     "fmul": _product,
     "div": _quotient,
     "tanh": _tanh,

@@ -52,10 +52,15 @@ class OverlappingKernel(TileKernel):
             self._scores(new, step)
         self._weights(old, b.mul(both, step_keys), old.block.padded)
         self._no_maxima(new)
-        both = b.least(old.steps, b.div(new.block.count, step_keys), "both")
+        whole, plain = b.div(new.block.count, step_keys), self.programs.full or self.programs.masked
+        both = b.least(old.steps, whole, "both")
         for program in self._variants(new):
             with b.loop(0, new.here, hint="member") as member:
                 self._stage(new, member, program)
+            if program is not plain:  # few tiles are partly masked
+                self._accumulate_pair(old, 0, both)
+                self._all_maxima(new, program, 0, new.block.count)
+                continue
             self._accumulate_pair(old, 0, both, self._maxima_beside(new, program))
             with b.loop(0, both, hint="step") as step:
                 work = functools.partial(self._all_maxima, new, program)

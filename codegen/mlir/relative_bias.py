@@ -90,8 +90,7 @@ class DistanceTable:
     def fill(self, scope: Scope, first_row: Value, last_row: Value, first_key: Value, last_key: Value) -> None:
         """Write the values of a tile's distances: the last key against rows that go on beyond the last one."""
         b, lanes = self.b, self.context.lanes
-        self.lowest = b.sub(first_row, last_key)
-        count = b.add(b.sub(b.sub(last_row, first_key), self.lowest), 1)
+        count = b.add(b.sub(b.sub(last_row, first_key), b.sub(first_row, last_key)), 1)
         with b.loop(0, count, lanes, hint="at") as at:
             remaining = b.least(b.sub(count, at), lanes)
             limit = b.op(f"arith.trunci {remaining} : i64 to i32", "i32", "limit")
@@ -105,8 +104,9 @@ class DistanceTable:
             b.store(value, b.at(self.area, at, self.scalar))
 
     def read(self, row: Value, key: Value) -> Value:
-        """The values of L rows from `row` on, at a key."""
+        """The values of L rows from `row` on, at a key; `row` counted from the tile's first, `key` from its last."""
         b = self.b
-        at = b.sub(b.sub(row, key), self.lowest)
-        value = b.load(b.at(self.area, at, self.scalar), vector_of(self.scalar, self.context.lanes), "by_distance")
+        value = b.load(
+            b.at(self.area, b.sub(row, key), self.scalar), vector_of(self.scalar, self.context.lanes), "by_distance"
+        )
         return b.compare("ne", value, 0) if self.scalar == "i32" else value

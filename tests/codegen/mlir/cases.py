@@ -214,6 +214,16 @@ PROGRAMS = {
         eager=lambda s, i, j: masked(s, i // 16 == j // 16, FMIN),
         score=fill_where(apply("ieq", integers.floordiv(I, 16), integers.floordiv(J, 16)), FMIN),
     ),
+    "dilated": Program(
+        eager=lambda s, i, j, live: masked(s, live[i - j + len(j)], -INF),
+        operands=(tensor("live", 1, "bool"),),
+        score=fill_where(read(integers.add(integers.sub(I, J), NK), kind=Kind.BOOL), -INF),
+        tensors=lambda n: [torch.rand(n["Nq"] + n["Nk"]) < 0.5],
+    ),
+    "far_below": Program(
+        eager=lambda s, i, j: (s - 2000).masked_fill(j > i, -1500),
+        score=lambda s: where(CAUSAL, apply("fadd", s, const(-2000.0)), const(-1500.0)),
+    ),
     "temperature": Program(
         eager=lambda s, i, j, t: s * t.exp()[:, None, None],
         operands=(tensor("t", 1),), score=lambda s: apply("fmul", s, apply("exp", read(HEAD))),

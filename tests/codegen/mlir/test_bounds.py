@@ -45,6 +45,7 @@ PROGRAMS = {
     "filled": where(BELOW, const(-math.inf), scaled(SCORE, 0.125)),
     "finite": where(BELOW, const(-1e9), capped(50.0)),
     "penalty": where(BELOW, apply("fadd", scaled(SCORE, 0.125), const(-3.0)), scaled(SCORE, 0.125)),
+    "added": apply("fadd", scaled(SCORE, 0.125), where(BELOW, const(-math.inf), const(0.0))),
     "two values": where(BELOW, const(-5.0), scaled(SCORE, 0.125)),
 }
 
@@ -55,7 +56,7 @@ def test_exponents_in_other_units(name: str, scale: float) -> None:
     plain, other = near([PROGRAMS[name]], scale), near([PROGRAMS[name]], scale, 128, 127)
     assert plain is not None and other is not None
     (first,), (second,) = plain.exponents.values(), other.exponents.values()
-    assert bool(plain.filled) == bool(other.filled) == (name in ("filled", "finite"))
+    assert bool(plain.filled) == bool(other.filled) == (name in ("filled", "finite", "added"))
     s = torch.linspace(-plain.bound, plain.bound, 1001, dtype=torch.float64)
     for i, j in ((0, 1), (1, 0)):
         places = {SCORE: s, I: torch.tensor(i), J: torch.tensor(j)}
@@ -92,14 +93,48 @@ def test_exponents_are_those_of_the_program_and_in_range(name: str, scale: float
         apply("exp", SCORE),
         apply("fmul", SCORE, SCORE),
         apply("fadd", SCORE, const(math.inf)),
-        apply("fadd", SCORE, where(BELOW, const(-math.inf), const(0.0))),
         scaled(apply("tanh", apply("fadd", SCORE, const(2.0))), 3.0),
         apply("div", const(1.0), SCORE),
     ],
 )
 def test_ranges_that_do_not_follow_from_the_score(program: Expr) -> None:
     found = near([program], 1.0)
-    assert found is None or program.op == "where"
+    assert found is None
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        where(BELOW, const(-1500.0), apply("fadd", SCORE, const(-2000.0))),
+        where(BELOW, const(-500.0), apply("fadd", SCORE, const(-2000.0))),
+        where(BELOW, apply("fadd", scaled(SCORE, 1000.0), const(-1e4)), SCORE),
+        where(BELOW, const(1e9), apply("neg", SCORE)),
+        scaled(where(BELOW, const(-1e4), SCORE), 0.01),
+        apply("fadd", where(BELOW, const(-math.inf), SCORE), scaled(where(BELOW, const(-1e9), SCORE), 0.5)),
+    ],
+)
+def test_constants_beside_the_scores(program: Expr) -> None:
+    """For every score that is let through, an exponent is right and in range, or a fill far below."""
+    found = near([program], 1.0)
+    for s in () if found is None else (-found.bound, found.bound):
+        for i in (0, 1):
+            places = {SCORE: torch.tensor(s, dtype=torch.float64), I: torch.tensor(i), J: torch.tensor(1)}
+            x, y = (float(evaluate(e, places.__getitem__)) for e in (program, found.exponents[program]))
+            expected = (x - found.centre) * LOG2E
+            if y > -2 * EXPONENTS:
+                assert_within(abs(y - expected), 1e-6 * abs(expected) + 1e-9)
+                assert_within(abs(y), 1.001 * EXPONENTS)
+            else:
+                assert max(y, expected) <= FILL + 2 * EXPONENTS
+
+
+def test_fills_are_low_beside_the_scores() -> None:
+    """A centre of -2000, and keys at -1500 that take all of the weight."""
+    c = case("far_below", "bfloat16", 40, 24)
+    run, general = kernels(c)
+    operands, sizes = draw(c, SHAPES[0])
+    assert_as_exact_as_eager(run(operands, sizes), c, operands)
+    assert_same(run(operands, sizes), general(operands, sizes))
 
 
 def test_programs_must_share_a_centre() -> None:
@@ -153,7 +188,8 @@ def kernels(c: Case):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "causal", "left_padded", "left_padded_inf", "bool_mask", "padding", "soft_cap", "documents"]
+    "name",
+    ["plain", "causal", "left_padded", "left_padded_inf", "bool_mask", "padding", "soft_cap", "documents", "dilated"],
 )
 def test_near_scores(name: str) -> None:
     c = case(name, "bfloat16", 40, 24)
