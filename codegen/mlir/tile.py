@@ -250,12 +250,11 @@ class TileKernel(KernelFunction):
     def _row_program(self, tile: Tile, member: Value | int, program: Expr) -> RowProgram:
         b, lanes = self.b, self._member_lanes(tile, member)
         lanes.prepare(program, self.weight, bound=self.batch_names | {"i"})
-        staged = []
+        staged, row, last = [], b.mul(member, self.lanes), b.sub(tile.block.count, 1)
         for number in self._wanted(program):
             load, area = self.loads[number], self._staged_area(number, member)
             staged.append((load.expr, functools.partial(load.read, area)))
         for table in self.tables:
-            row, last = b.mul(member, self.lanes), b.sub(tile.block.count, 1)
             staged.append((table.part, lambda key, table=table: table.read(row, b.sub(key, last))))
         return RowProgram(program=program, weight=self.weight, scope=lanes, staged=staged)
 
