@@ -1,38 +1,23 @@
 """Loads of dense [.., row, column] tensors (biases, masks) for a group of queries and a block of keys.
 
-Lanes are queries, but such tensors are row-major in the keys. So a block is staged once per group: L rows of L keys are
-read as vectors, transposed in registers, converted to float32 (bool: int32) and written as [key][L]; the score program
-then reads one vector a row. Blocks at the edges and tensors of other strides go through gathers, except where lanes are
-contiguous.
+Lanes are queries, but such tensors are row-major in the keys. So a block is staged once per group, in units of a few
+keys: four words of each of L rows are read, transposed in registers, converted to float32 (bool: int32) and written as
+[key][L]; the score program then reads one vector a row. Blocks at the edges and tensors of other strides go through
+gathers.
 """
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.builder import SIZE, Value, vector_of
+from fusion.codegen.mlir.builder import SIZE, Value, shape_of, vector_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir import integers
-from fusion.ir.expr import Expr, I, J, Kind, coordinates, loads
+from fusion.ir.expr import Expr, I, J, Kind
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
+UNIT = 4  # words of a row in a unit
+UNITS_A_LINE = 4  # of the cache, where elements are words or parts of one
 PER_WORD = {"bool": 4, "bfloat16": 2}  # elements that are moved as one word of 32 bits
-
-
-def dense_loads(*programs: Expr | None) -> list[Expr]:
-    """Loads at indices linear in both row and key, which depend on both. Integers are left out: they are gathered."""
-    found = {e: None for p in programs if p is not None for e in loads(p)}
-    return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
-
-
-def _is_dense(expr: Expr) -> bool:
-    for index in expr.args:
-        row = integers.linear(index, I)
-        column = integers.linear(row[1], J) if row else None
-        if row is None or column is None or coordinates(row[0]) & {"i", "j"} or coordinates(column[0]) & {"i", "j"}:
-            return False
-        if any(part.op == "load" for part in (row[0], column[0])):
-            return False
-    return True
 
 
 class DenseLoad:
@@ -60,6 +45,8 @@ class DenseLoad:
         self.origin = b.at(context.params[("ptr", number)], base, self.memory, "origin")
         self.scalar = "i32" if expr.kind is Kind.BOOL else "f32"
         self.vector = vector_of(self.scalar, context.lanes)
+        self.per_word = PER_WORD.get(self.dtype, 1)
+        self.unit_keys = UNIT * self.per_word
 
     def _widen(self, x: Value) -> Value:
         if self.scalar == "i32":
@@ -70,38 +57,45 @@ class DenseLoad:
         """Write the block to target [key][L], for `read`."""
         b, lanes = self.b, self.context.lanes
         assert scope.lanes is not None
-        offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
-        corner = b.at(self.origin, offset, self.memory, "corner")
-        all_valid = b.reduce("and", scope.lanes.valid, "all_valid")
-        unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
-        square = b.binary("arith.andi", all_valid, unit)
-        done, none = b.constant(0, "i64"), b.constant(0, "i64")
-        for per_word in dict.fromkeys((PER_WORD.get(self.dtype, 1), 1)):
-            step = per_word * lanes
-            end = b.select(square, b.mul(b.div(count, step), step), none, "end")
-            with b.loop(done, end, step, hint="j") as j:
-                columns = self._columns(b.at(corner, j, self.memory), per_word)
-                for r, column in enumerate(columns):
-                    b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
-            done = end
-        with b.loop(done, count, hint="j") as j:
+        corner = self.corner(scope.lanes.first, first_key)
+        adjacent = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "adjacent")
+        regular = b.binary("arith.andi", b.reduce("and", scope.lanes.valid, "all_valid"), adjacent, "regular")
+        end = b.select(regular, b.mul(b.div(count, self.unit_keys), self.unit_keys), 0, "end")
+        with b.loop(0, end, self.unit_keys, hint="j") as j:
+            for r, column in enumerate(self._columns(corner, j)):
+                b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
+        with b.loop(end, count, hint="j") as j:
             b.store(
                 self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)),
                 b.at(target, b.mul(j, lanes), "f32"),
             )
 
-    def _columns(self, start: Value, per_word: int) -> list[Value]:
-        """The columns, widened, of a block of L rows and per_word * L keys. Several elements are moved as one word:
-        shuffles are what this costs."""
+    def corner(self, first_row: Value | int, first_key: Value) -> Value:
+        """The address of the element of a row and key."""
+        b = self.b
+        offset = b.add(b.mul(first_row, self.row_stride), b.mul(first_key, self.key_stride))
+        return b.at(self.origin, offset, self.memory, "corner")
+
+    def _columns(self, corner: Value, key: Value) -> list[Value]:
+        """What is staged for `unit_keys` adjacent keys of L rows from `key`, a multiple of as many, on behind a corner.
+        Several elements are moved as one word: shuffles are what this costs."""
         b, lanes = self.b, self.context.lanes
-        type_ = vector_of("i32" if per_word > 1 else self.memory, lanes)
+        start = b.at(corner, key, self.memory)
         rows = [b.at(start, b.mul(self.row_stride, r), self.memory, "row") for r in range(lanes)]
-        for row in rows:  # many short runs of many rows are too much for the hardware to foresee
-            b.prefetch(b.at(row, PREFETCH_KEYS, self.memory))
-        lines = [b.load(row, type_, "line", align=SIZE[self.memory]) for row in rows]
-        if per_word == 1:
-            return transpose(b, [self._widen(x) for x in lines])
-        return [part for word in transpose(b, lines) for part in self._parts(word)]
+        words = vector_of("i32" if self.per_word > 1 else self.memory, UNIT)
+        parts = [b.load(row, words, "line", align=SIZE[self.memory]) for row in rows]
+        # Many short runs of many rows are too much for the hardware to foresee.
+        ahead = b.mul(b.rem(b.div(key, self.unit_keys), UNITS_A_LINE), b.mul(self.row_stride, lanes // UNITS_A_LINE))
+        line = b.at(b.at(start, ahead, self.memory), PREFETCH_KEYS, self.memory)
+        for r in range(lanes // UNITS_A_LINE):
+            b.prefetch(b.at(line, b.mul(self.row_stride, r), self.memory))
+        while len(parts) > UNIT:  # rows r, r + UNIT, ... behind each other
+            firsts = [n for n in range(len(parts)) if n % (2 * UNIT) < UNIT]
+            size = shape_of(parts[0].type)[0]
+            parts = [b.shuffle(parts[n], parts[n + UNIT], range(2 * size), "lines") for n in firsts]
+        if self.per_word == 1:
+            return transpose(b, [self._widen(x) for x in parts])
+        return [part for word in transpose(b, parts) for part in self._parts(word)]
 
     def _parts(self, word: Value) -> list[Value]:
         """The elements of words, widened."""
@@ -122,7 +116,6 @@ class DenseLoad:
     def read(self, target: Value, key: Value) -> Value:
         """The value (FLOAT or BOOL) of a key of the block."""
         b = self.b
-        value = b.load(
-            b.at(target, b.mul(key, self.context.lanes), self.scalar), self.vector, "bias", align=4 * self.context.lanes
-        )
+        at = b.at(target, b.mul(key, self.context.lanes), self.scalar)
+        value = b.load(at, self.vector, "bias", align=4 * self.context.lanes)
         return b.compare("ne", value, 0) if self.scalar == "i32" else value

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.dense import DenseLoad, dense_loads
+from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.further import FurtherOutputs
 from fusion.codegen.mlir.products import Groups, InterleavedWork, Products, vector_products
-from fusion.codegen.mlir.relative_bias import DistanceTable, distance_parts, without_parts
+from fusion.codegen.mlir.relative_bias import DistanceTable
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
@@ -28,6 +28,7 @@ from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.codegen.mlir.work_items import Item, Tile, Tiling
 from fusion.ir.expr import Expr, I, coord
+from fusion.ir.reads import dense_loads, distance_parts, without_parts
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.rows import needs_maximum
 

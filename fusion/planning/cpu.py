@@ -35,6 +35,8 @@ _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 HIDDEN_FROM = 64  # multiply-adds a score
 LINE = 64  # bytes of a cache line
+STAGING, WALK = 5, 5  # operations for a vector of a dense bias or mask, and more where its rows lie in too many pages
+PAGE, PAGES = 4096, 64  # bytes of a page, and how many the first-level TLB has at least
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
 
@@ -102,7 +104,7 @@ RESOURCES = {
 class _Kernel:
     """What the kernel does with this problem on this machine: planes (0 is multiply-add), whether on AMX tiles, element
     bytes of its packed operands, register tile in keys and rows, padded head dimensions, bytes of a score and its
-    weight."""
+    weight, and of what is staged for it."""
 
     planes: int
     on_tiles: bool
@@ -112,6 +114,7 @@ class _Kernel:
     d: int
     e: int
     score: int
+    staged: int
 
     @property
     def products(self) -> int:
@@ -137,6 +140,7 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
         d=_up(d, 32) if amx else d,
         e=_up(e, 16) if amx else _up(e, multiples[1]),
         score=4 + (2 * planes or 4),
+        staged=4 * problem.dense,
     )
 
 
@@ -207,7 +211,7 @@ def _item_counts(
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),
         "softmax": per_item(vectors),
-        "operation": per_item(vectors * problem.score_flops),
+        "operation": per_item(vectors * (problem.score_flops + problem.dense * _staging(problem, rows))),
         "output": per_item(blocks * step / lanes * kernel.e),
         "near": per_item(near / LINE),
         "stream": per_item(streamed / LINE),
@@ -219,6 +223,12 @@ def _item_counts(
     }
 
 
+def _staging(problem: Problem, rows: int) -> int:
+    """Operations for a vector of a dense operand, for blocks of so many rows."""
+    pages = rows * min(1.0, problem.n_k * problem.element_bytes / PAGE)
+    return STAGING + WALK * (pages > PAGES)
+
+
 def _cache_traffic(
     machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, n_k: int
 ) -> tuple[np.ndarray, np.ndarray, float, float]:
@@ -226,14 +236,16 @@ def _cache_traffic(
     of its Q and output for each block of keys; share of K and V that comes from beyond)."""
     (rows, keys), step, dims = tile, kernel.row_step, kernel.d + kernel.e
     nearest, second = (level.capacity for level in machine.levels[:2])
-    scores, block = step * keys * kernel.score, keys * dims * kernel.size
+    scores, block = step * keys * (kernel.score + kernel.staged), keys * dims * kernel.size
     own = rows * (kernel.d * kernel.size + 4 * kernel.e)
     again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
     first = np.arange(len(taken)) % max(1, rows // step) == 0
     streamed = np.where(first, 1.0, again) * taken * dims * kernel.size
-    # Products hide that scores come from the second cache, the better the more of them there are to a score.
+    # Products hide that scores come from the second cache, the better the more of them there are to a score. Dense
+    # operands are staged between the products.
     exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
-    rewritten = taken * step * (12 + 2 * kernel.size) * _spilled(scores, nearest) * exposed
+    lost = _spilled(scores, nearest) * exposed if not kernel.staged else _spilled(block + scores + own, nearest)
+    rewritten = taken * step * (12 + 2 * kernel.size + 2 * kernel.staged) * lost
     turned = step * (kernel.d * kernel.size + 8 * kernel.e) * _spilled(block + scores + own, nearest)
     return rewritten, streamed, turned, _spilled(n_k * dims * kernel.size + own + scores, second)
 

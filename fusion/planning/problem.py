@@ -21,6 +21,7 @@ class Problem:
     causal: key j is live for query i where j <= i + diagonal.
     window: and j > i + diagonal - window.
     score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...).
+    dense: tensors of an element for each score that the score program reads (biases, masks).
     stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
     training: the forward keeps the log-sum-exp for a backward pass.
     among: of how many keys the n_k of a head are, where `heads` are queries that have a set of keys each
@@ -42,6 +43,7 @@ class Problem:
     diagonal: int = 0
     window: int | None = None
     score_flops: int = 0
+    dense: int = 0
     stored_bytes: float = 0
     training: bool = False
     among: int = 0

@@ -17,7 +17,7 @@ from fusion.codegen.mlir.backward.element import Elements
 from fusion.codegen.mlir.backward.loads import GradientSink
 from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, normalized, result_memory
 from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.dense import DenseLoad, dense_loads
+from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import Products, vector_products
 from fusion.codegen.mlir.scope import Lanes, Scope
@@ -25,6 +25,7 @@ from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
+from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec, Operand
 
 
