@@ -23,7 +23,7 @@ from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.ir.results import REDUCE, coordinate_extents, further_shape, output_extents, size_of, statistics_shape
+from fusion.ir.results import REDUCE, coordinate_extents, further_shape, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
@@ -41,6 +41,7 @@ class TrainingKernel:
         self._compiled: dict[tuple, CompiledKernel] = {}
         self._plans: dict[tuple[tuple[int, ...], bool], BackwardPlan] = {}
         self._hide_nan: dict[tuple[bool, ...], bool] = {}
+        self._arriving: dict[tuple[tuple[int, ...], tuple[bool, ...]], tuple[AttentionSpec, str | None]] = {}
         self._lock = threading.Lock()
 
     def source(self, sizes: Sequence[int]) -> str:
@@ -70,12 +71,12 @@ class TrainingKernel:
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
-        statistics = torch.empty(statistics_shape(self.spec, output_extents(self.spec, sizes)))
+        extent_of = dict(zip([*(f"b{axis}" for axis in range(len(batch))), "i", "e"], [*batch, n_q, d_v], strict=True))
+        statistics = torch.empty(statistics_shape(self.spec, extent_of))
         if 0 in (*batch, n_q, n_k, d, d_v):
             out, *further = reference.run_all(self.spec, operands, sizes)
             return [out, statistics, *further]
         check_sizes(n_q, n_k, *sizes)
-        extent_of = dict(zip([*(f"b{axis}" for axis in range(len(batch))), "i", "e"], [*batch, n_q, d_v], strict=True))
         order, dims = self.spec.output.order, self.spec.output.dims
         packed = torch.empty([extent_of[name] for name in order], dtype=getattr(torch, self.spec.out_dtype))
         out = packed.permute([order.index(name) for name in dims])
@@ -126,8 +127,7 @@ class TrainingKernel:
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         arriving = [g for g in further if g is not None]
         places = tuple(place for place, g in enumerate(further) if g is not None)
-        spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
-        reason = further_gradients.unsupported(spec, needs)
+        spec, reason = self._arriving_at(places, needs)
         if reason is not None:
             log.debug("the gradient of %s is the reference interpreter's: %s", self.spec, reason)
         if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
@@ -135,6 +135,13 @@ class TrainingKernel:
         check_sizes(n_q, n_k, *sizes)
         plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
+
+    def _arriving_at(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> tuple[AttentionSpec, str | None]:
+        """The spec with these of the further outputs, and why it has no backward kernels."""
+        if (places, needs) not in self._arriving:
+            spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
+            self._arriving[places, needs] = spec, further_gradients.unsupported(spec, needs)
+        return self._arriving[places, needs]
 
     def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
         """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""
@@ -163,10 +170,14 @@ class TrainingKernel:
         self, kind: type[BackwardKernel], plan: BackwardPlan, needs: tuple[bool, ...], d: int, d_v: int, choice: int
     ) -> CompiledKernel:
         """One of the backward kernels, with products and tile of the `choice`-th tiling."""
-        tiling = backward_tiling(self.tilings[choice])
-        problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
-        key = (kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice)
-        return self._build(key, lambda: kind(problem, needs).text())
+
+        def write() -> KernelText:
+            tiling = backward_tiling(self.tilings[choice])
+            return kind(
+                Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v), needs
+            ).text()
+
+        return self._build((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), write)
 
     def _build(self, key: tuple, write: Callable[[], KernelText]) -> CompiledKernel:
         """The kernel of a text, which is written and compiled at first use."""

@@ -1,11 +1,12 @@
-"""What Inductor's code calls in the place of `fusion::attention`: a function that knows its spec.
+"""What Inductor's code calls in the place of `fusion::attention` and its gradient: a function that knows its spec.
 
-A call of an operator goes through torch's dispatcher, which looks at every argument (some 5 us), and finds its kernel
-by the text of the spec. Code that Inductor writes in Python makes one function per spec instead, when it is loaded:
+A call of an operator goes through torch's dispatcher, which looks at every argument (some 5 us), through Python code
+that looks for gradients where it has one, and finds its kernel by the text of the spec. Code that Inductor writes in
+Python makes one function per spec instead, when it is loaded:
 
-    attention_1f0c = bound_attention('{"nodes": ...', 'cpu', 'auto')
+    attention_1f0c = bound_attention('{"nodes": ...', 'cpu', 'auto', 'attention_forward')
     ...
-    buf0 = attention_1f0c([arg0_1, arg1_1, arg2_1], [1, 8, 16, 16])
+    buf0 = attention_1f0c([primals_1, primals_2, primals_3], [1, 8, 16, 16])
 
 The text stands in the code, so that another process which loads the code from a cache makes the same function.
 Inductor's C++ code (AOTInductor) keeps the operator, and so does a call that is profiled.
@@ -13,46 +14,53 @@ Inductor's C++ code (AOTInductor) keeps the operator, and so does a call that is
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import profiler
 
-from fusion.runtime import kernels
-from fusion.runtime.guards import Executor
+from fusion.runtime import executor, kernels
 
-OPERATOR = "torch.ops.fusion.attention_below_autograd.default"
+#: By operator: what runs it, from a spec, a type of device and a request, and how many arguments come before the spec
+OPERATORS: dict[str, tuple[Callable[[str, str, str], Callable[..., Any]], int]] = {
+    "attention_below_autograd": (lambda *described: kernels.executor(*described).__call__, 2),
+    "attention_forward": (executor.forward_of, 2),
+    "attention_backward": (executor.backward_of, 5),
+}
 
 
 class Bound:
-    """`(operands, sizes) -> output` of one spec on a type of device; its kernel is looked up at the first call."""
+    """An operator of one spec on a type of device; its kernel is looked up at the first call."""
 
-    def __init__(self, spec: str, device: str, request: str):
-        self.described = (spec, device, request)
-        self._run: Executor | None = None
+    def __init__(self, spec: str, device: str, request: str, operator: str):
+        self.described, self.operator = (spec, device, request), operator
+        self._find, self._before = OPERATORS[operator]
+        self._run: Callable[..., Any] | None = None
         kernels.holders.add(self)
 
-    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    def __call__(self, *given: Any) -> Any:
         if profiler._is_profiler_enabled:
-            spec, _, request = self.described
-            return torch.ops.fusion.attention_below_autograd(operands, sizes, spec, request)
+            (spec, _, request), n = self.described, self._before
+            return getattr(torch.ops.fusion, self.operator)(*given[:n], spec, request, *given[n:])
         run = self._run
         if run is None:
-            run = self._run = kernels.executor(*self.described).__call__
-        return run(operands, sizes)
+            run = self._run = self._find(*self.described)
+        return run(*given)
 
     def forget(self) -> None:
         """Look the kernel up again at the next call."""
         self._run = None
 
 
-def bound_attention(spec: str, device: str, request: str) -> Executor:
-    """The function of a spec on a type of device. spec, request: as text. A method, which is called faster than an
-    object."""
-    return Bound(spec, device, request).__call__
+def bound_attention(
+    spec: str, device: str, request: str, operator: str = "attention_below_autograd"
+) -> Callable[..., Any]:
+    """The function of a spec on a type of device, which takes the operator's other arguments. spec, request: as text. A
+    method, which is called faster than an object."""
+    return Bound(spec, device, request, operator).__call__
 
 
 def teach_inductor() -> None:
@@ -62,10 +70,12 @@ def teach_inductor() -> None:
         from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
     except ImportError:
         return
-    CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(OPERATOR, CustomCodegen(python=_write_call))
+    for name in OPERATORS:
+        write = CustomCodegen(python=functools.partial(_write_call, name))
+        CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(f"torch.ops.fusion.{name}.default", write)
 
 
-def _write_call(node: Any, writeline: Callable[[str], None]) -> None:
+def _write_call(operator: str, node: Any, writeline: Callable[[str], None]) -> None:
     """Write the call of a node of Inductor's, and the function that it calls into the head of the code."""
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine
     from torch._inductor.virtualized import V
@@ -74,9 +84,10 @@ def _write_call(node: Any, writeline: Callable[[str], None]) -> None:
     if V.graph.fx_wrapper:  # it makes a graph, not code
         writeline(ExternKernelAllocLine(wrapper, node))  # type: ignore[arg-type]
         return
-    operands, sizes, spec, request = node.codegen_args()
-    arguments = f"{spec}, {node.get_device().type!r}, {request}"
+    given, n = node.codegen_args(), OPERATORS[operator][1]
+    arguments = f"{given[n]}, {node.get_device().type!r}, {given[n + 1]}, {operator!r}"
     name = f"attention_{hashlib.sha256(arguments.encode()).hexdigest()[:12]}"
     wrapper.add_import_once("from fusion.runtime.bound import bound_attention")
     wrapper.add_import_once(f"{name} = bound_attention({arguments})")
-    writeline(f"{wrapper.declare}{node.get_name()} = {name}({operands}, {sizes}){wrapper.ending}")
+    rest = ", ".join([*given[:n], *given[n + 2 :]])
+    writeline(f"{wrapper.declare}{node.get_name()} = {name}({rest}){wrapper.ending}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,9 +36,20 @@ def attention_forward(
     operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str
 ) -> tuple[Tensor, Tensor]:
     """`fusion::attention_forward`: see `fusion.runtime.op`."""
-    if (allowed := Request.parse(emitter).approximation) is not None:
+    return forward_of(spec, operands[0].device.type, emitter)(operands, sizes)
+
+
+def forward_of(spec: str, device: str, request: str) -> Callable[[Sequence[Tensor], Sequence[int]], tuple]:
+    """(operands, sizes) -> (output, statistics)."""
+    run, allowed = differentiable(spec, device, request).forward, Request.parse(request).approximation
+    if allowed is None:
+        return run
+
+    def noted(operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         dispatch.note_exact(allowed, operands, dispatch.TRAINING)
-    return differentiable(spec, operands[0].device.type, emitter).forward(operands, sizes)
+        return run(operands, sizes)
+
+    return noted
 
 
 def attention_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
@@ -61,13 +72,26 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _backward(given: BackwardArguments, further: Sequence[Tensor | None]) -> list[Tensor]:
-    grad, out, statistics, operands, sizes, spec, emitter, needs = given
-    kernels = differentiable(spec, operands[0].device.type, emitter)
-    found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), further)
-    return _laid_out(found, operands, spec, needs)
+    *arguments, spec, emitter, needs = given
+    return backward_of(spec, given.operands[0].device.type, emitter)(*arguments, needs, further)
 
 
-def _laid_out(found: Sequence[Tensor], operands: Sequence[Tensor], spec: str, needs: Sequence[bool]) -> list[Tensor]:
-    described = AttentionSpec.from_json(spec).operands
-    wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
-    return [laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]
+def backward_of(spec: str, device: str, request: str) -> Callable[..., list[Tensor]]:
+    """(grad, out, statistics, operands, sizes, needs, further=()) -> the gradients of the operands that are needed, in
+    the order of these in memory. further: what arrives at further outputs."""
+    kernels, described = differentiable(spec, device, request), AttentionSpec.from_json(spec).operands
+
+    def run(
+        grad: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        operands: Sequence[Tensor],
+        sizes: Sequence[int],
+        needs: Sequence[bool],
+        further: Sequence[Tensor | None] = (),
+    ) -> list[Tensor]:
+        found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), further)
+        wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
+        return [laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]
+
+    return run

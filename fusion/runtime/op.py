@@ -46,7 +46,7 @@ from fusion.runtime import autograd, derivatives, executor, mapping
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
-VERSION = 14
+VERSION = 15
 """To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
 it."""
 

@@ -44,9 +44,28 @@ def test_inductors_code_calls_no_operator(dynamic: bool) -> None:
     run = torch.compile(attend, backend="fusion", dynamic=dynamic)
     with torch.inference_mode():
         _, (code,) = run_and_get_code(run, *inputs())
-        assert code.count("= bound_attention(") == 1 and f"{bound.OPERATOR}(" not in code
+        assert code.count("= bound_attention(") == 1 and "= torch.ops.fusion." not in code
         check(run, inputs())
         check(run, inputs(5, 40))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_nor_does_its_code_of_training(dynamic: bool) -> None:
+    run, given = torch.compile(attend, backend="fusion", dynamic=dynamic), [x.requires_grad_() for x in inputs()]
+
+    def step() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(*given).square().sum(), given))
+
+    found, codes = run_and_get_code(step)
+    assert [code.count("= bound_attention(") for code in codes] == [1, 1]
+    assert not any(f"= torch.ops.fusion.{name}." in code for code in codes for name in bound.OPERATORS)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    eager = [torch.autograd.grad(attend(*x).square().sum(), x) for x in (given, exact)]
+    assert_as_exact_as_eager(found, *map(list, eager))
+    with torch.profiler.profile() as profile:
+        assert_same(step(), found)
+    names = {event.key for event in profile.key_averages()}
+    assert {"fusion::attention_forward", "fusion::attention_backward"} <= names
 
 
 def test_layers_with_one_spec_share_a_function() -> None:

@@ -19,9 +19,7 @@ from fusion.codegen.mlir.backward.plan import (
     Form,
     LaneAxis,
     LoadGradient,
-    access,
     column_dimension,
-    direct,
     normalized,
 )
 from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, FurtherSumsKernel, QueriesKernel
@@ -37,6 +35,10 @@ if TYPE_CHECKING:
 
 MAX_SCATTERED = 1 << 22
 """Elements of a table whose gradient every thread collects in a copy of its own."""
+
+
+def _permuted(x: Tensor, order: Sequence[int]) -> Tensor:
+    return x if list(order) == list(range(x.dim())) else x.permute(order)
 
 
 class BackwardCall:
@@ -72,7 +74,7 @@ class BackwardCall:
         self.concentrated = rows[0, :count] < 0
         rows[0].abs_()
         order = [self.spec.output.dims.index(name) for name in (*(f"b{a}" for a in range(len(self.batch))), "i", "e")]
-        product = self.arriving[0].permute(order).float() * out.permute(order).float()
+        product = _permuted(self.arriving[0], order).float() * _permuted(out, order).float()
         torch.sum(product, -1, out=rows[3, :count].view(*self.batch, self.n_q))
         if self.spec.row_scale is not None:
             _, *self.scaled = pulled.of_rows(self.spec, self.operands, self.sizes, *statistics[3:])
@@ -99,6 +101,7 @@ class BackwardCall:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
+        self.places = self._all_places()
         if not (self._add_further(choice) and self._correct_concentrated(choice)):
             return None
         kinds = (FusedKernel,) if self._is_fused(choice) else (QueriesKernel, KeysKernel)
@@ -117,12 +120,13 @@ class BackwardCall:
         take. From then on sums of dx are `off`, the gradient of the log-sum-exp, in place of 0."""
         if not self._wants_delta() or self.complete:
             return True
-        delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
-        if self.plan.at_weight is not None:
-            if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
-                return False
-            delta += sums if self.spec.row_scale is None else sums * self.scaled[0].view(sums.shape)
-        delta -= self.off
+        if self.plan.at_weight is not None or self.plan.at_log_sum is not None:
+            delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
+            if self.plan.at_weight is not None:
+                if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
+                    return False
+                delta += sums if self.spec.row_scale is None else sums * self.scaled[0].view(sums.shape)
+            delta -= self.off
         self.complete = True
         return True
 
@@ -134,16 +138,19 @@ class BackwardCall:
         """What a kernel sums up over the keys, [b.., i]; None where it met values that its products cannot take.
         marked: [rows], for the blocks with such a row; what is expected in all others."""
         kernel = self.kernel.backward_kernel(kind, self.plan, (False,) * len(self.operands), self.d, self.d_v, choice)
-        sums = torch.zeros(*self.batch, self.n_q).add_(self.off)
+        sums = torch.zeros(*self.batch, self.n_q)
+        if self.plan.at_log_sum is not None:
+            sums += self.off
         values = self._slots(LaneAxis.QUERIES, (), self.n_q) | {("ptr", "sums", 0): sums.data_ptr()}
         if marked is not None:
             rows = kernel.text.rows
-            padded = torch.zeros(math.prod(self.batch), -(-self.n_q // rows) * rows, dtype=torch.bool)
-            padded[:, : self.n_q] = marked.view(-1, self.n_q)
-            wanted = padded.view(-1, rows).any(-1).long()
-            values[("ptr", "wanted")] = wanted.data_ptr()
-            seen = wanted.bool().repeat_interleave(rows).view(padded.shape)[:, : self.n_q]
-            self.seen = seen.reshape(sums.shape)
+            padded = torch.nn.functional.pad(marked.view(-1, self.n_q), (0, -self.n_q % rows))
+            wanted = padded.view(-1, rows).any(-1)
+            numbers = wanted.long()
+            values[("ptr", "wanted")] = numbers.data_ptr()
+            if self.spec.sinks:
+                seen = wanted.repeat_interleave(rows).view(padded.shape)[:, : self.n_q]
+                self.seen = seen.reshape(sums.shape)
         return sums if self._launch(kernel, values, self.n_q, self.n_k) else None
 
     def _correct_concentrated(self, choice: int) -> bool:
@@ -158,7 +165,8 @@ class BackwardCall:
             return True
         if (drift := self._row_sums(DeltaErrorKernel, choice, self.concentrated)) is None:
             return False
-        drift -= self.off
+        if self.plan.at_log_sum is not None:
+            drift -= self.off
         delta, sums = self.rows[3, : drift.numel()], drift.flatten()
         if self.spec.row_scale is not None:
             delta += torch.where(self.concentrated, self._lacked(delta, sums), 0.0)
@@ -209,18 +217,16 @@ class BackwardCall:
     def _result(self, number: int) -> tuple[Tensor, Tensor]:
         """(tensor, view with dimensions b.., row, column): the operand's gradient itself, or one element per index."""
         n, width = (self.n_q, self.d) if number == 0 else (self.n_k, self.d if number == 1 else self.d_v)
-        if not direct(self.spec, number):
-            tensor = torch.empty(*self.batch, n, width)
+        places, operand, extents = self.plan.places[number], self.operands[number], (*self.batch, n, width)
+        if places is None:
+            tensor = torch.empty(*extents)
             return tensor, tensor
-        index, row, column = access(self.spec, number)
-        names = [*(coord(f"b{axis}") for axis in range(len(self.batch))), row, column]
-        operand, order = self.operands[number], self.spec.operands[number].order or tuple(range(len(index)))
-        extents = dict(zip(names, (*self.batch, n, width), strict=True))
-        covered = all(extents[e] == size for e, size in zip(index, operand.shape, strict=True))
+        order = self.spec.operands[number].order or tuple(range(len(extents)))
+        covered = all(extent == operand.shape[dim] for dim, extent in zip(places, extents, strict=True))
         make = torch.empty if covered else torch.zeros
         packed = make([operand.shape[dim] for dim in order], dtype=operand.dtype)
-        tensor = packed.permute([order.index(dim) for dim in range(len(index))])
-        return tensor, tensor.permute([index.index(name) for name in names])
+        tensor = _permuted(packed, [order.index(dim) for dim in range(len(extents))])
+        return tensor, _permuted(tensor, places)
 
     def _make_sink(self, entry: LoadGradient) -> None:
         """A buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
@@ -266,18 +272,23 @@ class BackwardCall:
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
         return kernel.run(values, threads, rows)
 
-    def _slots(self, axis: LaneAxis, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
-        """Parameters of a kernel with so many lane rows; makes the memory of its sums."""
+    def _all_places(self) -> dict[tuple, int]:
+        """Parameters of all kernels: where tensors lie that are read, and those that are written."""
         values = operand_slots(self.spec, (*self.operands, *self.arriving), self.sizes)
         if normalized(self.spec):
             values |= {("ptr", name): row.data_ptr() for name, row in zip(STATISTICS, self.rows, strict=True)}
+        names = [*(f"b{axis}" for axis in range(len(self.batch))), "row", "column"]
         for number, (_, view) in self.results.items():
             values[("ptr", "result", number)] = view.data_ptr()
-            names = [*(f"b{axis}" for axis in range(len(self.batch))), "row", "column"]
-            values |= {("result_stride", number, name): view.stride(dim) for dim, name in enumerate(names)}
+            values |= {("result_stride", number, name): n for name, n in zip(names, view.stride(), strict=True)}
         for number, sink in self.sinks.items():
             values |= {("ptr", "sink", number): sink.data_ptr(), ("sink_elements", number): sink[0].numel()}
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
+        return values
+
+    def _slots(self, axis: LaneAxis, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
+        """Parameters of a kernel with so many lane rows; makes the memory of its sums."""
+        values = dict(self.places)
         for k, entry in enumerate(collected):
             if entry.form in (Form.PER_QUERY, Form.PER_KEY):
                 self.sums[entry.load] = torch.empty(*self.batch, lanes)
@@ -290,7 +301,7 @@ class BackwardCall:
         parts: list[Tensor] = []
         if number in self.results:
             tensor, _ = self.results[number]
-            if direct(self.spec, number):
+            if self.plan.places[number] is not None:
                 parts.append(tensor)
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))

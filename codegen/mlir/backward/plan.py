@@ -86,6 +86,8 @@ class BackwardPlan:
     loads: gradients of what the programs read
     inner: batch coordinates over which dense gradients are summed: one thread visits them one after the other
     normalized: whether there is a normaliser
+    places: of Q, K and V, where every element of the operand is one of theirs, so that the gradient is written where it
+        belongs: its dimensions for b.., row, column; else None
     at_weight, at_log_sum: gradients of the weight and of the log-sum-exp of a row through further outputs, or None
     everywhere: whether scores without a weight have gradients, too, so that no tile is skipped
     """
@@ -96,9 +98,14 @@ class BackwardPlan:
     loads: tuple[LoadGradient, ...]
     inner: tuple[int, ...]
     normalized: bool
+    places: tuple[tuple[int, ...] | None, ...]
     at_weight: Expr | None
     at_log_sum: Expr | None
     everywhere: bool
+
+    def result_memory(self, number: int) -> str:
+        """The type in memory of the gradient of Q, K or V that a kernel writes."""
+        return "f32" if self.places[number] is None else MEMORY_TYPE[self.spec.operands[number].dtype]
 
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average
@@ -169,6 +176,7 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         loads=tuple(gradients),
         inner=_inner(spec, gradients),
         normalized=normalized(spec),
+        places=tuple(_places(spec, number) for number in (0, 1, 2)),
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
         everywhere=everywhere or further.everywhere,
@@ -246,16 +254,13 @@ def access(spec: AttentionSpec, number: int) -> tuple[tuple[Expr, ...], Expr, Ex
     return ((spec.q, I, C), (spec.k, J, C), (spec.v, J, E))[number]
 
 
-def direct(spec: AttentionSpec, number: int) -> bool:
-    """Whether every element of the operand is one of Q (K, V): its gradient is then written where it belongs."""
+def _places(spec: AttentionSpec, number: int) -> tuple[int, ...] | None:
+    """Of `BackwardPlan.places`."""
     index, row, column = access(spec, number)
-    wanted = {*(coord(f"b{axis}") for axis in range(len(spec.batch))), row, column}
-    return len(index) == len(wanted) and set(index) == wanted
-
-
-def result_memory(spec: AttentionSpec, number: int) -> str:
-    """The type in memory of the gradient of Q, K or V that a kernel writes."""
-    return MEMORY_TYPE[spec.operands[number].dtype] if direct(spec, number) else "f32"
+    wanted = [*(coord(f"b{axis}") for axis in range(len(spec.batch))), row, column]
+    if len(index) != len(wanted) or set(index) != set(wanted):
+        return None
+    return tuple(index.index(name) for name in wanted)
 
 
 def normalized(spec: AttentionSpec) -> bool:

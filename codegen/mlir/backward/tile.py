@@ -15,7 +15,7 @@ from typing import ClassVar
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.backward.element import Elements
 from fusion.codegen.mlir.backward.loads import GradientSink
-from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, normalized, result_memory
+from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, normalized
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
@@ -113,7 +113,7 @@ class BackwardTile(KernelFunction):
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
         super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0)
         self.plan, self.tiling = problem.plan, tiling
-        self.results = {n: result_memory(spec, n) for n in self.gradients if needs[n]}
+        self.results = {n: self.plan.result_memory(n) for n in self.gradients if needs[n]}
         self.collected = self.plan.of(self.axis, needs)
         self.corrects = self.axis is LaneAxis.QUERIES and self.plan.corrects(needs)
         self.sum_count = self._count_sums(needs)
