@@ -57,7 +57,8 @@ class DenseLoad:
         """Write the block to target [key][L], for `read`."""
         b, lanes = self.b, self.context.lanes
         assert scope.lanes is not None
-        corner = self.corner(scope.lanes.first, first_key)
+        offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
+        corner = b.at(self.origin, offset, self.memory, "corner")
         adjacent = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "adjacent")
         regular = b.binary("arith.andi", b.reduce("and", scope.lanes.valid, "all_valid"), adjacent, "regular")
         end = b.select(regular, b.mul(b.div(count, self.unit_keys), self.unit_keys), 0, "end")
@@ -69,12 +70,6 @@ class DenseLoad:
                 self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)),
                 b.at(target, b.mul(j, lanes), "f32"),
             )
-
-    def corner(self, first_row: Value | int, first_key: Value) -> Value:
-        """The address of the element of a row and key."""
-        b = self.b
-        offset = b.add(b.mul(first_row, self.row_stride), b.mul(first_key, self.key_stride))
-        return b.at(self.origin, offset, self.memory, "corner")
 
     def _columns(self, corner: Value, key: Value) -> list[Value]:
         """What is staged for `unit_keys` adjacent keys of L rows from `key`, a multiple of as many, on behind a corner.

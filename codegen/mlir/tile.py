@@ -28,7 +28,7 @@ from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.codegen.mlir.work_items import Item, Tile, Tiling
 from fusion.ir.expr import Expr, I, coord
-from fusion.ir.reads import dense_loads, distance_parts, without_parts
+from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.rows import needs_maximum
 
@@ -48,7 +48,7 @@ class TileKernel(KernelFunction):
         self.tiling = tiling
         whole = (self.programs.masked, self.programs.full, self.weight)
         self.by_distance = distance_parts(*whole)
-        self.dense = dense_loads(*(without_parts(program, self.by_distance) for program in whole))
+        self.dense = dense_loads(*whole, but=self.by_distance)
         self.may_flag = tiling.planes > 1
         self.worst = self.area(64, "worst") if self.may_flag else None
         self.products: Products
@@ -230,7 +230,7 @@ class TileKernel(KernelFunction):
 
     def _wanted(self, program: Expr) -> list[int]:
         """Which of the dense loads a program reads."""
-        wanted = dense_loads(*(without_parts(part, self.by_distance) for part in (program, self.weight)))
+        wanted = dense_loads(program, self.weight, but=self.by_distance)
         return [number for number, load in enumerate(self.loads) if load.expr in wanted]
 
     def _stage(self, tile: Tile, member: Value, program: Expr) -> None:

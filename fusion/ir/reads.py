@@ -3,6 +3,8 @@ each pair."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, coord, coordinates, load, loads, substitute, walk
 from fusion.ir.primitives import cost
@@ -66,17 +68,16 @@ def _is_polynomial_shift_free(expr: Expr) -> bool:
     return moved is expr
 
 
-def without_parts(program: Expr | None, parts: list[Expr]) -> Expr | None:
+def _without_parts(program: Expr, parts: Sequence[Expr]) -> Expr:
     """The program with every part replaced by a leaf that depends on nothing."""
-    if program is None:
-        return None
     leaves = {part: load(-1 - number, (), part.kind) for number, part in enumerate(parts)}
     return substitute(program, leaves)
 
 
-def dense_loads(*programs: Expr | None) -> list[Expr]:
-    """Loads at indices linear in both row and key, which depend on both. Integers are left out: they are gathered."""
-    found = {e: None for p in programs if p is not None for e in loads(p)}
+def dense_loads(*programs: Expr | None, but: Sequence[Expr] = ()) -> list[Expr]:
+    """Loads at indices linear in both row and key, which depend on both. Integers are left out: they are gathered; and
+    what only the parts `but` of the programs read."""
+    found = {e: None for p in programs if p is not None for e in loads(_without_parts(p, but))}
     return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
 
 

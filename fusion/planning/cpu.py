@@ -35,7 +35,9 @@ _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 HIDDEN_FROM = 64  # multiply-adds a score
 LINE = 64  # bytes of a cache line
-STAGING, WALK = 5, 5  # operations for a vector of a dense bias or mask, and more where its rows lie in too many pages
+#: Operations for a vector of a dense bias or mask, and more where its rows lie in too many pages: what kernels on AMX
+#: took longer than without one, by tile
+STAGING, WALK = 5, 5
 PAGE, PAGES = 4096, 64  # bytes of a page, and how many the first-level TLB has at least
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 

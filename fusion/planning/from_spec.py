@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, Kind, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.primitives import PRIMITIVES
-from fusion.ir.reads import dense_loads, distance_parts, without_parts
+from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.traffic import stored_bytes
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import predict
@@ -52,7 +53,7 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         raise ProblemError(f"the spec has the sizes {list(spec.sizes)}; values for {missing} are missing: give sizes=")
     n_q, n_k, d, d_v = (_integer(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
     batch = [_integer(extent, values) for extent in spec.batch]
-    heads, by_distance = batch[-1] if batch else 1, distance_parts(spec.score, spec.weight)
+    heads, (score_flops, dense) = batch[-1] if batch else 1, _of_programs(spec.score, spec.weight)
     return Problem(
         batch=math.prod(batch[:-1]),
         heads=heads,
@@ -65,9 +66,16 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         density=_density(spec, values, n_q, n_k),
         stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
         among=0 if spec.among is None else _integer(spec.among, values),
-        score_flops=sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(spec.score, spec.weight)),
-        dense=len(dense_loads(*(without_parts(part, by_distance) for part in (spec.score, spec.weight)))),
+        score_flops=score_flops,
+        dense=dense,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _of_programs(*programs: Expr | None) -> tuple[int, int]:
+    """`Problem.score_flops` and `Problem.dense`: looked for once, as every new length asks."""
+    operations = sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(*programs))
+    return operations, len(dense_loads(*programs, but=distance_parts(*programs)))
 
 
 def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:

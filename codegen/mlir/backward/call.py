@@ -65,7 +65,7 @@ class BackwardCall:
 
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
         """[4, rows + padding]: unit, shift, factor and delta of every query row; kernels read whole vectors."""
-        self.off: Tensor | float = 0.0
+        self.off: Tensor | None = None
         if not normalized(self.spec):
             return torch.empty(0)
         count = math.prod(self.batch) * self.n_q
@@ -101,7 +101,7 @@ class BackwardCall:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
-        self.places = self._all_places()
+        self.located = self._locate()
         if not (self._add_further(choice) and self._correct_concentrated(choice)):
             return None
         kinds = (FusedKernel,) if self._is_fused(choice) else (QueriesKernel, KeysKernel)
@@ -118,14 +118,15 @@ class BackwardCall:
     def _add_further(self, choice: int) -> bool:
         """Put what further outputs give into delta, once; False where the kernel met values that its products cannot
         take. From then on sums of dx are `off`, the gradient of the log-sum-exp, in place of 0."""
-        if not self._wants_delta() or self.complete:
+        nothing = self.plan.at_weight is None and self.off is None
+        if nothing or not self._wants_delta() or self.complete:
             return True
-        if self.plan.at_weight is not None or self.plan.at_log_sum is not None:
-            delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
-            if self.plan.at_weight is not None:
-                if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
-                    return False
-                delta += sums if self.spec.row_scale is None else sums * self.scaled[0].view(sums.shape)
+        delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
+        if self.plan.at_weight is not None:
+            if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
+                return False
+            delta += sums if self.spec.row_scale is None else sums * self.scaled[0].view(sums.shape)
+        if self.off is not None:
             delta -= self.off
         self.complete = True
         return True
@@ -139,7 +140,7 @@ class BackwardCall:
         marked: [rows], for the blocks with such a row; what is expected in all others."""
         kernel = self.kernel.backward_kernel(kind, self.plan, (False,) * len(self.operands), self.d, self.d_v, choice)
         sums = torch.zeros(*self.batch, self.n_q)
-        if self.plan.at_log_sum is not None:
+        if self.off is not None:
             sums += self.off
         values = self._slots(LaneAxis.QUERIES, (), self.n_q) | {("ptr", "sums", 0): sums.data_ptr()}
         if marked is not None:
@@ -165,7 +166,7 @@ class BackwardCall:
             return True
         if (drift := self._row_sums(DeltaErrorKernel, choice, self.concentrated)) is None:
             return False
-        if self.plan.at_log_sum is not None:
+        if self.off is not None:
             drift -= self.off
         delta, sums = self.rows[3, : drift.numel()], drift.flatten()
         if self.spec.row_scale is not None:
@@ -204,7 +205,8 @@ class BackwardCall:
         """Where sums of dx are not 0, or with sinks their weight times delta, delta is off by that much (in exact
         arithmetic): put it right, and the sums made with it. Rows of NaN, which a mask keeps out of sums, stay out."""
         drift, *shares = self.extra
-        drift -= self.off
+        if self.off is not None:
+            drift -= self.off
         delta = self.rows[3, : drift.numel()].view(drift.shape)
         if self.spec.row_scale is not None:
             drift = self._lacked(delta, drift)
@@ -272,7 +274,7 @@ class BackwardCall:
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
         return kernel.run(values, threads, rows)
 
-    def _all_places(self) -> dict[tuple, int]:
+    def _locate(self) -> dict[tuple, int]:
         """Parameters of all kernels: where tensors lie that are read, and those that are written."""
         values = operand_slots(self.spec, (*self.operands, *self.arriving), self.sizes)
         if normalized(self.spec):
@@ -288,7 +290,7 @@ class BackwardCall:
 
     def _slots(self, axis: LaneAxis, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
         """Parameters of a kernel with so many lane rows; makes the memory of its sums."""
-        values = dict(self.places)
+        values = dict(self.located)
         for k, entry in enumerate(collected):
             if entry.form in (Form.PER_QUERY, Form.PER_KEY):
                 self.sums[entry.load] = torch.empty(*self.batch, lanes)
