@@ -41,7 +41,8 @@ def steps() -> dict[str, Callable[[], object]]:
     out = launch.empty_strided(shape, strides, torch.float32)
     (variant,), before, apart = kernel._variants.values(), memory.own, ThreadMemory()
     memory.own = apart
-    start(operands, out)
+    addresses = [x.data_ptr() for x in (*operands, out)]
+    start(addresses)
     memory.own = before
     code = variant.function.on(1)
 
@@ -62,7 +63,7 @@ def steps() -> dict[str, Callable[[], object]]:
         "the kernel object": lambda: kernel(operands, sizes),
         "  finding what was derived for these sizes and strides": key,
         "  the output tensor": lambda: launch.empty_strided(shape, strides, torch.float32),
-        "  the rest: workspace, parameters, machine code and its work": lambda: start(operands, out),
+        "  the rest: workspace, parameters, machine code and its work": lambda: start((*map(launch.address, operands), launch.address(out))),
         "    machine code and its work": work,
     }
 

@@ -6,10 +6,10 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_library
 from fusion.codegen.mlir.products import round_up
@@ -18,7 +18,6 @@ from fusion.errors import UnsupportedSizeError
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import SIZE_LIMIT
-from fusion.planning.portions import PER_THREAD
 
 PARAMETER_SLOTS = 256
 APART = 128
@@ -122,6 +121,14 @@ def apart(size: int) -> int:
     return round_up(size, 4096) + 128
 
 
+Launch = Callable[[Sequence[int]], bool]
+"""Runs a kernel, given the parameters that differ from call to call; False where it met values that its products cannot
+take."""
+
+OWN = tuple(("ptr", name) for name in ("workspace", "partials", "counter", "flag", "arrivals"))
+"""Parameters that every call has from the memory of its thread."""
+
+
 class CompiledKernel:
     """A kernel whose parameters are given by name. Raises KernelCompilationError where its text is refused."""
 
@@ -129,27 +136,45 @@ class CompiledKernel:
         self.text = text
         self.function = Function(compile_text(text.source, "attention"), len(text.slots))
 
-    def run(self, values: dict[tuple, int], threads: int, rows: int) -> bool:
-        """Run it; every thread packs `rows` rows. False where it met values that its products cannot take."""
-        text, steps = self.text, -(-rows // self.text.key_step)
+    def launcher(
+        self, values: Mapping[tuple, int], given: Sequence[tuple], threads: int, rows: int, shared: int = 0
+    ) -> Launch:
+        """What runs it on so many threads, each of which packs `rows` rows.
+
+        Between two calls a model reads megabytes of weights, so that whatever a call touches has left the caches: each
+        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here.
+
+        values: parameters that are the same in all calls.
+        given: those that a call is given, in this order.
+        shared: bytes that threads leave for each other.
+        """
+        text, run, steps = self.text, self.function.on(threads), -(-rows // self.text.key_step)
         per_thread = bytes_per_thread(text, steps)
-        mine = memory.own
-        mine.counter.value = 0
-        values = values | {
-            ("ptr", "counter"): mine.counter_address, ("portions",): PER_THREAD * threads, ("unit",): 1,
-            ("ptr", "workspace"): mine.reserve(threads * per_thread), ("workspace_bytes",): per_thread,
-            ("key_steps",): steps, ("ptr", "flag"): mine.flag_address,
-        }  # fmt: skip
-        self.function([values[key] for key in text.slots], threads)
-        return not (text.may_flag and mine.flagged())
+        values = {("workspace_bytes",): per_thread, ("key_steps",): steps, **values}
+        order = (*given, *OWN)
+        varying = [(n, order.index(slot)) for n, slot in enumerate(text.slots) if slot in order]
+        fixed = memoryview(array("q", [0 if slot in order else values[slot] for slot in text.slots]))
+        count, may_flag, own = len(fixed), text.may_flag, threads * per_thread
+        room = own + shared
+
+        def launch(numbers: Sequence[int]) -> bool:
+            mine = memory.own
+            workspace, slots = mine.reserve(room), mine.slots
+            mine.counter.value = 0
+            slots[:count] = fixed
+            mine_too = workspace, workspace + own, mine.counter_address, mine.flag_address, mine.arrivals_address
+            numbers = (*numbers, *mine_too)
+            for n, place in varying:
+                slots[n] = numbers[place]
+            run(mine.packed)
+            return not (may_flag and mine.flagged())
+
+        return launch
 
 
-def operand_slots(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Sequence[int]) -> dict[tuple, int]:
-    """Parameters that say where the tensors lie, and the sizes."""
-    values: dict[tuple, int] = {}
-    for number, tensor in enumerate(tensors):
-        values[("ptr", number)] = tensor.data_ptr()
-        values |= {("stride", number, dim): stride for dim, stride in enumerate(tensor.stride())}
+def operand_values(spec: AttentionSpec, strides: Iterable[Sequence[int]], sizes: Sequence[int]) -> dict[tuple, int]:
+    """Parameters that say how tensors lie in memory, and the sizes."""
+    values = {("stride", number, dim): n for number, own in enumerate(strides) for dim, n in enumerate(own)}
     return values | {("size", name): value for name, value in zip(spec.sizes, sizes, strict=True)}
 
 

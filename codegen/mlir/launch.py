@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,18 +14,16 @@ import torch
 from fusion.codegen import reference
 from fusion.codegen.mlir.calling import (
     MOST_CUT,
-    Function,
-    bytes_per_thread,
+    CompiledKernel,
+    Launch,
     check_sizes,
     extents_function,
-    memory,
+    operand_values,
 )
-from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.errors import RefusedChoiceError
@@ -36,80 +33,53 @@ from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 from fusion.planning.portions import one_by_one, portions
 
-FROM_CALL = {"workspace_bytes": "per_thread", "key_steps": "steps"} | {
-    name: name for name in ("items", "blocks", "portions", "unit", "span", "together", "parts", "part_keys")
-}
-"""Parameters that are fields of a `Call`, and which."""
+
+def addresses_of(spec: AttentionSpec) -> list[tuple]:
+    """Parameters that are addresses: of the operands, of the output."""
+    return [*(("ptr", number) for number in range(len(spec.operands))), ("ptr", "out")]
 
 
-def slot_functions(text: KernelText, spec: AttentionSpec) -> tuple[Callable[..., list[int]], Callable[..., None]]:
-    """Two functions that make a call's parameters.
-
-    `fixed(sizes, strides of the operands, strides of the output, call)`: all slots, with 0 for addresses;
-    `vary(slots, operands, out, workspace, partials, memory, selection)`: writes the others into `slots`. memory: a
-    `ThreadMemory`.
-    """
-    places = {name: f"memory.{name}_address" for name in ("flag", "counter", "arrivals")} | {"out": "out.data_ptr()"}
-    selected = {("ptr", "marks"): 0, ("ptr", "skipped"): 1, ("share",): 2}
-
-    def fixed(slot: tuple) -> str:
-        if slot[0] in FROM_CALL:
-            return f"call.{FROM_CALL[slot[0]]}"
-        if slot in selected or slot[0] == "ptr":
-            return "0"
-        if slot[0] == "stride":
-            return f"t[{slot[1]}][{slot[2]}]"
-        return f"s[{spec.sizes.index(slot[1])}]" if slot[0] == "size" else f"u[{spec.output.dims.index(slot[1])}]"
-
-    def varying(slot: tuple) -> str | None:
-        if slot in selected:
-            return f"selection[{selected[slot]}]"
-        if slot[0] != "ptr":
-            return None
-        if isinstance(slot[1], int):
-            return f"o[{slot[1]}].data_ptr()"
-        return places.get(slot[1], slot[1])
-
-    written = [f"    slots[{n}] = {term}" for n, slot in enumerate(text.slots) if (term := varying(slot)) is not None]
-    lines = [
-        "def fixed(s, t, u, call):",
-        f"    return [{', '.join(map(fixed, text.slots))}]",
-        "def vary(slots, o, out, workspace, partials, memory, selection):",
-        *written,
-    ]
-    namespace: dict[str, Callable] = {}
-    exec("\n".join(lines), namespace)
-    return namespace["fixed"], namespace["vary"]
+def call_values(
+    spec: AttentionSpec, sizes: Sequence[int], strides: Iterable[Sequence[int]], out_strides: Sequence[int]
+) -> dict[tuple, int]:
+    """Parameters that say how these lie in memory, and the sizes."""
+    out = {("out_stride", name): n for name, n in zip(spec.output.dims, out_strides, strict=True)}
+    return operand_values(spec, strides, sizes) | out
 
 
-class Variant:
-    """One compiled kernel: for given d and d_v, and one strategy of products. selective: only tiles that are marked are
-    computed."""
+class Variant(CompiledKernel):
+    """One compiled kernel: for given d and d_v, and one strategy of products. write: what else writes its text: a kernel
+    that writes statistics, too, or computes only tiles that are marked."""
 
     def __init__(
-        self, spec: AttentionSpec, tiling: Tiling | ByRows, target: Target, d: int, d_v: int, selective: bool = False
+        self,
+        spec: AttentionSpec,
+        tiling: Tiling | ByRows,
+        target: Target,
+        d: int,
+        d_v: int,
+        write: Callable[..., KernelText] = emit,
     ):
-        self.tiled = isinstance(tiling, Tiling)
-        self.text: KernelText = (
-            (emit_sparse if selective else emit)(spec, tiling, target, d, d_v)
+        self.spec, self.tiled = spec, isinstance(tiling, Tiling)
+        super().__init__(
+            write(spec, tiling, target, d, d_v)
             if isinstance(tiling, Tiling)
             else emit_rows(spec, target, d, d_v, alone=tiling.alone)
         )
-        self.function = Function(compile_text(self.text.source, "attention"), len(self.text.slots))
-        self.spec, self.tiling = spec, tiling
-        self._fixed, self._vary = slot_functions(self.text, spec)
         self._together = functools.cache(lambda *last: span_of(self.text, spec, last, 1))
 
-    def call(self, extents: Sequence[int], threads: int, splits: int = 1) -> Call:
-        """What follows from the sizes of a call (batch sizes.., n_q, n_k, d, d_v) on at most `threads` threads, keys in
-        about `splits` parts."""
+    def launch_for(
+        self, extents: Sequence[int], values: Mapping[tuple, int], given: Sequence[tuple], splits: int = 1
+    ) -> Launch:
+        """What runs all calls with these sizes (batch sizes.., n_q, n_k, d, d_v) and `values` of other parameters, keys
+        in about `splits` parts. given: as in `launcher`."""
         *batch, n_q, n_k, d, d_v = extents
         text, rows = self.text, math.prod(batch) * n_q
         span, steps = n_q * self._together(*batch[-1:]), -(-n_k // text.key_step)
         # Rows of a tile are computed whether they exist or not.
         work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiled else rows
         work *= steps * text.key_step * (d + d_v)
-        threads = min(threads, work // WORK_PER_THREAD[self.tiled] + 1)
+        threads = min(get_num_threads(), work // WORK_PER_THREAD[self.tiled] + 1)
         blocks = -(-span // text.rows)
         part_keys, parts = n_k, 1
         if splits > 1 and rows // span * blocks <= MOST_CUT:
@@ -120,74 +90,18 @@ class Variant:
         items = rows // span * blocks * parts
         threads = min(threads, items)
         count, unit = one_by_one(items) if parts > 1 else portions(rows // span, blocks, threads)
-        return Call(
-            threads=threads,
-            per_thread=bytes_per_thread(text, steps),
-            steps=steps,
-            items=items,
-            blocks=blocks,
-            portions=count,
-            unit=unit,
-            span=span,
-            together=-(-span // blocks),
-            parts=parts,
-            part_keys=part_keys,
-            shared=items * text.part_bytes if parts > 1 else 0,
-        )
-
-    def launcher(
-        self, sizes: Sequence[int], strides: Sequence[Sequence[int]], out_strides: Sequence[int], call: Call
-    ) -> Launcher:
-        """What runs all calls with these sizes and strides (of the operands, of the output).
-
-        Between two calls a model reads megabytes of weights, so that whatever a call touches has left the caches: each
-        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here.
-        """
-        fixed = memoryview(array("q", self._fixed(sizes, strides, out_strides, call)))
-        own, count, vary, may_flag = call.threads * call.per_thread, len(fixed), self._vary, self.text.may_flag
-        room, run = own + call.shared, self.function.on(call.threads)
-
-        def launch(operands: Sequence[torch.Tensor], out: torch.Tensor, selection: tuple[int, ...] = ()) -> bool:
-            mine = memory.own
-            workspace, slots = mine.reserve(room), mine.slots
-            mine.counter.value = 0
-            slots[:count] = fixed
-            vary(slots, operands, out, workspace, workspace + own, mine, selection)
-            run(mine.packed)
-            return not (may_flag and mine.flagged())
-
-        return launch
-
-
-Launcher = Callable[..., bool]
-"""(operands, out, selection) writes the attention to `out`; False where values were met that the products cannot take.
-selection: what a selective kernel is given (see `sparse_kernel`)."""
-
-
-class Call(NamedTuple):
-    """What a variant derives from the sizes of a call: threads, bytes of each one's workspace, key steps, work items
-    (`blocks` per `span` of rows that read the same keys, of at most `together` rows, times `parts` of `part_keys`
-    keys), in how many portions threads take them, how many items stay together, and bytes that parts leave for each
-    other."""
-
-    threads: int
-    per_thread: int
-    steps: int
-    items: int
-    blocks: int
-    portions: int
-    unit: int
-    span: int
-    together: int
-    parts: int
-    part_keys: int
-    shared: int
+        work_items = {
+            ("items",): items, ("blocks",): blocks, ("portions",): count, ("unit",): unit, ("span",): span,
+            ("together",): -(-span // blocks), ("parts",): parts, ("part_keys",): part_keys,
+        }  # fmt: skip
+        shared = items * text.part_bytes if parts > 1 else 0
+        return self.launcher({**values, **work_items}, given, threads, n_k, shared)
 
 
 class _Prepared(NamedTuple):
     """All that a call needs beside its tensors: what runs it, and the shape and strides of the output."""
 
-    launch: Launcher
+    launch: Launch
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -196,7 +110,7 @@ class _Prepared(NamedTuple):
 WORK_PER_THREAD = {True: 1 << 19, False: WORTH_WAKING}
 CALLS_KEPT = 4096
 empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # what Inductor's code calls: half the time of torch's own
-stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
+stride, address, get_num_threads = torch.Tensor.stride, torch.Tensor.data_ptr, torch.get_num_threads
 
 
 def rows_together(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
@@ -307,8 +221,9 @@ class Kernel:
             prepared = self._keep(key, operands, sizes)
         launch, shape, strides = prepared
         out = empty_strided(shape, strides, self._out_dtype)
-        if not launch(operands, out):
-            self._prepare_call(operands, sizes, self.tilings[1], 1).launch(operands, out)
+        addresses = (*map(address, operands), address(out))
+        if not launch(addresses):
+            self._prepare_call(operands, sizes, self.tilings[1], 1).launch(addresses)
         return out
 
     def _nothing(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], extents: Sequence[int]) -> torch.Tensor:
@@ -332,9 +247,9 @@ class Kernel:
         *batch, n_q, n_k, d, d_v = extents
         check_sizes(n_q, n_k, *sizes)
         variant = self.variant(d, d_v, tiling)
-        call = variant.call(extents, torch.get_num_threads(), splits)
         shape, strides = self._layout([*batch, n_q, d_v])
-        launch = variant.launcher(sizes, [*map(stride, operands)], strides, call)
+        values = call_values(self.spec, sizes, map(stride, operands), strides)
+        launch = variant.launch_for(extents, values, addresses_of(self.spec), splits)
         return _Prepared(launch, shape, strides)
 
     def _layout(self, extents: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.codegen.mlir.launch import Variant
-from fusion.codegen.mlir.sparse_kernel import share_bits
+from fusion.codegen.mlir.launch import Variant, addresses_of, call_values
+from fusion.codegen.mlir.sparse_kernel import emit_sparse, share_bits
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.ir.spec import AttentionSpec
@@ -38,12 +38,15 @@ class SparseKernel:
         n_k, d_v = v.shape[1:]
         key = (d, d_v)
         if key not in self._variants:
-            self._variants[key] = Variant(self.spec, self.tiling, self.target, d, d_v, selective=True)
+            self._variants[key] = Variant(self.spec, self.tiling, self.target, d, d_v, write=emit_sparse)
         variant = self._variants[key]
         out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))
         skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
-        selection = (marks.data_ptr(), skipped.data_ptr(), share_bits(share))
-        call = variant.call((heads, n_q, n_k, d, d_v), torch.get_num_threads())
-        if not variant.launcher(sizes, [x.stride() for x in (q, k, v)], out.stride(), call)([q, k, v], out, selection):
+        values = call_values(self.spec, sizes, [x.stride() for x in (q, k, v)], out.stride())
+        values[("share",)] = share_bits(share)
+        tensors = dict(zip(addresses_of(self.spec), (q, k, v, out), strict=True))
+        tensors |= {("ptr", "marks"): marks, ("ptr", "skipped"): skipped}
+        launch = variant.launch_for((heads, n_q, n_k, d, d_v), values, [*tensors])
+        if not launch([x.data_ptr() for x in tensors.values()]):
             return None
         return out, skipped[..., 0].amax(1), skipped[..., 1].sum(1)
