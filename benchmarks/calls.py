@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
-from fusion.codegen.mlir import launch
+from fusion.codegen.mlir import calling, launch
 from fusion.codegen.mlir.calling import ThreadMemory, memory
 from fusion.runtime import kernels
 from fusion.runtime.bound import bound_attention
@@ -38,7 +38,7 @@ def steps() -> dict[str, Callable[[], object]]:
     ((spec, device, request), guarded), sizes = next(iter(kernels._forward.items())), [1, 1, 1, 64]
     bound, kernel = bound_attention(spec, device, request), guarded.kernel
     start, shape, strides = next(iter(kernel._calls.values()))
-    out = launch.empty_strided(shape, strides, torch.float32)
+    out = calling.empty_strided(shape, strides, torch.float32)
     (variant,), before, apart = kernel._variants.values(), memory.own, ThreadMemory()
     memory.own = apart
     addresses = [x.data_ptr() for x in (*operands, out)]
@@ -62,8 +62,10 @@ def steps() -> dict[str, Callable[[], object]]:
         "the bound function, which it calls": lambda: bound(operands, sizes),
         "the kernel object": lambda: kernel(operands, sizes),
         "  finding what was derived for these sizes and strides": key,
-        "  the output tensor": lambda: launch.empty_strided(shape, strides, torch.float32),
-        "  the rest: workspace, parameters, machine code and its work": lambda: start((*map(launch.address, operands), launch.address(out))),
+        "  the output tensor": lambda: calling.empty_strided(shape, strides, torch.float32),
+        "  the rest: workspace, parameters, machine code and its work": lambda: start(
+            (*map(calling.address, operands), calling.address(out))
+        ),
         "    machine code and its work": work,
     }
 

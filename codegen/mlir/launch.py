@@ -15,8 +15,11 @@ from fusion.codegen import reference
 from fusion.codegen.mlir.calling import (
     MOST_CUT,
     CompiledKernel,
+    Kept,
     Launch,
+    address,
     check_sizes,
+    empty_strided,
     extents_function,
     operand_values,
 )
@@ -27,6 +30,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.errors import RefusedChoiceError
+from fusion.ir.results import output_layout
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
@@ -48,8 +52,8 @@ def call_values(
 
 
 class Variant(CompiledKernel):
-    """One compiled kernel: for given d and d_v, and one strategy of products. write: what else writes its text: a kernel
-    that writes statistics, too, or computes only tiles that are marked."""
+    """One compiled kernel: for given d and d_v, and one strategy of products. write: what writes the text of one that
+    writes statistics, too, or computes only tiles that are marked."""
 
     def __init__(
         self,
@@ -108,9 +112,7 @@ class _Prepared(NamedTuple):
 
 #: Padded multiply-adds that are worth waking a thread for (some 10 microseconds), in tiles and row by row
 WORK_PER_THREAD = {True: 1 << 19, False: WORTH_WAKING}
-CALLS_KEPT = 4096
-empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # what Inductor's code calls: half the time of torch's own
-stride, address, get_num_threads = torch.Tensor.stride, torch.Tensor.data_ptr, torch.get_num_threads
+stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
 
 
 def rows_together(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
@@ -135,12 +137,8 @@ class Kernel:
         self.spec, self.tilings, self.target, self.planner = spec, tuple(tilings), target, planner
         self._extents = extents_function(spec)
         self._variants: dict[tuple[int, int, Tiling | ByRows], Variant] = {}
-        self._chosen: dict[tuple[int, ...], Choice] = {}
-        self._calls: dict[tuple, _Prepared] = {}
+        self._chosen, self._calls = Kept(), Kept()
         self._lock = threading.Lock()
-        names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
-        self._dims = [names.index(name) for name in spec.output.dims]
-        self._slowest_last = [spec.output.dims.index(name) for name in reversed(spec.output.order)]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
 
     def prepare(self, sizes: Sequence[int]) -> None:
@@ -152,11 +150,7 @@ class Kernel:
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How a call with these sizes runs; calls that were met before run as before."""
         key = tuple(sizes)
-        if (found := self._chosen.get(key)) is None:
-            if len(self._chosen) >= CALLS_KEPT:
-                self._chosen.clear()
-            found = self._chosen[key] = self._choose(sizes)
-        return found
+        return self._chosen.get(key) or self._chosen.keep(key, self._choose(sizes))
 
     def _choose(self, sizes: Sequence[int]) -> Choice:
         *_, n_q, n_k, d, d_v = self._extents(sizes)
@@ -231,14 +225,12 @@ class Kernel:
         *batch, n_q, _, _, d_v = extents
         if math.prod(batch) and n_q and d_v:
             return reference.run(self.spec, operands, sizes)
-        shape, strides = self._layout([*batch, n_q, d_v])
+        shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
         return empty_strided(shape, strides, self._out_dtype)
 
     def _keep(self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> _Prepared:
-        if len(self._calls) >= CALLS_KEPT:
-            self._calls.clear()
         splits = self.choice(sizes).splits
-        return self._calls.setdefault(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))
+        return self._calls.keep(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))
 
     def _prepare_call(
         self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | ByRows, splits: int
@@ -247,16 +239,7 @@ class Kernel:
         *batch, n_q, n_k, d, d_v = extents
         check_sizes(n_q, n_k, *sizes)
         variant = self.variant(d, d_v, tiling)
-        shape, strides = self._layout([*batch, n_q, d_v])
+        shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
         values = call_values(self.spec, sizes, map(stride, operands), strides)
         launch = variant.launch_for(extents, values, addresses_of(self.spec), splits)
         return _Prepared(launch, shape, strides)
-
-    def _layout(self, extents: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of the result; extents of the batch coordinates, i and e."""
-        shape = [extents[axis] for axis in self._dims]
-        strides, step = [0] * len(shape), 1
-        for position in self._slowest_last:
-            strides[position] = step
-            step *= max(shape[position], 1)
-        return tuple(shape), tuple(strides)

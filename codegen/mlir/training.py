@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,20 +18,48 @@ from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.calling import CompiledKernel, check_sizes, extents_function, operand_slots
+from fusion.codegen.mlir.calling import (
+    CompiledKernel,
+    Kept,
+    Launch,
+    address,
+    check_sizes,
+    empty_strided,
+    extents_function,
+)
 from fusion.codegen.mlir.further import IDENTITY
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.skeleton import KernelText
+from fusion.codegen.mlir.launch import Variant, addresses_of, call_values
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.ir.results import REDUCE, coordinate_extents, further_shape, size_of, statistics_shape
+from fusion.ir.results import (
+    REDUCE,
+    coordinate_extents,
+    further_shape,
+    output_extents,
+    output_layout,
+    packed_strides,
+    size_of,
+    statistics_shape,
+)
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, Tile, query_stationary
 
 log = logging.getLogger(__name__)
+T = TypeVar("T", bound=CompiledKernel)
+
+
+class _Forward(NamedTuple):
+    """All that a forward needs beside its tensors: what runs it (None where there is nothing to do), shape and strides
+    of the output, its dtype, the shape of the statistics."""
+
+    launch: Launch | None
+    layout: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+    statistics: Sequence[int]
 
 
 class TrainingKernel:
@@ -38,7 +68,8 @@ class TrainingKernel:
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         self.spec, self.tilings, self.target = spec, tuple(tilings), target
         self.extents = extents_function(spec)
-        self._compiled: dict[tuple, CompiledKernel] = {}
+        self.derived, self._forwards = Kept(), Kept()
+        self._compiled: dict[tuple, Any] = {}
         self._plans: dict[tuple[tuple[int, ...], bool], BackwardPlan] = {}
         self._hide_nan: dict[tuple[bool, ...], bool] = {}
         self._arriving: dict[tuple[tuple[int, ...], tuple[bool, ...]], tuple[AttentionSpec, str | None]] = {}
@@ -70,32 +101,44 @@ class TrainingKernel:
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
-        *batch, n_q, n_k, d, d_v = self.extents(sizes)
-        extent_of = dict(zip([*(f"b{axis}" for axis in range(len(batch))), "i", "e"], [*batch, n_q, d_v], strict=True))
-        statistics = torch.empty(statistics_shape(self.spec, extent_of))
-        if 0 in (*batch, n_q, n_k, d, d_v):
+        key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
+        prepared = self._forwards.get(key) or self._forwards.keep(key, self._prepare(operands, sizes))
+        statistics = torch.empty(prepared.statistics)
+        if prepared.launch is None:
             out, *further = reference.run_all(self.spec, operands, sizes)
             return [out, statistics, *further]
+        out = empty_strided(*prepared.layout, prepared.dtype)
+        copies = [self._copies(further, sizes) for further in self.spec.further]
+        addresses = [*map(address, operands), *map(address, (out, statistics, *copies))]
+        if not prepared.launch(addresses):
+            last = self._launch(operands, sizes, self.choices()[-1])
+            assert last(addresses), "multiply-add kernels raise no flag"
+        return [out, statistics, *map(_combined, self.spec.further, copies)]
+
+    def _prepare(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Forward:
+        *batch, n_q, n_k, d, d_v = extents = self.extents(sizes)
         check_sizes(n_q, n_k, *sizes)
-        order, dims = self.spec.output.order, self.spec.output.dims
-        packed = torch.empty([extent_of[name] for name in order], dtype=getattr(torch, self.spec.out_dtype))
-        out = packed.permute([order.index(name) for name in dims])
-        values = operand_slots(self.spec, operands, sizes) | {("ptr", "out"): out.data_ptr()}
-        values |= {("out_stride", name): out.stride(position) for position, name in enumerate(dims)}
-        if statistics.numel():
-            values |= {("ptr", "statistics"): statistics.data_ptr(), ("statistics_rows",): statistics[0].numel()}
-        copies = [self._copies(f, sizes) for f in self.spec.further]
-        for k, (further, tensor) in enumerate(zip(self.spec.further, copies, strict=True)):
-            values |= {("ptr", "further", k): tensor.data_ptr(), ("further_elements", k): tensor.stride(0)}
-            values |= {("further_stride", k, name): tensor.stride(1 + n) for n, name in enumerate(further.dims)}
-        for choice in self.choices():
-            kernel = self._forward_kernel(d, d_v, choice)
-            blocks = -(-n_q // kernel.text.rows)
-            items = math.prod(batch) * blocks
-            own = values | {("items",): items, ("blocks",): blocks}
-            if kernel.run(own, min(torch.get_num_threads(), items), n_k):
-                return [out, statistics, *map(_combined, self.spec.further, copies)]
-        raise AssertionError("multiply-add kernels raise no flag")
+        return _Forward(
+            launch=self._launch(operands, sizes, self.choices()[0]) if math.prod(extents) else None,
+            layout=output_layout(self.spec, [*batch, n_q, d_v]),
+            dtype=getattr(torch, self.spec.out_dtype),
+            statistics=statistics_shape(self.spec, output_extents(self.spec, sizes)),
+        )
+
+    def _launch(self, operands: Sequence[Tensor], sizes: Sequence[int], choice: int) -> Launch:
+        """What runs the forward's kernel."""
+        *batch, n_q, _, d, d_v = extents = self.extents(sizes)
+        _, strides = output_layout(self.spec, [*batch, n_q, d_v])
+        values = call_values(self.spec, sizes, map(Tensor.stride, operands), strides)
+        values["statistics_rows",] = math.prod(batch) * n_q
+        given = [*addresses_of(self.spec), ("ptr", "statistics")]
+        for k, further in enumerate(self.spec.further):
+            given.append(("ptr", "further", k))
+            shape = further_shape(further, coordinate_extents(self.spec, sizes))
+            values["further_elements", k] = math.prod(shape)
+            for name, n in zip(further.dims, packed_strides(shape, range(len(shape))), strict=True):
+                values["further_stride", k, name] = n
+        return self._forward_kernel(d, d_v, choice).launch_for(extents, values, given)
 
     def choices(self) -> range:
         """The tilings to try, in the forward and the backward alike: weights that are made anew of other scores are off
@@ -160,10 +203,10 @@ class TrainingKernel:
                 self._plans[places, everywhere] = backward_plan(spec, everywhere)
             return self._plans[places, everywhere]
 
-    def _forward_kernel(self, d: int, d_v: int, choice: int) -> CompiledKernel:
+    def _forward_kernel(self, d: int, d_v: int, choice: int) -> Variant:
+        tiling, write = self.tilings[choice], functools.partial(emit, with_statistics=True)
         return self._build(
-            ("forward", d, d_v, choice),
-            lambda: emit(self.spec, self.tilings[choice], self.target, d, d_v, with_statistics=True),
+            ("forward", d, d_v, choice), lambda: Variant(self.spec, tiling, self.target, d, d_v, write=write)
         )
 
     def backward_kernel(
@@ -171,19 +214,18 @@ class TrainingKernel:
     ) -> CompiledKernel:
         """One of the backward kernels, with products and tile of the `choice`-th tiling."""
 
-        def write() -> KernelText:
+        def make() -> CompiledKernel:
             tiling = backward_tiling(self.tilings[choice])
-            return kind(
-                Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v), needs
-            ).text()
+            problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
+            return CompiledKernel(kind(problem, needs).text())
 
-        return self._build((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), write)
+        return self._build((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), make)
 
-    def _build(self, key: tuple, write: Callable[[], KernelText]) -> CompiledKernel:
-        """The kernel of a text, which is written and compiled at first use."""
+    def _build(self, key: tuple, make: Callable[[], T]) -> T:
+        """A kernel, which is written and compiled at first use."""
         with self._lock:
             if key not in self._compiled:
-                self._compiled[key] = CompiledKernel(write())
+                self._compiled[key] = make()
             return self._compiled[key]
 
 

@@ -69,6 +69,21 @@ def empty_result(spec: AttentionSpec, number: int, like: Tensor, sizes: Sequence
     return packed.permute([order.index(d) for d in spec.output.dims])
 
 
+def packed_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor whose dimensions lie in memory in this order, the slowest first."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)
+
+
+def output_layout(spec: AttentionSpec, extents: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the output; extents: of b.., i and e."""
+    names, dims = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"], spec.output.dims
+    shape = tuple(extents[names.index(name)] for name in dims)
+    return shape, packed_strides(shape, [dims.index(name) for name in spec.output.order])
+
+
 def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
     """Memory for an operand's gradient: its shape and dtype, packed in the order that the spec states."""
     order = operand.order or tuple(range(operand.rank))
@@ -78,10 +93,8 @@ def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
 
 def laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
     """The gradient as `empty_gradient` would hold it; a dense bias has a large one, which is not copied for nothing."""
-    strides, step = [0] * operand.rank, 1
-    for dim in reversed(operand.order or range(operand.rank)):
-        strides[dim], step = step, step * max(tensor.shape[dim], 1)
-    if gradient.dtype is tensor.dtype and list(gradient.stride()) == strides:
+    strides = packed_strides(tensor.shape, operand.order or range(operand.rank))
+    if gradient.dtype is tensor.dtype and gradient.stride() == strides:
         return gradient
     return empty_gradient(tensor, operand).copy_(gradient)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ from fusion.codegen.mlir.backward.plan import (
     column_dimension,
     normalized,
 )
-from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, FurtherSumsKernel, QueriesKernel
-from fusion.codegen.mlir.calling import CompiledKernel, operand_slots
+from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, DeltaKernel, FurtherSumsKernel, QueriesKernel
+from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, empty_strided, operand_values
 from fusion.codegen.mlir.huge_pages import in_huge_pages
+from fusion.codegen.mlir.products import round_up
 from fusion.codegen.reference import gradients as pulled
 from fusion.errors import LargeTableError
 from fusion.ir.expr import Expr, I, J, coord, coordinates, loads
+from fusion.ir.results import packed_strides
 from fusion.lowering.row_gradients import lost_logarithms
 
 if TYPE_CHECKING:
@@ -36,9 +39,57 @@ if TYPE_CHECKING:
 MAX_SCATTERED = 1 << 22
 """Elements of a table whose gradient every thread collects in a copy of its own."""
 
+WORK_PER_THREAD, PRODUCTS = 1 << 19, 3
+"""Multiply-adds that are worth waking a thread for (some 10 microseconds), and products of either width in them."""
+
 
 def _permuted(x: Tensor, order: Sequence[int]) -> Tensor:
     return x if list(order) == list(range(x.dim())) else x.permute(order)
+
+
+class Result(NamedTuple):
+    """Memory for the gradient of Q, K or V: the operand's gradient itself, or one element per index; see `result`."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    by_name: dict[str, int]
+    covered: bool
+
+    def make(self) -> Tensor:
+        made = empty_strided(self.shape, self.strides, self.dtype)
+        return made if self.covered else made.zero_()
+
+
+def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[int]) -> Result:
+    """Of Q, K or V (number 0, 1, 2), which has so many batch elements.., rows and columns.
+
+    Its strides are by the names of these; where kernels do not write all of it, it is zeroed."""
+    names, places, spec = [*(f"b{n}" for n in range(len(extents) - 2)), "row", "column"], plan.places[number], plan.spec
+    if places is None:
+        shape, dtype, places = tuple(extents), torch.float32, range(len(extents))
+        strides = packed_strides(shape, places)
+    else:
+        shape, dtype = tuple(operand.shape), operand.dtype
+        strides = packed_strides(shape, spec.operands[number].order or range(len(shape)))
+    covered = all(extent == shape[dim] for dim, extent in zip(places, extents, strict=True))
+    return Result(shape, strides, dtype, dict(zip(names, (strides[dim] for dim in places), strict=True)), covered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """What calls with the same sizes, memory and number of threads have in common.
+
+    simple: whether a kernel makes the deltas, from nothing but dO and O
+    kinds, launchers: by the number of the tiling, made when they are first asked for
+    """
+
+    extents: tuple[int, ...]
+    threads: int
+    results: dict[int, Result]
+    simple: bool
+    kinds: dict[int, Sequence[type[BackwardKernel]]] = field(default_factory=dict)
+    launchers: dict[tuple[type[BackwardKernel], int], Launch] = field(default_factory=dict)
 
 
 class BackwardCall:
@@ -60,16 +111,41 @@ class BackwardCall:
     ):
         self.kernel, self.spec, self.plan = kernel, plan.spec, plan
         self.arriving, self.operands, self.sizes, self.needs = arriving, operands, sizes, needs
-        *self.batch, self.n_q, self.n_k, self.d, self.d_v = kernel.extents(sizes)
-        self.rows, self.complete = self._row_values(out, statistics), False
+        self.read, self.statistics = (*operands, *arriving, out), statistics.contiguous()
+        layouts = [part for x in self.read for part in (x.shape, x.stride())]
+        key = (id(plan), needs, torch.get_num_threads(), *sizes, *layouts)
+        self.derived = kernel.derived.get(key) or kernel.derived.keep(key, self._derive())
+        *self.batch, self.n_q, self.n_k, self.d, self.d_v = self.derived.extents
+        self.off: Tensor | None = None
+        self.rows = self._row_values(out, statistics)
+        self.complete = False
+
+    def _derive(self) -> Derived:
+        plan, extents = self.plan, self.kernel.extents(self.sizes)
+        *batch, n_q, n_k, d, d_v = extents
+        shapes = (*batch, n_q, d), (*batch, n_k, d), (*batch, n_k, d_v)
+        tile = self.kernel.target.lanes
+        work = math.prod(batch) * round_up(n_q, tile) * round_up(n_k, tile) * (d + d_v) * PRODUCTS
+        wants_delta = any(needed for number, needed in enumerate(self.needs) if number != 2)
+        return Derived(
+            extents=extents,
+            threads=min(torch.get_num_threads(), work // WORK_PER_THREAD + 1),
+            results={n: result(plan, n, self.operands[n], shapes[n]) for n in (0, 1, 2) if self.needs[n]},
+            simple=plan.normalized
+            and wants_delta
+            and self.spec.row_scale is None
+            and (plan.at_weight, plan.at_log_sum) == (None, None),
+        )
 
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
-        """[4, rows + padding]: unit, shift, factor and delta of every query row; kernels read whole vectors."""
-        self.off: Tensor | None = None
-        if not normalized(self.spec):
+        """[4, rows + padding]: unit, shift, factor and delta of every query row, which `DeltaKernel` writes where it
+        can; kernels read whole vectors."""
+        if not self.plan.normalized:
             return torch.empty(0)
         count = math.prod(self.batch) * self.n_q
         rows = torch.zeros(4, count + 64)
+        if self.derived.simple:
+            return rows
         rows[:3, :count] = statistics[:3].view(3, count)
         self.concentrated = rows[0, :count] < 0
         rows[0].abs_()
@@ -94,26 +170,46 @@ class BackwardCall:
 
     def _attempt(self, choice: int) -> list[Tensor] | None:
         """The gradients, or None where a kernel met values that its products cannot take."""
-        self.results = {n: self._result(n) for n in (0, 1, 2) if self.needs[n]}
+        self.results = {n: memory.make() for n, memory in self.derived.results.items()}
         self.sinks: dict[int, Tensor] = {}
-        self.threads = torch.get_num_threads()
         for entry in self.plan.loads:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
         self.located = self._locate()
-        if not (self._add_further(choice) and self._correct_concentrated(choice)):
+        if not self._make_deltas(choice):
             return None
-        kinds = (FusedKernel,) if self._is_fused(choice) else (QueriesKernel, KeysKernel)
+        if (kinds := self.derived.kinds.get(choice)) is None:
+            kinds = self.derived.kinds[choice] = self._kinds(choice)
         for kind in kinds:
             collected = self.plan.of(kind.axis, self.needs)
-            if not collected and not any(self.needs[n] for n in kind.gradients):
-                continue
-            if not self._run(kind, choice, collected):
+            if not self._launch(kind, choice, self._sums(kind.axis, collected)):
                 return None
             if kind is QueriesKernel and self.plan.corrects(self.needs):
                 self._correct(collected)
-        return self._assemble_all()
+        return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
+
+    def _make_deltas(self, choice: int) -> bool:
+        """False where a kernel met values that its products cannot take."""
+        if self.derived.simple:
+            return self._launch(DeltaKernel, choice)
+        return self._add_further(choice) and self._correct_concentrated(choice)
+
+    def _kinds(self, choice: int) -> list[type[BackwardKernel]]:
+        """The kernels that give the gradients: one, where there is one and every batch element is one thread's."""
+        needs, plan = self.needs, self.plan
+        target, tiling = self.kernel.target, self.kernel.tilings[choice]
+        blocks = -(-self.n_k // (tiling.groups * target.lanes))
+        if (
+            fuses(target, tiling)
+            and needs[0]
+            and (needs[1] or needs[2] and tiling.planes)
+            and not plan.of(LaneAxis.QUERIES, needs)
+            and not self._split(blocks)[0]
+        ):
+            return [FusedKernel]
+        both = (QueriesKernel, KeysKernel)
+        return [kind for kind in both if plan.of(kind.axis, needs) or any(needs[n] for n in kind.gradients)]
 
     def _add_further(self, choice: int) -> bool:
         """Put what further outputs give into delta, once; False where the kernel met values that its products cannot
@@ -138,21 +234,19 @@ class BackwardCall:
     def _row_sums(self, kind: type[QueriesKernel], choice: int, marked: Tensor | None = None) -> Tensor | None:
         """What a kernel sums up over the keys, [b.., i]; None where it met values that its products cannot take.
         marked: [rows], for the blocks with such a row; what is expected in all others."""
-        kernel = self.kernel.backward_kernel(kind, self.plan, (False,) * len(self.operands), self.d, self.d_v, choice)
         sums = torch.zeros(*self.batch, self.n_q)
         if self.off is not None:
             sums += self.off
-        values = self._slots(LaneAxis.QUERIES, (), self.n_q) | {("ptr", "sums", 0): sums.data_ptr()}
+        given = {("ptr", "sums", 0): sums}
         if marked is not None:
-            rows = kernel.text.rows
+            rows = self._compiled(kind, choice).text.rows
             padded = torch.nn.functional.pad(marked.view(-1, self.n_q), (0, -self.n_q % rows))
             wanted = padded.view(-1, rows).any(-1)
-            numbers = wanted.long()
-            values[("ptr", "wanted")] = numbers.data_ptr()
+            given["ptr", "wanted"] = wanted.long()
             if self.spec.sinks:
                 seen = wanted.repeat_interleave(rows).view(padded.shape)[:, : self.n_q]
                 self.seen = seen.reshape(sums.shape)
-        return sums if self._launch(kernel, values, self.n_q, self.n_k) else None
+        return sums if self._launch(kind, choice, given) else None
 
     def _correct_concentrated(self, choice: int) -> bool:
         """Make the deltas of rows with a large weight as exact as eager's; False where the kernel met values that its
@@ -183,22 +277,11 @@ class BackwardCall:
         slope, kept = (row.view(delta.shape) for row in self.scaled)
         return torch.where(kept < 2, kept * delta + slope * sums - delta, 0.0)
 
-    def _assemble_all(self) -> list[Tensor]:
-        return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
-
-    def _is_fused(self, choice: int) -> bool:
-        """Whether one kernel gives all gradients: there is one, and every batch element is one thread's."""
-        target, tiling = self.kernel.target, self.kernel.tilings[choice]
-        if not fuses(target, tiling) or not self.needs[0] or not (self.needs[1] or self.needs[2] and tiling.planes):
-            return False
-        blocks = -(-self.n_k // (tiling.groups * target.lanes))
-        return not self.plan.of(LaneAxis.QUERIES, self.needs) and not self._split(blocks)[0]
-
     def _split(self, blocks: int) -> tuple[bool, int]:
         """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number
         of threads."""
         outer = math.prod(self.batch) // math.prod(self.batch[axis] for axis in self.plan.inner)
-        threads = min(self.threads, outer * blocks)
+        threads = min(self.derived.threads, outer * blocks)
         return outer % threads != 0 and outer < 4 * threads, threads
 
     def _correct(self, collected: Sequence[LoadGradient]) -> None:
@@ -216,20 +299,6 @@ class BackwardCall:
         for entry, share in zip(collected, shares, strict=True):
             self.sums[entry.load] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
-    def _result(self, number: int) -> tuple[Tensor, Tensor]:
-        """(tensor, view with dimensions b.., row, column): the operand's gradient itself, or one element per index."""
-        n, width = (self.n_q, self.d) if number == 0 else (self.n_k, self.d if number == 1 else self.d_v)
-        places, operand, extents = self.plan.places[number], self.operands[number], (*self.batch, n, width)
-        if places is None:
-            tensor = torch.empty(*extents)
-            return tensor, tensor
-        order = self.spec.operands[number].order or tuple(range(len(extents)))
-        covered = all(extent == operand.shape[dim] for dim, extent in zip(places, extents, strict=True))
-        make = torch.empty if covered else torch.zeros
-        packed = make([operand.shape[dim] for dim in order], dtype=operand.dtype)
-        tensor = _permuted(packed, [order.index(dim) for dim in range(len(extents))])
-        return tensor, _permuted(tensor, places)
-
     def _make_sink(self, entry: LoadGradient) -> None:
         """A buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
 
@@ -244,7 +313,7 @@ class BackwardCall:
             )
         last = column_dimension(entry.load) if entry.form is Form.DENSE else None
         order = [dim for dim in range(operand.dim()) if dim != last] + ([] if last is None else [last])
-        copies = self.threads if entry.form is Form.SCATTERED else 1
+        copies = self.derived.threads if entry.form is Form.SCATTERED else 1
         dtype = getattr(torch, self.plan.sink_dtype(entry))
         packed = torch.empty(copies, *(shape[dim] for dim in order), dtype=dtype)
         in_huge_pages(packed)
@@ -261,48 +330,59 @@ class BackwardCall:
         shape = self.operands[entry.operand].shape
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
-    def _run(self, kind: type[BackwardKernel], choice: int, collected: Sequence[LoadGradient]) -> bool:
-        """False where the kernel met values that its products cannot take."""
-        kernel = self.kernel.backward_kernel(kind, self.plan, self.needs, self.d, self.d_v, choice)
-        lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
-        return self._launch(kernel, self._slots(kind.axis, collected, lanes), lanes, rows)
+    def _locate(self) -> dict[tuple, Tensor]:
+        """What all kernels read and write, by the parameter that says where it lies."""
+        found: dict[tuple, Tensor] = {("ptr", number): x for number, x in enumerate(self.read)}
+        if self.plan.normalized:
+            found |= {("ptr", name): row for name, row in zip(STATISTICS, self.rows, strict=True)}
+            found["ptr", "statistics"] = self.statistics
+        found |= {("ptr", "result", number): x for number, x in self.results.items()}
+        return found | {("ptr", "sink", number): x for number, x in self.sinks.items()}
 
-    def _launch(self, kernel: CompiledKernel, values: dict[tuple, int], lanes: int, rows: int) -> bool:
+    def _sums(self, axis: LaneAxis, collected: Sequence[LoadGradient]) -> dict[tuple, Tensor]:
+        """Memory for the sums of a kernel."""
+        lanes = self.n_q if axis is LaneAxis.QUERIES else self.n_k
+        for entry in collected:
+            if entry.form in (Form.PER_QUERY, Form.PER_KEY):
+                self.sums[entry.load] = torch.empty(*self.batch, lanes)
+        found = {("ptr", "sums", k): self.sums[e.load] for k, e in enumerate(collected) if e.load in self.sums}
+        self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(axis, self.needs) - len(collected))]
+        return found | {("ptr", "sums", len(collected) + k): extra for k, extra in enumerate(self.extra)}
+
+    def _launch(self, kind: type[BackwardKernel], choice: int, own: Mapping[tuple, Tensor] | None = None) -> bool:
+        """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
+        given = {**self.located, **own} if own else self.located
+        if (launch := self.derived.launchers.get((kind, choice))) is None:
+            launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, [*given])
+        return launch([*map(address, given.values())])
+
+    def _launcher(self, kind: type[BackwardKernel], choice: int, given: Sequence[tuple]) -> Launch:
+        kernel, values = (
+            self._compiled(kind, choice),
+            operand_values(self.spec, (x.stride() for x in self.read), self.sizes),
+        )
+        for number, memory in self.derived.results.items():
+            values |= {("result_stride", number, name): n for name, n in memory.by_name.items()}
+        for number, sink in self.sinks.items():
+            values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
+            values["sink_elements", number] = sink[0].numel()
+        if self.plan.normalized:
+            values["statistics_rows",] = self.statistics[0].numel()
+        lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         inner = math.prod(self.batch[axis] for axis in self.plan.inner)
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
         split, threads = self._split(blocks)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
-        return kernel.run(values, threads, rows)
+        return kernel.launcher(values, given, threads, rows)
 
-    def _locate(self) -> dict[tuple, int]:
-        """Parameters of all kernels: where tensors lie that are read, and those that are written."""
-        values = operand_slots(self.spec, (*self.operands, *self.arriving), self.sizes)
-        if normalized(self.spec):
-            values |= {("ptr", name): row.data_ptr() for name, row in zip(STATISTICS, self.rows, strict=True)}
-        names = [*(f"b{axis}" for axis in range(len(self.batch))), "row", "column"]
-        for number, (_, view) in self.results.items():
-            values[("ptr", "result", number)] = view.data_ptr()
-            values |= {("result_stride", number, name): n for name, n in zip(names, view.stride(), strict=True)}
-        for number, sink in self.sinks.items():
-            values |= {("ptr", "sink", number): sink.data_ptr(), ("sink_elements", number): sink[0].numel()}
-            values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
-        return values
-
-    def _slots(self, axis: LaneAxis, collected: Sequence[LoadGradient], lanes: int) -> dict[tuple, int]:
-        """Parameters of a kernel with so many lane rows; makes the memory of its sums."""
-        values = dict(self.located)
-        for k, entry in enumerate(collected):
-            if entry.form in (Form.PER_QUERY, Form.PER_KEY):
-                self.sums[entry.load] = torch.empty(*self.batch, lanes)
-                values[("ptr", "sums", k)] = self.sums[entry.load].data_ptr()
-        self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(axis, self.needs) - len(collected))]
-        values |= {("ptr", "sums", len(collected) + k): extra.data_ptr() for k, extra in enumerate(self.extra)}
-        return values
+    def _compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
+        needs = self.needs if kind.gradients else (False,) * len(self.needs)
+        return self.kernel.backward_kernel(kind, self.plan, needs, self.d, self.d_v, choice)
 
     def _assemble(self, number: int) -> Tensor:
         parts: list[Tensor] = []
         if number in self.results:
-            tensor, _ = self.results[number]
+            tensor = self.results[number]
             if self.plan.places[number] is not None:
                 parts.append(tensor)
             else:

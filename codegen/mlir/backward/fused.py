@@ -245,10 +245,10 @@ class FusedKernel(KeysKernel):
         self._write_queries(scope)
 
     @contextlib.contextmanager
-    def _one_block(self, block: Value):
+    def _one_block(self, scope: Scope, number: Value):
         yield
         if self.spans > 1:
-            first = self.b.mul(block, self.rows_per_block)
+            first = self.b.mul(number, self.rows_per_block)
             with self.b.when(self._ends_key_span(first, self.rows_per_block, QUERY_GRADIENT_SPAN)):
                 self._add_partial_sums(*self.query_sums, self.sum_bytes)
 

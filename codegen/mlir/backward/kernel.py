@@ -29,8 +29,8 @@ from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import E, Expr, I, coord
 
-OUTPUT_GRADIENT = -1
-"""Stands for dO where the number of an operand is expected."""
+OUTPUT_GRADIENT, OUTPUT = -1, -2
+"""Stand for dO and O where the number of an operand is expected."""
 
 
 class BackwardKernel(BackwardTile):
@@ -71,14 +71,14 @@ class BackwardKernel(BackwardTile):
                 # all inner elements stays with one thread, which adds up their gradients.
                 odd = b.compare("ne", b.rem(b.add(o, turn), 2), 0)
                 block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
-                with b.when(b.compare("slt", block, blocks)), self._one_block(block):
+                with b.when(b.compare("slt", block, blocks)), self._one_block(scope, block):
                     self._block(Scope(context=self.context, parent=scope), block)
 
     def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:
         """Around the blocks of one batch element."""
         return contextlib.nullcontext()
 
-    def _one_block(self, block: Value) -> contextlib.AbstractContextManager[None]:
+    def _one_block(self, scope: Scope, number: Value) -> contextlib.AbstractContextManager[None]:
         """Around one block."""
         return contextlib.nullcontext()
 
@@ -109,8 +109,9 @@ class BackwardKernel(BackwardTile):
 
     def _reader(self, scope: Scope, number: int) -> RowReader:
         spec = self.spec
-        if number == OUTPUT_GRADIENT:
-            number, index, row, column = len(spec.operands), tuple(coord(name) for name in spec.output.dims), I, E
+        if number < 0:
+            number = len(spec.operands) if number == OUTPUT_GRADIENT else len(self.context.operands) - 1
+            index, row, column = tuple(coord(name) for name in spec.output.dims), I, E
         else:
             index, row, column = access(spec, number)
         return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))

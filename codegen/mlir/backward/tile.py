@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fusion.codegen.mlir.amx import Amx
@@ -119,7 +119,7 @@ class BackwardTile(KernelFunction):
         self.sum_count = self._count_sums(needs)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name="grad")
         arriving = (Operand(dtype=f.dtype, rank=len(f.dims), name="arriving") for f in spec.further)
-        self.context.operands = (*spec.operands, grad, *arriving)
+        self.context.operands = (*spec.operands, grad, *arriving, replace(grad, name="out"))
         self.skips = spec.mask is not None and spec.mask.skips and not self.plan.everywhere
         self.worst = self.area(64, "worst") if tiling.planes > 1 else None
         self.read = (self.programs.masked, self.programs.full, self.weight, self.plan.at_weight)
@@ -165,7 +165,7 @@ class BackwardTile(KernelFunction):
             )
             for n in ((0,) if self.sums_further else (0, 1))
         )  # fmt: skip
-        self.score_half = self.halves[0]
+        self.score_half, self.value_half = self.halves[0], self.halves[-1]
 
     def _products(self, width: int) -> Products:
         t = self.tiling

@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from fusion.codegen.mlir import calling, launch
+from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.compile import MachineCode
 from fusion.machine import Machine
 from fusion.planning.register_tiles import target_of
@@ -171,11 +171,8 @@ def running() -> Iterator[None]:
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        for module in (calling, launch):
-            stack.enter_context(
-                mock.patch.object(module, "compile_text", lambda source, entry: _program(source, folder))
-            )
-            stack.enter_context(mock.patch.object(module, "Function", _Emulated))
+        stack.enter_context(mock.patch.object(calling, "compile_text", lambda source, entry: _program(source, folder)))
+        stack.enter_context(mock.patch.object(calling, "Function", _Emulated))
         torch.set_num_threads(1)
         stack.callback(torch.set_num_threads, threads)
         yield
