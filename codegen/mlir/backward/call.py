@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fusion.codegen.mlir.backward.derived import Derived, Step, result
 from fusion.codegen.mlir.backward.fused import FusedKernel, fuses
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
-    STATISTICS,
     BackwardPlan,
     Form,
     LaneAxis,
@@ -24,13 +23,12 @@ from fusion.codegen.mlir.backward.plan import (
     normalized,
 )
 from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, DeltaKernel, FurtherSumsKernel, QueriesKernel
-from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, empty_strided, operand_values
+from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, operand_values
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.reference import gradients as pulled
 from fusion.errors import LargeTableError
 from fusion.ir.expr import Expr, I, J, coord, coordinates, loads
-from fusion.ir.results import packed_strides
 from fusion.lowering.row_gradients import lost_logarithms
 
 if TYPE_CHECKING:
@@ -43,53 +41,11 @@ WORK_PER_THREAD, PRODUCTS = 1 << 19, 3
 """Multiply-adds that are worth waking a thread for (some 10 microseconds), and products of either width in them."""
 
 
+NOTHING: Mapping[tuple, Tensor] = {}
+
+
 def _permuted(x: Tensor, order: Sequence[int]) -> Tensor:
     return x if list(order) == list(range(x.dim())) else x.permute(order)
-
-
-class Result(NamedTuple):
-    """Memory for the gradient of Q, K or V: the operand's gradient itself, or one element per index; see `result`."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    by_name: dict[str, int]
-    covered: bool
-
-    def make(self) -> Tensor:
-        made = empty_strided(self.shape, self.strides, self.dtype)
-        return made if self.covered else made.zero_()
-
-
-def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[int]) -> Result:
-    """Of Q, K or V (number 0, 1, 2), which has so many batch elements.., rows and columns.
-
-    Its strides are by the names of these; where kernels do not write all of it, it is zeroed."""
-    names, places, spec = [*(f"b{n}" for n in range(len(extents) - 2)), "row", "column"], plan.places[number], plan.spec
-    if places is None:
-        shape, dtype, places = tuple(extents), torch.float32, range(len(extents))
-        strides = packed_strides(shape, places)
-    else:
-        shape, dtype = tuple(operand.shape), operand.dtype
-        strides = packed_strides(shape, spec.operands[number].order or range(len(shape)))
-    covered = all(extent == shape[dim] for dim, extent in zip(places, extents, strict=True))
-    return Result(shape, strides, dtype, dict(zip(names, (strides[dim] for dim in places), strict=True)), covered)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Derived:
-    """What calls with the same sizes, memory and number of threads have in common.
-
-    simple: whether a kernel makes the deltas, from nothing but dO and O
-    kinds, launchers: by the number of the tiling, made when they are first asked for
-    """
-
-    extents: tuple[int, ...]
-    threads: int
-    results: dict[int, Result]
-    simple: bool
-    kinds: dict[int, Sequence[type[BackwardKernel]]] = field(default_factory=dict)
-    launchers: dict[tuple[type[BackwardKernel], int], Launch] = field(default_factory=dict)
 
 
 class BackwardCall:
@@ -176,17 +132,17 @@ class BackwardCall:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
-        self.located = self._locate()
+        written = *self.results.values(), *self.sinks.values()
+        self.located = (*self.read, self.rows, self.statistics, *written)
         if not self._make_deltas(choice):
             return None
-        if (kinds := self.derived.kinds.get(choice)) is None:
-            kinds = self.derived.kinds[choice] = self._kinds(choice)
-        for kind in kinds:
-            collected = self.plan.of(kind.axis, self.needs)
-            if not self._launch(kind, choice, self._sums(kind.axis, collected)):
+        if (steps := self.derived.steps.get(choice)) is None:
+            steps = self.derived.steps[choice] = self._steps(choice)
+        for step in steps:
+            if not self._launch(step.kind, choice, self._sums(step)):
                 return None
-            if kind is QueriesKernel and self.plan.corrects(self.needs):
-                self._correct(collected)
+            if step.extra:
+                self._correct(step.collected)
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
 
     def _make_deltas(self, choice: int) -> bool:
@@ -195,21 +151,19 @@ class BackwardCall:
             return self._launch(DeltaKernel, choice)
         return self._add_further(choice) and self._correct_concentrated(choice)
 
-    def _kinds(self, choice: int) -> list[type[BackwardKernel]]:
+    def _steps(self, choice: int) -> list[Step]:
         """The kernels that give the gradients: one, where there is one and every batch element is one thread's."""
         needs, plan = self.needs, self.plan
         target, tiling = self.kernel.target, self.kernel.tilings[choice]
         blocks = -(-self.n_k // (tiling.groups * target.lanes))
-        if (
-            fuses(target, tiling)
-            and needs[0]
-            and (needs[1] or needs[2] and tiling.planes)
-            and not plan.of(LaneAxis.QUERIES, needs)
-            and not self._split(blocks)[0]
-        ):
-            return [FusedKernel]
-        both = (QueriesKernel, KeysKernel)
-        return [kind for kind in both if plan.of(kind.axis, needs) or any(needs[n] for n in kind.gradients)]
+        collected = {kind: plan.of(kind.axis, needs) for kind in (FusedKernel, QueriesKernel, KeysKernel)}
+        fused = fuses(target, tiling) and needs[0] and (needs[1] or needs[2] and tiling.planes)
+        fused = fused and not collected[QueriesKernel] and not self._split(blocks)[0]
+        return [
+            Step(kind, collected[kind], plan.sums(kind.axis, needs) - len(collected[kind]))
+            for kind in ((FusedKernel,) if fused else (QueriesKernel, KeysKernel))
+            if collected[kind] or any(needs[n] for n in kind.gradients)
+        ]
 
     def _add_further(self, choice: int) -> bool:
         """Put what further outputs give into delta, once; False where the kernel met values that its products cannot
@@ -330,50 +284,41 @@ class BackwardCall:
         shape = self.operands[entry.operand].shape
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
-    def _locate(self) -> dict[tuple, Tensor]:
-        """What all kernels read and write, by the parameter that says where it lies."""
-        found: dict[tuple, Tensor] = {("ptr", number): x for number, x in enumerate(self.read)}
-        if self.plan.normalized:
-            found |= {("ptr", name): row for name, row in zip(STATISTICS, self.rows, strict=True)}
-            found["ptr", "statistics"] = self.statistics
-        found |= {("ptr", "result", number): x for number, x in self.results.items()}
-        return found | {("ptr", "sink", number): x for number, x in self.sinks.items()}
-
-    def _sums(self, axis: LaneAxis, collected: Sequence[LoadGradient]) -> dict[tuple, Tensor]:
+    def _sums(self, step: Step) -> dict[tuple, Tensor]:
         """Memory for the sums of a kernel."""
-        lanes = self.n_q if axis is LaneAxis.QUERIES else self.n_k
-        for entry in collected:
+        found = {}
+        lanes = self.n_q if step.kind.axis is LaneAxis.QUERIES else self.n_k
+        for k, entry in enumerate(step.collected):
             if entry.form in (Form.PER_QUERY, Form.PER_KEY):
-                self.sums[entry.load] = torch.empty(*self.batch, lanes)
-        found = {("ptr", "sums", k): self.sums[e.load] for k, e in enumerate(collected) if e.load in self.sums}
-        self.extra = [torch.empty(*self.batch, lanes) for _ in range(self.plan.sums(axis, self.needs) - len(collected))]
-        return found | {("ptr", "sums", len(collected) + k): extra for k, extra in enumerate(self.extra)}
+                found["ptr", "sums", k] = self.sums[entry.load] = torch.empty(*self.batch, lanes)
+        self.extra = [torch.empty(*self.batch, lanes) for _ in range(step.extra)]
+        return found | {("ptr", "sums", len(step.collected) + k): extra for k, extra in enumerate(self.extra)}
 
-    def _launch(self, kind: type[BackwardKernel], choice: int, own: Mapping[tuple, Tensor] | None = None) -> bool:
+    def _launch(self, kind: type[BackwardKernel], choice: int, own: Mapping[tuple, Tensor] = NOTHING) -> bool:
         """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
-        given = {**self.located, **own} if own else self.located
         if (launch := self.derived.launchers.get((kind, choice))) is None:
-            launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, [*given])
-        return launch([*map(address, given.values())])
+            launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, own)
+        return launch([*map(address, self.located), *map(address, own.values())])
 
-    def _launcher(self, kind: type[BackwardKernel], choice: int, given: Sequence[tuple]) -> Launch:
-        kernel, values = (
-            self._compiled(kind, choice),
-            operand_values(self.spec, (x.stride() for x in self.read), self.sizes),
-        )
+    def _launcher(self, kind: type[BackwardKernel], choice: int, own: Iterable[tuple]) -> Launch:
+        kernel = self._compiled(kind, choice)
+        values = operand_values(self.spec, (x.stride() for x in self.read), self.sizes)
         for number, memory in self.derived.results.items():
             values |= {("result_stride", number, name): n for name, n in memory.by_name.items()}
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
             values["sink_elements", number] = sink[0].numel()
         if self.plan.normalized:
-            values["statistics_rows",] = self.statistics[0].numel()
+            values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         inner = math.prod(self.batch[axis] for axis in self.plan.inner)
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
         split, threads = self._split(blocks)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
-        return kernel.launcher(values, given, threads, rows)
+        given: list[tuple] = [("ptr", name) for name in (*range(len(self.read)), "rows", "statistics")]
+        given += [("ptr", "result", number) for number in self.results]
+        given += [("ptr", "sink", number) for number in self.sinks]
+        return kernel.launcher(values, [*given, *own], threads, rows)
 
     def _compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
         needs = self.needs if kind.gradients else (False,) * len(self.needs)

@@ -327,4 +327,8 @@ class BackwardTile(KernelFunction):
 
     def statistic(self, name: str, query: Value) -> Value:
         """Where the `STATISTICS` of a query of this batch element lie."""
-        return self.b.at(self.params[("ptr", name)], self.b.add(self.flat_query, query), "f32")
+        b = self.b
+        with b.at_entry():
+            apart = b.mul(self.params[("rows_apart",)], STATISTICS.index(name))
+            row = b.at(self.params[("ptr", "rows")], apart, "f32", name)
+        return b.at(row, b.add(self.flat_query, query), "f32")

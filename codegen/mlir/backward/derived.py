@@ -1,0 +1,68 @@
+"""What follows from the sizes and strides of a backward call, and is derived once for all that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion.codegen.mlir.backward.kernel import BackwardKernel
+from fusion.codegen.mlir.backward.plan import BackwardPlan, LoadGradient
+from fusion.codegen.mlir.calling import Launch, empty_strided
+from fusion.ir.results import packed_strides
+
+
+class Result(NamedTuple):
+    """Memory for the gradient of Q, K or V: the operand's gradient itself, or one element per index; see `result`."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    by_name: dict[str, int]
+    covered: bool
+
+    def make(self) -> Tensor:
+        made = empty_strided(self.shape, self.strides, self.dtype)
+        return made if self.covered else made.zero_()
+
+
+def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[int]) -> Result:
+    """Of Q, K or V (number 0, 1, 2), which has so many batch elements.., rows and columns.
+
+    Its strides are by the names of these; where kernels do not write all of it, it is zeroed."""
+    names, places, spec = [*(f"b{n}" for n in range(len(extents) - 2)), "row", "column"], plan.places[number], plan.spec
+    if places is None:
+        shape, dtype, places = tuple(extents), torch.float32, range(len(extents))
+        strides = packed_strides(shape, places)
+    else:
+        shape, dtype = tuple(operand.shape), operand.dtype
+        strides = packed_strides(shape, spec.operands[number].order or range(len(shape)))
+    covered = all(extent == shape[dim] for dim, extent in zip(places, extents, strict=True))
+    return Result(shape, strides, dtype, dict(zip(names, (strides[dim] for dim in places), strict=True)), covered)
+
+
+class Step(NamedTuple):
+    """A kernel, the loads whose gradients it collects, and how many sums it keeps besides theirs."""
+
+    kind: type[BackwardKernel]
+    collected: Sequence[LoadGradient]
+    extra: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """What calls with the same sizes, memory and number of threads have in common.
+
+    simple: whether a kernel makes the deltas, from nothing but dO and O
+    steps, launchers: by the number of the tiling, made when they are first asked for
+    """
+
+    extents: tuple[int, ...]
+    threads: int
+    results: dict[int, Result]
+    simple: bool
+    steps: dict[int, Sequence[Step]] = field(default_factory=dict)
+    launchers: dict[tuple[type[BackwardKernel], int], Launch] = field(default_factory=dict)
