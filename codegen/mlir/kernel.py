@@ -143,6 +143,10 @@ class AttentionKernel(OverlappingKernel):
         self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
         self.packed.note(readers[1:])
         padded_groups = b.mul(b.div(b.add(groups, p.group_step - 1), p.group_step), p.group_step)
+        size = p.weight_bytes(self.tiling.keys)
+        self._zero_unused(
+            self.weights, b.mul(b.least(groups, self.together), size), b.constant(self.together * size, "i64")
+        )
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
             at = b.at(self.queries, b.mul(g, p.query_bytes()), "i8")
             p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)

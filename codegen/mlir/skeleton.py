@@ -105,6 +105,18 @@ class KernelFunction(ThreadFunction):
             restore_mode(self.b, self.modes)
         return super().function()
 
+    def _zero(self, area: Value, size: Value | int, start: Value | int = 0) -> None:
+        """Zeros from byte `start` to byte `size`, both multiples of 64."""
+        b = self.b
+        with b.loop(start, size, 64, hint="at") as at:
+            b.store(b.constant(0.0, vector_of("f32", 16)), b.at(area, at, "i8"))
+
+    def _zero_unused(self, weights: Value, used: Value, size: Value) -> None:
+        """Zeros behind the weights of the groups that there are, for products that take more: what lies there may be
+        denormal, and processors take some hundred cycles for each product with such a number. Tiles take them for 0."""
+        if self.modes is None:
+            self._zero(weights, size, used)
+
     def _top(self) -> Scope:
         """The scope of the function, with the numbers of queries and keys."""
         top = Scope(context=self.context)

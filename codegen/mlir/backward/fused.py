@@ -235,7 +235,7 @@ class FusedKernel(KeysKernel):
         b = self.b
         self.sum_bytes = b.mul(self.params[("key_steps",)], self.queries.step_bytes())
         for area in self.query_sums:
-            self._clear(area, self.sum_bytes)
+            self._zero(area, self.sum_bytes)
         yield
         if self.spans > 1:
             here, before = self.query_sums
@@ -257,7 +257,7 @@ class FusedKernel(KeysKernel):
         b = self.b
         self.queries.pack_keys(self.readers[0], block.first, self.n_lanes, self.key_pairs, self.staging)
         with b.when(b.compare("slt", block.groups, self.tiling.groups, "partial")):
-            self._clear(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
+            self._zero(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
 
     def keep_slopes(self, row: Value, g: Value, valid: Value, slopes: tuple[Value, Value]) -> None:
         for u, slope in enumerate(slopes):

@@ -136,11 +136,14 @@ class BackwardKernel(BackwardTile):
         b, keys = self.b, self.tiling.keys
         block = self._block_of(scope, number)
         self._pack_lanes(block)
+        for half in self.halves:
+            size = half.products.weight_bytes(keys)
+            self._zero_unused(half.weights, b.mul(block.groups, size), b.mul(block.padded, size))
         zero = b.constant(0.0, self.vector)
         several = b.compare("sgt", self.n_rows, KEY_SPAN, "several")
         for half in self.halves:
             all_spans = b.constant(self.spans * half.size, "i64")
-            self._clear(half.sums, b.select(several, all_spans, b.constant(half.size, "i64")))
+            self._zero(half.sums, b.select(several, all_spans, b.constant(half.size, "i64")))
         with b.loop(0, self.sum_count * self.tiling.groups, hint="n") as n:
             b.store(zero, b.at(self.sums, b.mul(n, self.lanes), "f32"))
         low, high = self._row_range(block)

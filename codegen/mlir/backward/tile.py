@@ -207,12 +207,6 @@ class BackwardTile(KernelFunction):
             b.store(b.add(*(b.load(place, vector, "o") for place in places)), places[1])
             b.store(b.constant(0.0, vector), places[0])
 
-    def _clear(self, area: Value, size: Value | int) -> None:
-        """Zeros; the size is a multiple of 64 bytes."""
-        zero = self.b.constant(0.0, vector_of("f32", 16))
-        with self.b.loop(0, size, 64, hint="at") as at:
-            self.b.store(zero, self.b.at(area, at, "i8"))
-
     def _tile(self, block: Block, rows: Rows) -> None:
         b, step = self.b, self.score_half.products.key_step
         steps = b.div(b.add(rows.count, step - 1), step, "steps")

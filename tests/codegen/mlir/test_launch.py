@@ -1,11 +1,17 @@
 """Which tile a call gets, and how work is dealt to threads."""
 
+import ctypes
+import platform
+
 import pytest
+import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen.mlir.calling import memory
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.training import TrainingKernel
 from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.machine import Machine
 from fusion.planning.cpu_planner import WORTH_COMPILING, CpuPlanner
@@ -63,3 +69,35 @@ def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
     assert check(150) == {small}  # a call that was met before runs as before
     assert check(300) == {small, large}
     assert check(5) == {small, large} and (64, 64, ByRows(alone=False)) in run._variants
+
+
+def denormals_met() -> bool:
+    """Whether the thread's processor met one since the last call: a bit of its register MXCSR."""
+    environment, bit, libm = (ctypes.c_uint32 * 8)(), 2, ctypes.CDLL("libm.so.6")
+    libm.fegetenv(environment)
+    met = bool(environment[7] & bit)
+    environment[7] &= ~bit
+    libm.fesetenv(environment)
+    return met
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="processors say in their own ways what they met")
+@pytest.mark.parametrize("n", [5, 16, 49])
+@pytest.mark.parametrize("target", ["multiply-add", "avx2", "generic"])
+def test_products_meet_no_denormal_number_that_lay_in_memory(target: str, n: int) -> None:
+    """Products take more groups of queries than there are, and are many times slower with such numbers."""
+    c = case("plain", "float32", 64)
+    run = TrainingKernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": n, "Nk": n})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(2):  # the first call makes the kernels and the memory
+            memory.own.workspace.view(torch.int32).fill_(0x00010001)
+            denormals_met()
+            out, statistics = run.forward(operands, sizes)
+            memory.own.workspace.view(torch.int32).fill_(0x00010001)
+            run.backward(torch.ones_like(out), out, statistics, operands, sizes, (True,) * 3)
+        assert not denormals_met()
+    finally:
+        torch.set_num_threads(threads)
