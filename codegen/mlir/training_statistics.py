@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusion.codegen.mlir.backward.plan import adds_up_to_zero
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from fusion.codegen.mlir.skeleton import KernelFunction
 
 #: Largest weight of a row from which on its delta is summed over the keys, see `backward.call`. Errors of delta go into
-#: the gradients times weights: with small ones they average out. Rows of a thousand keys and random scores stay below.
-CONCENTRATED = 1 / 8
+#: the gradients times weights: with small ones they average out, but in the gradient of Q for what keys have in common,
+#: unless that is taken off (True: `backward.centring`). Rows of a thousand keys and random scores stay below either.
+CONCENTRATED = {True: 1 / 2, False: 1 / 8}
 
 
 class TrainingStatistics:
@@ -70,7 +72,12 @@ class TrainingStatistics:
         at = b.add(b.mul(flat, kernel.n_q), rows.lanes.first, "row")
         highest = b.load(self._peak_of(g), kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
-        marked = b.select(b.compare("ogt", largest, CONCENTRATED), b.unary("arith.negf", unit), unit, "marked")
+        marked = b.select(
+            b.compare("ogt", largest, CONCENTRATED[adds_up_to_zero(kernel.spec)]),
+            b.unary("arith.negf", unit),
+            unit,
+            "marked",
+        )
         ends = (rows.known[ROW_MAX], rows.known[ROW_SUM]) if keeps_ends(kernel.spec) else ()
         for plane, value in enumerate((marked, shift, factor, *ends)):
             start = b.add(at, b.mul(kernel.params[("statistics_rows",)], plane))

@@ -255,7 +255,7 @@ class FusedKernel(KeysKernel):
     def _pack_lanes(self, block: Block) -> None:
         super()._pack_lanes(block)
         b = self.b
-        self.queries.pack_keys(self.readers[0], block.first, self.n_lanes, self.key_pairs, self.staging)
+        self.queries.pack_keys(self.centred or self.readers[0], block.first, self.n_lanes, self.key_pairs, self.staging)
         with b.when(b.compare("slt", block.groups, self.tiling.groups, "partial")):
             self._zero(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
 

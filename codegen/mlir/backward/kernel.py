@@ -104,6 +104,8 @@ class BackwardKernel(BackwardTile):
         load_of = DenseLoad if self.axis is LaneAxis.QUERIES else LaneLoad
         self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
         self.packed.note(self.readers[2:])
+        if self.centred is not None:
+            self.centred.begin(self.readers[self.sides.index(1)])
         self.sinks = [GradientSink(self.context, entry, self.thread, self.plan) for entry in self.collected]
         return scope
 
@@ -130,7 +132,8 @@ class BackwardKernel(BackwardTile):
             p, rest = half.products, (row, self.n_rows)
             p.pack_keys(reader, *rest, self.part(half.keys, n, p.key_bytes()), self.staging)
             if half.operand in self.results:
-                p.pack_values(reader, *rest, self.part(half.values, n, p.value_bytes()), self.staging)
+                values = self.centred if half.operand == 0 and self.centred else reader
+                p.pack_values(values, *rest, self.part(half.values, n, p.value_bytes()), self.staging)
 
     def _block(self, scope: Scope, number: Value) -> None:
         b, keys = self.b, self.tiling.keys

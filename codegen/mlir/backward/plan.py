@@ -15,12 +15,15 @@ What arrives at further outputs adds F to w dP, and its mean to D (`fusion.lower
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir import integers
+from fusion.ir.derivative import UPSTREAM
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -90,6 +93,7 @@ class BackwardPlan:
         belongs: its dimensions for b.., row, column; else None
     at_weight, at_log_sum: gradients of the weight and of the log-sum-exp of a row through further outputs, or None
     everywhere: whether scores without a weight have gradients, too, so that no tile is skipped
+    centred: see `adds_up_to_zero`
     """
 
     spec: AttentionSpec
@@ -102,6 +106,7 @@ class BackwardPlan:
     at_weight: Expr | None
     at_log_sum: Expr | None
     everywhere: bool
+    centred: bool
 
     def result_memory(self, number: int) -> str:
         """The type in memory of the gradient of Q, K or V that a kernel writes."""
@@ -180,7 +185,31 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
         everywhere=everywhere or further.everywhere,
+        centred=adds_up_to_zero(spec),
     )
+
+
+@functools.cache
+def adds_up_to_zero(spec: AttentionSpec) -> bool:
+    """Whether the gradients of a row's raw scores do so in exact arithmetic.
+
+    Those of its weights' exponents do, where the weights add up to one. A score's is that times a constant, or 0 where
+    its weight is 0 whatever the others are: a fill of any other value than -inf may have one."""
+    if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further:
+        return False
+    programs = score_programs(spec, folded=True)
+    variants = [program for program in (programs.masked, programs.full) if program is not None]
+    return spec.row_scale is None and all(_passes_on(x, of_score(x, [])[SCORE]) for x in variants)
+
+
+def _passes_on(program: Expr, slope: Expr) -> bool:
+    """Whether the gradient of the score is a constant times that of the program, wherever this is above -inf."""
+    if slope.op == "select" and program.op == "select" and slope.args[0] is program.args[0]:
+        ends = slope.args[2] is ZERO and program.args[2] is const(-math.inf)
+        return ends and _passes_on(program.args[1], slope.args[1])
+    if slope.op == "fmul" and slope.args[1].is_const:
+        slope = slope.args[0]
+    return slope is UPSTREAM
 
 
 def _sum(total: Expr, term: Expr) -> Expr:

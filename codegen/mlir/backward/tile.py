@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fusion.codegen.mlir.amx import Amx
+from fusion.codegen.mlir.backward.centring import CentredKeys
 from fusion.codegen.mlir.backward.element import Elements
 from fusion.codegen.mlir.backward.loads import GradientSink
 from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, normalized
@@ -155,6 +156,7 @@ class BackwardTile(KernelFunction):
         self.staged = [self.area(rows * row, "staged") for _ in self.dense]
         self.sums = self.area(max(1, self.sum_count) * groups * row, "sums")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
+        self.centred = CentredKeys(self) if self.plan.centred and 0 in self.results else None
         packed = self._packed_areas(products)
         scales, widths = (self.programs.scale, 1.0), (self.d, self.d_v)
         self.halves = tuple(
