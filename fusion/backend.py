@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 from fusion import logs
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
-from fusion.ir import AttentionSpec
 from fusion.options import Options
 from fusion.passes import cascades, checkpointing, graph_excerpt, nodes, transforms
 from fusion.passes.find import Site, may_hold_attention
@@ -29,6 +28,7 @@ from fusion.passes.outline import sealed_softmaxes
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
 from fusion.passes.upstream import escaping_weights
+from fusion.planning import cpu_training
 from fusion.planning.key_sets import sets_pay
 from fusion.planning.tile_map_cost import map_pays
 from fusion.refusals import Ground, Refusal
@@ -286,8 +286,18 @@ def _keeps_mask(options: Options, found: Specified, dense: Specified, hints: Map
     return sets_pay(sets, masked, elements, kernels.machine_of(found.device, request))
 
 
-def _supports(options: Options) -> Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]:
-    return functools.partial(kernels.prepare, request=options.request)
+def _supports(options: Options) -> Callable[[Specified, torch.device, Sequence[int]], Refusal | None]:
+    chosen = options.training == "always" or options.strict or options.block_mask is not None
+    may_leave = not chosen and options.emitter == "auto" and options.inner == "inductor"
+
+    def supports(part: Specified, device: torch.device, sizes: Sequence[int]) -> Refusal | None:
+        if may_leave and part.differentiable and device.type == "cpu" and part.has_fixed_lengths():
+            machine = kernels.machine_of(part.device, options.request)
+            if (reason := cpu_training.short(part.spec, sizes, machine)) is not None:
+                return Refusal(Ground.SHORT_TRAINING, reason)
+        return kernels.prepare(part.spec, device, sizes, part.differentiable, options.request)
+
+    return supports
 
 
 def _pays(options: Options) -> Pays | None:

@@ -14,6 +14,7 @@ Inner = Literal["inductor", "aot_eager", "eager"]
 TileMaps = Literal["auto", "always", "never"]
 Transforms = Literal["auto", "always", "never"]
 Cascades = Literal["auto", "always", "never"]
+Training = Literal["auto", "always"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
 
@@ -34,6 +35,8 @@ class Options:
     cascades: whether scores or weights that are made of whole rows or columns of scores (a softmax of a softmax, say)
         are fused, by one more product of Q and K for each reduction: "auto" where that pays (docs/cascades.md),
         "always", or "never".
+    training: whether attention with few scores is fused where it is trained on a CPU: "auto" where that is predicted to
+        be as fast as code that stores the scores, for lengths that are fixed (docs/options.md), or "always".
     block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
         that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
         and heads). None for no such mask. An attention that cannot have it is an error.
@@ -53,6 +56,7 @@ class Options:
     tile_maps: TileMaps = "auto"
     transforms: Transforms = "auto"
     cascades: Cascades = "auto"
+    training: Training = "auto"
     block_mask: Any = None
     autotune: bool = False
     strict: bool = False

@@ -81,6 +81,10 @@ class Ground(enum.Enum):
     DERIVATIVES = (
         'Ask for it with options={"transforms": "always"}: memory is then linear in the length, and more time is taken.'
     )
+    SHORT_TRAINING = (
+        'Ask for it with options={"training": "always"}: by default training with so few scores is left to the inner '
+        "compiler on CPUs, for speed."
+    )
     DISTRIBUTED_DROPOUT = "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."
     OTHER_PROCESSES = "Compile on the processes of its mesh only."
     LOST_TENSOR = "Pass the tensor in as an argument, or register it as a buffer."

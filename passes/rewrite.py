@@ -31,7 +31,7 @@ from fusion.passes.tile_maps import Mapped, mapped, with_map
 from fusion.refusals import Ground, Refusal
 
 aten = torch.ops.aten
-Supports = Callable[[AttentionSpec, torch.device, Sequence[int], bool], Refusal | None]
+Supports = Callable[[Specified, torch.device, Sequence[int]], Refusal | None]
 Validate = Callable[[Site, Sequence[Specified], Mapping[str, int]], Refusal | None]
 Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]], str], bool]
 
@@ -49,7 +49,7 @@ def rewrite(
     """Replace every site that can be; the others get a refusal. Returns the specs by position in `sites`.
 
     module: the compiler's own copy, whose graph is changed.
-    supports: (spec, device, sizes, whether it is differentiated) -> why no kernel can be made for it, or None.
+    supports: (spec and its call, device, example sizes) -> why no kernel is to be made for it, or None.
     emitter: handed to the op.
     pays: whether a map of a mask's tiles is worth its cost on a device; None makes none.
     block_mask: the user's mask for every attention.
@@ -112,7 +112,7 @@ def _refuse_unsupported(
     for number, parts in list(specified.items()):
         device = nodes.value(sites[number].root).device
         sizes = ([nodes.evaluate_size(n, hints) for n in part.sizes] for part in parts)
-        refusals = (supports(p.spec, device, values, p.differentiable) for p, values in zip(parts, sizes, strict=True))
+        refusals = (supports(part, device, values) for part, values in zip(parts, sizes, strict=True))
         if (refusal := next(filter(None, refusals), None)) is not None:
             sites[number].refusal = refusal
             sites[number].place = None

@@ -67,6 +67,12 @@ class Specified:
     by_rows: ByRows | None = None
     mask_kept: str = ""
 
+    def has_fixed_lengths(self) -> bool:
+        """Whether every call has as many queries and keys."""
+        given = dict(zip(self.spec.sizes, self.sizes, strict=True))
+        read = [part for part in walk(self.spec.n_q, self.spec.n_k) if part.op == "size"]
+        return all(given[part.name].is_const for part in read)
+
 
 def specify(
     site: Site, attention: Attention, block_mask: BlockMask | None = None, uses: Sequence[Use] = ()

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr
+from fusion.ir.ops import apply
 from fusion.passes import marks, nodes
 from fusion.passes.nodes import Unsupported, arguments, normalize_dim, packet, shape
 from fusion.refusals import Ground
@@ -227,9 +228,10 @@ def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Boun
     start = nodes.size_expr(start)
     extent = shape(origin)[dim]
     if start.is_const and start.integer < 0:
-        start = integers.add(start, extent)
-        if start.is_const and start.integer < 0:
-            start = integers.integer(0)
+        if step == 1 and args.get("end") in (None, 2**63 - 1):
+            start = integers.sub(extent, shape(node)[dim])  # a tensor may have fewer elements
+        else:
+            start = apply("imax", integers.add(extent, start), integers.integer(0))
     elif not start.is_const and not integers.is_nonnegative(start):
         raise Unsupported(Ground.LAYOUT, "a slice whose start may be negative")
     moved = integers.add(start, integers.mul(step, index[dim]))

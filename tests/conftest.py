@@ -206,3 +206,10 @@ def _validation_finds_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.removeHandler(handler)
     if not _place(request.node).startswith(("fusion/validation/", "fuzz/")):
         assert not handler.told
+
+
+@pytest.fixture(autouse=True)
+def _training_with_few_scores_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests train with few scores, which by default is left to Inductor."""
+    planning = importlib.import_module("fusion.planning.cpu_training")
+    monkeypatch.setattr(planning, "PAYS", {amx: dict.fromkeys(kinds, 0) for amx, kinds in planning.PAYS.items()})

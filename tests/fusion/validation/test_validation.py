@@ -87,6 +87,24 @@ def test_an_operand_that_was_looked_into_in_vain_is_read_as_it_is():
     assert "values" in site.validated
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_distances_that_a_model_rounds_are_no_fault(dtype):
+    """ALiBi in half precision, which holds distances up to 256 or 2048."""
+
+    def sloped(q, k, v, slopes):
+        i = torch.arange(k.shape[-2])
+        distance = (i[None] - i[:, None]).to(dtype)
+        return (q @ k.mT + slopes[:, None, None] * distance).softmax(-1) @ v
+
+    q = torch.randn(1, 4, 3000, 8, dtype=dtype)
+    with fusion.collect_reports() as reports, torch.no_grad():
+        options = {"inner": "eager", "emitter": "reference", "verify": True}
+        torch.compile(sloped, backend="fusion", options=options)(q, q, q, torch.rand(4).to(dtype))
+    ((site,),) = [report.sites for report in reports]
+    assert site.fused, site.reason
+    assert "values" in site.validated
+
+
 def test_one_column_is_compared_with_its_gradients():
     def narrow(q, k, v):
         return faults.plain(q[..., :1], k[..., :1], v[..., :1])

@@ -1,0 +1,38 @@
+"""Where training on CPUs is left to the inner compiler: attention in float32 whose scores stay in a cache.
+
+Kernels compute scores again in the backward, and where a bias is trained write as many gradients as Inductor's code
+does, which stores the scores: for little, where they are few. The limits are where a step of either takes as long,
+forward and backward, at d = 32 to 128 and 4 to 192 heads (`python benchmarks/train_cpu.py --lengths 32 64 128 256`). In
+half precision kernels are at worst a tenth slower, and are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion.ir import AttentionSpec
+from fusion.ir.expr import coordinates, loads
+from fusion.ir.sizes import size_function
+from fusion.machine import Machine
+
+PAYS = {True: {"plain": 56, "masked": 96, "bias": 224}, False: {"plain": 112, "masked": 112, "bias": 480}}
+"""Rows and keys (the root of their product) from which on kernels are as fast: with AMX, and without; masked: where
+kernels skip keys; bias: where one for each row and key is trained."""
+
+
+def short(spec: AttentionSpec, sizes: Sequence[int], machine: Machine) -> str | None:
+    """Why a call with these sizes is left to the inner compiler in training, or None."""
+    if any(operand.dtype not in ("float32", "bool", "int32", "int64") for operand in spec.operands):
+        return None
+    n_q, n_k = size_function((spec.n_q, spec.n_k), spec.sizes)(sizes)
+    kind = "plain" if spec.mask is None or not spec.mask.skips else "masked"
+    pairs = (load for load in loads(spec.score) if {"i", "j"} <= coordinates(load))
+    if any(spec.operands[load.operand].order for load in pairs):  # it has a gradient
+        kind = "bias"
+    least = PAYS["amx_bf16" in machine.isa][kind]
+    if not 0 < n_q * n_k < least**2:
+        return None
+    return (
+        f"in training, storing {n_q} x {n_k} scores is predicted to take less than computing them again, which pays "
+        f"from about {least} x {least} on"
+    )

@@ -1,0 +1,70 @@
+"""Training with few scores on CPUs is left to Inductor where that is faster, and the report says so."""
+
+import pytest
+import torch
+
+import fusion
+from fusion.planning import cpu_training
+from fusion.refusals import Ground
+
+PAYS = cpu_training.PAYS
+
+
+def biased(q, k, v, bias):
+    return torch.softmax(q @ k.mT / 4 + bias, -1) @ v
+
+
+def causal(q, k, v, bias):
+    later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    return torch.softmax((q @ k.mT / 4).masked_fill(later, float("-inf")), -1) @ v
+
+
+def plain(q, k, v, bias):
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
+def trained(function, n, dtype=torch.float32, *, bias=True, dynamic=False, **options):
+    """The one site of a training step with n queries and keys."""
+    q, k, v = (torch.randn(1, 2, n, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+    further = torch.randn(1, 2, n, n, dtype=dtype, requires_grad=bias)
+    with fusion.collect_reports() as reports:
+        run = torch.compile(function, backend="fusion", dynamic=dynamic, options=options)
+        run(q, k, v, further).sum().backward()
+    ((site,),) = [report.sites for report in reports]
+    return site
+
+
+@pytest.fixture(autouse=True)
+def _rule(monkeypatch):
+    monkeypatch.setattr(cpu_training, "PAYS", {amx: {"plain": 20, "masked": 30, "bias": 40} for amx in (True, False)})
+
+
+@pytest.mark.parametrize(("function", "least"), [(plain, 20), (causal, 30), (biased, 40)])
+def test_few_scores_are_left_and_more_are_fused(function, least):
+    site = trained(function, least - 1)
+    assert not site.fused and site.refusal.kind is Ground.SHORT_TRAINING
+    assert f"{least - 1} x {least - 1} scores" in site.reason and f"from about {least} x {least}" in site.reason
+    assert trained(function, least).fused
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"bias": False, "n": 25}, {"dtype": torch.bfloat16}, {"dynamic": True, "n": 17}, {"training": "always"}, {"strict": True},
+     {"inner": "aot_eager"}, {"emitter": "reference"}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_fused_all_the_same(given):
+    """A bias that is not trained, half precision, lengths that may grow, what the user asks for."""
+    assert trained(biased, **({"n": 16} | given)).fused
+
+
+def test_inference_is_fused():
+    with fusion.collect_reports() as reports, torch.no_grad():
+        torch.compile(plain, backend="fusion")(*(torch.randn(1, 2, 8, 16) for _ in range(4)))
+    assert [report.fused for report in reports] == [1]
+
+
+def test_limits_are_larger_without_tiles_and_with_a_trained_bias():
+    for kinds in PAYS.values():
+        assert 0 < kinds["plain"] <= kinds["masked"] < kinds["bias"]
+    assert all(PAYS[True][kind] < PAYS[False][kind] for kind in PAYS[True])
