@@ -79,7 +79,8 @@ def inputs(case: str, length: int, heads: int, dtype: torch.dtype) -> list[torch
 def contestants(case: str) -> dict[str, Call]:
     function = CASES[case]
     peers = {"fusion": torch.compile(function, backend="fusion"), "inductor": torch.compile(function)}
-    return peers | {"eager" if case == "bias" else "sdpa": function}
+    kernels = torch.compile(function, backend="fusion", options={"training": "always"})  # few scores are fused as well
+    return peers | {"kernels": kernels, "eager" if case == "bias" else "sdpa": function}
 
 
 def step(function: Call, tensors: list[torch.Tensor], upstream: torch.Tensor) -> float:

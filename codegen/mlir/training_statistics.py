@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Largest weight of a row from which on its delta is summed over the keys, see `backward.call`. Errors of delta go into
 #: the gradients times weights: with small ones they average out, but in the gradient of Q for what keys have in common,
 #: unless that is taken off (True: `backward.centring`). Rows of a thousand keys and random scores stay below either.
-CONCENTRATED = {True: 1 / 2, False: 1 / 8}
+CONCENTRATED = {True: 1 / 4, False: 1 / 8}
 
 
 class TrainingStatistics:

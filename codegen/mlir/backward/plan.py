@@ -204,7 +204,7 @@ def adds_up_to_zero(spec: AttentionSpec) -> bool:
 
 def _passes_on(program: Expr, slope: Expr) -> bool:
     """Whether the gradient of the score is a constant times that of the program, wherever this is above -inf."""
-    if slope.op == "select" and program.op == "select" and slope.args[0] is program.args[0]:
+    if slope.op == "where" and program.op == "where" and slope.args[0] is program.args[0]:
         ends = slope.args[2] is ZERO and program.args[2] is const(-math.inf)
         return ends and _passes_on(program.args[1], slope.args[1])
     if slope.op == "fmul" and slope.args[1].is_const:

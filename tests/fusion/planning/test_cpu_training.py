@@ -49,8 +49,8 @@ def test_few_scores_are_left_and_more_are_fused(function, least):
 
 @pytest.mark.parametrize(
     "given",
-    [{"bias": False, "n": 25}, {"dtype": torch.bfloat16}, {"dynamic": True, "n": 17}, {"training": "always"}, {"strict": True},
-     {"inner": "aot_eager"}, {"emitter": "reference"}],
+    [{"bias": False, "n": 25}, {"dtype": torch.bfloat16}, {"dynamic": True, "n": 17}, {"training": "always"},
+     {"strict": True}, {"inner": "aot_eager"}, {"emitter": "reference"}],
     ids=str,
 )  # fmt: skip
 def test_what_is_fused_all_the_same(given):

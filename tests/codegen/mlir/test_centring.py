@@ -1,0 +1,84 @@
+"""Keys less what they have in common, in the gradient of Q: as exact as eager where means are large, and left out where
+gradients of a row's scores do not add up to zero."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+
+import fusion
+from fusion.codegen.mlir.backward.plan import adds_up_to_zero
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.training import TrainingKernel
+from fusion.ir.spec import Normalizer
+from tests.codegen.mlir.cases import TARGETS, assert_gradients_as_exact_as_eager, case, draw
+from tests.numerics import assert_as_exact_as_eager
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", ["best", "pairs", "multiply-add", "avx2"])
+@pytest.mark.parametrize(("name", "group"), [("plain", 1), ("plain", 3), ("causal", 1), ("bias", 1)])
+def test_keys_with_a_large_mean(name: str, group: int, target: str, dtype: str) -> None:
+    """Before, the root mean square of the error of dQ was up to eight times eager's."""
+    c = case(name, dtype, 40, 24, group=group)
+    run = TrainingKernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target])
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 210, "Nk": 210}, "heads_inside")
+    for x in operands[1:3]:
+        x += 8
+    out, statistics = run.forward(operands, sizes)
+    grad, needs = torch.randn_like(out), (True,) * len(operands)
+    found = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30])
+def test_special_keys(value: float) -> None:
+    """One of the keys of which the mean is taken."""
+    c = case("plain", "float32", 40, 24)
+    run = TrainingKernel(c.spec, tilings_for(c.spec, TARGETS["best"]), TARGETS["best"])
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 35, "Nk": 50})
+    operands[1][0, 0, 3, 7] = value
+    out, statistics = run.forward(operands, sizes)
+    grad, needs = torch.randn_like(out), (True,) * 3
+    found = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
+
+
+@pytest.mark.parametrize("name", ["plain", "bias", "causal", "left_padded_inf", "alibi", "brain_bias"])
+def test_gradients_of_scores_add_up_to_zero(name: str) -> None:
+    assert adds_up_to_zero(case(name).spec)
+
+
+@pytest.mark.parametrize("name", ["window", "causal_last_key", "soft_cap"])
+def test_those_with_fills_that_may_have_weight_do_not(name: str) -> None:
+    assert not adds_up_to_zero(case(name).spec)
+
+
+def test_without_a_normaliser_they_do_not() -> None:
+    assert not adds_up_to_zero(case("plain", normalizer=Normalizer.NONE).spec)
+
+
+@pytest.mark.parametrize("fill", [-1.0, torch.finfo(torch.float32).min])
+def test_fills_that_have_weight(fill: float) -> None:
+    """Keys that are filled take part in the sum, and what arrives there goes nowhere. Two rows have no live key: their
+    scores are the fill itself, whatever it is."""
+    torch.manual_seed(0)
+    n = 70
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    added = torch.zeros(n, n)
+    added[:2] = fill
+
+    def filled(q, k, v):
+        return torch.softmax((q @ k.mT / 4 + added.to(q.dtype)).masked_fill(hidden, fill), -1) @ v
+
+    def gradients(run, inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(run(*inputs).square().sum(), inputs)
+
+    inputs = torch.randn(1, 2, n, 16), 8 + torch.randn(1, 2, n, 16), torch.randn(1, 2, n, 16)
+    with fusion.collect_reports() as reports:
+        found = gradients(torch.compile(filled, backend="fusion", options={"inner": "eager"}), inputs)
+    assert [report.fused for report in reports] == [1]
+    assert_as_exact_as_eager(found, gradients(filled, inputs), gradients(filled, [x.double() for x in inputs]))
