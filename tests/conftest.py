@@ -212,4 +212,4 @@ def _validation_finds_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 def _training_with_few_scores_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests train with few scores, which by default is left to Inductor."""
     planning = importlib.import_module("fusion.planning.cpu_training")
-    monkeypatch.setattr(planning, "PAYS", {amx: dict.fromkeys(kinds, 0) for amx, kinds in planning.PAYS.items()})
+    monkeypatch.setattr(planning, "PAYS", dict.fromkeys(planning.PAYS, (0, 0)))

@@ -15,9 +15,9 @@ from fusion.ir.expr import coordinates, loads
 from fusion.ir.sizes import size_function
 from fusion.machine import Machine
 
-PAYS = {True: {"plain": 56, "masked": 96, "bias": 224}, False: {"plain": 112, "masked": 112, "bias": 480}}
-"""Rows and keys (the root of their product) from which on kernels are as fast: with AMX, and without; masked: where
-kernels skip keys; bias: where one for each row and key is trained."""
+PAYS = {True: (104, 320), False: (128, 448)}
+"""Rows and keys (the root of their product) from which on kernels are as fast, with AMX and without; the second where a
+bias for each row and key is trained."""
 
 
 def short(spec: AttentionSpec, sizes: Sequence[int], machine: Machine) -> str | None:
@@ -25,11 +25,9 @@ def short(spec: AttentionSpec, sizes: Sequence[int], machine: Machine) -> str | 
     if any(operand.dtype not in ("float32", "bool", "int32", "int64") for operand in spec.operands):
         return None
     n_q, n_k = size_function((spec.n_q, spec.n_k), spec.sizes)(sizes)
-    kind = "plain" if spec.mask is None or not spec.mask.skips else "masked"
     pairs = (load for load in loads(spec.score) if {"i", "j"} <= coordinates(load))
-    if any(spec.operands[load.operand].order for load in pairs):  # it has a gradient
-        kind = "bias"
-    least = PAYS["amx_bf16" in machine.isa][kind]
+    trained = any(spec.operands[load.operand].order for load in pairs)  # what has a gradient states its order in memory
+    least = PAYS["amx_bf16" in machine.isa][trained]
     if not 0 < n_q * n_k < least**2:
         return None
     return (
