@@ -327,9 +327,11 @@ class BackwardCall:
     def _assemble(self, number: int) -> Tensor:
         parts: list[Tensor] = []
         if number in self.results:
-            tensor = self.results[number]
+            tensor, added = self.results[number], self.derived.results[number].sum
             if self.plan.places[number] is not None:
                 parts.append(tensor)
+            elif added is not None:
+                parts.append(added.of(tensor, self.operands[number]))
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
         if number in self.sinks:

@@ -10,9 +10,47 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.plan import BackwardPlan, LoadGradient
+from fusion.codegen.mlir.backward.plan import BackwardPlan, LoadGradient, access
 from fusion.codegen.mlir.calling import Launch, empty_strided
+from fusion.ir.expr import coord
 from fusion.ir.results import packed_strides
+from fusion.ir.spec import AttentionSpec
+
+
+class Sum(NamedTuple):
+    """How one element per index becomes an operand's gradient: heads that read the same keys are added up.
+
+    split: the shape in which every coordinate is two, of which the second tells apart what reads the same
+    over: dimensions of that to add up
+    order: of those that are left, in the operand
+    """
+
+    split: tuple[int, ...]
+    over: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def of(self, x: Tensor, like: Tensor) -> Tensor:
+        return x.view(self.split).sum(self.over).permute(self.order).reshape(like.shape).to(like.dtype)
+
+
+def summing(spec: AttentionSpec, number: int, shape: Sequence[int], extents: Sequence[int]) -> Sum | None:
+    """For Q, K or V of this shape, which has so many batch elements.., rows and columns; None where it is indexed by
+    anything but a coordinate, one divided by a constant, or 0."""
+    index, row, column = access(spec, number)
+    names = [*(coord(f"b{axis}") for axis in range(len(spec.batch))), row, column]
+    kept, repeats = [], [1] * len(names)
+    for expr, size in zip(index, shape, strict=True):
+        if expr.is_const and size == 1:
+            continue
+        divided = expr.op == "floordiv" and expr.args[1].is_const
+        name, repeat = (expr.args[0], expr.args[1].integer) if divided else (expr, 1)
+        if name not in names or names.index(name) in kept or extents[names.index(name)] != size * repeat:
+            return None
+        kept.append(names.index(name))
+        repeats[kept[-1]] = repeat
+    split = tuple(n for extent, repeat in zip(extents, repeats, strict=True) for n in (extent // repeat, repeat))
+    over = tuple(dim for dim in range(len(split)) if dim % 2 or dim // 2 not in kept)
+    return Sum(split, over, tuple(sorted(kept).index(axis) for axis in kept))
 
 
 class Result(NamedTuple):
@@ -23,6 +61,7 @@ class Result(NamedTuple):
     dtype: torch.dtype
     by_name: dict[str, int]
     covered: bool
+    sum: Sum | None
 
     def make(self) -> Tensor:
         made = empty_strided(self.shape, self.strides, self.dtype)
@@ -41,7 +80,8 @@ def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[i
         shape, dtype = tuple(operand.shape), operand.dtype
         strides = packed_strides(shape, spec.operands[number].order or range(len(shape)))
     covered = all(extent == shape[dim] for dim, extent in zip(places, extents, strict=True))
-    return Result(shape, strides, dtype, dict(zip(names, (strides[dim] for dim in places), strict=True)), covered)
+    by_name = dict(zip(names, (strides[dim] for dim in places), strict=True))
+    return Result(shape, strides, dtype, by_name, covered, summing(spec, number, operand.shape, extents))
 
 
 class Step(NamedTuple):
