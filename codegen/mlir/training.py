@@ -111,8 +111,8 @@ class TrainingKernel:
         copies = [self._copies(further, sizes) for further in self.spec.further]
         addresses = [*map(address, operands), *map(address, (out, statistics, *copies))]
         if not prepared.launch(addresses):
-            last = self._launch(operands, sizes, self.choices()[-1])
-            assert last(addresses), "multiply-add kernels raise no flag"
+            done = self._launch(operands, sizes, self.choices()[-1])(addresses)
+            assert done, "multiply-add kernels raise no flag"
         return [out, statistics, *map(_combined, self.spec.further, copies)]
 
     def _prepare(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Forward:

@@ -25,6 +25,7 @@ from fusion.codegen.mlir.backward.plan import (
 from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, DeltaKernel, FurtherSumsKernel, QueriesKernel
 from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, operand_values
 from fusion.codegen.mlir.huge_pages import in_huge_pages
+from fusion.codegen.mlir.launch import WORK_PER_THREAD
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.reference import gradients as pulled
 from fusion.errors import LargeTableError
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
 MAX_SCATTERED = 1 << 22
 """Elements of a table whose gradient every thread collects in a copy of its own."""
-
-WORK_PER_THREAD, PRODUCTS = 1 << 19, 3
-"""Multiply-adds that are worth waking a thread for (some 10 microseconds), and products of either width in them."""
-
 
 NOTHING: Mapping[tuple, Tensor] = {}
 
@@ -81,16 +78,13 @@ class BackwardCall:
         *batch, n_q, n_k, d, d_v = extents
         shapes = (*batch, n_q, d), (*batch, n_k, d), (*batch, n_k, d_v)
         tile = self.kernel.target.lanes
-        work = math.prod(batch) * round_up(n_q, tile) * round_up(n_k, tile) * (d + d_v) * PRODUCTS
-        wants_delta = any(needed for number, needed in enumerate(self.needs) if number != 2)
+        work = 3 * math.prod(batch) * round_up(n_q, tile) * round_up(n_k, tile) * (d + d_v)  # three products of each
+        simple = self._wants_delta() and (self.spec.row_scale, plan.at_weight, plan.at_log_sum) == (None, None, None)
         return Derived(
             extents=extents,
-            threads=min(torch.get_num_threads(), work // WORK_PER_THREAD + 1),
+            threads=min(torch.get_num_threads(), work // WORK_PER_THREAD[True] + 1),
             results={n: result(plan, n, self.operands[n], shapes[n]) for n in (0, 1, 2) if self.needs[n]},
-            simple=plan.normalized
-            and wants_delta
-            and self.spec.row_scale is None
-            and (plan.at_weight, plan.at_log_sum) == (None, None),
+            simple=simple,
         )
 
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
