@@ -25,7 +25,7 @@ from fusion.codegen.mlir.backward.fused import FusedKernel, fuses
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.plan import unsupported as without_backward
-from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, QueriesKernel
+from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, DeltaKernel, QueriesKernel
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.features import FeatureShape, emit_readout, emit_state
 from fusion.codegen.mlir.kernel import emit
@@ -123,7 +123,8 @@ def backward_texts(of: str, spec: AttentionSpec, problem: Problem) -> Iterator[T
     yield f"dq, {of}", QueriesKernel(problem, needs).text().source
     yield f"dk dv, {of}", KeysKernel(problem, needs).text().source
     if spec.normalizer is not Normalizer.NONE:
-        yield f"settling, {of}", DeltaErrorKernel(problem, (False,) * len(needs)).text().source
+        for name, kind in (("deltas", DeltaKernel), ("settling", DeltaErrorKernel)):
+            yield f"{name}, {of}", kind(problem, (False,) * len(needs)).text().source
     if fuses(problem.target, problem.tiling):
         yield f"fused, {of}", FusedKernel(problem, needs).text().source
 

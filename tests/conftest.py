@@ -209,7 +209,9 @@ def _validation_finds_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _training_with_few_scores_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def _training_with_few_scores_is_fused() -> Iterator[None]:
     """Tests train with few scores, which by default is left to Inductor."""
     planning = importlib.import_module("fusion.planning.cpu_training")
-    monkeypatch.setattr(planning, "PAYS", dict.fromkeys(planning.PAYS, (0, 0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "PAYS", dict.fromkeys(planning.PAYS, (0, 0)))
+        yield

@@ -221,14 +221,14 @@ CASES: dict[str, Case] = {
         shapes=(Q, K, V, (H, N, M)),
         at=one(HEADS, HEADS, HEADS, WHOLE),
         out=(HEADS,),
-        options={"emitter": "auto", "inner": "inductor"},
+        options={"emitter": "auto", "inner": "inductor", "training": "always"},
     ),
     "inductor, from its cache": Case(
         function=biased,
         shapes=(Q, K, V, (H, N, M)),
         at=one(HEADS, HEADS, HEADS, WHOLE),
         out=(HEADS,),
-        options={"emitter": "auto", "inner": "inductor"},
+        options={"emitter": "auto", "inner": "inductor", "training": "always"},
     ),
     "reference": Case(
         traced=False,

@@ -2,11 +2,13 @@
 
 `plan` says which gradients a spec needs and in what form. A kernel is named by what its vector lanes are:
 
-    queries.QueriesKernel     dQ, and gradients of loads that are free of the key
-    queries.DeltaErrorKernel    the sums of dx that should be 0, see `call.BackwardCall._correct_concentrated`
-    keys.KeysKernel           dK, dV and gradients of all other loads
-    fused.FusedKernel         the latter with dQ in it, on AMX tiles and AVX2
+    queries.DeltaKernel         what every row needs, delta among it, before the others
+    queries.DeltaErrorKernel    the sums of dx that should be 0, where delta has more parts than dO and O
+    queries.QueriesKernel       dQ, and gradients of loads that are free of the key
+    keys.KeysKernel             dK, dV and gradients of all other loads
+    fused.FusedKernel           the latter with dQ in it, on AMX tiles and AVX2
 
 `kernel` has the loops that they share, `tile` the products, `element` what happens to one score, `loads` how dense
-biases are read and their gradients written. `call` runs the kernels of one call.
+biases are read and their gradients written, `centring` what is taken off the keys for dQ. `call` runs the kernels of
+one call; `derived` has what calls of the same sizes share.
 """
