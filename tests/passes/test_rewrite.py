@@ -67,7 +67,7 @@ def test_scores_of_two_elements_of_a_product_are_refused():
 # --- calls
 
 
-def always(spec, device, sizes, differentiable):
+def always(part, device, sizes):
     return None
 
 
