@@ -39,7 +39,8 @@ def test_unknown_option_names_the_valid_ones():
     with pytest.raises(OptionError, match=r"unknown option 'iner'.*Did you mean 'inner'\?.*autotune, strict"):
         Options.parse({"iner": "eager"})
     with pytest.raises(
-        Exception, match="Valid options: inner, emitter, tile_maps, transforms, cascades, training, block_mask, autotune, strict"
+        Exception,
+        match="Valid options: inner, emitter, tile_maps, transforms, cascades, training, block_mask, autotune, strict",
     ):
         torch.compile(attend, backend="fusion", options={"colour": "red"})(*inputs())
 

@@ -265,3 +265,17 @@ def test_heads_picked_by_a_list():
     torch._dynamo.reset()
     out = torch.compile(attend, backend="fusion")(x)
     assert_as_exact_as_eager(out, attend(x), attend(x.double()))
+
+
+@pytest.mark.parametrize("first", [3, 8])
+def test_the_last_keys_of_a_cache_that_has_fewer(first):
+    """A window of five keys on a cache that grows: sizes are symbols, of which the first call has fewer or more."""
+
+    def step(q, k, v):
+        return torch.softmax(q @ k[..., -5:, :].mT / 4, -1) @ v[..., -5:, :]
+
+    compiled = torch.compile(step, backend="fusion", dynamic=True, options={"inner": "eager", "strict": True})
+    for n in (first, 4, 5, 6, 31):
+        inputs = [torch.randn(2, 3, length, 16) for length in (7, n, n)]
+        exact = step(*(x.double() for x in inputs))
+        assert_as_exact_as_eager(compiled(*inputs), step(*inputs), exact)

@@ -102,6 +102,8 @@ CALLS = {
     "expand": lambda g, x: g.call(aten.expand.default, g.call(aten.slice.Tensor, x, 1, 1, 2), [5, 2, 3, 4]),
     "expand_as": lambda g, x: g.call(aten.expand_as.default, g.call(aten.slice.Tensor, x, 1, 1, 2), x),
     "broadcast_to": lambda g, x: g.call(aten.broadcast_to.default, g.call(aten.slice.Tensor, x, 0, 0, 1), [2, 3, 4]),
+    "last": lambda g, x: g.call(aten.slice.Tensor, x, 2, -3), "more than all": lambda g, x:
+    g.call(aten.slice.Tensor, x, 1, -9), "more than all but one": lambda g, x: g.call(aten.slice.Tensor, x, 2, -9, -1),
     "slice": lambda g, x: g.call(aten.slice.Tensor, x, 2, -3, 4, 2), "narrow": lambda g, x:
     g.call(aten.narrow.default, x, 1, 1, 2), "select": lambda g, x: g.call(aten.select.int, x, -1, -2),
     "repeat": lambda g, x: g.call(aten.repeat.default, x, [2, 1, 2, 3]),
