@@ -54,11 +54,10 @@ T = TypeVar("T", bound=CompiledKernel)
 
 class _Forward(NamedTuple):
     """All that a forward needs beside its tensors: what runs it (None where there is nothing to do), shape and strides
-    of the output, its dtype, the shape of the statistics."""
+    of the output, the shape of the statistics."""
 
     launch: Launch | None
     layout: tuple[tuple[int, ...], tuple[int, ...]]
-    dtype: torch.dtype
     statistics: Sequence[int]
 
 
@@ -68,6 +67,7 @@ class TrainingKernel:
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         self.spec, self.tilings, self.target = spec, tuple(tilings), target
         self.extents = extents_function(spec)
+        self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
         self.derived, self._forwards = Kept(), Kept()
         self._compiled: dict[tuple, Any] = {}
         self._plans: dict[tuple[tuple[int, ...], bool], BackwardPlan] = {}
@@ -107,7 +107,7 @@ class TrainingKernel:
         if prepared.launch is None:
             out, *further = reference.run_all(self.spec, operands, sizes)
             return [out, statistics, *further]
-        out = empty_strided(*prepared.layout, prepared.dtype)
+        out = empty_strided(*prepared.layout, self._out_dtype)
         copies = [self._copies(further, sizes) for further in self.spec.further]
         addresses = [*map(address, operands), *map(address, (out, statistics, *copies))]
         if not prepared.launch(addresses):
@@ -121,7 +121,6 @@ class TrainingKernel:
         return _Forward(
             launch=self._launch(operands, sizes, self.choices()[0]) if math.prod(extents) else None,
             layout=output_layout(self.spec, [*batch, n_q, d_v]),
-            dtype=getattr(torch, self.spec.out_dtype),
             statistics=statistics_shape(self.spec, output_extents(self.spec, sizes)),
         )
 

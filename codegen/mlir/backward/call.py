@@ -22,7 +22,13 @@ from fusion.codegen.mlir.backward.plan import (
     column_dimension,
     normalized,
 )
-from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, DeltaKernel, FurtherSumsKernel, QueriesKernel
+from fusion.codegen.mlir.backward.queries import (
+    DeltaErrorKernel,
+    DeltaKernel,
+    FurtherSumsKernel,
+    QueriesKernel,
+    RowSumsKernel,
+)
 from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, operand_values
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.launch import WORK_PER_THREAD
@@ -179,7 +185,7 @@ class BackwardCall:
         """Whether delta is read: by all gradients but that of V."""
         return normalized(self.spec) and any(n for number, n in enumerate(self.needs) if number != 2)
 
-    def _row_sums(self, kind: type[QueriesKernel], choice: int, marked: Tensor | None = None) -> Tensor | None:
+    def _row_sums(self, kind: type[RowSumsKernel], choice: int, marked: Tensor | None = None) -> Tensor | None:
         """What a kernel sums up over the keys, [b.., i]; None where it met values that its products cannot take.
         marked: [rows], for the blocks with such a row; what is expected in all others."""
         sums = torch.zeros(*self.batch, self.n_q)

@@ -139,7 +139,7 @@ class BackwardKernel(BackwardTile):
         b, keys = self.b, self.tiling.keys
         block = self._block_of(scope, number)
         self._pack_lanes(block)
-        for half in self.halves:
+        for half in (half for half in self.halves if half.operand in self.results):
             size = half.products.weight_bytes(keys)
             self._zero_unused(half.weights, b.mul(block.groups, size), b.mul(block.padded, size))
         zero = b.constant(0.0, self.vector)

@@ -56,14 +56,19 @@ class QueriesKernel(BackwardKernel):
         return {name: self.b.load(self.statistic(name, first), self.vector, name) for name in STATISTICS}
 
 
-class DeltaErrorKernel(QueriesKernel):
-    """Sums of dx over the keys, in the blocks that are wanted; see `call.BackwardCall._correct_concentrated`."""
+class RowSumsKernel(QueriesKernel):
+    """One sum over the keys for each row, and no gradients."""
 
     gradients = ()
-    sums_delta_errors = True
 
     def _count_sums(self, needs: Sequence[bool]) -> int:
         return 1
+
+
+class DeltaErrorKernel(RowSumsKernel):
+    """Sums of dx over the keys, in the blocks that are wanted; see `call.BackwardCall._correct_concentrated`."""
+
+    sums_delta_errors = True
 
     @contextlib.contextmanager
     def _one_block(self, scope: Scope, number: Value):
@@ -74,15 +79,11 @@ class DeltaErrorKernel(QueriesKernel):
             yield
 
 
-class DeltaKernel(QueriesKernel):
+class DeltaKernel(RowSumsKernel):
     """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where rows are concentrated; see
     `call.BackwardCall._correct_concentrated`."""
 
-    gradients = ()
     sums_delta_errors = True
-
-    def _count_sums(self, needs: Sequence[bool]) -> int:
-        return 1
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         size = 4 * self.lanes * products[1].e_padded
@@ -141,11 +142,7 @@ class DeltaKernel(QueriesKernel):
         b.masked_store(found, at, valid)
 
 
-class FurtherSumsKernel(QueriesKernel):
+class FurtherSumsKernel(RowSumsKernel):
     """Sums over the keys of P times what further outputs give: their part of delta."""
 
-    gradients = ()
     sums_further = True
-
-    def _count_sums(self, needs: Sequence[bool]) -> int:
-        return 1
