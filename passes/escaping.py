@@ -52,9 +52,9 @@ def refuse_escaping(
                 specified[number] = [part]
                 break  # what it writes may be what others need
         else:
-            for number, nodes_ in escaped.items():
-                _refuse_escaped(sites[number], nodes_, live, needs)
-                del specified[number]
+            number, nodes_ = max(escaped.items())  # those before it may do without what it needs of them
+            _refuse_escaped(sites[number], nodes_, live, needs)
+            del specified[number]
 
 
 def _needs(

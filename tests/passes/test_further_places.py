@@ -175,3 +175,21 @@ def test_what_was_needed_before_is_written_beside_what_is_needed_now(function, t
         ours = torch.compile(function, backend="fusion", options={"inner": "eager"})(*inputs)
     assert any(site.fused for site in reports[0].sites)
     assert_as_exact_as_eager(ours, function(*inputs), function(*(x.double() for x in inputs)))
+
+
+def relative_positions(q, k, v):
+    """Shaw et al. (2018): vectors of relative positions beside keys and beside values. The products with these are
+    attention by themselves, of the same weights, whose scores each other's are a bias of."""
+    n, d = q.shape[-2], q.shape[-1]
+    place = torch.arange(n)[:, None] - torch.arange(k.shape[-2]) + n
+    table = torch.linspace(-1, 1, 3 * n * d).sin().view(3 * n, d).to(q)
+    w = torch.softmax((q @ k.mT + torch.einsum("bhid,ijd->bhij", q, table[place])) / 4, -1)
+    return w @ v + torch.einsum("bhij,ijd->bhid", w, table[place].flip(-1))
+
+
+def test_one_of_two_attentions_that_need_each_others_scores_writes_the_weights():
+    inputs = tensors(23, 19)
+    ours, report = run(relative_positions, inputs)
+    assert report.fused == 1
+    assert [len(spec.further) for site in report.sites for spec in site.specs] == [1]
+    assert_as_exact_as_eager(ours, relative_positions(*inputs), relative_positions(*(x.double() for x in inputs)))
