@@ -164,14 +164,17 @@ def _refuse_fake_constants(traced: GraphModule) -> None:
             )
 
 
+_DROPOUTS = (aten.dropout, aten.feature_dropout, aten.dropout_, aten.feature_dropout_)
+
+
 def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
     """Remove dropout in eval mode and with p = 0, which FX would otherwise keep alive as a random operation."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or nodes.packet(node) not in (aten.dropout, aten.feature_dropout):
+        if node.op != "call_function" or nodes.packet(node) not in _DROPOUTS:
             continue
         args = nodes.arguments(node)
         if not args["train"] or args["p"] == 0:
-            node.replace_all_uses_with(args["input"])
+            node.replace_all_uses_with(args.get("input", args.get("self")))
             graph.erase_node(node)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild, substitute
+from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.nodes import arguments, packet, shape
@@ -96,6 +96,18 @@ def detached(maximum: Expr) -> Expr | None:
     if "max" not in str(maximum.attr):
         return None
     return node("reduce", maximum.args, Kind.FLOAT, "detached max")
+
+
+def without_gradient(value: Expr) -> Expr:
+    """A value through which no gradient flows: of weights, the same weights of such scores."""
+    ops = {part.op for part in walk(value)}
+    return apply("detach", value) if "softmax" not in ops or "reduce" in ops else rebuild(value, _detached_weights)
+
+
+def _detached_weights(part: Expr) -> Expr | None:
+    if part.op == "softmax":
+        return node("softmax", tuple(apply("detach", column) for column in part.args), Kind.FLOAT, part.attr)
+    return apply("detach", part) if part.op in ("load", "dot") and part.kind is Kind.FLOAT else None
 
 
 def _attached(pullback: PullBack, maximum: Expr) -> Expr:

@@ -252,7 +252,7 @@ class PullBack:
             return None
         if result.op == "reduce":
             return over_keys.detached(result)
-        return apply("detach", result)
+        return over_keys.without_gradient(result)
 
     def _cast(self, here: Node, index: Index) -> Expr | None:
         origin, dtype = arguments(here)["self"], nodes.dtype(here)

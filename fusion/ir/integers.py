@@ -201,9 +201,11 @@ def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
 
 
 def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
-    """The largest value of a coordinate, remainder or quotient."""
+    """The largest value of a coordinate, remainder or quotient. A coordinate without values has that of one with one:
+    nothing is to follow from there being none."""
     if atom.op == "coord":
-        return sub(bounds[atom], 1) if atom in bounds else None
+        extent = bounds.get(atom)
+        return None if extent is None else extent if extent is integer(0) else sub(extent, 1)
     if atom.op == "mod":
         return sub(atom.args[1], 1)
     if atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds):

@@ -27,7 +27,7 @@ def interval(expr: Expr, bounds: integers.Bounds, of_load: Callable[[Expr], Rang
             return part.integer, part.integer
         if part.op == "coord":
             extent = bounds.get(part)
-            return 0, (of(extent)[1] if extent is not None else LARGEST_SIZE) - 1
+            return 0, max(0, (of(extent)[1] if extent is not None else LARGEST_SIZE) - 1)
         if part.op == "size":
             return 0, LARGEST_SIZE
         if part.op == "load":

@@ -242,7 +242,7 @@ def _dropout(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     if not args.get("train", True) or p == 0:
         return value
     drawn = kept(replay, node, p, index, replay.region.shape(origin))
-    return value * (drawn.to(value.dtype) / (1 - p))
+    return value * (drawn.to(value.dtype) / (1 - p) if p < 1 else 0.0)
 
 
 def kept(replay: Replay, node: Node, p: float, index: Index, extents: tuple[int, ...]) -> Tensor:

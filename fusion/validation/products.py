@@ -115,8 +115,9 @@ def _sdpa(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
         score = score.masked_fill(~added, -torch.inf) if added.dtype is torch.bool else score + added
     weights = aten._safe_softmax(score, -1)
     if args["dropout_p"]:
-        remaining = kept(replay, node, replay.plain(args["dropout_p"]), weights_at, extents)
-        weights = torch.where(remaining, weights / (1 - replay.plain(args["dropout_p"])), 0.0)
+        p = replay.plain(args["dropout_p"])
+        remaining = kept(replay, node, p, weights_at, extents)
+        weights = torch.where(remaining, weights / (1 - p), 0.0) if p < 1 else weights * 0.0
     place = _sdpa_batch(replay, value, at[:-2], batch, args["enable_gqa"], query)
     held = replay.value(value, (*place, keys, at[-1]), rank + 1)
     dtype = replay.dtype(nodes.dtype(node))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-import fusion  # noqa: F401  (registers the backend)
+import fusion
 from fusion.ir.primitives import hashed
 from tests.numerics import assert_as_exact_as_eager, assert_same
 
@@ -166,3 +166,20 @@ def test_rates_per_row_column_and_seed():
         assert abs(z.std() - 1) < 0.1
     seeds = hashed(hashed(torch.arange(4096), torch.tensor(17)), torch.tensor(5)).double() / 2**31 < 0.9
     assert abs(seeds.double().mean() - 0.9) < 5 * math.sqrt(0.09 / 4096)
+
+
+def scores_too(q, k, v, p=0.3):
+    return torch.softmax(F.dropout(q @ k.mT, p), -1) @ v
+
+
+@pytest.mark.parametrize("function", [plain, sdpa, scores_too])
+def test_everything_can_be_dropped(function):
+    """Eager mode multiplies by 0 then: what is kept is not divided by the 0 that 1 - p is."""
+    tensors = [x.requires_grad_() for x in inputs()]
+    (site,) = fusion.explain(lambda *qkv: function(*qkv, 1.0), *(x.detach() for x in tensors)).sites
+    assert site.validated.startswith("values")
+    results = [f(*tensors, 1.0) for f in (compiled(function), function)]
+    found = [[out, *torch.autograd.grad(out.sum(), tensors)] for out in results]
+    exact = [x.double() for x in tensors]
+    out = function(*exact, 1.0)
+    assert_as_exact_as_eager(*found, [out, *torch.autograd.grad(out.sum(), exact)])

@@ -89,10 +89,26 @@ def clamped_largest_in_the_normaliser(q, k, v, pad):
     return (e / (e.sum(-1, keepdim=True) + 1e-2)) @ v
 
 
-FUSED = [less_the_largest_of_the_detached, less_the_detached_largest, less_the_largest_without_grad, by_hand,
-         by_hand_with_a_clamped_shift, more_of_the_detached, more_of_the_detached_and_finite, gated_by_the_detached,
-         straight_through, without_grad, largest_in_the_normaliser,
-         clamped_largest_in_the_normaliser]  # fmt: skip
+def weights_alone(q, k, v, pad):
+    """As those of the layers before a frozen one: Q and K have a gradient by other ways."""
+    return scores(q, k, pad).softmax(-1).detach() @ v + q * 0.5 + k.mean()
+
+
+def scaled_and_dropped_weights(q, k, v, pad):
+    w = scores(q, k, pad).softmax(-1) * pad[:, None, None].cumsum(-1)
+    return (w * 0.5).detach() @ v + q * 0.5 + k.mean()
+
+
+def detached_weights(q, k, v, pad):
+    """Two attentions, one of which has no gradient but that of V."""
+    w = (q @ k.mT).softmax(-1)
+    return (w + w.detach()) @ v
+
+
+FUSED = [detached_weights, weights_alone, scaled_and_dropped_weights, less_the_largest_of_the_detached,
+         less_the_detached_largest, less_the_largest_without_grad, by_hand, by_hand_with_a_clamped_shift,
+         more_of_the_detached, more_of_the_detached_and_finite, gated_by_the_detached, straight_through,
+         without_grad, largest_in_the_normaliser, clamped_largest_in_the_normaliser]  # fmt: skip
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
@@ -113,11 +129,6 @@ def sum_of_the_detached(q, k, v, pad):
     return (e / e.detach().sum(-1, keepdim=True)) @ v
 
 
-def detached_weights(q, k, v, pad):
-    w = (q @ k.mT).softmax(-1)
-    return (w + w.detach()) @ v
-
-
 def partly_detached_largest_in_the_normaliser(q, k, v, pad):
     s = q @ k.mT
     s = s + 0.5 * s.detach()
@@ -125,7 +136,7 @@ def partly_detached_largest_in_the_normaliser(q, k, v, pad):
     return (e / (e.sum(-1, keepdim=True) + 1e-2)) @ v
 
 
-LEFT = [partly_detached_largest_in_the_normaliser, detached_sum, sum_of_the_detached, detached_weights]
+LEFT = [partly_detached_largest_in_the_normaliser, detached_sum, sum_of_the_detached]
 
 
 @pytest.mark.parametrize("function", LEFT, ids=lambda f: f.__name__)

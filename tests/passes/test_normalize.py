@@ -61,6 +61,7 @@ def test_inputs_that_are_changed_stay_changed():
 def test_inactive_dropout_is_gone_and_active_has_a_seed():
     x = torch.randn(3, 4)
     assert "dropout" not in str(targets(normalized(lambda x: F.dropout(x, 0.5, training=False) + 1, x)))
+    assert "dropout" not in str(targets(normalized(lambda x: F.dropout(x + 1, 0.0, inplace=True), x)))
     traced = normalized(lambda x: F.dropout(x, 0.5) + 1, x)
     (seed,) = (node for node in traced.graph.nodes if node.meta.get("is_seed"))
     (dropout,) = (node for node in traced.graph.nodes if "seed" in node.meta)

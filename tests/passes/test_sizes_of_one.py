@@ -1,4 +1,4 @@
-"""Extents that are 1 in some calls, and expressions of sizes: what is broadcast there is read at its one place."""
+"""Extents that are 1 or 0 in some calls, and expressions of sizes: what is broadcast there is read at its one place."""
 
 import pytest
 import torch
@@ -31,3 +31,27 @@ def test_one_block_of_several_or_of_one(emitter):
             actual = compiled(*inputs)
         assert all(report.fused == 1 for report in reports)
         assert_as_exact_as_eager(actual, function(*inputs), function(*(x.double() for x in inputs)))
+
+
+def causal(q, k, v):
+    later = torch.arange(k.shape[-2]) > torch.arange(q.shape[-2])[:, None]
+    return (q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def causal_sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("function", [causal, causal_sdpa])
+def test_without_rows_or_keys_gradients_are_zero_and_not_missing(function, lengths):
+    """That a comparison holds for all rows where there are none says nothing of the program."""
+    n, m = lengths
+    inputs = [torch.randn(2, 3, count, 8, requires_grad=True) for count in (n, m, m)]
+    torch._dynamo.reset()
+    with failures_raised():
+        out = torch.compile(function, backend="fusion", options={"inner": "aot_eager"})(*inputs)
+    found = torch.autograd.grad(out.sum(), inputs)
+    expected = torch.autograd.grad(function(*inputs).sum(), inputs)
+    for ours, eagers in zip(found, expected, strict=True):
+        assert ours.shape == eagers.shape and torch.equal(ours, eagers)
