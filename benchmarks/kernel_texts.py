@@ -113,7 +113,7 @@ def mlir_texts(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]
             continue
         yield f"statistics, {of}", emit(spec, tiling, target, d, d_v, with_statistics=True).source
         yield from backward_texts(of, spec, Problem(
-            spec=spec, plan=backward_plan(spec), tiling=backward_tiling(tiling), target=target, d=d, d_v=d_v,
+            spec=spec, plan=backward_plan(spec), tiling=backward_tiling(tiling, target), target=target, d=d, d_v=d_v,
         ))  # fmt: skip
 
 

@@ -228,30 +228,32 @@ class Amx:
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""
-        b = self.b
-        base = b.at(target, b.mul(key, 16), "bf16")
-        for plane in range(self.planes):
-            last = plane == self.planes - 1
-            if last and self.exact_pairs:
-                halves = [b.convert("arith.truncf", x, "bf16") for x in (first, second)]
-                pair = b.bitcast(b.shuffle(*halves, [i + 16 * s for i in range(16) for s in (0, 1)]), WORDS, "pair")
-            elif last:
-                # Half of the last place added, the rest cut off. A NaN may come out as a number here; the row's sum is
-                # NaN then, and so is the result.
-                low, high = (b.add(b.bitcast(x, WORDS), 0x8000, "rounded") for x in (first, second))
-                low = b.binary("arith.shrui", low, 16)
-                pair = b.binary("arith.ori", low, b.binary("arith.andi", high, -0x10000), "pair")
-            else:
-                # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of
-                # the last place added first halves what remains, and with it the products that are left out.
-                near = [b.add(b.bitcast(x, WORDS), 0x8000, "near") for x in (first, second)]
-                words = [b.bitcast(x, BF16) for x in near]
-                pair = b.bitcast(
-                    b.shuffle(*words, [2 * i + 1 + 32 * s for i in range(16) for s in (0, 1)]), WORDS, "pair"
-                )
-                kept = [b.bitcast(b.binary("arith.andi", x, -0x10000), F32) for x in near]
-                first, second = b.sub(first, kept[0], "rest"), b.sub(second, kept[1], "rest")
-            b.store(pair, b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
+        base = self.b.at(target, self.b.mul(key, 16), "bf16")
+        for plane, pair in enumerate(self.pairs(first, second)):
+            self.b.store(pair, self.b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
+
+    def pairs(self, first: Value, second: Value) -> list[Value]:
+        """The planes of two float32 vectors, in pairs as words, `first` in their lower halves."""
+        b, found = self.b, []
+        for _ in range(self.planes - 1):
+            # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of the
+            # last place added first halves what remains, and with it the products that are left out.
+            low, high = (self._upper(x) for x in (first, second))
+            found.append(self._joined(low, high))
+            first, second = b.sub(first, b.bitcast(low, F32), "rest"), b.sub(second, b.bitcast(high, F32), "rest")
+        if self.exact_pairs:
+            return [*found, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
+        # Rounded half up. A NaN may come out as a number here; the row's sum is NaN then, and so is the result.
+        return [*found, self._joined(self._upper(first), self._upper(second))]
+
+    def _upper(self, x: Value) -> Value:
+        """x rounded to a bf16, half up, in the upper half of a word."""
+        near = self.b.add(self.b.bitcast(x, WORDS), 0x8000, "near")
+        return self.b.binary("arith.andi", near, -0x10000, "upper")
+
+    def _joined(self, low: Value, high: Value) -> Value:
+        """The upper halves of two words as one."""
+        return self.b.binary("arith.ori", self.b.binary("arith.shrui", low, 16), high, "pair")
 
     def store_powers(
         self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool

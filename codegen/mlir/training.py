@@ -66,6 +66,7 @@ class TrainingKernel:
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         self.spec, self.tilings, self.target = spec, tuple(tilings), target
+        self.backward_tilings = [backward_tiling(tiling, target) for tiling in tilings]
         self.extents = extents_function(spec)
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
         self.derived, self._forwards = Kept(), Kept()
@@ -214,7 +215,7 @@ class TrainingKernel:
         """One of the backward kernels, with products and tile of the `choice`-th tiling."""
 
         def make() -> CompiledKernel:
-            tiling = backward_tiling(self.tilings[choice])
+            tiling = self.backward_tilings[choice]
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
             return CompiledKernel(kind(problem, needs).text())
 
@@ -235,7 +236,8 @@ def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:
     return REDUCE[further.reduction](copies, 0)
 
 
-def backward_tiling(tiling: Tiling) -> Tiling:
-    """Blocks of the backward: lanes as in the forward, rows such that the tile's six matrices stay in the
-    second-level cache."""
-    return replace(tiling, keys=min(tiling.keys, 128))
+def backward_tiling(tiling: Tiling, target: Target) -> Tiling:
+    """Blocks of the backward: rows such that the tile's six matrices stay in the second-level cache; on AMX tiles twice
+    the lanes of the forward, for which packed rows are read once."""
+    wide = tiling.planes > 0 and target.amx
+    return replace(tiling, groups=tiling.groups * (2 if wide else 1), keys=min(tiling.keys, 128))

@@ -154,7 +154,7 @@ class BackwardCall:
     def _steps(self, choice: int) -> list[Step]:
         """The kernels that give the gradients: one, where there is one and every batch element is one thread's."""
         needs, plan = self.needs, self.plan
-        target, tiling = self.kernel.target, self.kernel.tilings[choice]
+        target, tiling = self.kernel.target, self.kernel.backward_tilings[choice]
         blocks = -(-self.n_k // (tiling.groups * target.lanes))
         collected = {kind: plan.of(kind.axis, needs) for kind in (FusedKernel, QueriesKernel, KeysKernel)}
         fused = fuses(target, tiling) and needs[0] and (needs[1] or needs[2] and tiling.planes)

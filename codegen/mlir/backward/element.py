@@ -17,9 +17,51 @@ if TYPE_CHECKING:
 Read = Callable[[Value], Value]
 """Row of the tile -> a staged vector of it."""
 
+PAIR = 2
+"""Rows that are worked on at a time: the second products take weights in pairs."""
+
+Pair = Sequence[Value]
+
 
 class Elements:
-    """Rows of one tile for one group of lanes: from scores and dP to P and dS, both handed to the products."""
+    """Rows of one tile for groups of lanes that are worked on together: from scores and dP to P and dS, both handed to
+    the products."""
+
+    def __init__(self, kernel: BackwardTile, g: Value, groups: Sequence[GroupElements]):
+        """g: the number of the first group."""
+        self.kernel, self.b, self.g, self.groups = kernel, kernel.b, g, groups
+        self.count = max(1, kernel.sum_count)
+        self.no_sums = [self.b.constant(0.0, kernel.vector)] * (self.count * len(groups))
+
+    def pair(self, r: Value, sums: Sequence[Value], both: bool = True) -> list[Value]:
+        """Rows r and r + 1 (or r alone); returns the sums, of one group after the other, with their contributions."""
+        count = self.count
+        parts = [sums[k * count : (k + 1) * count] for k in range(len(self.groups))]
+        found = [group.pair(r, part, both) for group, part in zip(self.groups, parts, strict=True)]
+        self.store(r, [weights for weights, _, _ in found], [slopes for _, slopes, _ in found])
+        return [total for *_, part in found for total in part]
+
+    def store(self, r: Value, weights: Sequence[Pair], slopes: Sequence[Pair]) -> None:
+        """Rows r and r + 1 of each group to the right sides of the second products."""
+        kernel = self.kernel
+        for group, *both in zip(self.groups, slopes, weights, strict=True):
+            for half, place, pair in zip(kernel.halves, group.weights, both, strict=False):
+                if half.operand in kernel.results:
+                    half.products.store_weights(place, r, *pair)
+        kernel.keep_slopes(r, self.g, slopes)
+
+    def add_sums(self, sums: Sequence[Value]) -> None:
+        """Add these, of one group after the other, to the sums of the groups' lanes."""
+        b, kernel = self.b, self.kernel
+        for group in range(len(self.groups)):
+            for k in range(kernel.sum_count):
+                place = kernel.sum_at(k, b.add(self.g, group))
+                before = b.load(place, kernel.vector, "before")
+                b.store(b.add(before, sums[group * self.count + k], "sum"), place)
+
+
+class GroupElements:
+    """One group of lanes of `Elements`."""
 
     def __init__(
         self,
@@ -39,7 +81,7 @@ class Elements:
         full: whether `program` is that of full tiles.
         statistics: those of the lanes, where these are queries.
         """
-        self.kernel, self.scope, self.g, self.first, self.program, self.full = kernel, scope, g, first, program, full
+        self.kernel, self.scope, self.first, self.program, self.full = kernel, scope, first, program, full
         self.b, self.staged, self.statistics = kernel.b, staged, statistics
         keys = kernel.tiling.keys
         size = 4 * keys * kernel.lanes
@@ -47,22 +89,12 @@ class Elements:
         self.slopes = slopes[0] if slopes else None
         self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]
 
-    def pair(self, r: Value, sums: Sequence[Value], both: bool) -> list[Value]:
-        """Rows r and r + 1 (or r alone); returns the sums with their contributions."""
+    def pair(self, r: Value, sums: Sequence[Value], both: bool) -> tuple[Pair, Pair, list[Value]]:
+        """(weights for V, dS, sums) of rows r and r + 1, or of r alone."""
         zero = self.b.constant(0.0, self.kernel.vector)
         first = self._row(r, sums)
         second = self._row(self.b.add(r, 1), first[2]) if both else (zero, zero, first[2])
-        self.store(r, (first[0], second[0]), (first[1], second[1]))
-        return second[2]
-
-    def store(self, r: Value, weights: tuple[Value, Value], slopes: tuple[Value, Value]) -> None:
-        """Rows r and r + 1 to the right sides of the second products."""
-        kernel = self.kernel
-        for half, place, pair in zip(kernel.halves, self.weights, (slopes, weights), strict=False):
-            if half.operand in kernel.results:
-                half.products.store_weights(place, r, *pair)
-        assert self.scope.lanes is not None
-        kernel.keep_slopes(r, self.g, self.scope.lanes.valid, slopes)
+        return (first[0], second[0]), (first[1], second[1]), second[2]
 
     def _row(self, r: Value, sums: Sequence[Value]) -> tuple[Value, Value, list[Value]]:
         """(weight for V, dS, sums) of one row."""
@@ -98,6 +130,9 @@ class Elements:
         elif kernel.corrects:
             self._collect_shares(row, weight, upstream, through, collected)
         slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
+        if kernel.together > 1:  # products with dS reduce over lanes, too, and take all of these groups
+            assert self.scope.lanes is not None
+            slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
         return weight if factor is None else b.mul(weight, factor), slope, collected
 
     def _scope(self, row: Scope, upstream: Value, through: Value | None, further: int = 1) -> Scope:

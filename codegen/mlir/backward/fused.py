@@ -4,8 +4,8 @@ batch element are one thread's. Scores, weights and dP are then computed once in
 On AMX tiles:
 
     slopes   dS as left operands [16 queries][32 keys], by [block of 16 queries][pair of lane groups][plane]
-    keys     K as right operands, pairs of keys along the reduction, by
-             [pair of lane groups][block of 16 columns][plane]
+    keys     K as right operands, by [pair of lane groups][block of 16 columns][plane]; keys n and n + 16 are a pair
+             along the reduction
     sums     dQ as tiles [block of 16 queries][block of 16 columns][16][16], for all queries of the batch element
 
 By multiply-adds, lanes of the third product are columns:
@@ -21,6 +21,7 @@ import contextlib
 from collections.abc import Sequence
 
 from fusion.codegen.mlir.amx import TILE_ELEMENTS, Amx
+from fusion.codegen.mlir.backward.element import PAIR, Pair
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
@@ -30,9 +31,8 @@ from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.codegen.mlir.x86 import F32, WORDS
+from fusion.codegen.mlir.x86 import F32
 
-HALF = "vector<16xbf16>"
 QUERY_GRADIENT_SPAN = 4 * KEY_SPAN
 """Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""
 
@@ -63,28 +63,19 @@ class TiledQueryGradient:
             with b.loop(0, self.blocks, hint="block") as block:
                 base = b.at(target, b.mul(b.add(block, pair * self.blocks), self.tile), "bf16")
                 with b.loop(0, 16, hint="k") as k:
-                    lines = [load_f32(b, rows, b.add(b.mul(k, 2), half), b.mul(block, 16), 16) for half in (0, 1)]
+                    lines = [load_f32(b, rows, b.add(k, 16 * half), b.mul(block, 16), 16) for half in (0, 1)]
                     both = zip(*(p.split(line) for line in lines), strict=True)
                     for plane, (x, y) in enumerate(both):
                         line = b.shuffle(x, y, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
                         b.store(line, b.at(b.at(base, b.mul(k, 32), "bf16"), plane * TILE_ELEMENTS, "bf16"))
 
-    def store(self, slopes: Value, row: Value, group: Value, valid: Value, slope: Value) -> None:
-        """dS of one row and one lane group; nothing of keys that do not exist."""
+    def store(self, slopes: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
+        """dS of one row and the pair of lane groups from `group` on."""
         b = self.b
-        x = b.select(valid, slope, b.constant(0.0, F32), "slope")
         block = b.add(b.mul(b.div(row, 16), self.pairs), b.div(group, 2))
-        inside = b.add(b.mul(b.rem(row, 16), 32), b.mul(b.rem(group, 2), 16))
-        base = b.at(slopes, b.add(b.mul(block, self.tile), inside), "bf16")
-        for plane in range(self.planes):
-            if plane == self.planes - 1:
-                part = b.convert("arith.truncf", x, "bf16")
-            else:  # as in Amx.store_weights, whose operations on the same values are these
-                near = b.add(b.bitcast(x, WORDS), 0x8000, "near")
-                upper = b.binary("arith.shrui", near, 16)
-                part = b.bitcast(b.convert("arith.trunci", upper, "i16"), HALF, "part")
-                x = b.sub(x, b.bitcast(b.binary("arith.andi", near, -0x10000), F32), "rest")
-            b.store(part, b.at(base, plane * TILE_ELEMENTS, "bf16"), align=32)
+        base = b.at(slopes, b.add(b.mul(block, self.tile), b.mul(b.rem(row, 16), 32)), "bf16")
+        for plane, words in enumerate(self.product.pairs(*pair)):
+            b.store(words, b.at(base, plane * TILE_ELEMENTS, "bf16"), align=64)
 
     def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
         """sums (of the first of these queries) += dS K over `steps` steps of 32 queries and the block's keys."""
@@ -148,7 +139,7 @@ class VectorQueryGradient:
                 with b.loop(0, self.width, lanes, hint="c") as c:
                     b.store(load_f32(b, rows, r, c, lanes), b.at(start, b.add(c, r * self.width), "f32"))
 
-    def store(self, slopes: Value, row: Value, group: Value, valid: Value, slope: Value) -> None:
+    def store(self, slopes: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
         """The product for dK has it."""
 
     def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
@@ -254,14 +245,13 @@ class FusedKernel(KeysKernel):
 
     def _pack_lanes(self, block: Block) -> None:
         super()._pack_lanes(block)
-        b = self.b
         self.queries.pack_keys(self.centred or self.readers[0], block.first, self.n_lanes, self.key_pairs, self.staging)
-        with b.when(b.compare("slt", block.groups, self.tiling.groups, "partial")):
+        with self.b.when(self.b.compare("slt", block.groups, self.tiling.groups, "partial")):
             self._zero(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
 
-    def keep_slopes(self, row: Value, g: Value, valid: Value, slopes: tuple[Value, Value]) -> None:
-        for u, slope in enumerate(slopes):
-            self.queries.store(self.row_slopes, self.b.add(row, u), g, valid, slope)
+    def keep_slopes(self, row: Value, g: Value, slopes: Sequence[Pair]) -> None:
+        for u in range(PAIR):
+            self.queries.store(self.row_slopes, self.b.add(row, u), g, [pair[u] for pair in slopes])
 
     def _second_products(self, block: Block, start: Value, steps: Value) -> None:
         super()._second_products(block, start, steps)

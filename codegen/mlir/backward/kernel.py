@@ -213,7 +213,7 @@ class BackwardKernel(BackwardTile):
         for k in range(self.sum_count):
             if k >= len(self.collected) or self.collected[k].form in (Form.PER_QUERY, Form.PER_KEY):
                 at = b.at(self.params[("ptr", "sums", k)], b.add(base, row), "f32")
-                b.masked_store(b.load(self._sum_at(k, g), self.vector, "sum"), at, valid)
+                b.masked_store(b.load(self.sum_at(k, g), self.vector, "sum"), at, valid)
 
     def _write(self, scope: Scope, half: GradientProducts, g: Value, rows: Rows) -> None:
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""

@@ -136,7 +136,7 @@ class DeltaKernel(RowSumsKernel):
     def _finish(self, block: Block, g: Value) -> None:
         b, offset = self.b, self.b.mul(g, self.lanes)
         at, valid = self.statistic("delta", b.add(block.first, offset)), self._valid(b.sub(block.count, offset))
-        found = b.load(self._sum_at(0, g), self.vector, "sum")
+        found = b.load(self.sum_at(0, g), self.vector, "sum")
         if not self.spec.sinks:  # with sinks these are sums of P dP
             found = b.add(b.masked_load(at, valid, self.vector, "delta"), found)
         b.masked_store(found, at, valid)

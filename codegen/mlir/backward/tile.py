@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.backward.centring import CentredKeys
-from fusion.codegen.mlir.backward.element import Elements
+from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
 from fusion.codegen.mlir.backward.loads import GradientSink
 from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, normalized
 from fusion.codegen.mlir.builder import Value, vector_of
@@ -153,7 +153,8 @@ class BackwardTile(KernelFunction):
         sums = [self.area(self.spans * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
         self.staging = self.area(8 * max(p.staging_elements() for p in products), "staging")
         self.finished = self.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
-        self.staged = [self.area(rows * row, "staged") for _ in self.dense]
+        self.together = products[0].group_step if products[0].overlaps else 1
+        self.staged = [self.area(self.together * rows * row, "staged") for _ in self.dense]
         self.sums = self.area(max(1, self.sum_count) * groups * row, "sums")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.centred = CentredKeys(self) if self.plan.centred and 0 in self.results else None
@@ -213,33 +214,33 @@ class BackwardTile(KernelFunction):
         b, step = self.b, self.score_half.products.key_step
         steps = b.div(b.add(rows.count, step - 1), step, "steps")
         start = b.div(rows.first, step)
-        for half in self.halves:
-            self._first_product(half, block, rows, start, steps)
         whole = None if self.programs.full is None else self._whole(self._tile_scope(block, rows))
-        with b.loop(0, block.groups, hint="g") as g:
-            if whole is None:
-                self._group(block, rows, g, steps, full=False)
-            else:
-                with b.when(whole):
-                    self._group(block, rows, g, steps, full=True)
-                with b.otherwise():
-                    self._group(block, rows, g, steps, full=False)
+        self._first_products(block, rows, start, steps)
+        if whole is None:
+            self._groups(block, rows, steps, full=False)
+        else:
+            with b.when(whole):
+                self._groups(block, rows, steps, full=True)
+            with b.otherwise():
+                self._groups(block, rows, steps, full=False)
         self._second_products(block, start, steps)
 
-    def _first_product(self, half: GradientProducts, block: Block, rows: Rows, start: Value, steps: Value) -> None:
-        """S or dP of a tile."""
-        b, p, lanes = self.b, half.products, self.lanes
-        with b.loop(0, steps, hint="step") as step:
-            if half is self.score_half:
-                self._prefetch(block, Rows(first=b.add(rows.first, b.mul(step, p.key_step)), count=p.key_step))
-            with b.loop(0, block.padded, p.group_step, hint="g") as g:
-                members = [b.add(g, k) for k in range(p.group_step)]
-                at = self.part(half.keys, b.add(start, step), p.key_bytes())
-                places = [
-                    b.at(half.tile, b.mul(b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)), lanes), "f32")
-                    for m in members
-                ]
-                p.scores(at, [self.part(half.lanes, m, p.query_bytes()) for m in members], places)
+    def _first_products(self, block: Block, rows: Rows, start: Value, steps: Value) -> None:
+        """S and dP of a tile."""
+        b, lanes = self.b, self.lanes
+        for half in self.halves:
+            p = half.products
+            with b.loop(0, steps, hint="step") as step:
+                if half is self.score_half:
+                    self._prefetch(block, Rows(first=b.add(rows.first, b.mul(step, p.key_step)), count=p.key_step))
+                with b.loop(0, block.padded, p.group_step, hint="g") as g:
+                    members = [b.add(g, k) for k in range(p.group_step)]
+                    at = self.part(half.keys, b.add(start, step), p.key_bytes())
+                    places = [
+                        b.at(half.tile, b.mul(b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)), lanes), "f32")
+                        for m in members
+                    ]
+                    p.scores(at, [self.part(half.lanes, m, p.query_bytes()) for m in members], places)
 
     def _second_products(self, block: Block, start: Value, steps: Value) -> None:
         """The tile's part of the gradients of A and B."""
@@ -257,10 +258,11 @@ class BackwardTile(KernelFunction):
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Ask for what will be read and written of these rows, while products are computed."""
 
-    def _group(self, block: Block, rows: Rows, g: Value, steps: Value, full: bool) -> None:
-        """P and dS of one group of lanes and one block of rows."""
-        b, lanes, programs, n = self.b, self.lanes, self.programs, rows.count
-        program = programs.full if full else programs.masked
+    def _elements(self, block: Block, rows: Rows, g: Value, member: int, full: bool) -> GroupElements:
+        """Those of one group of lanes; what they read of dense tensors is staged. member: of those worked on
+        together."""
+        b, lanes = self.b, self.lanes
+        program = self.programs.full if full else self.programs.masked
         assert program is not None
         offset = b.mul(g, lanes)
         held = Lanes(
@@ -273,26 +275,32 @@ class BackwardTile(KernelFunction):
         scope.prepare(*exprs, bound=self.batch_names | {self.axis.lane.name})
         wanted = dense_loads(*exprs)
         staged = []
-        for load, area in zip(self.loads, self.staged, strict=True):
+        for load, areas in zip(self.loads, self.staged, strict=True):
             if load.expr in wanted:
-                load.stage(scope, rows.first, n, area)
+                area = b.at(areas, member * self.tiling.keys * lanes, "f32")
+                load.stage(scope, rows.first, rows.count, area)
                 staged.append((load.expr, functools.partial(load.read, area)))
-        tile = Elements(self, scope, g, rows.first, program, full, staged, self.lane_statistics(held.first))
-        pairs = b.mul(b.div(n, 2), 2, "pairs")
-        start = [b.constant(0.0, self.vector)] * max(1, self.sum_count)
-        with b.carry(0, pairs, 2, start, hint="r") as (loop, r, sums):
-            loop.yields(*tile.pair(r, sums, both=True))
-        with b.carry(pairs, n, 2, loop.results, hint="r") as (rest, r, sums):
-            rest.yields(*tile.pair(r, sums, both=False))
-        for k in range(self.sum_count):
-            before = b.load(self._sum_at(k, g), self.vector, "before")
-            b.store(b.add(before, rest.results[k], "sum"), self._sum_at(k, g))
-        tail = b.mul(b.div(b.add(n, 1), 2), 2)
-        zero = b.constant(0.0, self.vector)
-        with b.loop(tail, b.mul(steps, self.score_half.products.key_step), 2, hint="r") as r:
-            tile.store(r, (zero, zero), (zero, zero))
+        return GroupElements(self, scope, g, rows.first, program, full, staged, self.lane_statistics(held.first))
 
-    def _sum_at(self, k: int, g: Value) -> Value:
+    def _groups(self, block: Block, rows: Rows, steps: Value, full: bool) -> None:
+        """P and dS of a tile."""
+        b, n = self.b, rows.count
+        with b.loop(0, block.groups, self.together, hint="g") as g:
+            members = [self._elements(block, rows, b.add(g, k), k, full) for k in range(self.together)]
+            tile = Elements(self, g, members)
+            pairs = b.mul(b.div(n, PAIR), PAIR, "pairs")
+            with b.carry(0, pairs, PAIR, tile.no_sums, hint="r") as (loop, r, sums):
+                loop.yields(*tile.pair(r, sums))
+            with b.carry(pairs, n, PAIR, loop.results, hint="r") as (rest, r, sums):
+                rest.yields(*tile.pair(r, sums, both=False))
+            tile.add_sums(rest.results)
+            tail = b.mul(b.div(b.add(n, 1), PAIR), PAIR)
+            nothing = [[b.constant(0.0, self.vector)] * PAIR] * self.together
+            with b.loop(tail, b.mul(steps, self.score_half.products.key_step), PAIR, hint="r") as r:
+                tile.store(r, nothing, nothing)
+
+    def sum_at(self, k: int, g: Value) -> Value:
+        """Where sum k of a group's lanes lies."""
         return self.b.at(self.sums, self.b.mul(self.b.add(g, k * self.tiling.groups), self.lanes), "f32")
 
     def lane_statistics(self, first: Value) -> dict[str, Value] | None:
@@ -306,8 +314,8 @@ class BackwardTile(KernelFunction):
         b = self.b
         return {n: b.broadcast(b.load(self.statistic(n, row), "f32", n), self.lanes) for n in STATISTICS}
 
-    def keep_slopes(self, row: Value, g: Value, valid: Value, slopes: tuple[Value, Value]) -> None:
-        """What else is to be done with dS of rows `row` and `row` + 1 of a group, whose lanes `valid` marks."""
+    def keep_slopes(self, row: Value, g: Value, slopes: Sequence[Pair]) -> None:
+        """What else is to be done with dS of rows `row` and `row` + 1 of the groups from g on."""
 
     def _with_queries(self, scope: Scope, queries: Rows) -> Scope:
         last = self.b.sub(self.b.add(queries.first, queries.count), 1)
