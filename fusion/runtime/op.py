@@ -1,16 +1,4 @@
-"""`torch.ops.fusion.attention` and its gradient: one attention, whole in its arguments.
-
-    attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor
-    attention_forward(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> (Tensor out, Tensor statistics)
-    attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec,
-                       str emitter, bool[] needs) -> Tensor[]
-
-    attention_outputs(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor[]
-    attention_outputs_backward(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands,
-                               SymInt[] sizes, str spec, str emitter, bool[] needs) -> Tensor[]
-    attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]
-    tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor
-    table(Tensor positions, SymInt extent, int dim, str operation) -> Tensor
+"""`torch.ops.fusion.attention` and its gradient: one attention, whole in its arguments. `_OPERATORS` has the schemas.
 
 `attention_outputs` returns the output, the statistics and the further outputs of its spec (weights, or what is made of
 them). Where a gradient arrives at one of these, `attention_outputs_backward` has it; else `attention_backward`.
@@ -50,37 +38,10 @@ VERSION = 15
 """To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
 it."""
 
-_library = torch.library.Library("fusion", "DEF")
-_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
-_library.define("attention(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor", tags=_TAGS)
-_library.define(
-    "attention_forward(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> (Tensor, Tensor)", tags=_TAGS
-)
-_library.define(
-    "attention_backward(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, "
-    "str emitter, bool[] needs) -> Tensor[]",
-    tags=_TAGS,
-)
-_library.define("attention_outputs(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor[]", tags=_TAGS)
-_library.define(
-    "attention_outputs_backward(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands, "
-    "SymInt[] sizes, str spec, str emitter, bool[] needs) -> Tensor[]",
-    tags=_TAGS,
-)
-_library.define("attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]", tags=_TAGS)
-_library.define("tile_map(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tags=_TAGS)
-_library.define("table(Tensor positions, SymInt extent, int dim, str operation) -> Tensor", tags=_TAGS)
-_BELOW = "attention_below_autograd(Tensor[] operands, SymInt[] sizes, str spec, str emitter) -> Tensor"
-_library.define(_BELOW, tags=_TAGS)
-
 
 def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
     parsed = MapSpec.from_json(spec)
     return operands[0].new_empty(parsed.shape(dict(zip(parsed.sizes, sizes, strict=True))), dtype=torch.int32)
-
-
-def _fake_table(positions: Tensor, extent: int, dim: int, operation: str) -> Tensor:
-    return positions.new_empty(positions.shape)
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
@@ -100,10 +61,6 @@ def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
     return [*_fake_forward(operands, sizes, spec, emitter), *further]
 
 
-def _fake_outputs_backward(grad: Tensor, further: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-    return _fake_backward(grad, *arguments)
-
-
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     given = executor.BackwardArguments(*arguments)
     described = AttentionSpec.from_json(given.spec).operands
@@ -117,18 +74,6 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 # --- autograd ---------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, arguments: Sequence[Any], result: tuple[Tensor, Tensor]) -> None:
-    operands, *ctx.described = arguments
-    out, statistics = result
-    ctx.save_for_backward(out, statistics, *operands)
-    ctx.mark_non_differentiable(statistics)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> list[Tensor | None]:
-    out, statistics, *operands = ctx.saved_tensors
-    return _gradients(ctx, grad, out, statistics, operands)
-
-
 def _save_outputs(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) -> None:
     operands, *ctx.described = arguments
     out, statistics, *further = result
@@ -139,9 +84,9 @@ def _save_outputs(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) 
 
 def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *further: Tensor | None) -> list[Any]:
     out, statistics, *operands = ctx.saved_tensors
-    grad = torch.zeros_like(out) if grad is None else grad
     if all(g is None for g in further):
         return _gradients(ctx, grad, out, statistics, operands)
+    grad = torch.zeros_like(out) if grad is None else grad
     filled = [
         out.new_zeros((), dtype=dtype).expand(shape) if g is None else g
         for g, (shape, dtype) in zip(further, ctx.further, strict=True)
@@ -202,36 +147,52 @@ def _differentiate_derivative(describe: Callable[[Sequence[Any]], derivatives.Fu
     )
 
 
-def _register_fake(name: str, function: Callable[..., Any]) -> None:
-    """`torch.library.register_fake` without its search for the caller, which looks at every file that was imported."""
-    held = torch._library.simple_registry.singleton.find(f"fusion::{name}").fake_impl
-    _library._registration_handles.append(held.register(function, __file__, _library))
+# --- the operators ----------------------------------------------------------------------------------------------
 
+_ATTENTION = "(Tensor[] operands, SymInt[] sizes, str spec, str emitter)"
+_OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "attention": (f"{_ATTENTION} -> Tensor", executor.attention, _fake),
+    "attention_below_autograd": (f"{_ATTENTION} -> Tensor", executor.attention, _fake),
+    "attention_forward": (f"{_ATTENTION} -> (Tensor, Tensor)", executor.attention_forward, _fake_forward),
+    "attention_backward": (
+        "(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, str emitter, "
+        "bool[] needs) -> Tensor[]",
+        executor.attention_backward,
+        _fake_backward,
+    ),
+    "attention_outputs": (f"{_ATTENTION} -> Tensor[]", executor.attention_outputs, _fake_outputs),
+    "attention_outputs_backward": (
+        "(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, "
+        "str emitter, bool[] needs) -> Tensor[]",
+        executor.attention_outputs_backward,
+        lambda grad, further, *arguments: _fake_backward(grad, *arguments),
+    ),
+    "attention_derivative": (
+        "(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]",
+        derivatives.execute,
+        derivatives.fake,
+    ),
+    "tile_map": ("(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tile_map, _fake_tile_map),
+    "table": (
+        "(Tensor positions, SymInt extent, int dim, str operation) -> Tensor",
+        table,
+        lambda positions, extent, dim, operation: positions.new_empty(positions.shape),
+    ),
+}
+"""By name: the schema, what runs, and the shapes of what it returns."""
 
-_register_fake("attention", _fake)
-_register_fake("attention_below_autograd", _fake)
-_register_fake("tile_map", _fake_tile_map)
-_register_fake("table", _fake_table)
-_register_fake("attention_forward", _fake_forward)
-_register_fake("attention_backward", _fake_backward)
-_register_fake("attention_outputs", _fake_outputs)
-_register_fake("attention_outputs_backward", _fake_outputs_backward)
-_register_fake("attention_derivative", derivatives.fake)
-for _key in ("CPU", "CUDA"):
-    _library.impl("attention", executor.attention, _key)
-    _library.impl("attention_below_autograd", executor.attention, _key)
-    _library.impl("attention_forward", executor.attention_forward, _key)
-    _library.impl("attention_backward", executor.attention_backward, _key)
-    _library.impl("attention_outputs", executor.attention_outputs, _key)
-    _library.impl("attention_outputs_backward", executor.attention_outputs_backward, _key)
-    _library.impl("attention_derivative", derivatives.execute, _key)
-    _library.impl("tile_map", tile_map, _key)
-    _library.impl("table", table, _key)
+_library = torch.library.Library("fusion", "DEF")
+for _name, (_schema, _run, _shapes) in _OPERATORS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
+    # `torch.library.register_fake` without its search for the caller, which looks at every file that was imported.
+    _held = torch._library.simple_registry.singleton.find(f"fusion::{_name}").fake_impl
+    _library._registration_handles.append(_held.register(_shapes, __file__, _library))
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
-_first = derivatives.of_attention
-autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands, _first)
-autograd.register(_library, "attention_forward", _differentiate, _save, _first)
-autograd.register(_library, "attention_outputs", _differentiate_outputs, _save_outputs, _first)
+autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands, derivatives.of_attention)
+for _name in ("attention_forward", "attention_outputs"):
+    autograd.register(_library, _name, _differentiate_outputs, _save_outputs, derivatives.of_attention)
 for _name, _describe in (
     ("attention_backward", derivatives.of_backward),
     ("attention_outputs_backward", derivatives.of_outputs_backward),
@@ -240,9 +201,8 @@ for _name, _describe in (
     _again = functools.partial(_differentiate_derivative, _describe)
     autograd.register(_library, _name, _again, _save_all, _describe)
 autograd.register(_library, "tile_map", _no_gradient, _save_count)
-for _name in ("attention", "attention_forward", "attention_outputs"):
-    mapping.register(_library, _name)
-for _name in ("attention_backward", "attention_outputs_backward", "attention_derivative"):
-    mapping.register(_library, _name)
+for _name in _OPERATORS:
+    if _name.startswith("attention") and _name != "attention_below_autograd":
+        mapping.register(_library, _name)
 mapping.register(_library, "tile_map", mapping.tile_map)
 mapping.register_table(_library)
