@@ -27,16 +27,9 @@ WORTH_READING = 1 / 16  # share of the cells looked at that need no mask or no w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """Of a predicate over cells: whether it may be true somewhere, whether it must be true everywhere."""
-
-    may: Tensor
-    must: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Of a value over cells: its least and greatest; NaN where the cell holds NaN."""
+    """Of a value over cells: its least and greatest; NaN where the cell holds NaN. Of a predicate: whether it must be
+    true everywhere, whether it may be true somewhere."""
 
     low: Tensor
     high: Tensor
@@ -118,11 +111,11 @@ class _Cells:
         self.rank = len(spec.batch) + 2
         self.device = operands[0].device if operands else torch.device("cpu")
         self.n_q, self.n_k = size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)
-        self._memo: dict[Expr, Extent | Interval] = {}
+        self._memo: dict[Expr, Interval] = {}
 
     def codes(self) -> Tensor:
         """[b.., rows, columns, 2]: live, needs the mask."""
-        live, full = self.extent(self.spec.live).may, ~self.extent(self.spec.full).must
+        live, full = self.interval(self.spec.live).high, ~self.interval(self.spec.full).low
         return torch.stack(torch.broadcast_tensors(live, full), -1)
 
     # --- element by element -------------------------------------------------------------------------------------
@@ -174,46 +167,9 @@ class _Cells:
                 values = _pool(values, axis, size, largest)
         return values
 
-    def extent(self, expr: Expr) -> Extent:
-        """Of a BOOL expression."""
-        found = self._memo.get(expr)
-        if not isinstance(found, Extent):
-            found = self._memo[expr] = self._extent(expr)
-        return found
-
-    def _extent(self, expr: Expr) -> Extent:
-        if not {"i", "j"} <= coordinates(expr):
-            values = self._exact(expr)
-            return Extent(may=self._pooled(values, True), must=self._pooled(values, False))
-        if expr.op == "load":
-            bounds = self._dense(expr)
-            return Extent(may=bounds.high.bool(), must=bounds.low.bool())
-        if expr.op == "not":
-            inner = self.extent(expr.args[0])
-            return Extent(may=~inner.must, must=~inner.may)
-        if expr.op in ("and", "or"):
-            left, right = map(self.extent, expr.args)
-            if expr.op == "and":
-                return Extent(may=left.may & right.may, must=left.must & right.must)
-            return Extent(may=left.may | right.may, must=left.must | right.must)
-        return self._comparison(expr)
-
-    def _comparison(self, expr: Expr) -> Extent:
-        """A comparison with NaN is false, so `may` is what is not excluded by bounds that are no NaN."""
-        a, b = map(self.interval, expr.args)
-        kind = expr.op[1:]
-        if kind == "le":
-            return Extent(may=~(a.low > b.high), must=a.high <= b.low)
-        if kind == "lt":
-            return Extent(may=~(a.low >= b.high), must=a.high < b.low)
-        apart = (a.low > b.high) | (a.high < b.low)
-        same = (a.low == b.high) & (a.high == b.low)
-        return Extent(may=~apart, must=same) if kind == "eq" else Extent(may=~same, must=apart)
-
     def interval(self, expr: Expr) -> Interval:
-        """Of an INT or FLOAT expression."""
         found = self._memo.get(expr)
-        if not isinstance(found, Interval):
+        if found is None:
             found = self._memo[expr] = self._interval(expr)
         return found
 
@@ -224,6 +180,27 @@ class _Cells:
         if expr.op == "load":
             return self._dense(expr)
         parts = [self.interval(arg) for arg in expr.args]
+        return self._predicate(expr, parts) if expr.kind is Kind.BOOL else self._number(expr, parts)
+
+    def _predicate(self, expr: Expr, parts: list[Interval]) -> Interval:
+        """A comparison with NaN is false, so `high` is what is not excluded by bounds that are no NaN."""
+        a, b = parts[0], parts[-1]
+        if expr.op == "not":
+            return Interval(low=~a.high, high=~a.low)
+        if expr.op == "and":
+            return Interval(low=a.low & b.low, high=a.high & b.high)
+        if expr.op == "or":
+            return Interval(low=a.low | b.low, high=a.high | b.high)
+        kind = expr.op[1:]
+        if kind == "le":
+            return Interval(low=a.high <= b.low, high=~(a.low > b.high))
+        if kind == "lt":
+            return Interval(low=a.high < b.low, high=~(a.low >= b.high))
+        apart = (a.low > b.high) | (a.high < b.low)
+        same = (a.low == b.high) & (a.high == b.low)
+        return Interval(low=same, high=~apart) if kind == "eq" else Interval(low=apart, high=~same)
+
+    def _number(self, expr: Expr, parts: list[Interval]) -> Interval:
         if expr.op == "add":
             low, high = (
                 functools.reduce(torch.add, ends) for ends in zip(*((p.low, p.high) for p in parts), strict=True)
@@ -247,9 +224,11 @@ class _Cells:
     def _dense(self, expr: Expr) -> Interval:
         """Least and greatest values of a tensor over cells."""
         tensor, pooled = self._view(expr)
+        read = _widened
         if expr.kind is Kind.BOOL:  # as bytes: their extremes are found with vectors
+            read = Tensor.bool
             tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else (tensor != 0).view(torch.uint8)
-        low, high = (_widened(self._pooled(tensor, largest, pooled)) for largest in (False, True))
+        low, high = (read(self._pooled(tensor, largest, pooled)) for largest in (False, True))
         return Interval(low=low, high=high)
 
     def _view(self, expr: Expr) -> tuple[Tensor, list[int]]:
