@@ -303,9 +303,9 @@ class Builder:
         """A vector from memory; lanes that the mask leaves out are not read, and zero."""
         return self._masked("load", address, mask, type_, hint)
 
-    def gather(self, addresses: Value, mask: Value, type_: str, hint: str = "gathered") -> Value:
+    def gather(self, addresses: Value, mask: Value, type_: str) -> Value:
         """One element per lane, from a vector of addresses; lanes that the mask leaves out are not read, and zero."""
-        return self._masked("gather", addresses, mask, type_, hint)
+        return self._masked("gather", addresses, mask, type_, "gathered")
 
     def _masked(self, read: str, address: Value, mask: Value, type_: str, hint: str) -> Value:
         """bfloat16 moves as integers: without such instructions LLVM calls a function that this process lacks."""
@@ -320,10 +320,9 @@ class Builder:
         align, types = SIZE[shape_of(value.type)[1]], f"{value.type}, {mask.type} into {PTR}"
         self.line(f"llvm.intr.masked.store {value}, {address}, {mask} {{alignment = {align} : i32}} : {types}")
 
-    def prefetch(self, address: Value, locality: int = 2, write: bool = False) -> None:
-        """Ask for a cache line that will be read or written soon; locality 3 means into the first level, 2 into the
-        second."""
-        fields = f"<{{cache = 1 : i32, hint = {locality} : i32, rw = {int(write)} : i32}}>"
+    def prefetch(self, address: Value, write: bool = False) -> None:
+        """Ask for a cache line, in the second level, that will be read or written soon."""
+        fields = f"<{{cache = 1 : i32, hint = 2 : i32, rw = {int(write)} : i32}}>"
         self.line(f'"llvm.intr.prefetch"({address}) {fields} : ({PTR}) -> ()')
 
     @contextlib.contextmanager

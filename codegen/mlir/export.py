@@ -79,7 +79,6 @@ def attention_function(
     spec: AttentionSpec,
     shapes: Sequence[Sequence[int]],
     sizes: Sequence[int],
-    machine: Machine | None = None,
     public: bool = False,
 ) -> AttentionFunction:
     """The function of a spec.
@@ -89,7 +88,7 @@ def attention_function(
 
     Raises MlirExportError where there is no kernel for it.
     """
-    machine = machine or Machine.detect()
+    machine = Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise MlirExportError(f"no MLIR for {spec}: {reason}")
     if (stored := next((o for o in spec.operands if o.dtype not in TYPES), None)) is not None:

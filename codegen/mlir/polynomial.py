@@ -71,12 +71,11 @@ class FeatureKernels:
     def source(self) -> str:
         return f"{self.state_kernel.source}\n{self.readout_kernel.source}"
 
-    def state(self, k: torch.Tensor, v: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Add to S [heads, padded features, e] the keys k [heads, N, d] with v [heads, N, d_v]: their features
-        times [v, 1]."""
+    def state(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """S [heads, padded features, e] of keys k [heads, N, d] with v [heads, N, d_v]: their features times [v, 1]."""
         heads, n, _ = k.shape
         blocks = -(-n // BLOCK)
-        state = k.new_zeros(heads, len(self.parents), self.e) if into is None else into
+        state = k.new_zeros(heads, len(self.parents), self.e)
         group_bytes = 4 * CHUNK * self.e
         groups = max(1, -(-self.chunks * group_bytes // STATE_BYTES))
         threads = torch.get_num_threads()

@@ -54,11 +54,11 @@ def exp2_polynomial(degree: int) -> tuple[float, ...]:
     return (1.0, *r.tolist())
 
 
-def horner(b: Builder, x: Value, coefficients: tuple[float, ...], hint: str = "poly") -> Value:
+def horner(b: Builder, x: Value, coefficients: tuple[float, ...]) -> Value:
     """The polynomial with these coefficients (lowest first) at x."""
     value: Value = b.constant(coefficients[-1], x.type)
     for c in reversed(coefficients[:-1]):
-        value = b.fma(value, x, c, hint)
+        value = b.fma(value, x, c, "poly")
     return value
 
 

@@ -11,7 +11,7 @@ from fusion.planning.compiled import io_variables, phase_counts
 from fusion.planning.problem import Problem
 from fusion.planning.schedule import Phase, Schedule
 from fusion.planning.symbols import CUTS
-from fusion.planning.tiles import MOST_BLOCKS, Tile, balanced, grid, pick, round_up, sizes_of
+from fusion.planning.tiles import MOST_BLOCKS, Tile, balanced, grid, pick, sizes_of
 
 
 def groups(schedule: Schedule) -> list[tuple[Phase, ...]]:
@@ -35,19 +35,18 @@ def least_io(
     capacity: int,
     share: float = 1.0,
     features: int = 1,
-    granularity: Mapping[str, int] | None = None,
 ) -> Tile:
     """The tile of least I/O whose footprint is at most `capacity` elements: the two-level model's optimum.
 
     Exhaustive up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at their
-    minimum. granularity: sizes are multiples of it, by variable (default 1).
-    Raises NoFittingTileError where the smallest tile does not fit.
+    minimum. Raises NoFittingTileError where the smallest tile does not fit.
     """
     sizes = sizes_of(problem, capacity, share, features)
-    steps = granularity or {}
     used = frozenset().union(*(io_variables(phase) for phase in schedule.phases))
     choices = {
-        name: _choices(name, sizes, steps.get(name, 1)) if name in used else [steps.get(name, 1)]
+        name: sorted({block for cut in CUTS[name] for block in balanced(int(sizes[cut]), MOST_BLOCKS)})
+        if name in used
+        else [1]
         for name in schedule.tile
     }
     return least_of(schedule, problem, capacity, choices, share, features)
@@ -80,7 +79,3 @@ def least_of(
         io = sum(part.io for part in parts)
         tile |= pick(tiles, int(np.argmin(np.where(footprint <= capacity, io + footprint * 1e-9, np.inf))))
     return tile
-
-
-def _choices(name: str, sizes: Mapping[str, float], step: int) -> list[int]:
-    return sorted({round_up(block, step) for cut in CUTS[name] for block in balanced(int(sizes[cut]), MOST_BLOCKS)})

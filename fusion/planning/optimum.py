@@ -33,13 +33,11 @@ class Optimum:
     """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M.
 
     tile: best value of each tile variable.
-    binding: names of the phases whose footprint is set equal to M.
     io: elements moved there, ceilings taken off.
     """
 
     schedule: str
     tile: tuple[tuple[str, sympy.Expr], ...]
-    binding: tuple[str, ...]
     io: sympy.Expr
 
     @property
@@ -63,17 +61,14 @@ def optimum(name: str) -> Optimum:
     if not chosen.closed_form:
         raise UnknownScheduleError(f"the I/O of {chosen.name} has no stationary tile worth deriving; use least_io")
     tile: dict[str, sympy.Expr] = {}
-    binding = []
     for group in groups(chosen):
-        best, phase = _group_optimum(group)
-        tile |= best
-        binding += [phase.name] if best else []
+        tile |= _group_optimum(group)
     io = smooth(chosen.io).subs({TILES[key]: value for key, value in tile.items()})
-    return Optimum(schedule=chosen.name, tile=tuple(tile.items()), binding=tuple(binding), io=io)
+    return Optimum(schedule=chosen.name, tile=tuple(tile.items()), io=io)
 
 
-def _group_optimum(group: tuple[Phase, ...]) -> tuple[dict[str, sympy.Expr], Phase]:
-    """Best values of the group's variables and the phase whose footprint binds (the one that holds most variables)."""
+def _group_optimum(group: tuple[Phase, ...]) -> dict[str, sympy.Expr]:
+    """Best values of the group's variables. The footprint of the phase that holds most of them is set equal to M."""
     used = sorted(frozenset().union(*(io_variables(phase) for phase in group)))
     fixed = {name: sympy.Integer(1) for phase in group for name in phase.tile if name not in used}
     if "B_s" in used:  # fewer splits are always less I/O: one split of all keys
@@ -81,19 +76,19 @@ def _group_optimum(group: tuple[Phase, ...]) -> tuple[dict[str, sympy.Expr], Pha
         fixed["B_s"] = N_k
     phase = max(group, key=lambda part: len(set(part.tile)))
     if not used:
-        return fixed, phase
+        return fixed
     at_minimum = {TILES[name]: value for name, value in fixed.items()}
     io = sum(smooth(part.reads + part.writes) for part in group).subs(at_minimum)
     room = sympy.expand(phase.footprint.subs(at_minimum)) - M
     x = TILES[used[0]]
     if len(used) == 1:
         _check_falling(io, x)
-        return fixed | {used[0]: sympy.simplify(sympy.solve(room, x)[0])}, phase
+        return fixed | {used[0]: sympy.simplify(sympy.solve(room, x)[0])}
     y = TILES[used[1]]
     _check_falling(io, y)
     y_of_x = sympy.solve(room, y)[0]
     best = _stationary(io, x, y, y_of_x)
-    return fixed | {used[0]: best, used[1]: sympy.simplify(y_of_x.subs(x, best))}, phase
+    return fixed | {used[0]: best, used[1]: sympy.simplify(y_of_x.subs(x, best))}
 
 
 def _stationary(io: sympy.Expr, x: sympy.Symbol, y: sympy.Symbol, y_of_x: sympy.Expr) -> sympy.Expr:
@@ -143,45 +138,44 @@ def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, flo
     return dict(zip(names, values, strict=True))
 
 
-def snapped_tile(name: str, problem: Problem, capacity: int, granularity: dict[str, int] | None = None) -> Tile:
-    """The continuous optimum brought to legal sizes: multiples of `granularity` (default 1) near it that fit
-    `capacity`.
+def snapped_tile(name: str, problem: Problem, capacity: int) -> Tile:
+    """The continuous optimum brought to legal sizes: whole numbers near it that fit `capacity`.
 
     Where a block can shrink without adding another block, the smaller one is tried too, and what that frees goes to the
     group's other variable. Raises NoFittingTileError.
     """
     chosen: Schedule = schedule(name)
-    steps, sizes = granularity or {}, sizes_of(problem, capacity)
+    sizes = sizes_of(problem, capacity)
     tile = continuous_tile(chosen.name, problem, capacity)
     limits = {key: max((sizes[cut] for cut in CUTS.get(key, ())), default=math.inf) for key in tile}
-    around = {key: set(_neighbours(min(value, limits[key]), steps.get(key, 1), problem)) for key, value in tile.items()}
+    around = {key: _neighbours(min(value, limits[key]), problem) for key, value in tile.items()}
     for group in groups(chosen):
         phase = max(group, key=lambda part: len(set(part.tile)))
         held = set(map(str, phase.footprint.free_symbols))
         used = sorted(frozenset().union(*(io_variables(part) for part in group)) & held)
         if len(used) == 2:
             x, y = (np.array(sorted(around[key])) for key in used)
-            around[used[1]] |= _saturating(phase, sizes, tile, {used[0]: x}, used[1], steps.get(used[1], 1))
-            around[used[0]] |= _saturating(phase, sizes, tile, {used[1]: y}, used[0], steps.get(used[0], 1))
+            around[used[1]] |= _saturating(phase, sizes, tile, {used[0]: x}, used[1])
+            around[used[0]] |= _saturating(phase, sizes, tile, {used[1]: y}, used[0])
     return least_of(chosen, problem, capacity, around)
 
 
 def _saturating(
-    phase: Phase, sizes: Mapping[str, float], tile: Mapping[str, float], given: dict, name: str, step: int
+    phase: Phase, sizes: Mapping[str, float], tile: Mapping[str, float], given: dict, name: str
 ) -> set[int]:
     """Legal sizes of `name` that just fill M next to each size in `given`; the footprint is linear in it."""
     one, two = (phase_counts(phase, sizes, {**tile, **given, name: value}).footprint for value in (1, 2))
-    room = np.floor((1 + (sizes["M"] - one) / (two - one)) / step).astype(int) * step
-    return {int(value) for value in np.atleast_1d(room) if value >= step}
+    room = np.floor(1 + (sizes["M"] - one) / (two - one)).astype(int)
+    return {int(value) for value in np.atleast_1d(room) if value >= 1}
 
 
-def _neighbours(value: float, step: int, problem: Problem) -> list[int]:
-    """Legal sizes within a few steps of `value`, and the balanced sizes next to it."""
-    whole = max(step, int(value) // step * step)
-    sizes = {max(step, whole + step * offset) for offset in range(-2, 4)}
-    sizes |= {-(-round(whole * factor) // step) * step for factor in (0.8, 0.9, 1.1, 1.25) if whole > 8 * step}
+def _neighbours(value: float, problem: Problem) -> set[int]:
+    """Sizes within a few steps of `value`, and the balanced sizes next to it."""
+    whole = max(1, int(value))
+    sizes = {max(1, whole + offset) for offset in range(-2, 4)}
+    sizes |= {round(whole * factor) for factor in (0.8, 0.9, 1.1, 1.25) if whole > 8}
     for size in {problem.n_q, problem.n_k, problem.d, problem.d_v}:
         if value > 0 and size > 0:
             blocks = max(1, math.ceil(size / max(value, 1)))
-            sizes |= {-(-size // (count * step)) * step for count in range(max(1, blocks - 1), blocks + 3)}
-    return sorted(sizes)
+            sizes |= {-(-size // count) for count in range(max(1, blocks - 1), blocks + 3)}
+    return sizes

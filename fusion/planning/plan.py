@@ -199,8 +199,6 @@ def plan(
     sizes: Mapping[Any, int] | None = None,
     allow: Collection[str] | None = None,
     direction: str = "forward",
-    row_multiple: int | None = None,
-    col_multiple: int | None = None,
     features: int | None = None,
     tile: tuple[int, int] | Mapping[str, int] | None = None,
     choice: Choice | None = None,
@@ -212,8 +210,6 @@ def plan(
         "forward" or "backward".
     tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s.
     choice: what a kernel runs, whose cost is asked.
-    row_multiple, col_multiple: the kernel's register tile, of which B_r and B_c are multiples on CPUs (default: that of
-        the kernel for this machine).
     features: number of polynomial features r.
 
     Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
@@ -222,8 +218,7 @@ def plan(
     if not isinstance(problem, Problem):
         problem = _from_spec(problem, sizes)
     target = find_machine(machine)
-    rows, keys = _register_tile(target, None if spec is problem else spec)
-    multiples = (row_multiple or rows, col_multiple or keys)
+    multiples = _register_tile(target, None if spec is problem else spec)
     if choice is not None:
         allow, tile = (choice.schedule,), choice.tiling
     names = _names(schedule, allow, direction, target, features)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,13 @@ class Sweep:
     bounds: Mapping[str, np.ndarray]
 
 
-def sweep(
-    problem: Problem, *, direction: str = "forward", names: Sequence[str] | None = None, points: int = 40
-) -> Sweep:
+def sweep(problem: Problem, *, direction: str = "forward", points: int = 40) -> Sweep:
     """Every schedule at its best tile for M from d^2 / 64 to N_k (d + d_v)."""
     d = max(problem.d, problem.d_v)
     capacities = np.unique(
         np.geomspace(max(4, d * d / 64), problem.n_k * (problem.d + problem.d_v), points).astype(int)
     )
-    chosen = [item for item in SCHEDULES.values() if item.direction == direction and item.exact]
-    chosen = [item for item in chosen if not item.unmasked and (names is None or item.name in names)]
+    chosen = [item for item in SCHEDULES.values() if item.direction == direction and item.exact and not item.unmasked]
     io = {item.name: np.array([_io(item, problem, int(m)) for m in capacities]) for item in chosen}
     sizes = {"n_q": problem.n_q, "n_k": problem.n_k, "d": problem.d, "d_v": problem.d_v}
     wanted = ("trivial", "both_regimes") if direction == "forward" else ("trivial", "backward")

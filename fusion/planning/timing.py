@@ -103,7 +103,6 @@ def gpu_time(
     tiles: Tiles,
     shares: np.ndarray,
     splits: np.ndarray | int = 1,
-    costs: GpuCosts = GPU_COSTS,
 ) -> Times:
     """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1.
 
@@ -114,35 +113,33 @@ def gpu_time(
     d, d_v = max(1, problem.d), max(1, problem.d_v)
     keys = np.ceil(shares * max(1, problem.n_k) / splits)
     blocks = problem.problems * np.ceil(max(1, problem.n_q) / rows) * splits
-    slots = machine.cores * _resident(machine, problem, rows, cols, stages, costs)
+    slots = machine.cores * _resident(machine, problem, rows, cols, stages)
     wave = np.ceil(blocks / slots) * (slots / machine.cores)
     busy = np.where(blocks < slots, np.ceil(blocks / machine.cores), wave)
-    fill = np.minimum(1, rows / costs.whole_rows) ** costs.row_power
-    fill *= np.minimum(1, cols / costs.whole_keys) ** costs.key_power
-    efficiency = fill * np.where(stages > 1, 1, costs.one_stage) * costs.peak
+    fill = np.minimum(1, rows / GPU_COSTS.whole_rows) ** GPU_COSTS.row_power
+    fill *= np.minimum(1, cols / GPU_COSTS.whole_keys) ** GPU_COSTS.key_power
+    efficiency = fill * np.where(stages > 1, 1, GPU_COSTS.one_stage) * GPU_COSTS.peak
     scores = rows * np.ceil(keys / cols) * cols
     products = busy * 2 * scores * (d + d_v) / (machine.flops(problem.dtype) / machine.cores * efficiency)
-    operations = 1 + problem.score_flops / costs.operations
+    operations = 1 + problem.score_flops / GPU_COSTS.operations
     exponentials = busy * scores * operations / (machine.exp_rate / machine.cores)
-    memory = _memory_time(machine, problem, rows, keys, blocks, np.minimum(blocks, slots), costs)
+    memory = _memory_time(machine, problem, rows, keys, blocks, np.minimum(blocks, slots))
     resources = {"products": products, "exponentials": exponentials, **memory}
-    partial = 2 * blocks * rows * (d_v + 1) * costs.partial_bytes / machine.main.bandwidth
+    partial = 2 * blocks * rows * (d_v + 1) * GPU_COSTS.partial_bytes / machine.main.bandwidth
     merge = np.where(np.asarray(splits) > 1, machine.launch + partial, 0)
-    overhead = machine.launch + merge + busy * (costs.block + costs.tile * np.ceil(keys / cols))
+    overhead = machine.launch + merge + busy * (GPU_COSTS.block + GPU_COSTS.tile * np.ceil(keys / cols))
     busiest = np.maximum.reduce(np.broadcast_arrays(*resources.values()))
-    total = busiest + costs.exposed * np.minimum(products, exponentials) + overhead
+    total = busiest + GPU_COSTS.exposed * np.minimum(products, exponentials) + overhead
     return Times(total=total, resources=resources | {"overhead": overhead})
 
 
-def _resident(
-    machine: Machine, problem: Problem, rows: np.ndarray, cols: np.ndarray, stages: np.ndarray, costs: GpuCosts
-) -> np.ndarray:
+def _resident(machine: Machine, problem: Problem, rows: np.ndarray, cols: np.ndarray, stages: np.ndarray) -> np.ndarray:
     """How many programs a processor runs side by side."""
     d, d_v, size = max(1, problem.d), max(1, problem.d_v), problem.element_bytes
     shared = rows * d * size + stages * cols * (d + d_v) * size
     registers = 4 * rows * (d_v + cols) + size * rows * cols
-    fitting = np.minimum(machine.shared_memory / shared, costs.usable_registers * machine.registers / registers)
-    return np.clip(np.floor(fitting), 1, costs.most_resident)
+    fitting = np.minimum(machine.shared_memory / shared, GPU_COSTS.usable_registers * machine.registers / registers)
+    return np.clip(np.floor(fitting), 1, GPU_COSTS.most_resident)
 
 
 def _memory_time(
@@ -152,7 +149,6 @@ def _memory_time(
     keys: np.ndarray,
     blocks: np.ndarray,
     together: np.ndarray,
-    costs: GpuCosts,
 ) -> dict[str, np.ndarray]:
     """Seconds of L2 and main memory.
 
@@ -170,7 +166,7 @@ def _memory_time(
     used = np.minimum(1, blocks / machine.cores)
     return {
         "L2": moved / (l2.bandwidth * used),
-        "HBM": main / (machine.main.bandwidth * np.minimum(1, used / costs.saturating)),
+        "HBM": main / (machine.main.bandwidth * np.minimum(1, used / GPU_COSTS.saturating)),
     }
 
 

@@ -68,7 +68,7 @@ def test_masked_problems_skip_tiles():
 @pytest.mark.parametrize("n", [0, 1, 5, 33, 128, 777, 4096])
 @pytest.mark.parametrize(("rows", "cols"), [(32, 8), (16, 4), (32, 32), (4, 2)])
 def test_cpu_tiles_are_legal_and_no_larger_than_the_problem(n, rows, cols):
-    chosen = plan(problem(n_q=n, n_k=n), schedule="flash", row_multiple=rows, col_multiple=cols)
+    chosen = planner._plan(problem(n_q=n, n_k=n), CPU, ("flash",), (rows, cols), 1)
     assert chosen.B_r % rows == 0 and chosen.B_c % cols == 0
     assert chosen.B_r < n + rows or chosen.B_r == rows
     assert chosen.B_c < n + cols or chosen.B_c == cols
@@ -78,7 +78,7 @@ def test_cpu_tiles_are_legal_and_no_larger_than_the_problem(n, rows, cols):
 def test_small_problems_still_spread_over_the_cores(heads):
     for n in (64, 128, 256):
         small = problem(n_q=n, n_k=n, heads=heads, heads_kv=heads)
-        blocks = heads * -(-n // plan(small, schedule="flash", row_multiple=32, col_multiple=8).B_r)
+        blocks = heads * -(-n // planner._plan(small, CPU, ("flash",), (32, 8), 1).B_r)
         rounds = -(-blocks // CPU.cores)
         assert blocks >= min(CPU.cores, heads * n // 32)
         assert rounds * CPU.cores <= 1.5 * blocks or blocks <= CPU.cores
