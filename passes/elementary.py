@@ -6,6 +6,7 @@ Forms are chosen such that nothing cancels and nothing overflows where the funct
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,17 +55,9 @@ def _softshrink(x: Expr, call: Call) -> Expr:
     return where(apply("flt", limit, x), apply("fsub", x, limit), rest)
 
 
-def _relu(x: Expr, call: Call) -> Expr:
-    return where(apply("fle", x, const(0.0)), const(0.0), x)  # no gradient at 0
-
-
 def _leaky_relu(x: Expr, call: Call) -> Expr:
     slope = operand(call.get(1, "negative_slope", 0.01), Kind.FLOAT)
-    return where(apply("flt", const(0.0), x), x, apply("fmul", x, slope))
-
-
-def _silu(x: Expr, call: Call) -> Expr:
-    return apply("fmul", x, apply("sigmoid", x))
+    return where(apply("flt", ZERO, x), x, apply("fmul", x, slope))
 
 
 def _softplus(x: Expr, call: Call) -> Expr:
@@ -72,7 +65,7 @@ def _softplus(x: Expr, call: Call) -> Expr:
     threshold = operand(call.get(2, "threshold", 20.0), Kind.FLOAT)
     scaled = apply("fmul", x, beta)
     linear = apply("flt", threshold, scaled)
-    soft = apply("div", apply("log1p", apply("exp", where(linear, const(0.0), scaled))), beta)
+    soft = apply("div", apply("log1p", apply("exp", where(linear, ZERO, scaled))), beta)
     return where(linear, x, soft)
 
 
@@ -91,29 +84,17 @@ def _elu(x: Expr, call: Call) -> Expr:
     alpha, scale, input_scale = (operand(call.get(k, n, 1.0), Kind.FLOAT) for k, n in
                                  ((1, "alpha"), (2, "scale"), (3, "input_scale")))  # fmt: skip
     below = apply("fmul", alpha, apply("expm1", apply("fmul", not_above_zero(x), input_scale)))
-    return apply("fmul", scale, where(apply("flt", const(0.0), x), x, below))
+    return apply("fmul", scale, where(apply("flt", ZERO, x), x, below))
 
 
 def not_above_zero(x: Expr) -> Expr:
     """x, or 0 where it is above. What a selection does not take must not overflow: its gradient would be 0 * inf."""
-    return where(apply("flt", const(0.0), x), const(0.0), x)
-
-
-def _round(x: Expr, call: Call) -> Expr | None:
-    return apply("round", x) if call.get(1, "decimals", 0) == 0 else None
+    return where(apply("flt", ZERO, x), ZERO, x)
 
 
 def _sign(x: Expr, call: Call) -> Expr:
-    negative = where(apply("flt", x, const(0.0)), const(-1.0), const(0.0))
-    return where(apply("flt", const(0.0), x), const(1.0), negative)
-
-
-def _hardsigmoid(x: Expr, call: Call) -> Expr:
-    return apply("div", _between(apply("fadd", x, const(3.0)), const(0.0), const(6.0)), const(6.0))
-
-
-def _hardswish(x: Expr, call: Call) -> Expr:
-    return apply("div", apply("fmul", x, _between(apply("fadd", x, const(3.0)), const(0.0), const(6.0))), const(6.0))
+    negative = where(apply("flt", x, ZERO), const(-1.0), ZERO)
+    return where(apply("flt", ZERO, x), const(1.0), negative)
 
 
 def _hardtanh(x: Expr, call: Call) -> Expr:
@@ -124,6 +105,10 @@ def _hardtanh(x: Expr, call: Call) -> Expr:
 def _between(x: Expr, low: Expr, high: Expr) -> Expr:
     """x clamped, without a gradient at the bounds (torch's `hardtanh`; its `clamp` has one there)."""
     return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
+
+
+def _up_to_six(x: Expr) -> Expr:
+    return _between(apply("fadd", x, const(3.0)), ZERO, const(6.0))
 
 
 def _nan_to_num(x: Expr, call: Call) -> Expr:
@@ -168,10 +153,6 @@ def _asinh(x: Expr, call: Call) -> Expr:
     return _odd(x, where(large, far, near))
 
 
-def _atanh(x: Expr, call: Call) -> Expr:
-    return _times(apply("fsub", apply("log1p", x), apply("log1p", apply("neg", x))), 0.5)
-
-
 def _acos_of_magnitude(size: Expr) -> Expr:
     """acos of 0 to 1: 2 atan(sqrt((1 - x) / 2) / sqrt((1 + x) / 2)), infinitely steep at 1."""
     half = _times(apply("fsub", ONE, size), 0.5)
@@ -195,10 +176,6 @@ def _asin(x: Expr, call: Call) -> Expr:
     return where(small, apply("atan", apply("div", inner, apply("sqrt", square))), outer)
 
 
-def _frac(x: Expr, call: Call) -> Expr:
-    return apply("fsub", x, apply("trunc", x))
-
-
 def _log_add_exp(call: Call) -> Expr | None:
     """max + log1p(exp(-|a - b|)), where a = b without a difference, which of infinities would be NaN."""
     if kind_of(call.dtype) is not Kind.FLOAT:
@@ -214,33 +191,31 @@ def _is(sign: float):
     return lambda call: apply("feq", operand(call.args[0], Kind.FLOAT), const(sign * math.inf))
 
 
-def _is_finite(call: Call) -> Expr:
-    return apply("flt", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY)
-
-
-ELEMENTARY: dict[Any, Builder] = {
-    aten.celu: float_function(_celu), aten.selu: float_function(_selu),
-    aten.threshold: float_function(_threshold),
-    aten.hardshrink: float_function(_hardshrink), aten.softshrink: float_function(_softshrink),
-    aten.sinh: float_function(_sinh), aten.cosh: float_function(_cosh),
-    aten.asinh: float_function(_asinh), aten.atanh: float_function(_atanh),
-    aten.acos: float_function(_acos), aten.asin: float_function(_asin), aten.frac: float_function(_frac),
-    aten.erfc: float_function(lambda x, call: apply("fsub", ONE, apply("erf", x))),
-    aten.log10: float_function(lambda x, call: _times(apply("log", x), 1 / math.log(10))),
-    aten.deg2rad: float_function(lambda x, call: _times(x, math.pi / 180)),
+_FLOAT_FUNCTIONS: dict[Any, Callable[[Expr, Call], Expr | None]] = {
+    aten.celu: _celu, aten.elu: _elu, aten.selu: _selu, aten.gelu: _gelu, aten.softplus: _softplus,
+    aten.leaky_relu: _leaky_relu, aten.threshold: _threshold, aten.hardshrink: _hardshrink,
+    aten.softshrink: _softshrink, aten.hardtanh: _hardtanh, aten.sinh: _sinh, aten.cosh: _cosh, aten.asinh: _asinh,
+    aten.acos: _acos, aten.asin: _asin, aten.sign: _sign, aten.nan_to_num: _nan_to_num,
+    aten.atanh: lambda x, call: _times(apply("fsub", apply("log1p", x), apply("log1p", apply("neg", x))), 0.5),
+    aten.frac: lambda x, call: apply("fsub", x, apply("trunc", x)),
+    aten.erfc: lambda x, call: apply("fsub", ONE, apply("erf", x)),
+    aten.log10: lambda x, call: _times(apply("log", x), 1 / math.log(10)),
+    aten.log2: lambda x, call: _times(apply("log", x), 1 / math.log(2)),
+    aten.exp2: lambda x, call: apply("exp", _times(x, math.log(2))),
+    aten.deg2rad: lambda x, call: _times(x, math.pi / 180),
+    aten.tan: lambda x, call: apply("div", apply("sin", x), apply("cos", x)),
+    aten.relu: lambda x, call: where(apply("fle", x, ZERO), ZERO, x),  # no gradient at 0
+    aten.relu6: lambda x, call: _between(x, ZERO, const(6.0)),
+    aten.silu: lambda x, call: apply("fmul", x, apply("sigmoid", x)),
+    aten.mish: lambda x, call: apply("fmul", x, apply("tanh", _softplus(x, call))),
+    aten.hardsigmoid: lambda x, call: apply("div", _up_to_six(x), const(6.0)),
+    aten.hardswish: lambda x, call: apply("div", apply("fmul", x, _up_to_six(x)), const(6.0)),
+    aten.log_sigmoid: lambda x, call: apply("neg", _softplus(apply("neg", x), call)),
+    aten.round: lambda x, call: apply("round", x) if call.get(1, "decimals", 0) == 0 else None,
+}  # fmt: skip
+ELEMENTARY: dict[Any, Builder] = {packet: float_function(compose) for packet, compose in _FLOAT_FUNCTIONS.items()} | {
     aten.logaddexp: _log_add_exp,
-    aten.isposinf: _is(1.0), aten.isneginf: _is(-1.0), aten.isfinite: _is_finite,
+    aten.isposinf: _is(1.0), aten.isneginf: _is(-1.0),
+    aten.isfinite: lambda call: apply("flt", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY),
     aten.positive: lambda call: call.args[0],
-    aten.relu: float_function(_relu), aten.leaky_relu: float_function(_leaky_relu),
-    aten.silu: float_function(_silu), aten.softplus: float_function(_softplus),
-    aten.gelu: float_function(_gelu), aten.elu: float_function(_elu), aten.sign: float_function(_sign),
-    aten.hardsigmoid: float_function(_hardsigmoid), aten.hardtanh: float_function(_hardtanh),
-    aten.mish: float_function(lambda x, call: apply("fmul", x, apply("tanh", _softplus(x, call)))),
-    aten.hardswish: float_function(_hardswish),
-    aten.relu6: float_function(lambda x, call: _between(x, const(0.0), const(6.0))),
-    aten.log_sigmoid: float_function(lambda x, call: apply("neg", _softplus(apply("neg", x), call))),
-    aten.log2: float_function(lambda x, call: apply("fmul", apply("log", x), const(1 / math.log(2)))),
-    aten.exp2: float_function(lambda x, call: apply("exp", apply("fmul", x, const(math.log(2))))),
-    aten.tan: float_function(lambda x, call: apply("div", apply("sin", x), apply("cos", x))),
-    aten.round: float_function(_round), aten.nan_to_num: float_function(_nan_to_num),
 }  # fmt: skip

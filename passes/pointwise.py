@@ -297,26 +297,22 @@ def _tanh(x: Expr, call: Call) -> Expr:
 BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.add: _arithmetic("fadd", integers.add, "or"), aten.mul: _arithmetic("fmul", integers.mul, "and"),
     aten.sub: _arithmetic("fsub", integers.sub), aten.rsub: _reverse_subtract,
-    aten.div: _divide, aten.true_divide: _divide, aten.floor_divide: _floor_divide, aten.remainder: _remainder,
+    aten.div: _divide, aten.floor_divide: _floor_divide, aten.remainder: _remainder,
     aten.pow: _power, aten.neg: _either(lambda x: apply("neg", x), integers.neg),
     aten.abs: _either(lambda x: apply("abs", x), lambda x: apply("iabs", x)),
     aten.square: float_function(lambda x, call: apply("fmul", x, x)),
     aten.reciprocal: float_function(lambda x, call: apply("div", const(1.0), x)),
     aten.eq: _compare("eq"), aten.ne: _compare("ne"), aten.lt: _compare("lt"), aten.le: _compare("le"),
     aten.gt: _compare("lt", swap=True), aten.ge: _compare("le", swap=True),
-    aten.less: _compare("lt"), aten.less_equal: _compare("le"), aten.not_equal: _compare("ne"),
-    aten.greater: _compare("lt", swap=True), aten.greater_equal: _compare("le", swap=True),
     aten.logical_and: _logical(_and, True), aten.logical_or: _logical(_or, True),
     aten.logical_not: _logical(_not, True), aten.logical_xor: _logical(_exclusive_or, True),
     aten.bitwise_and: _bitwise_and, aten.bitwise_left_shift: _shift(True), aten.bitwise_right_shift: _shift(False),
-    aten.__lshift__: _shift(True), aten.__rshift__: _shift(False), aten.bitwise_or: _logical(_or, False),
-    aten.bitwise_not: _logical(_not, False), aten.bitwise_xor: _logical(_exclusive_or, False),
-    aten.__and__: _bitwise_and, aten.__or__: _logical(_or, False),
-    aten.__xor__: _logical(_exclusive_or, False),
+    aten.bitwise_or: _logical(_or, False), aten.bitwise_not: _logical(_not, False),
+    aten.bitwise_xor: _logical(_exclusive_or, False),
     aten.where: _where, aten.masked_fill: _masked_fill,
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
     aten.max: _binary_extremum("maximum", "imax"), aten.min: _binary_extremum("minimum", "imin"),
-    aten.clamp: _clamp, aten.clip: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
+    aten.clamp: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
     aten.isnan: _is_nan, aten.isinf: _is_inf,
     aten.lerp: _lerp, aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
 }  # fmt: skip
@@ -328,7 +324,10 @@ BUILDERS[aten.tanh] = float_function(_tanh)
 _SECOND_NAMES = {
     "multiply": "mul", "divide": "div", "subtract": "sub", "negative": "neg", "absolute": "abs", "fix": "trunc",
     "sgn": "sign", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arcsinh": "asinh", "arctanh": "atanh",
-    "special_expit": "sigmoid", "special_erf": "erf",
+    "special_expit": "sigmoid", "special_erf": "erf", "true_divide": "div", "clip": "clamp", "less": "lt",
+    "less_equal": "le", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "__and__": "bitwise_and",
+    "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift",
+    "__rshift__": "bitwise_right_shift",
 }  # fmt: skip
 BUILDERS.update({getattr(aten, second): BUILDERS[getattr(aten, first)] for second, first in _SECOND_NAMES.items()})
 
