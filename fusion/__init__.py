@@ -29,25 +29,7 @@ _EXPORTS = {
     "uninstall": "fusion.api.install",
     "verify": "fusion.api.verify",
 }
-__all__ = [
-    "FusionError",
-    "Machine",
-    "Options",
-    "Problem",
-    "Report",
-    "collect_certificates",
-    "collect_reports",
-    "compare",
-    "explain",
-    "export_mlir",
-    "inductor_options",
-    "install",
-    "last_certificates",
-    "plan",
-    "rewrite",
-    "uninstall",
-    "verify",
-]
+__all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _register() -> None:
@@ -77,4 +59,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
