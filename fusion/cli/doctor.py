@@ -173,28 +173,22 @@ _REPORT = "please report this"
 
 def _smoke(device: str, about: str) -> Finding:
     """One small attention through the backend, against float64."""
-    name = "target cpu" if device == "cpu" else "target gpu"
+    from fusion.api.check import check
     from fusion.cli.bench import causal
-    from fusion.report.report import collect_reports
 
-    q, k, v = (torch.randn(1, 2, 67, 32, device=device) for _ in range(3))
+    name = "target cpu" if device == "cpu" else "target gpu"
     torch._dynamo.reset()
     try:
-        with torch.no_grad(), collect_reports() as reports:
-            result = torch.compile(causal, backend="fusion", options={"inner": "eager"})(q, k, v)
+        outcome = check(causal, [torch.randn(1, 2, 67, 32, device=device) for _ in range(3)])
     except Exception as problem:
         return Finding(name=name, state="broken", found=f"{about}: {type(problem).__name__}: {problem}", advice=_REPORT)
-    sites = [site for report in reports for site in report.sites]
-    if not sites or not sites[0].fused:
-        reason = sites[0].reason if sites else "; ".join(note for report in reports for note in report.notes)
-        missing = "install" in str(reason)  # the reason says what to do
+    if outcome.refusal is not None:
+        missing = "install" in outcome.refusal  # the reason says what to do
         state, advice = ("missing", "") if missing else ("broken", _REPORT)
-        return Finding(name=name, state=state, found=f"{about}: not fused: {reason}", advice=advice)
-    exact = causal(q.double(), k.double(), v.double())
-    eager = (causal(q, k, v).double() - exact).abs().max().item()
-    error = (result.double() - exact).abs().max().item()
-    allowed = 2 * (eager + torch.finfo(torch.float32).eps * exact.abs().max().item())
-    if not error <= allowed:
-        text = f"{about}: wrong by {error:.2g}, allowed {allowed:.2g}"
+        return Finding(name=name, state=state, found=f"{about}: not fused: {outcome.refusal}", advice=advice)
+    found = outcome.errors["output"]
+    allowed = f"allowed {found.max_bound:.2g}"
+    if outcome.wrong:
+        text = f"{about}: wrong by {found.max_error:.2g}, {allowed}"
         return Finding(name=name, state="broken", found=text, advice=_REPORT)
-    return Finding(name=name, state="ok", found=f"{about}: fused, error {error:.1e} (eager {eager:.1e})")
+    return Finding(name=name, state="ok", found=f"{about}: fused, error {found.max_error:.2g}, {allowed}")
