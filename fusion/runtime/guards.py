@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,30 +98,31 @@ class GuardedTraining:
     def __init__(self, spec: AttentionSpec, kernel: TrainingKernel):
         self.spec, self.kernel, self.broken = spec, kernel, False
 
-    def _failed(self) -> None:
-        self.broken = True
-        log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
+    def _attempt(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """What a kernel returns; None where it fails or has failed before."""
+        if self.broken:
+            return None
+        try:
+            return run(*arguments)
+        except LargeTableError:
+            log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
+        except Exception as error:
+            if _must_raise(error):
+                raise
+            self.broken = True
+            log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
+        return None
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(output, statistics)."""
-        if not self.broken:
-            try:
-                return self.kernel.forward(operands, sizes)
-            except Exception as error:
-                if _must_raise(error):
-                    raise
-                self._failed()
+        if (found := self._attempt(self.kernel.forward, operands, sizes)) is not None:
+            return found
         return reference.run(self.spec, operands, sizes), no_statistics(self.spec, operands, sizes)
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
-        if not self.broken:
-            try:
-                return self.kernel.outputs(operands, sizes)
-            except Exception as error:
-                if _must_raise(error):
-                    raise
-                self._failed()
+        if (found := self._attempt(self.kernel.outputs, operands, sizes)) is not None:
+            return found
         out, *further = reference.run_all(self.spec, operands, sizes)
         return [out, no_statistics(self.spec, operands, sizes), *further]
 
@@ -135,14 +137,7 @@ class GuardedTraining:
         further: Sequence[Tensor | None] = (),
     ) -> list[Tensor]:
         """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
-        if not self.broken:
-            try:
-                arriving = (further,) if further else ()
-                return self.kernel.backward(grad, out, statistics, operands, sizes, needs, *arriving)
-            except LargeTableError:
-                log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
-            except Exception as error:
-                if _must_raise(error):
-                    raise
-                self._failed()
+        given = (grad, out, statistics, operands, sizes, needs, *((further,) if further else ()))
+        if (found := self._attempt(self.kernel.backward, *given)) is not None:
+            return found
         return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
