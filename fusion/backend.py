@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from fusion import logs
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
+from fusion.ir.sizes import size_value
 from fusion.options import Options
 from fusion.passes import cascades, checkpointing, graph_excerpt, nodes, transforms
 from fusion.passes.find import Site, may_hold_attention
@@ -36,7 +37,7 @@ from fusion.report.dump import Dump
 from fusion.report.graph_breaks import graph_break
 from fusion.report.report import NO_ATTENTION, Report, publish
 from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fusion.attention)
-from fusion.site_reports import report_of, sizes_of
+from fusion.site_reports import report_of
 from fusion.validation import Verdict, calls, key_sets, validate
 
 log = logging.getLogger(__name__)
@@ -280,9 +281,9 @@ def _keeps_mask(options: Options, found: Specified, dense: Specified, hints: Map
         counters["fusion"]["invalid"] += 1
         log.error("a defect of fusion: an attention with sets of keys sees a mask of all keys: %s", wrong)
         return f"it would compute something else (a defect of fusion): {wrong}"
-    sets, masked = ((part.spec, tuple(sizes_of(part, hints).values())) for part in (found, dense))
+    sets, masked = ((part.spec, tuple(part.example_sizes(hints).values())) for part in (found, dense))
     shapes = (nodes.shape(dense.operands[number]) for number, _ in dense.key_sets)
-    elements = sum(math.prod(nodes.evaluate_size(n, hints) for n in shape) for shape in shapes)
+    elements = sum(math.prod(size_value(n, hints) for n in shape) for shape in shapes)
     return sets_pay(sets, masked, elements, kernels.machine_of(found.device, request))
 
 

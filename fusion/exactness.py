@@ -18,12 +18,22 @@ relative errors of single elements say nothing. NaN and infinities must stand wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Number = TypeVar("Number", float, Tensor)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def widened(value: Any) -> Any:
+    """A tensor of floating-point numbers in float64; anything else as it is."""
+    return value.double() if is_float(value) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

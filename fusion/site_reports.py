@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
 from fusion.ir import AttentionSpec
+from fusion.ir.sizes import size_value
 from fusion.lowering import further_gradients
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
 from fusion.passes.find import Site
 from fusion.passes.specify import Specified
-from fusion.planning.plan import plan
-from fusion.report.report import AttentionReport, Planned, Report, SiteReport
+from fusion.planning.plan import Plan, plan
+from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
 
 
@@ -48,7 +49,7 @@ def report_of(
 
 
 def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:
-    sizes = sizes_of(part, hints)
+    sizes = part.example_sizes(hints)
     values, request = tuple(sizes.values()), options.request
     return AttentionReport(
         spec=part.spec,
@@ -68,10 +69,10 @@ def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
         return f"every row has a set of them, but all are read under a mask: {part.mask_kept}"
     if part.by_rows is None:
         return ""
-    count, table = nodes.evaluate_size(part.spec.n_k, sizes), part.spec.operands[part.by_rows.table].name
+    count, table = size_value(part.spec.n_k, sizes), part.spec.operands[part.by_rows.table].name
     if part.spec.among is None:
         return f"{count} of them, read through {table}"
-    every, heads = nodes.evaluate_size(part.spec.among, sizes), nodes.evaluate_size(part.spec.n_q, sizes)
+    every, heads = size_value(part.spec.among, sizes), size_value(part.spec.n_q, sizes)
     return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
 
 
@@ -89,31 +90,24 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
     reason = dispatch.refusal(part.spec, part.device, request)
     if reason is not None:
         return f"{allowed.method}: exact, because {reason}"
-    plan = _planned(part, hints, options)().plan
-    return dispatch.describe(allowed, plan.problem, plan.machine)
+    found = _planned(part, hints, options)()
+    return dispatch.describe(allowed, found.problem, found.machine)
 
 
-def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Planned]:
+def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:
     """What says which kernel runs at the sizes of this trace, and what it is predicted to cost; when it is asked: tiles
     that are measured are known after the first call."""
     spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
-    sizes = sizes_of(part, hints)
+    sizes = part.example_sizes(hints)
 
-    def planned() -> Planned:
+    def planned() -> Plan:
         choice, machine = kernels.kernel_choice(spec, device, request, trained, tuple(sizes.values())), None
         with contextlib.suppress(UnknownMachineError):
             machine = kernels.machine_of(device, request)
-        found = plan(spec, machine, sizes=sizes, choice=choice)
-        return Planned(plan=found, runs=found.runs)
+        return plan(spec, machine, sizes=sizes, choice=choice)
 
     return planned
 
 
 def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(nodes.evaluate_size(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
-
-
-def sizes_of(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
-    """The example value of each size of a spec."""
-    values = [nodes.evaluate_size(extent, hints) for extent in part.sizes]
-    return dict(zip(part.spec.sizes, values, strict=True))
+    return tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)

@@ -42,17 +42,23 @@ _MOST_BYTES = 1.25
 """Bytes that may be read through a table for one that a copy would have: scales and the table itself."""
 
 
-_looks = ContextVar("_looks", default=True)
+_plain = ContextVar("_plain", default=False)
 
 
 @contextlib.contextmanager
-def as_multiplied() -> Iterator[None]:
-    """While this lasts, keys and values are read from what the graph makes of a cache: for kernels that can no more."""
-    token = _looks.set(False)
+def plain_kernels() -> Iterator[None]:
+    """While this lasts, keys and values are read from what the graph makes of a cache, and attentions whose weights are
+    used elsewhere stay as they are: for kernels that can no more, and return one tensor."""
+    token = _plain.set(True)
     try:
         yield
     finally:
-        _looks.reset(token)
+        _plain.reset(token)
+
+
+def are_plain() -> bool:
+    """Whether kernels are (`plain_kernels`)."""
+    return _plain.get()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,7 @@ def stored(
 ) -> Stored | None:
     """What an operand is the widened, unpacked or gathered copy of; None if it is none. accept: whether the caller has
     a place for a scale."""
-    if not _looks.get() or nodes.dtype(here) not in _PRODUCTS or not extent.is_const or not _leads_to_cache(here):
+    if _plain.get() or nodes.dtype(here) not in _PRODUCTS or not extent.is_const or not _leads_to_cache(here):
         return None
     inner = type(walk_)(walk_.bounds | {column: extent}, walk_.keys, walk_.anchor)
     inner.reads_tables = True

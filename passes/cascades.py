@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fusion.ir.sizes import size_value
 from fusion.passes import late_division, marks, nodes
 from fusion.passes.building import Symbols, derived
+from fusion.passes.caches import are_plain
 from fusion.passes.contractions import is_contraction, products_above
 from fusion.passes.find import ANY, Reads, Site, find_sites, mark_roots
-from fusion.passes.further import are_written
 from fusion.passes.late_division import Moved
-from fusion.passes.nodes import Unsupported, arguments, evaluate_size, packet, shape
+from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.upstream import SOFTMAXES, Met, Upstream
 from fusion.refusals import Ground
 
@@ -88,7 +89,7 @@ def find(
     """
     sites, moved = late_division.find(graph, reads, but)
     changes: list[Moved | Cut] = [*moved]
-    usable = wanted != "never" and are_written()
+    usable = wanted != "never" and not are_plain()
     pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
     for way in (_all_but_the_last_softmax, _softmaxes, _all) if pending else ():
         met, hints, always = Upstream(graph), nodes.size_hints(graph), wanted == "always"
@@ -171,7 +172,7 @@ def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], a
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
         return []
     try:
-        tables = [[evaluate_size(n, hints) for n in shape(arguments(node)["self"])] for node in reductions]
+        tables = [[size_value(n, hints) for n in shape(arguments(node)["self"])] for node in reductions]
     except Unsupported:  # sizes that are data
         return []
     if any(min(table[-2:]) <= FEW for table in tables):

@@ -13,10 +13,8 @@ it was.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, coord, co
 from fusion.ir.spec import Normalizer, Reduction
 from fusion.lowering.row_gradients import in_log_sums
 from fusion.passes import marks, nodes
+from fusion.passes.caches import are_plain
 from fusion.passes.find import Site
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.recognize import in_terms_of
@@ -68,25 +67,6 @@ class Use:
         return (*(name for name in self.order if name != last), last)
 
 
-_written = ContextVar("_written", default=True)
-
-
-def are_written() -> bool:
-    """Whether attentions may write further outputs."""
-    return _written.get()
-
-
-@contextlib.contextmanager
-def none_written() -> Iterator[None]:
-    """While this lasts, attentions whose weights are used elsewhere stay as they are: for kernels that return one
-    tensor."""
-    token = _written.set(False)
-    try:
-        yield
-    finally:
-        _written.reset(token)
-
-
 def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) -> tuple[list[Use], set[Node]] | None:
     """What has to be written in the place of the escaping nodes of a site, and the nodes on the way to it; None where
     they cannot be.
@@ -94,7 +74,7 @@ def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) 
     escaping: nodes of the region that are used outside of it.
     outside: whether a node is such a user.
     """
-    if len(site.attentions) != 1 or not _written.get():
+    if len(site.attentions) != 1 or are_plain():
         return None
     pullback = site.attentions[0].pullback
     before = dict(pullback.interior)

@@ -8,6 +8,7 @@ anything. Predicates that load data (padding, documents) bound nothing here.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 
 from fusion.ir import integers
@@ -129,12 +130,7 @@ def _joined(ends: list[Ends]) -> Ends:
 
 
 def _extreme(name: str, values: list[Expr]) -> Expr | None:
-    if not values:
-        return None
-    result = values[0]
-    for value in values[1:]:
-        result = apply(name, result, value)
-    return result
+    return functools.reduce(functools.partial(apply, name), values) if values else None
 
 
 def _bound(part: Expr, side: Side) -> Ends:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -16,7 +16,7 @@ from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, const, is_number, size
-from fusion.ir.ops import apply, as_float, evaluate
+from fusion.ir.ops import apply, as_float
 from fusion.refusals import Ground, Refusal
 
 
@@ -133,9 +133,9 @@ def _from_sympy(expr: sympy.Expr) -> Expr:
     if isinstance(expr, (torch_sympy.Mod, torch_sympy.PythonMod)):
         return integers.mod(*args)
     if isinstance(expr, (sympy.Max, torch_sympy.Max)):
-        return _fold_left("imax", args)
+        return functools.reduce(functools.partial(apply, "imax"), args)
     if isinstance(expr, (sympy.Min, torch_sympy.Min)):
-        return _fold_left("imin", args)
+        return functools.reduce(functools.partial(apply, "imin"), args)
     raise Unsupported(Ground.SIZE, f"a size written as {expr}")
 
 
@@ -148,7 +148,8 @@ def _float_from_sympy(expr: sympy.Expr) -> Expr:
         return as_float(_from_sympy(whole))  # type: ignore[arg-type]
     args = tuple(_float_from_sympy(arg) for arg in expr.args)  # type: ignore[arg-type]
     if isinstance(expr, (sympy.Add, sympy.Mul)):
-        return _fold_left("fadd" if isinstance(expr, sympy.Add) else "fmul", args)
+        combine = functools.partial(apply, "fadd" if isinstance(expr, sympy.Add) else "fmul")
+        return functools.reduce(combine, args)
     if isinstance(expr, (torch_sympy.FloatTrueDiv, torch_sympy.IntTrueDiv)):
         return apply("div", *args)
     if isinstance(expr, (torch_sympy.FloatPow, sympy.Pow)):
@@ -167,13 +168,6 @@ def _power(base: Expr, exponent: Expr) -> Expr:
     if exponent.is_const and exponent.value < 0:
         return apply("div", const(1.0), _power(base, const(-exponent.value)))
     return base if is_number(exponent, 1.0) else apply("pow", base, exponent)
-
-
-def _fold_left(name: str, args: tuple[Expr, ...]) -> Expr:
-    result = args[0]
-    for arg in args[1:]:
-        result = apply(name, result, arg)
-    return result
 
 
 def memory_order(node: Node) -> tuple[int, ...]:
@@ -264,8 +258,3 @@ def size_hints(graph: Graph) -> dict[str, int]:
             if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol and extent.node.has_hint():
                 hints[str(extent.node.expr)] = int(extent.node.hint)
     return hints
-
-
-def evaluate_size(expr: Expr, hints: Mapping[str, int]) -> int:
-    """The example value of a size expression."""
-    return expr.integer if expr.is_const else int(evaluate(expr, lambda leaf: torch.tensor(hints[leaf.name])))

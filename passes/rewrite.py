@@ -14,6 +14,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.derivative import reached
 from fusion.ir.expr import SCORE, J, walk
 from fusion.ir.results import output_extents
+from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask
@@ -111,7 +112,7 @@ def _refuse_unsupported(
     hints = nodes.size_hints(graph)
     for number, parts in list(specified.items()):
         device = nodes.value(sites[number].root).device
-        sizes = ([nodes.evaluate_size(n, hints) for n in part.sizes] for part in parts)
+        sizes = ([size_value(n, hints) for n in part.sizes] for part in parts)
         refusals = (supports(part, device, values) for part, values in zip(parts, sizes, strict=True))
         if (refusal := next(filter(None, refusals), None)) is not None:
             sites[number].refusal = refusal
@@ -175,8 +176,8 @@ def _map_tiles(
     hints = nodes.size_hints(graph)
     for found, users in wanted.items():
         parts = [specified[number][position] for number, position in users]
-        if not pays(found.spec, [nodes.evaluate_size(e, hints) for e in found.sizes], [
-            (part.spec, [nodes.evaluate_size(e, hints) for e in part.sizes]) for part in parts
+        if not pays(found.spec, [size_value(e, hints) for e in found.sizes], [
+            (part.spec, [size_value(e, hints) for e in part.sizes]) for part in parts
         ], parts[0].device):  # fmt: skip
             continue
         made: Node | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx import Node
 from fusion.ir import AttentionSpec, Operand, Output, integers
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
 from fusion.ir.ops import apply, where
+from fusion.ir.sizes import size_value
 from fusion.ir.spec import FurtherOutput, Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
@@ -72,6 +73,10 @@ class Specified:
         given = dict(zip(self.spec.sizes, self.sizes, strict=True))
         read = [part for part in walk(self.spec.n_q, self.spec.n_k) if part.op == "size"]
         return all(given[part.name].is_const for part in read)
+
+    def example_sizes(self, hints: Mapping[str, int]) -> dict[str, int]:
+        """The example value of each size of the spec."""
+        return {name: size_value(extent, hints) for name, extent in zip(self.spec.sizes, self.sizes, strict=True)}
 
 
 def specify(

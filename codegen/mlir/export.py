@@ -26,6 +26,7 @@ from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.errors import KernelCompilationError, MlirExportError
+from fusion.ir.results import packed_strides
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu_rows import FEW_QUERIES
@@ -133,15 +134,6 @@ def _kernel_text(spec: AttentionSpec, machine: Machine, n_q: int, d: int, d_v: i
     return next(text for text in texts if not text.may_flag)
 
 
-def row_major(shape: Sequence[int]) -> list[int]:
-    """Strides of a packed tensor."""
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        strides[dim] = step
-        step *= max(1, shape[dim])
-    return strides
-
-
 class _Writer:
     """The body of the function that calls a kernel."""
 
@@ -217,10 +209,10 @@ class _Writer:
             memref = type_.replace("tensor", "memref")
             return self.address(self.op(f"bufferization.to_buffer %t{which} read_only : {type_} to {memref}"), memref)
         if kind == "stride":
-            return self.constant(row_major(self.shapes[which])[slot[2]])
+            return self.constant(packed_strides(self.shapes[which])[slot[2]])
         if kind == "size":
             return self.constant(self.sizes[which])
-        return self.constant(row_major(self.out_shape)[self.spec.output.dims.index(which)])
+        return self.constant(packed_strides(self.out_shape)[self.spec.output.dims.index(which)])
 
     def allocate(self, extent: str, memref: str, hint: str) -> str:
         return self.op(f"memref.alloc({extent}) {{alignment = 64 : i64}} : {memref}", hint)

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusion.codegen.reference.forward import Execution
-from fusion.ir.results import further_names
+from fusion.ir.results import result_names
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
 
 #: score elements of a block of rows that are alive at once
@@ -92,12 +92,11 @@ class _Backward:
     def _as_rows(self, grad: torch.Tensor) -> torch.Tensor:
         """The output's gradient as [b.., i, e]."""
         run, dims = self.execution, self.execution.spec.output.dims
-        names = [*(f"b{axis}" for axis in range(len(run.batch))), "i", "e"]
-        return grad.to(run.dtype).permute([dims.index(name) for name in names])
+        return grad.to(run.dtype).permute([dims.index(name) for name in result_names(run.spec)])
 
     def _further(self, further: FurtherOutput, grad: torch.Tensor) -> torch.Tensor:
         """A further output's gradient with its coordinates in the order b.., i, j."""
-        names = further_names(self.execution.spec, further)
+        names = result_names(self.execution.spec, further)
         return grad.to(self.execution.dtype).permute([further.dims.index(name) for name in names])
 
     def _part(self, number: int, upstream: torch.Tensor, first: int, count: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from fusion.codegen.reference.backward import recording
 from fusion.codegen.reference.forward import Execution
-from fusion.ir.results import further_names
+from fusion.ir.results import result_names
 from fusion.ir.spec import AttentionSpec, Reduction
 from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
 
@@ -142,10 +142,8 @@ def _blocks(run: Execution, order: int) -> list[Block]:
 
 def _names(spec: AttentionSpec, place: Place) -> tuple[list[str], tuple[str, ...]]:
     """The coordinates of a result, as computed and as they are in its tensor."""
-    if place.number == 0:
-        return [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"], spec.output.dims
-    further = spec.further[place.number - 1]
-    return further_names(spec, further), further.dims
+    further = spec.further[place.number - 1] if place.number else None
+    return result_names(spec, further), (further or spec.output).dims
 
 
 def _has_rows(spec: AttentionSpec, place: Place) -> bool:

@@ -8,7 +8,8 @@ import torch
 
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
 from fusion.ir.ops import evaluate
-from fusion.ir.results import REDUCE, further_names
+from fusion.ir.results import REDUCE, result_names
+from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer
 from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 
@@ -53,12 +54,11 @@ class Execution:
         self.spec, self.operands, self.dtype = spec, operands, dtype
         self.device = operands[0].device
         self.sizes = dict(zip(spec.sizes, sizes, strict=True))
-        self.batch = tuple(self.integer(extent) for extent in spec.batch)
-        self.n_q, self.n_k, self.d, self.d_v = (self.integer(e) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
+        self.batch = tuple(size_value(extent, self.sizes) for extent in spec.batch)
+        self.n_q, self.n_k, self.d, self.d_v = (
+            size_value(e, self.sizes) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v)
+        )
         self.axes = {coord(f"b{axis}"): self.arange(0, extent, axis) for axis, extent in enumerate(self.batch)}
-
-    def integer(self, expr: Expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[leaf.name])))
 
     def arange(self, first: int, count: int, axis: int) -> torch.Tensor:
         shape = [1] * (len(self.batch) + 2)
@@ -218,12 +218,11 @@ class Execution:
 
     def store_further(self, further: FurtherOutput, value: torch.Tensor) -> torch.Tensor:
         """From [b.., i, j] without `over` to the dimensions that are asked for."""
-        names = further_names(self.spec, further)
+        names = result_names(self.spec, further)
         return value.to(getattr(torch, further.dtype)).permute([names.index(n) for n in further.dims]).contiguous()
 
     def store(self, out: torch.Tensor) -> torch.Tensor:
         """From [b.., i, e] to the dimensions and memory order that the spec asks for."""
-        names = [*(f"b{axis}" for axis in range(len(self.batch))), "i", "e"]
-        dims, order = self.spec.output.dims, self.spec.output.order
+        names, dims, order = result_names(self.spec), self.spec.output.dims, self.spec.output.order
         packed = out.to(getattr(torch, self.spec.out_dtype)).permute([names.index(n) for n in order]).contiguous()
         return packed.permute([order.index(n) for n in dims])

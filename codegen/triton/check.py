@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from fusion.codegen import reference
+from fusion.codegen.reference.extents import shapes_read
 from fusion.codegen.triton.launch import Kernel
-from fusion.exactness import errors
-from fusion.ir.expr import C, E, Expr, I, J, coord, loads, walk
-from fusion.ir.ops import evaluate
+from fusion.exactness import errors, widened
 from fusion.ir.spec import AttentionSpec
 
 _SMALL = {"Nq": 50, "Nk": 70}
@@ -33,7 +32,7 @@ def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -
     device = "cuda" if torch.cuda.is_available() else "cpu"
     operands = [tensor.to(device) for tensor in random_operands(spec, sizes)]
     got = Kernel(spec)(operands, sizes).double()
-    exact = reference.run(spec, [o.double() if o.is_floating_point() else o for o in operands], sizes, torch.float64)
+    exact = reference.run(spec, list(map(widened, operands)), sizes, torch.float64)
     eager = reference.run(spec, operands, sizes, getattr(torch, spec.dtype)).double()
     regular = exact.isfinite() & eager.isfinite()
     if not regular.any():
@@ -48,44 +47,13 @@ def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -
 
 def random_operands(spec: AttentionSpec, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Tensors just large enough for the indices that the spec uses: normal floats, true booleans, integer zeros."""
-    known = dict(zip(spec.sizes, sizes, strict=True))
-
-    def value(expr: Expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(known[leaf.name])))
-
-    axes = {coord(f"b{n}"): value(extent) for n, extent in enumerate(spec.batch)}
-    axes |= {I: value(spec.n_q), J: value(spec.n_k), C: value(spec.d), E: value(spec.d_v)}
-    axes |= {coord(name): axes[I if name[0] == "i" else J] for name in ("i0", "i1", "j0", "j1")}
-    extents = [[1] * operand.rank for operand in spec.operands]
-    everything = [load for e in spec.expressions() for load in loads(e)]
-    for operand, index in [(0, spec.q), (1, spec.k), (2, spec.v), *((p.operand, p.args) for p in everything)]:
-        for dim, expr in enumerate(index):
-            extents[operand][dim] = max(extents[operand][dim], _largest(expr, axes, known) + 1)
-    made = []
-    for operand, shape in zip(spec.operands, extents, strict=True):
+    made, known = [], dict(zip(spec.sizes, sizes, strict=True))
+    for operand, shape in zip(spec.operands, shapes_read(spec, known), strict=True):
         if operand.torch_dtype.is_floating_point:
             made.append(torch.randn(shape).to(operand.torch_dtype))
         else:
-            made.append(
-                torch.ones(shape, dtype=torch.bool)
-                if operand.dtype == "bool"
-                else torch.zeros(shape, dtype=operand.torch_dtype)
-            )
+            made.append(torch.full(shape, operand.dtype == "bool", dtype=operand.torch_dtype))
     return made
-
-
-def _largest(expr: Expr, axes: dict[Expr, int], known: dict[str, int]) -> int:
-    """The largest value of an index; what is read from tensors of integers is zero."""
-    used = [axis for axis in axes if any(part is axis for part in walk(expr))]
-    grid = torch.meshgrid(*(torch.arange(axes[axis]) for axis in used), indexing="ij") if used else ()
-    places = dict(zip(used, grid, strict=True))
-
-    def leaf(part: Expr):
-        if part.op == "load":
-            return lambda *index: torch.zeros_like(index[0])
-        return places[part] if part in places else torch.tensor(known[part.name])
-
-    return int(evaluate(expr, leaf).max())
 
 
 __all__ = ["check_module", "random_operands"]

@@ -24,7 +24,7 @@ from fusion.codegen.triton.split import Combine, Part
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.variant import PLAIN, Variant
 from fusion.errors import UnsupportedSizeError
-from fusion.ir.results import output_extents, statistics_shape
+from fusion.ir.results import output_extents, result_names, statistics_shape
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import SIZE_LIMIT
@@ -70,8 +70,7 @@ class Kernel:
         self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
         self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
         self._lock = threading.Lock()
-        names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"]
-        self._memory = [names.index(name) for name in spec.output.order]
+        self._memory = [result_names(spec).index(name) for name in spec.output.order]
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
 

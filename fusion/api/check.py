@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.exactness import Errors, errors
+from fusion.exactness import Errors, errors, is_float, widened
 from fusion.refusals import Ground
 from fusion.report.report import collect_reports
 
@@ -71,12 +71,12 @@ def check(
     chosen = {"inner": "eager", **(options or {})}
     compiled = torch.compile(attention, backend="fusion", dynamic=False, fullgraph=True, options=chosen)
     given = dict(zip(inspect.signature(attention).parameters, values, strict=False))
-    wide = {name: _wide(value) for name, value in given.items()}
+    wide = {name: widened(value) for name, value in given.items()}
     eager = _run(attention, given, gradients)
     exact = _run(attention, wide, gradients, dict.fromkeys(floats, torch.float64))
     with collect_reports() as reports:
         ours = _run(compiled, given, gradients)
-    coarse = max((t.dtype for t in _floats(values)), key=lambda dtype: torch.finfo(dtype).eps, default=None)
+    coarse = max((t.dtype for t in filter(is_float, values)), key=lambda dtype: torch.finfo(dtype).eps, default=None)
     compared = {name: errors(ours[name], eager[name], exact[name], coarse) for name in eager}
     sites = [site for report in reports for site in report.sites]
     reasons = [site.reason for site in sites if not site.fused] + [n for report in reports for n in report.notes]
@@ -93,14 +93,6 @@ def main(attention: Function, values: Sequence[Any], **arguments: Any) -> int:
     outcome = check(attention, values, **arguments)
     print(outcome)
     return int(outcome.wrong)
-
-
-def _floats(values: Sequence[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _run(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.errors import ComparisonError
-from fusion.exactness import errors
+from fusion.exactness import errors, is_float, widened
 from fusion.planning.plan import bytes_text, seconds_text
 
 COMPETITORS = ("eager", "inductor", "fusion")
@@ -194,18 +194,14 @@ def _first_calls(runs: dict[str, Callable[..., Any]], args: Any, kwargs: Any):
 def _tensors(result: Any) -> list[Tensor]:
     """The floating-point tensors of a result (a model's output object counts as its tuple)."""
     result = result.to_tuple() if hasattr(result, "to_tuple") else result
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return list(filter(is_float, tree_leaves(result)))
 
 
 def _exact(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Tensor] | None, str]:
     """The result in float64, or why there is none."""
-
-    def double(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
     try:
         run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
-        return _tensors(run(*tree_map(double, args), **tree_map(double, kwargs))), ""
+        return _tensors(run(*tree_map(widened, args), **tree_map(widened, kwargs))), ""
     except Exception as problem:
         return None, f"There is no float64 reference ({type(problem).__name__}: {str(problem).splitlines()[0]})."
 

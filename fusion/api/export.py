@@ -21,7 +21,7 @@ from fusion.api.rewrite import rewrite
 from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, Compiled, attention_function
 from fusion.errors import MlirExportError
 from fusion.ir import AttentionSpec
-from fusion.passes import caches, further
+from fusion.passes.caches import plain_kernels
 
 _TO_TORCH = "torchdynamo-export-to-torch-backend-pipeline"
 _TO_LINALG = "torch-backend-to-linalg-on-tensors-backend-pipeline"
@@ -77,7 +77,7 @@ def export_mlir(model: Callable[..., Any], *args: Any, **kwargs: Any) -> MlirPro
             program = torch.export.export(bound, tuple(bound.tensors))
     except Exception as problem:
         raise MlirExportError(f"torch.export refuses the model: {type(problem).__name__}: {problem}") from problem
-    with torch.no_grad(), caches.as_multiplied(), further.none_written():
+    with torch.no_grad(), plain_kernels():
         fused = rewrite(program).run_decompositions({})
     signature = fused.graph_signature
     if changed := [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results, original_of
+from fusion.exactness import is_float
 from fusion.passes import cascades
 from fusion.passes.cut_out import CutOut, cut_out
 from fusion.passes.find import Site, may_hold_attention
@@ -111,7 +112,7 @@ def verify(
 
 
 def _differentiable(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    return leaf.detach().requires_grad_() if is_float(leaf) else leaf
 
 
 def _kind(value: Any) -> Any:

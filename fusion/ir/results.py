@@ -41,10 +41,10 @@ def further_shape(further: FurtherOutput, extents: dict[str, int | torch.SymInt]
     return [extents[name] for name in further.dims]
 
 
-def further_names(spec: AttentionSpec, further: FurtherOutput) -> list[str]:
-    """The coordinates of a further output in the order b.., i, j."""
-    names = (*(f"b{axis}" for axis in range(len(spec.batch))), "i", "j")
-    return [name for name in names if name in further.dims]
+def result_names(spec: AttentionSpec, further: FurtherOutput | None = None) -> list[str]:
+    """The coordinates of the output in the order b.., i, e, or of a further output in the order b.., i, j."""
+    names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i"]
+    return [*names, "e"] if further is None else [name for name in (*names, "j") if name in further.dims]
 
 
 def coordinate_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
@@ -69,17 +69,17 @@ def empty_result(spec: AttentionSpec, number: int, like: Tensor, sizes: Sequence
     return packed.permute([order.index(d) for d in spec.output.dims])
 
 
-def packed_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor whose dimensions lie in memory in this order, the slowest first."""
+def packed_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Of a tensor whose dimensions lie in memory in this order, the slowest first; by default as they stand."""
     strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
+    for dim in reversed(range(len(shape)) if order is None else order):
         strides[dim], step = step, step * max(shape[dim], 1)
     return tuple(strides)
 
 
 def output_layout(spec: AttentionSpec, extents: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the output; extents: of b.., i and e."""
-    names, dims = [*(f"b{axis}" for axis in range(len(spec.batch))), "i", "e"], spec.output.dims
+    names, dims = result_names(spec), spec.output.dims
     shape = tuple(extents[names.index(name)] for name in dims)
     return shape, packed_strides(shape, [dims.index(name) for name in spec.output.order])
 
@@ -93,7 +93,7 @@ def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
 
 def laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
     """The gradient as `empty_gradient` would hold it; a dense bias has a large one, which is not copied for nothing."""
-    strides = packed_strides(tensor.shape, operand.order or range(operand.rank))
+    strides = packed_strides(tensor.shape, operand.order or None)
     if gradient.dtype is tensor.dtype and gradient.stride() == strides:
         return gradient
     return empty_gradient(tensor, operand).copy_(gradient)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fusion.ir.expr import Expr
+from fusion.ir.ops import evaluate
 
 _OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
 
@@ -29,5 +32,7 @@ def _python(expr: Expr, names: list[str]) -> str:
 
 
 def size_value(expr: Expr, sizes: Mapping[str, Any]) -> Any:
-    """The value of a constant or of one of the sizes, which may be symbolic."""
-    return expr.integer if expr.op == "const" else sizes[expr.name]
+    """The value of a size expression; that of a constant or of one of the sizes may be symbolic."""
+    if expr.op in ("const", "size"):
+        return expr.integer if expr.op == "const" else sizes[expr.name]
+    return int(evaluate(expr, lambda leaf: torch.tensor(sizes[leaf.name])))

@@ -11,11 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import coordinates, loads, walk
-from fusion.ir.ops import evaluate
+from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
@@ -56,20 +54,16 @@ def map_time(spec: MapSpec, sizes: Sequence[int], machine: Machine) -> float:
     """Seconds that the pass takes where it finds nothing."""
     gpu = machine.kind == "gpu"
     known = dict(zip(spec.sizes, sizes, strict=True))
-
-    def value(expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(known[leaf.name])))
-
-    n_q, n_k = value(spec.n_q), value(spec.n_k)
+    n_q, n_k = size_value(spec.n_q, known), size_value(spec.n_k, known)
     nodes = list(walk(spec.live, spec.full))
     cells = (n_q / CELL_ROWS if spec.rows else 1) * n_k / CELL_KEYS
-    cells *= math.prod(map(value, spec.batch))
+    cells *= math.prod(size_value(extent, known) for extent in spec.batch)
     read, looks = 0.0, 1
     for part in loads(spec.live, spec.full):
         names = coordinates(part)
         elements = (n_q if "i" in names else 1) * (n_k if "j" in names else 1)
         for name in names:
-            elements *= value(spec.batch[int(name[1:])]) if name.startswith("b") else 1
+            elements *= size_value(spec.batch[int(name[1:])], known) if name.startswith("b") else 1
         if elements >= WORTH_SAMPLING and not gpu:
             elements, looks = min(elements, elements * SAMPLES * CELL_ROWS / n_q), SAMPLES
         read += elements * (4 if part.kind.value == "float" else 1)

@@ -114,7 +114,7 @@ def artifacts(report: Report) -> list[tuple[str, str]]:
     kernels: dict[str, None] = {}
     for site in report.sites:
         for found in site.attentions:
-            plans.setdefault(f"{found.spec}\n\n{found.planned().plan.explain()}\n")
+            plans.setdefault(f"{found.spec}\n\n{found.planned().explain()}\n")
             if found.source:
                 kernels.setdefault(found.source)
     files = [(f"plan_{number}.txt", text) for number, text in enumerate(plans)]

@@ -57,15 +57,15 @@ def _site(site: SiteReport) -> dict[str, Any]:
 
 
 def _attention(found: AttentionReport) -> dict[str, Any]:
-    spec, planned = found.spec, found.planned()
+    spec, plan = found.spec, found.planned()
     return {
         "program": spec.formula(),
         "mask": None if spec.mask is None else spec.describe(spec.mask.live),
         "keys": found.keys or None,
         "sizes": dict(found.sizes),
         "spec": json.loads(spec.to_json()),
-        "plan": _plan(planned.plan),
-        "runs": planned.runs or None,
+        "plan": _plan(plan),
+        "runs": plan.runs or None,
         "kernel_lines": len(found.source.splitlines()),
     }
 

@@ -23,14 +23,6 @@ NO_ATTENTION = "this graph holds no attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """plan: of a spec's kernel; runs: tile, warps, stages and order of one for GPUs, in words."""
-
-    plan: Plan
-    runs: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionReport:
     """One attention of a site.
 
@@ -47,7 +39,7 @@ class AttentionReport:
     spec: AttentionSpec
     sizes: Mapping[str, int]
     shapes: tuple[tuple[int, ...], ...]
-    planned: Callable[[], Planned]
+    planned: Callable[[], Plan]
     source: str
     approximation: str | None = None
     keys: str = ""
@@ -117,7 +109,7 @@ class SiteReport:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The schedule of each attention, as far as it is known by now."""
-        return tuple(found.planned().plan for found in self.attentions)
+        return tuple(found.planned() for found in self.attentions)
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -131,7 +123,7 @@ class SiteReport:
 
     @property
     def plan(self) -> Plan | None:
-        return self.attentions[0].planned().plan if self.attentions else None
+        return self.attentions[0].planned() if self.attentions else None
 
     @property
     def source(self) -> str | None:

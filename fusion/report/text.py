@@ -46,17 +46,17 @@ def _attentions(site: SiteReport, number: int, shown: dict[object, int]) -> list
         return [f"    kernel   the same as [{same}]"]
     lines = []
     for position, found in enumerate(site.attentions):
-        spec, planned = found.spec, found.planned()
+        spec, plan = found.spec, found.planned()
         lines.append(f"    program  {spec.formula()}")
         if spec.stored:
             lines.append(f"    reads    {', '.join(f'{o.name} in {o.dtype}' for o in spec.stored)}")
         if spec.mask is not None:
-            lines.append(f"    mask     {mask_text(spec, planned.plan)}")
+            lines.append(f"    mask     {mask_text(spec, plan)}")
         lines += _indented("keys", found.keys)
         lines += _indented("also", "; ".join(map(spec.describe_further, spec.further)))
         lines += _indented("gradient", found.gradients)
-        lines += _indented("plan", planned.plan.explain().partition("\nothers")[0])
-        lines += _indented("runs", planned.runs)
+        lines += _indented("plan", plan.explain().partition("\nothers")[0])
+        lines += _indented("runs", plan.runs)
         lines += _indented("approx", found.approximation or "")
         if found.source:
             count = len(found.source.splitlines())

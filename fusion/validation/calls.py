@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from fusion.exactness import errors
+from fusion.exactness import errors, is_float
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ def _exact(module: GraphModule, given: Sequence[Any]) -> list[Tensor] | None:
 
 
 def _floats(result: Any) -> list[Tensor]:
-    leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return [leaf.detach().clone() for leaf in leaves]
+    return [leaf.detach().clone() for leaf in filter(is_float, tree_leaves(result))]
 
 
 def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusion.ir.expr import SCORE, Expr, I, J, Kind, coord
 from fusion.ir.ops import evaluate
+from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec
 
 _ROWS = 7
@@ -29,14 +30,14 @@ class _Facts:
         assert spec.mask is not None
         self.spec, self.mask, self.sizes = spec, spec.mask, sizes
         generator = torch.Generator().manual_seed(5)
-        n_q, n_k = self._int(spec.n_q), self._int(spec.n_k)
+        n_q, n_k = size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)
         lengths = torch.randint(1, _ROWS + 1, (_BLOCKS,), generator=generator).clamp(max=n_q)
         first = (torch.rand(_BLOCKS, generator=generator) * (n_q - lengths + 1)).long()
         self.first, self.last = first.view(-1, 1, 1), (first + lengths - 1).view(-1, 1, 1)
         rows = torch.minimum(self.first + torch.arange(_ROWS).view(1, -1, 1), self.last)
         self.known: dict[Expr, Tensor] = {I: rows, coord("i0"): self.first, coord("i1"): self.last}
         for k, extent in enumerate(spec.batch):
-            size = max(self._int(extent), 1)
+            size = max(size_value(extent, sizes), 1)
             self.known[coord(f"b{k}")] = torch.randint(size, (_BLOCKS, 1, 1), generator=generator)
         self.known[J] = self._keys(n_k, rows, generator)
         self.generator, self.made = generator, {}
@@ -49,9 +50,6 @@ class _Facts:
         ends = [self._value(e) for e in (self.mask.key_lo, self.mask.key_hi, self.mask.full_lo, self.mask.full_hi) if e]
         around = [(e + torch.arange(-2, 3)).expand(_BLOCKS, 1, 5) for e in ends]
         return torch.cat([anywhere, rows.mT, *around], -1).clamp(0, n_k - 1)
-
-    def _int(self, expr: Expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[str(leaf.attr)])))
 
     def _value(self, expr: Expr) -> Tensor:
         def leaf(part: Expr):

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.codegen import reference
-from fusion.ir.expr import C, E, Expr, I, J, Kind, coord, load, loads
-from fusion.ir.ops import evaluate
-from fusion.ir.sizes import size_value
+from fusion.codegen.reference.extents import shapes_read
 from fusion.passes import nodes
 from fusion.passes.key_sets import KeySet
 from fusion.passes.specify import Specified
@@ -54,7 +52,7 @@ def _scale(result: Tensor) -> float:
 
 def _small_sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
     """Few queries and keys; of the batch, its last coordinate whole, because heads may be told apart by number."""
-    values = {name: nodes.evaluate_size(e, hints) for name, e in zip(part.spec.sizes, part.sizes, strict=True)}
+    values = part.example_sizes(hints)
     last = f"B{len(part.spec.batch) - 1 - (part.spec.among is not None)}"
     few = {name: min(value, 2) for name, value in values.items() if name.startswith("B") and name != last}
     return values | few | {name: small for name, small in _SMALL.items() if name in values}
@@ -76,31 +74,17 @@ class _Operands:
         self.sets: dict[Node, KeySet] = {dense.operands[n]: keys for n, keys in dense.key_sets}
         self.sizes, self.made, self.random = sizes, dict[Node, Tensor](), torch.Generator().manual_seed(7)
         self.shapes: dict[Node, list[int]] = {}
-        for part in (found, dense):  # the positions first: what is read through them must not be larger than it is
-            self._measure(part)
+        for part in (found, dense):
+            for node, shape in zip(part.operands, self._shapes(part), strict=True):
+                self.shapes[node] = [max(pair) for pair in zip(shape, self.shapes.get(node, shape), strict=True)]
 
-    def _measure(self, part: Specified) -> None:
-        spec = part.spec
-        keys = size_value(spec.n_k, self.sizes)
-        extents = {coord(f"b{k}"): size_value(e, self.sizes) for k, e in enumerate(spec.batch)}
-        extents |= {I: size_value(spec.n_q, self.sizes), J: keys, C: spec.d.integer, E: spec.d_v.integer}
-        axes = {c: torch.arange(n).view([-1 if c is d else 1 for d in extents]) for c, n in extents.items()}
-        whole = [load(n, index, Kind.FLOAT) for n, index in enumerate((spec.q, spec.k, spec.v))]
-        for read in loads(*whole, *spec.expressions()):  # what is read through a table after the table
-            known = self.shapes.setdefault(part.operands[read.operand], [1] * len(read.args))
-            for dim, entry in enumerate(read.args):
-                known[dim] = max(known[dim], 1 + int(self._index(entry, axes, part).max()))
+    def _shapes(self, part: Specified) -> list[list[int]]:
+        """Of a form's operands: what is read at the positions, or at other integers, must be there."""
 
-    def _index(self, entry: Expr, axes: Mapping[Expr, Tensor], part: Specified) -> Tensor:
-        """The largest values of an index: those of integers that are read are at their largest."""
+        def largest(operand: int) -> int:
+            return (self.sizes["Nk"] if part.operands[operand] is self.positions else _INTEGERS) - 1
 
-        def leaf(expr: Expr):
-            if expr.op != "load":
-                return axes[expr] if expr.op == "coord" else torch.tensor(self.sizes[expr.name])
-            is_position = part.operands[expr.operand] is self.positions
-            return lambda *_: torch.tensor((self.sizes["Nk"] if is_position else _INTEGERS) - 1)
-
-        return torch.as_tensor(evaluate(entry, leaf))
+        return shapes_read(part.spec, self.sizes, largest)
 
     def tensor(self, node: Node) -> Tensor:
         if node not in self.made:

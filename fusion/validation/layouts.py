@@ -6,13 +6,15 @@ copy elements along single dimensions (repeat, flip, roll) are run on the number
 
 from __future__ import annotations
 
-import math
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fusion.ir.results import packed_strides
 
 aten = torch.ops.aten
 ALONG_DIMENSIONS = {aten.repeat, aten.tile, aten.repeat_interleave, aten.flip, aten.roll}
@@ -28,22 +30,13 @@ PIECES = {aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten
 Index = tuple[Tensor, ...]
 
 
-def strides_of(shape: Sequence[int]) -> list[int]:
-    """Of a packed tensor."""
-    return [math.prod(max(extent, 1) for extent in shape[k + 1 :]) for k in range(len(shape))]
-
-
 def number_of(index: Index, shape: Sequence[int]) -> Tensor:
     """The number of an element in a packed tensor."""
-    parts = (entry * stride for entry, stride in zip(index, strides_of(shape), strict=True))
-    return functools_sum(parts)
+    return _sum([entry * stride for entry, stride in zip(index, packed_strides(shape), strict=True)])
 
 
-def functools_sum(parts: Any) -> Tensor:
-    total = None
-    for part in parts:
-        total = part if total is None else total + part
-    return torch.zeros(1, dtype=torch.int64) if total is None else total
+def _sum(parts: list[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, parts) if parts else torch.zeros(1, dtype=torch.int64)
 
 
 def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None) -> Callable[[Index], Index] | None:
@@ -59,7 +52,7 @@ def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None
         return None
     entries = [
         _entry(extent, stride, result.shape, result.stride(), result.storage_offset())
-        for extent, stride in zip(shape, strides_of(shape), strict=True)
+        for extent, stride in zip(shape, packed_strides(shape), strict=True)
     ]
     return lambda index: tuple(entry(index) for entry in entries)
 
@@ -80,7 +73,7 @@ def _entry(
         return lambda index: index[terms[0][0]]
 
     def entry(index: Index) -> Tensor:
-        number = functools_sum(index[k] * s for k, s in terms) + offset
+        number = _sum([index[k] * s for k, s in terms]) + offset
         place = torch.div(number, stride, rounding_mode="floor") if stride > 1 else number
         return place if within else place % max(extent, 1)
 

@@ -15,8 +15,8 @@ from fusion.codegen.reference.forward import Execution
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import SCORE, Expr, J, Kind, coord, loads
 from fusion.ir.ops import evaluate
+from fusion.ir.sizes import size_value
 from fusion.ir.spec import Normalizer
-from fusion.passes import nodes
 from fusion.passes.specify import Specified
 from fusion.validation.replay import Replay, within
 
@@ -71,7 +71,7 @@ class Program(Execution):
             found = self.replay.value(node, index, rank).to(dtype)
             if table is None:
                 return found
-            return within(found, nodes.evaluate_size(table.extent, self.replay.region.hints))
+            return within(found, size_value(table.extent, self.replay.region.hints))
 
         return load if part.args else load()
 
@@ -90,7 +90,7 @@ class Program(Execution):
 
     def _run(self) -> None:
         spec = self.spec
-        summed = self.replay.region.positions(self.size(spec.d)).view(1, 1, 1, -1)
+        summed = self.replay.region.positions(size_value(spec.d, self.sizes)).view(1, 1, 1, -1)
         query, key = (self._element(number, c=summed) for number in (0, 1))
         self.score = (query * key).sum(-1)
         values = self._element(2)
@@ -112,9 +112,6 @@ class Program(Execution):
     def further_value(self, expr: Expr) -> Tensor:
         """What a further output is made of, [worlds, 1, keys]."""
         return self.value(expr, self.positions | self.of_further(self.x, self.positions)).to(self.dtype)
-
-    def size(self, expr: Expr) -> int:
-        return int(evaluate(expr, lambda leaf: torch.tensor(self.sizes[str(leaf.attr)])))
 
     def surrogate(self, grad: Tensor) -> Tensor:
         """A scalar whose gradient at the leaves is that of `out` for the gradient `grad`."""

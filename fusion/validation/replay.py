@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fusion.ir.sizes import size_value
 from fusion.passes import marks, nodes, pointwise
 from fusion.passes.folding import known
 from fusion.passes.inplace import may_copy
@@ -66,7 +67,7 @@ class Region:
     unknown: dict[Node, str] = field(default_factory=dict)
 
     def shape(self, node: Node) -> tuple[int, ...]:
-        return tuple(nodes.evaluate_size(extent, self.hints) for extent in nodes.shape(node))
+        return tuple(size_value(extent, self.hints) for extent in nodes.shape(node))
 
     def is_leaf(self, node: Node) -> bool:
         """Whether a tensor is read as it is: an operand, or a value that is not what its operation made."""
@@ -169,7 +170,7 @@ class Replay:
             return self.dtype(value)
         held = nodes.value(value) if isinstance(value, Node) else value
         if isinstance(held, torch.SymInt):
-            return nodes.evaluate_size(nodes.size_expr(held), self.region.hints)
+            return size_value(nodes.size_expr(held), self.region.hints)
         if isinstance(held, (torch.SymFloat, torch.SymBool)):
             return held.node.hint
         if isinstance(value, Node) and not isinstance(held, (int, float, bool)):

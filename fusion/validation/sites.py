@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from fusion.codegen.reference.backward import recording
 from fusion.ir.expr import loads, walk
+from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec
 from fusion.passes import nodes
 from fusion.passes.find import Site
@@ -93,11 +94,11 @@ def _as_it_is(saved: Tensor) -> Tensor:
 
 def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
     try:
-        sizes = [_sizes(part, hints) for part in parts]
-        shape = tuple(nodes.evaluate_size(extent, hints) for extent in nodes.shape(site.root))
+        sizes = [part.example_sizes(hints) for part in parts]
+        shape = tuple(size_value(extent, hints) for extent in nodes.shape(site.root))
         if problem := _extents(site, parts, sizes, shape):
             return Verdict(wrong=problem)
-        n_k = _size(parts[0].spec.n_k, sizes[0])
+        n_k = size_value(parts[0].spec.n_k, sizes[0])
         if 0 in (*shape, n_k):
             return Verdict(skipped="the example has no elements")
         if "float64" in {operand.dtype for part in parts for operand in part.spec.operands}:
@@ -115,21 +116,12 @@ def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) 
         return Verdict(skipped=f"{type(problem).__name__}: {problem}")
 
 
-def _sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
-    values = (nodes.evaluate_size(extent, hints) for extent in part.sizes)
-    return dict(zip(part.spec.sizes, values, strict=True))
-
-
-def _size(expr, sizes: Mapping[str, int]) -> int:
-    return nodes.evaluate_size(expr, sizes)
-
-
 def _extents(site: Site, parts: Sequence[Specified], sizes: Sequence[Mapping[str, int]], shape) -> str | None:
     """Whether the spec's sizes are those of the result."""
     for part, values in zip(parts, sizes, strict=True):
         spec = part.spec
         own = {f"b{k}": extent for k, extent in enumerate(spec.batch)} | {"i": spec.n_q, "e": spec.d_v}
-        stated = tuple(_size(own[name], values) for name in spec.output.dims)
+        stated = tuple(size_value(own[name], values) for name in spec.output.dims)
         if spec.output.dims != parts[0].spec.output.dims:
             return "the parts of a sum name the dimensions of the result differently"
         if stated != shape:

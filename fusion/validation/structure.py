@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fusion.ir.sizes import size_value
 from fusion.passes import marks, nodes
 from fusion.passes.find import Site
 from fusion.passes.folding import known
@@ -40,9 +41,7 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
         call = map_arg((here.args, here.kwargs), numbers.get) if here in inside else None
         made = str(here.target) if here in inside else _constant(here)
         lines.append((made, str(call), _described(here, hints)))
-    specs = tuple(
-        (p.spec.to_json(), tuple(nodes.evaluate_size(n, hints) for n in p.sizes), p.differentiable) for p in parts
-    )
+    specs = tuple((p.spec.to_json(), tuple(size_value(n, hints) for n in p.sizes), p.differentiable) for p in parts)
     specs = (*specs, *((numbers[node], tuple(map(str, use.at))) for node, use in further))
     return specs, tuple(numbers.get(o, -1) for o in operands), numbers[site.anchor], site.dims, tuple(lines)
 
@@ -60,7 +59,7 @@ def _described(here: Node, hints: Mapping[str, int]) -> Any:
     marked = tuple(bool(mark(here)) for mark in _MARKS)
     if isinstance(held, torch.Tensor):
         try:
-            return tuple(nodes.evaluate_size(n, hints) for n in nodes.shape(here)), held.dtype, marked
+            return tuple(size_value(n, hints) for n in nodes.shape(here)), held.dtype, marked
         except (nodes.Unsupported, KeyError):
             return str(held.shape), held.dtype, marked
     return str(held), marked

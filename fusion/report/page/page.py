@@ -116,10 +116,10 @@ def _title(site: SiteReport, number: int) -> str:
 def _details(site: SiteReport, number: int, budget: int) -> tuple[str, int]:
     parts = [_source(site.location), _reason(site)]
     for found in site.attentions:
-        planned = found.planned()
+        plan = found.planned()
         parts.append(f'<h3>Program</h3><div class="wide" tabindex="0">{spec_to_mathml(found.spec)}</div>')
-        parts.append(_mask(found.spec, found.sizes, planned.plan))
-        parts.append(_plan(planned.plan, planned.runs))
+        parts.append(_mask(found.spec, found.sizes, plan))
+        parts.append(_plan(plan))
     parts.append(_graphs(site, number))
     used = 0
     for position, source in enumerate(site.sources):
@@ -188,11 +188,11 @@ def _mask(spec: AttentionSpec, sizes: Mapping[str, int], plan: Plan) -> str:
     )
 
 
-def _plan(plan: Plan, runs: str) -> str:
+def _plan(plan: Plan) -> str:
     rows = [
         ("problem", str(plan.problem)),
         ("schedule", f"{plan.schedule} {tile_text(plan.tile)}"),
-        *([("runs", runs)] if runs else []),
+        *([("runs", plan.runs)] if plan.runs else []),
         ("I/O per head", plan.symbolic),
         ("", f"= {plan.formula}"),
         ("all heads", f"{number_text(plan.io)} elements = {bytes_text(plan.io_bytes)}"),
