@@ -20,9 +20,9 @@ from fusion.codegen.triton.launch import Kernel
 from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
-from fusion.planning.from_spec import gpu_tile_times
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
+from fusion.planning.gpu_model import tile_clocks
 from gpu_cells import Operands, Place, operands_of
 from gpu_device import Device, Rehearsal
 from offline.absent import absent, meta
@@ -98,7 +98,7 @@ def trials(place: Place, device: Device) -> Iterator[Trial]:
     spec, sizes, machine = site.specs[0], tuple(site.sizes[0].values()), device.planned_for
     planner = GpuPlanner(spec, machine)
     *batch, n_q, n_k, d, d_v = planner.extents(sizes)
-    times = gpu_tile_times(spec, machine)
+    times = tile_clocks(spec, machine)
     tiles = {Forward.name: planner.tile_for(n_q, n_k, d, d_v, torch.Size(batch).numel())}
     if place.direction == "backward":
         chosen = planner.backward(d, d_v)

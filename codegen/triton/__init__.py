@@ -27,8 +27,8 @@ from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
-from fusion.planning.from_spec import gpu_tile_times
 from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_model import tile_clocks
 from fusion.refusals import Ground, Refusal
 
 __all__ = ["Differentiable", "Kernel", "compile", "compile_training", "reads", "supports", "unavailable"]
@@ -113,4 +113,4 @@ def compile_training(
 
 
 def _tuner(spec: AttentionSpec, machine: Machine | None) -> Tuner:
-    return Tuner(None if machine is None else gpu_tile_times(spec, machine))
+    return Tuner(None if machine is None else tile_clocks(spec, machine))

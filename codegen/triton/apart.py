@@ -173,7 +173,7 @@ def main() -> None:
     from fusion.codegen.triton.differentiable import Differentiable
     from fusion.codegen.triton.launch import Kernel, machine_of
     from fusion.ir.spec import AttentionSpec
-    from fusion.planning.from_spec import gpu_tile_times
+    from fusion.planning.gpu_model import tile_clocks
 
     folder = Path(sys.argv[1])
     saved = torch.load(folder / "request.pt", weights_only=True)
@@ -184,7 +184,7 @@ def main() -> None:
     request = _unpacked(saved)
     spec = AttentionSpec.from_json(request.spec)
     clock = by_events if device.type == "cuda" else _by_clock
-    tuner = Tuner(gpu_tile_times(spec, machine_of(device)), clock, Notes(folder / "state.json"))
+    tuner = Tuner(tile_clocks(spec, machine_of(device)), clock, Notes(folder / "state.json"))
     if request.backward:
         Differentiable(spec, tuner=tuner).backward(*request.backward, request.operands, request.sizes, request.needs)
     else:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
 
-import numpy as np
 import torch
 
 from fusion.errors import ProblemError
@@ -17,28 +14,14 @@ from fusion.ir.expr import Expr, Kind, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.reads import dense_loads, distance_parts
+from fusion.ir.sizes import size_value
 from fusion.ir.traffic import stored_bytes
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import predict
-from fusion.planning.gpu_clocks import BY_KEYS
 from fusion.planning.problem import Problem
 from fusion.planning.tiles import cpu_tiles
-from fusion.planning.timing import gpu_time, shares_of
 
 _SAMPLES = 256
-
-
-class GpuTile(Protocol):
-    """rows: queries, keys: of a tile; stages: tiles in flight."""
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def keys(self) -> int: ...
-
-    @property
-    def stages(self) -> int: ...
 
 
 def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
@@ -51,8 +34,8 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
     missing = [name for name in spec.sizes if name not in values]
     if missing:
         raise ProblemError(f"the spec has the sizes {list(spec.sizes)}; values for {missing} are missing: give sizes=")
-    n_q, n_k, d, d_v = (_integer(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
-    batch = [_integer(extent, values) for extent in spec.batch]
+    n_q, n_k, d, d_v = (size_value(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
+    batch = [size_value(extent, values) for extent in spec.batch]
     heads, (score_flops, dense) = batch[-1] if batch else 1, _of_programs(spec.score, spec.weight)
     return Problem(
         batch=math.prod(batch[:-1]),
@@ -65,7 +48,7 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         dtype=spec.dtype,
         density=_density(spec, values, n_q, n_k),
         stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
-        among=0 if spec.among is None else _integer(spec.among, values),
+        among=0 if spec.among is None else size_value(spec.among, values),
         score_flops=score_flops,
         dense=dense,
     )
@@ -100,34 +83,6 @@ def tile_times(
         return predict(here, problem, dict.fromkeys([*more, *pairs]), multiples)
 
     return times
-
-
-def gpu_tile_times(
-    spec: AttentionSpec, machine: Machine
-) -> Callable[[str, Sequence[int], Sequence[GpuTile]], list[float]]:
-    """A function of (name of a GPU kernel, values of `spec.sizes`, tiles): a predicted time of each tile, s.
-
-    Times of backward kernels are those of a forward with their tiles, good for an order only: dQ walks the keys as the
-    forward does, dK and dV the queries. Kernels that make no products have the same time in all tiles.
-    """
-
-    def times(kernel: str, sizes: Sequence[int], tiles: Sequence[GpuTile]) -> list[float]:
-        if kernel == "attention_backward_prepare":
-            return [0.0] * len(tiles)
-        problem = problem_of(spec, sizes)
-        pairs = [(tile.rows, tile.keys) for tile in tiles]
-        if kernel in BY_KEYS:
-            problem = replace(problem, n_q=problem.n_k, n_k=problem.n_q)
-            pairs = [(keys, rows) for rows, keys in pairs]
-        columns = {"B_r": [r for r, _ in pairs], "B_c": [c for _, c in pairs], "stages": [t.stages for t in tiles]}
-        arrays = {name: np.array(column) for name, column in columns.items()}
-        return gpu_time(machine, problem, arrays, shares_of(problem, arrays)).total.tolist()
-
-    return times
-
-
-def _integer(expr: Expr, sizes: Mapping[str, int]) -> int:
-    return int(evaluate(expr, lambda leaf: torch.tensor(sizes[leaf.name])))
 
 
 def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) -> float:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
@@ -129,6 +130,22 @@ def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) ->
     clocks = kernel_clocks(work, tile, machine, extent, known.instructions if known else 0)
     clocks *= known.slowed if known else UNKNOWN if explored else 1.0
     return float(f"{clocks:.2g}") if clocks < math.inf else clocks
+
+
+def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequence[int], Sequence[Tile]], list[float]]:
+    """A function of (name of a GPU kernel, values of `spec.sizes`, tiles): the clocks expected in each tile. Kernels
+    that make no products take the same in all."""
+    extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+
+    def clocks(kernel: str, sizes: Sequence[int], tiles: Sequence[Tile]) -> list[float]:
+        if kernel == PREPARE:
+            return [0.0] * len(tiles)
+        *batch, n_q, n_k, d, d_v = extents(sizes)
+        kernel = kernel if kernel in BACKWARD else FORWARD
+        work, extent = work_of(spec, kernel, d, d_v), extent_of(spec, kernel, math.prod(batch), n_q, n_k)
+        return [expected_clocks(work, tile, machine, extent) for tile in tiles]
+
+    return clocks
 
 
 def all_tiles(work: Work, machine: Machine, extent: Extent, rotates: bool) -> Iterator[Tile]:

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen.triton.candidates import candidates, fits, needs, smaller
 from fusion.machine import machine, of_target
 from fusion.planning.choice import Tile
-from fusion.planning.from_spec import gpu_tile_times
 from fusion.planning.gpu import GpuPlanner
+from fusion.planning.gpu_model import tile_clocks
 from fusion.planning.plan import plan
 from tests.codegen.mlir.cases import case
 
@@ -66,7 +66,7 @@ def test_forms_that_have_not_run_on_a_device_are_asked_for(monkeypatch: pytest.M
 def test_the_model_has_a_time_for_every_candidate(name: str) -> None:
     c = case("causal", "bfloat16", 128)
     sizes = [{"B": 4, "H": 16, "Nq": 4096, "Nk": 4096}[size] for size in c.spec.sizes]
-    times = gpu_tile_times(c.spec, machine(name))
+    times = tile_clocks(c.spec, machine(name))
     for kernel in ("attention_forward", "attention_split", "attention_backward_queries", "attention_backward_keys"):
         tiles = [Tile(rows=rows, keys=64, warps=8, stages=2) for rows in (16, 64, 128)]
         slow, middle, fast = times(kernel, sizes, tiles)
