@@ -17,10 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion.codegen.reference.forward import Execution
 from fusion.exactness import errors
-from fusion.ir.expr import SCORE, C, E, Expr, I, J, coord
+from fusion.ir.expr import C, E, Expr, I, J, coord
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_matter
+from fusion.lowering.score_programs import plain_scale
 
 KERNELS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -52,7 +53,7 @@ def said(spec: AttentionSpec) -> Said | None:
         if mask.live is not apply("ile", J, I):
             return None
         plain = next((part for part in plain.args[1:] if part.op != "const"), plain) if plain.op == "where" else plain
-    if (scale := _scale(plain)) is None:
+    if (scale := plain_scale(plain)) is None:
         return None
     usual = spec.normalizer in (Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX) and not dead_rows_matter(spec)
     if not usual or spec.sinks or spec.row_scale is not None or spec.weight.op != "const" or spec.weight.attr != 1:
@@ -62,18 +63,6 @@ def said(spec: AttentionSpec) -> Said | None:
         return None
     views = [_view(index, axes) for index, axes in ((spec.q, (I, C)), (spec.k, (J, C)), (spec.v, (J, E)))]
     return None if None in views else Said(scale, mask is not None, tuple(view for view in views if view is not None))
-
-
-def _scale(score: Expr) -> float | None:
-    """What the product of q and k is multiplied by, where nothing else is done with it."""
-    if score is SCORE:
-        return 1.0
-    factors = [arg for arg in score.args if arg is not SCORE]
-    if len(score.args) != 2 or len(factors) != 1 or factors[0].op != "const":
-        return None
-    if score.op == "fmul":
-        return float(factors[0].attr)
-    return 1 / float(factors[0].attr) if score.op == "div" and score.args[0] is SCORE and factors[0].attr else None
 
 
 def _view(index: Sequence[Expr], axes: tuple[Expr, Expr]) -> View | None:

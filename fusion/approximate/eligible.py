@@ -9,6 +9,7 @@ from fusion.ir.expr import ROW_SUM, SCORE, Expr, I, J, Kind, const, node
 from fusion.ir.fills import is_dead
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.score_programs import plain_scale
 
 DEAD = -1e30
 """A fill below this has no weight beside any score that float32 can hold the exponential of."""
@@ -43,7 +44,7 @@ def plain(spec: AttentionSpec) -> Plain | str:
         if spec.mask.fill > DEAD:
             return "masked scores are not far enough below the others"
         score, causal = _live_branch(score), True
-    scale = _scale(score)
+    scale = plain_scale(score)
     if scale is None:
         return "the score program is not a constant times the score"
     return Plain(scale=scale, causal=causal)
@@ -54,20 +55,6 @@ def _live_branch(score: Expr) -> Expr:
     if score.op != "where":
         return score
     return score.args[1] if is_dead(score.args[2]) else score.args[2]
-
-
-def _scale(score: Expr) -> float | None:
-    """s in `s * score`, or None."""
-    if score is SCORE:
-        return 1.0
-    if score.op in ("fmul", "div") and len(score.args) == 2:
-        left, right = score.args
-        if score.op == "fmul" and left.is_const:
-            left, right = right, left
-        if right.is_const and (inner := _scale(left)) is not None:
-            factor = right.value
-            return inner * factor if score.op == "fmul" else inner / factor
-    return None
 
 
 def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:

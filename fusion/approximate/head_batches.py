@@ -7,9 +7,9 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,21 @@ from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size, walk
 from fusion.ir.spec import AttentionSpec, Operand, Output
 from fusion.planning.problem import Problem
 
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.row_statistics import Rows
+
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 HEADS = "approximate_heads"
 KEPT = 64
-"""Sizes for which a gatherer remembers what does not depend on the data."""
+
+
+class Kept(dict):
+    """What does not depend on the data, by sizes; it begins anew where there are too many."""
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        if len(self) >= KEPT:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 @contextlib.contextmanager
@@ -107,27 +118,14 @@ def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[
     return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if batch else ((),)
 
 
-class HeadSlice(NamedTuple):
-    """The place of the rows of each head in an operand.
-
-    offsets: int64 [H], elements from the operand's first one to the first row of each head.
-    stride: elements from one row to the next; those of a row lie side by side.
-    count: rows of a head.
-    """
-
-    offsets: Tensor
-    stride: int
-    count: int
-
-
 class HeadSlices(NamedTuple):
     """The places of the queries and of the keys of each head, which heads may share.
 
     d: columns of a row.
     """
 
-    q: HeadSlice
-    k: HeadSlice
+    q: Rows
+    k: Rows
     d: int
 
 
@@ -137,7 +135,7 @@ class HeadPacker:
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
         self.fixed = not any(part.op == "load" for part in walk(*spec.k, *spec.v))
-        self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = {}
+        self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = Kept()
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
         execution, owner, firsts = self._execution(operands, sizes)
@@ -158,6 +156,8 @@ class HeadPacker:
 
     def places(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> HeadSlices | None:
         """Where queries and keys lie, or None where no offset for each head and one stride say it."""
+        from fusion.codegen.mlir.row_statistics import Rows
+
         execution, owner, firsts = self._execution(operands, sizes)
         found = []
         for x, operand in zip(self._queries_and_keys(execution, firsts), operands[:2], strict=True):
@@ -168,10 +168,10 @@ class HeadPacker:
             offsets = torch.tensor(x.storage_offset() - operand.storage_offset())
             for extent, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True):
                 offsets = offsets[..., None] + torch.arange(extent) * stride
-            found.append(HeadSlice(offsets.reshape(-1), x.stride(-2), x.shape[-2]))
+            found.append(Rows(offsets=offsets.reshape(-1), stride=x.stride(-2), count=x.shape[-2]))
         q, k = found
         if len(firsts) != len(owner):
-            k = k._replace(offsets=k.offsets[owner].contiguous())
+            k = dataclasses.replace(k, offsets=k.offsets[owner].contiguous())
         return HeadSlices(q, k, execution.d)
 
     def _queries_and_keys(self, execution: Execution, firsts: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,8 +189,6 @@ class HeadPacker:
         execution = Execution(spec, operands, sizes)
         owner, firsts = _owners(execution, (*spec.k, *spec.v))
         if self.fixed:
-            if len(self._known) >= KEPT:
-                self._known.clear()
             empty = copy.copy(execution)
             empty.operands = ()
             self._known[key] = empty, owner, firsts

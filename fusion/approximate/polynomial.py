@@ -19,12 +19,12 @@ from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
 from fusion.approximate.head_batches import (
-    KEPT,
     ExactHeads,
     Executor,
     Extents,
     HeadPacker,
     Heads,
+    Kept,
     ieee_products,
     problem_of,
 )
@@ -97,9 +97,9 @@ class PolynomialAttention:
         self.kernels, self.always = kernels, always
         self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
         self.look = Inspection(self.gather, plain.scale, plain.causal, kernels == "amx")
-        self._predicted: dict[tuple[int, ...], bool] = {}
-        self._known: dict[tuple[int, ...], _Known] = {}
-        self._blocks: dict[tuple[int, ...], int] = {}
+        self._predicted: dict[tuple[int, ...], bool] = Kept()
+        self._known: dict[tuple[int, ...], _Known] = Kept()
+        self._blocks: dict[tuple[int, ...], int] = Kept()
         self._chunks: Chunks | None = None
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
@@ -139,8 +139,6 @@ class PolynomialAttention:
         beyond = "a sample of queries and keys is beyond every polynomial that is certified and predicted to be faster"
         exact = self._exact_certificate(heads, every, reason, None) if reason else None
         beyond = self._exact_certificate(heads, every, beyond, None)
-        if len(self._known) >= KEPT:
-            self._known.clear()
         known = _Known(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, largest=LARGEST, choices={})
         if not reason:
             known = dataclasses.replace(known, largest=self._largest_bound(known))
@@ -170,8 +168,6 @@ class PolynomialAttention:
         """Whether the polynomial is predicted to be faster, for all heads."""
         key = (*extents, features, planes)
         if (known := self._predicted.get(key)) is None:
-            if len(self._predicted) >= KEPT:
-                self._predicted.clear()
             known = self._predicted[key] = self._predict(extents, features, planes)
         return known
 
@@ -314,8 +310,6 @@ class PolynomialAttention:
 
         key = (*extents, choice.features)
         if (found := self._blocks.get(key)) is None:
-            if len(self._blocks) >= KEPT:
-                self._blocks.clear()
             here, problem = self._problem(extents)
             tile = dict(plan(problem, here, "polynomial", features=choice.features).tile)
             found = self._blocks[key] = tile["B_f"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.approximate.cost import CAUSAL_CHUNK
-from fusion.approximate.head_batches import KEPT, HeadPacker, ieee_products
+from fusion.approximate.head_batches import HeadPacker, Kept, ieee_products
 from fusion.codegen.reference.moments import moments
 
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
@@ -66,7 +66,7 @@ class Inspection:
 
     def __init__(self, gather: HeadPacker, scale: float, causal: bool, native: bool):
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
-        self._calls: dict[tuple, Any] = {}
+        self._calls: dict[tuple, Any] = Kept()
 
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
@@ -145,14 +145,11 @@ class Inspection:
         q, k = operands[0], operands[1]
         key = (what, *sizes, q.stride(), k.stride())
         if key not in self._calls or not self.gather.fixed:
-            if len(self._calls) >= KEPT:
-                self._calls.clear()
             places, found = self.gather.places(operands, sizes), None
             if places is not None and q.dtype == k.dtype:
-                from fusion.codegen.mlir.row_statistics import MAX_WIDTH, Rows
+                from fusion.codegen.mlir.row_statistics import MAX_WIDTH
 
-                rows = (Rows(offsets=x.offsets, stride=x.stride, count=x.count) for x in (places.q, places.k))
-                found = make(places.d, *rows) if places.d <= MAX_WIDTH else None
+                found = make(places.d, places.q, places.k) if places.d <= MAX_WIDTH else None
             self._calls[key] = found
         return self._calls[key]
 

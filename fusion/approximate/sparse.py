@@ -41,7 +41,7 @@ from fusion.approximate.blocks import (
 )
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain, canonical
-from fusion.approximate.head_batches import KEPT, ExactHeads, Executor, HeadPacker, Heads, ieee_products, problem_of
+from fusion.approximate.head_batches import ExactHeads, Executor, HeadPacker, Heads, Kept, ieee_products, problem_of
 from fusion.approximate.rounding import TwoPlanes
 from fusion.approximate.score_bounds import Inspection
 from fusion.ir.spec import AttentionSpec
@@ -132,7 +132,7 @@ class SparseAttention:
         from fusion.codegen.mlir.sparse_call import SparseKernel
 
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
-        self.machine, self._known = machine, {}
+        self.machine, self._known = machine, Kept()
         self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
         self.look = Inspection(self.gather, plain.scale, plain.causal, native=True)
         self.kernel = SparseKernel(canonical(self.some.spec, plain), machine)
@@ -196,8 +196,6 @@ class SparseAttention:
             elif not selecting and self.rounding is None:
                 reason = "bounds of the scores would cost as much as the exact kernel"
         exact = reason and self._exact(heads, every, reason)
-        if len(self._known) >= KEPT:
-            self._known.clear()
         found = self._known[tuple(sizes)] = exact or None, self._exact(heads, every, UNCERTIFIED), selecting, fine
         return found
 

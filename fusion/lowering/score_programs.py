@@ -106,6 +106,22 @@ def _split(expr: Expr) -> tuple[float, Expr] | None:
     return None
 
 
+def plain_scale(score: Expr) -> float | None:
+    """c where the program is the constant c times the score, else None."""
+    if score is SCORE:
+        return 1.0
+    if score.op not in ("fmul", "div") or len(score.args) != 2:
+        return None
+    left, right = score.args
+    if score.op == "fmul" and left.is_const:
+        left, right = right, left
+    if not right.is_const or (inner := plain_scale(left)) is None:
+        return None
+    if score.op == "fmul":
+        return inner * right.value
+    return inner / right.value if right.value else None
+
+
 def _factor(expr: Expr, folded: bool) -> float | None:
     """The positive constant c such that the program is c times a simpler one, or None."""
     if expr is SCORE:
