@@ -66,7 +66,7 @@ class TrainingKernel(Protocol):
         ...
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(output, statistics of rows that `backward` reads: see `fusion.runtime.shapes.statistics_shape`)."""
+        """(output, statistics of rows that `backward` reads: see `fusion.ir.results.statistics_shape`)."""
         ...
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:

@@ -37,21 +37,12 @@ class ReferenceKernel:
         """Nothing is compiled."""
 
 
-class ReferenceGradient:
+class ReferenceGradient(ReferenceKernel):
     """A forward kernel, and the gradient of the reference interpreter, which needs no statistics (they are zeros)."""
 
     def __init__(self, spec: AttentionSpec, kernel: Run):
-        self.spec, self.kernel = spec, kernel
-
-    def source(self, sizes: Sequence[int]) -> str:
-        """Nothing is written."""
-        return ""
-
-    def choice(self, sizes: Sequence[int]) -> None:
-        """Nothing is chosen for the gradient."""
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Nothing is compiled for the gradient."""
+        super().__init__(spec)
+        self.kernel = kernel
 
     def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(output, zeros)."""

@@ -127,7 +127,7 @@ class MaskFacts:
         and without mixed cells. None where there is no such range and no map, or nothing becomes simpler.
     full_lo, full_hi: likewise, the keys for which `full` may stand for all rows i0..i1; None where unbounded.
     tile_live, tile_mixed: INT expressions in b.., i0, i1, j0, j1 (first and last row and key of a tile), from a map
-        that another op made of the masks' data (`fusion.ir.tilemap`). tile_live = 0: no score of the tile is live;
+        that another op made of the masks' data (`fusion.ir.tile_map`). tile_live = 0: no score of the tile is live;
         tile_mixed = 0 (and keys within the full range): `full` may stand for the whole tile. None without a map.
     fill: the largest value that a dead score can take (before base-2 scaling), e.g. finfo.min or -inf. A row whose
         maximum over the visited keys is not above `fill / 2` (for -inf: not above -inf) met no live key: its block

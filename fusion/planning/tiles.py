@@ -61,7 +61,7 @@ def sizes_of(problem: Problem, capacity: float, share: float = 1.0, features: in
     return {name: max(1, value) for name, value in values.items()} | {"M": capacity, "s": share}
 
 
-def round_up(size: int, multiple: int) -> int:
+def least_multiple(size: int, multiple: int) -> int:
     """The least multiple that is not smaller, and not 0."""
     return -(-max(1, size) // multiple) * multiple
 
@@ -79,10 +79,9 @@ def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multipl
     K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches
     spill, they do not refuse.
     """
-    rows = sorted({min(round_up(problem.n_q, row_multiple), row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
-    cols = sorted(
-        {min(round_up(problem.n_k, col_multiple), round_up(count, col_multiple)) for count in (64, 128, 256, 512)}
-    )
+    n_q, n_k = least_multiple(problem.n_q, row_multiple), least_multiple(problem.n_k, col_multiple)
+    rows = sorted({min(n_q, row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
+    cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512)})
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
     near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)
     keep = (near <= machine.level(machine.fast).capacity * 0.75) | (
