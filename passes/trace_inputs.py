@@ -92,7 +92,10 @@ def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
 
 
 def _is_known(fake: Any) -> bool:
-    return type(fake) is FakeTensor and not fake._has_symbolic_sizes_strides
+    """Whether a tensor's sizes are numbers, and its memory's too: an exported program may have a view of a base whose
+    sizes are symbols."""
+    known = type(fake) is FakeTensor and not fake._has_symbolic_sizes_strides
+    return known and isinstance(fake.untyped_storage().nbytes(), int)
 
 
 def carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:

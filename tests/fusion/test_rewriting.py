@@ -271,3 +271,24 @@ def test_a_program_can_be_kept_in_memory(exported):
     buffer.seek(0)
     x = torch.randn(2, 4, 16)
     assert_as_exact_as_eager(torch.export.load(buffer).module()(x), exported.module()(x), in_float64(exported, x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_that_was_exported_with_views(strict):
+    """The memory of these is as large as their base says, whose sizes an export may give names."""
+
+    def of(x):
+        return x[:, :24]
+
+    class Documents(torch.nn.Module):
+        def forward(self, q, k, v, document):
+            other = document[:, :, None] != document[:, None]
+            return torch.softmax((q @ k.mT).masked_fill(other, -torch.inf), -1) @ v
+
+    inputs = *(of(torch.randn(2, 30, 16)) for _ in range(3)), of(torch.arange(60).view(2, 30) // 7)
+    program = torch.export.export(Documents(), inputs, strict=strict)
+    with fusion.collect_reports() as reports:
+        rewritten = fusion.rewrite(program)
+    assert [report.fused for report in reports] == [1] and not reports[0].notes
+    exact = Documents()(*(x.double() if x.is_floating_point() else x for x in inputs))
+    assert_as_exact_as_eager(rewritten.module()(*inputs), Documents()(*inputs), exact)
