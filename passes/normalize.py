@@ -39,6 +39,7 @@ def normalize(
     bodies: what to call in the place of its checkpointed graphs, by the names of their attributes.
     """
     dtensor.refuse_absent(module)
+    _refuse_nested(module)
     outlined = outline(module)
     try:
         traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {})
@@ -152,6 +153,14 @@ class _Retrace(torch.fx.Interpreter):
             if isinstance(held := self.env.get(node), (Given, Later)):
                 self.env[node] = held.made()
         return super().map_nodes_to_values(args, n)
+
+
+def _refuse_nested(module: GraphModule) -> None:
+    """The trace cannot follow nested tensors, whose sizes are no numbers."""
+    for node in module.graph.nodes:
+        value = nodes.value(node)
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise nodes.Unsupported(Ground.NESTED, f"the graph has nested tensors ({node.name})", None, node)
 
 
 def _refuse_fake_constants(traced: GraphModule) -> None:
