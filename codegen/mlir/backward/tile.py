@@ -20,7 +20,7 @@ from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
-from fusion.codegen.mlir.products import Products, vector_products
+from fusion.codegen.mlir.products import Groups, Products, vector_products
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.target import Target
@@ -249,11 +249,10 @@ class BackwardTile(KernelFunction):
             if half.operand not in self.results:
                 continue
             p = half.products
-            at = self.part(half.values, start, p.value_bytes())
-            with b.loop(0, block.padded, p.group_step, hint="g") as g:
-                members = [b.add(g, k) for k in range(p.group_step)]
-                inputs = [self.part(half.weights, m, p.weight_bytes(rows)) for m in members]
-                p.accumulate(at, steps, inputs, [self.part(half.sums, m, 4 * p.e_padded * self.lanes) for m in members])
+            sets = b.div(block.padded, p.group_step)
+            weights = Groups(first=half.weights, stride=p.weight_bytes(rows))
+            sums = Groups(first=half.sums, stride=4 * p.e_padded * self.lanes)
+            p.accumulate_sets(self.part(half.values, start, p.value_bytes()), steps, weights, sums, sets)
 
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Ask for what will be read and written of these rows, while products are computed."""
