@@ -234,13 +234,14 @@ class GroupSoftmax:
 
     def weigh_all(self, rows: RowProgram, weigh: Weigh, low: Value | int, high: Value) -> None:
         """`apply_and_weigh` for keys [low, high), and rows of no weight up to the key step."""
-        b, block, zero = self.b, self.block, self.b.constant(0.0, self.vector)
-        main = b.add(low, b.mul(b.div(b.sub(b.least(high, block.count), low), UNROLL), UNROLL))
+        b, zero = self.b, self.b.constant(0.0, self.vector)
+        end = b.least(high, self.block.count)
+        main = b.add(low, b.mul(b.div(b.sub(end, low), UNROLL), UNROLL))
         with b.carry(low, main, UNROLL, [zero] * (UNROLL // PAIR), hint="j") as (loop, j, sums):
             loop.yields(*self.apply_and_weigh(rows, weigh, j, sums))
         self.add_total(loop.results)
         with b.when(b.compare("slt", main, high)):
-            with b.loop(main, block.count, hint="j") as j:
+            with b.loop(main, end, hint="j") as j:
                 self.apply_row(rows, j)
             self.fill_beyond(float("-inf"))
             with b.carry(main, high, PAIR, [zero], hint="j") as (rest, j, (total,)):

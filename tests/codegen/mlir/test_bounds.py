@@ -17,11 +17,13 @@ from fusion.codegen.mlir.bounds import (
     near,
     tanh_polynomial,
 )
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.ir.expr import SCORE, Expr, I, J, const
 from fusion.ir.ops import apply, evaluate, where
 from fusion.lowering.numbers import LOG2E
-from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
+from tests.codegen.mlir.cases import HERE, TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
 from tests.numerics import assert_same, assert_within
 
 BELOW = apply("ilt", I, J)
@@ -202,7 +204,10 @@ def test_near_scores(name: str) -> None:
         assert_same(run(operands, sizes), general(operands, sizes))
 
 
-@pytest.mark.parametrize(("d", "d_v"), [(8, 16), (80, 48), (128, 128), (288, 272)])
+WIDTHS = [(8, 16), (80, 48), (128, 128), (288, 272), (32, 160), (160, 96), (40, 176), (96, 224), (224, 192)]
+
+
+@pytest.mark.parametrize(("d", "d_v"), WIDTHS)
 @pytest.mark.parametrize("name", ["plain", "causal", "window"])
 def test_near_scores_of_other_widths(name: str, d: int, d_v: int) -> None:
     """How many pieces a product takes of a step's keys follows from its width; tiles are full, partly masked, or at the
@@ -217,6 +222,15 @@ def test_near_scores_of_other_widths(name: str, d: int, d_v: int) -> None:
         # By another exponential, unless a row has no live key, so that its item is computed again.
         again = name == "window" and shape["Nk"] == 7
         assert torch.equal(out, general(operands, sizes)) == again
+
+
+@pytest.mark.parametrize(("d", "d_v"), WIDTHS)
+def test_near_scores_of_other_widths_in_training(d: int, d_v: int) -> None:
+    c = case("plain", "bfloat16", d, d_v)
+    run = TrainingKernel(c.spec, tilings_for(c.spec, HERE), HERE)
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 96, "Nk": 200})
+    operands[0] /= math.sqrt(d)
+    assert_as_exact_as_eager(run.forward(operands, sizes)[0], c, operands)
 
 
 @pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])
