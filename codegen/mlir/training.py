@@ -216,6 +216,8 @@ class TrainingKernel:
 
         def make() -> CompiledKernel:
             tiling = self.backward_tilings[choice]
+            if not kind.gradients:  # one row decides for its block whether the block is computed
+                tiling = replace(tiling, groups=self.tilings[choice].groups)
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
             return CompiledKernel(kind(problem, needs).text())
 
