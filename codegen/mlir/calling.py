@@ -7,8 +7,7 @@ import functools
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,7 +19,6 @@ from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import SIZE_LIMIT
 
-T = TypeVar("T")
 PARAMETER_SLOTS = 256
 APART = 128
 """Bytes: two cache lines, which processors fetch together."""
@@ -28,19 +26,8 @@ APART = 128
 MOST_CUT = 1024
 """Work items of a call whose keys can be cut into parts."""
 
-
-MOST_KEPT = 4096
 address, empty_strided = torch.Tensor.data_ptr, torch._C._dynamo.guards._empty_strided_cpu
 """What Inductor's code makes tensors with takes half the time of torch's own."""
-
-
-class Kept(dict):
-    """What was derived for calls, by whatever it follows from; it begins anew where there are too many."""
-
-    def keep(self, key: Hashable, value: T) -> T:
-        if len(self) >= MOST_KEPT:
-            self.clear()
-        return self.setdefault(key, value)
 
 
 class ThreadMemory:

@@ -15,7 +15,6 @@ from fusion.codegen import reference
 from fusion.codegen.mlir.calling import (
     MOST_CUT,
     CompiledKernel,
-    Kept,
     Launch,
     address,
     check_sizes,
@@ -32,6 +31,7 @@ from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.results import output_layout
 from fusion.ir.spec import AttentionSpec
+from fusion.kept import Kept
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING

@@ -87,15 +87,6 @@ class Products(Protocol):
         beside: InterleavedWork | None = None,
     ) -> None: ...
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None: ...
-    def accumulate(
-        self,
-        values: Value,
-        steps: Value,
-        weights: Sequence[Value],
-        output: Sequence[Value],
-        first: Value | int = 0,
-        beside: InterleavedWork | None = None,
-    ) -> None: ...
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
 
 
@@ -211,46 +202,29 @@ class MultiplyAdd:
         self.b.store(first, address, align=4 * self.lanes)
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
-    def accumulate(
-        self,
-        values: Value,
-        steps: Value,
-        weights: Sequence[Value],
-        output: Sequence[Value],
-        first: Value | int = 0,
-        beside: InterleavedWork | None = None,
-    ) -> None:
-        """O^T += V^T P^T over key steps first..steps-1, for `group_step` groups."""
-        b = self.b
-        with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e:
-            cells = [b.at(o, b.mul(e, self.lanes), "f32") for o in output]
-            self._accumulate(self._column(values, e), (self._trips(first), self._trips(steps)), weights, cells)
-
     def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
-        """The same for `sets` times `group_step` groups."""
+        """O^T += V^T P^T over `steps` key steps, for `sets` times `group_step` groups."""
         b, size = self.b, self.group_step
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e, b.loop(0, sets, hint="set") as number:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
             sources = [weights.member(b, m) for m in members]
             cells = [b.at(output.member(b, m), b.mul(e, self.lanes), "f32") for m in members]
-            self._accumulate(self._column(values, e), (0, self._trips(steps)), sources, cells)
+            self._accumulate(self._column(values, e), self._trips(steps), sources, cells)
 
     def _column(self, values: Value, e: Value) -> Value:
         """Where the words of a column of V begin."""
         return self.b.at(values, e, self.word)
 
-    def _trips(self, steps: Value | int) -> Value:
+    def _trips(self, steps: Value) -> Value:
         """Through the loop of the second product, for so many key steps: one for each word of a column of V."""
         return self.b.mul(steps, self.key_step // self.per_word)
 
-    def _accumulate(
-        self, column: Value, trips: tuple[Value | int, Value], weights: Sequence[Value], output: Sequence[Value]
-    ) -> None:
+    def _accumulate(self, column: Value, trips: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
         """`tile_rows` columns of V from `column` on, against one set of groups."""
         b, rows, groups, lanes = self.b, range(self.tile_rows), range(len(weights)), self.lanes
         cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
         start = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
-        with b.carry(*trips, 1, start, hint="j") as (loop, j, sums):
+        with b.carry(0, trips, 1, start, hint="j") as (loop, j, sums):
             loop.yields(*self._trip(column, j, weights, sums))
         for cell, result in zip(cells, loop.results, strict=True):
             b.store(result, cell, align=4 * lanes)
@@ -287,7 +261,7 @@ class PanelProducts(MultiplyAdd):
     def _column(self, values: Value, e: Value) -> Value:
         return self.b.at(values, self.b.mul(e, self.key_step), self.word)
 
-    def _trips(self, steps: Value | int) -> Value:
+    def _trips(self, steps: Value) -> Value:
         return self.b.as_value(steps, "i64")
 
     def _trip(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:

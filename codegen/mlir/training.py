@@ -20,7 +20,6 @@ from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.calling import (
     CompiledKernel,
-    Kept,
     Launch,
     address,
     check_sizes,
@@ -44,6 +43,7 @@ from fusion.ir.results import (
     statistics_shape,
 )
 from fusion.ir.spec import AttentionSpec, FurtherOutput
+from fusion.kept import Kept
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, Tile, query_stationary

@@ -7,9 +7,9 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size, walk
 from fusion.ir.spec import AttentionSpec, Operand, Output
+from fusion.kept import Kept
 from fusion.planning.problem import Problem
 
 if TYPE_CHECKING:
@@ -25,15 +26,7 @@ if TYPE_CHECKING:
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 HEADS = "approximate_heads"
 KEPT = 64
-
-
-class Kept(dict):
-    """What does not depend on the data, by sizes; it begins anew where there are too many."""
-
-    def __setitem__(self, key: Hashable, value: Any) -> None:
-        if len(self) >= KEPT:
-            self.clear()
-        super().__setitem__(key, value)
+"""Sizes for which is remembered what does not depend on the data."""
 
 
 @contextlib.contextmanager
@@ -135,7 +128,7 @@ class HeadPacker:
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
         self.fixed = not any(part.op == "load" for part in walk(*spec.k, *spec.v))
-        self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = Kept()
+        self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = Kept(KEPT)
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
         execution, owner, firsts = self._execution(operands, sizes)

@@ -19,12 +19,12 @@ from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
 from fusion.approximate.head_batches import (
+    KEPT,
     ExactHeads,
     Executor,
     Extents,
     HeadPacker,
     Heads,
-    Kept,
     ieee_products,
     problem_of,
 )
@@ -32,6 +32,7 @@ from fusion.approximate.polynomials import feature_count
 from fusion.approximate.score_bounds import HeadBounds, Inspection
 from fusion.codegen.reference import polynomial as reference
 from fusion.ir.spec import AttentionSpec
+from fusion.kept import Kept
 from fusion.machine import Machine, with_cores
 from fusion.planning.problem import Problem
 
@@ -97,9 +98,9 @@ class PolynomialAttention:
         self.kernels, self.always = kernels, always
         self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
         self.look = Inspection(self.gather, plain.scale, plain.causal, kernels == "amx")
-        self._predicted: dict[tuple[int, ...], bool] = Kept()
-        self._known: dict[tuple[int, ...], _Known] = Kept()
-        self._blocks: dict[tuple[int, ...], int] = Kept()
+        self._predicted: dict[tuple[int, ...], bool] = Kept(KEPT)
+        self._known: dict[tuple[int, ...], _Known] = Kept(KEPT)
+        self._blocks: dict[tuple[int, ...], int] = Kept(KEPT)
         self._chunks: Chunks | None = None
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 

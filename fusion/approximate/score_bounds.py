@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fusion.approximate.cost import CAUSAL_CHUNK
-from fusion.approximate.head_batches import HeadPacker, Kept, ieee_products
+from fusion.approximate.head_batches import KEPT, HeadPacker, ieee_products
 from fusion.codegen.reference.moments import moments
+from fusion.kept import Kept
 
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
 """Cover the float32 rounding of norms (as a factor), and of moments (times B squared, on top)."""
@@ -66,7 +67,7 @@ class Inspection:
 
     def __init__(self, gather: HeadPacker, scale: float, causal: bool, native: bool):
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
-        self._calls: dict[tuple, Any] = Kept()
+        self._calls: dict[tuple, Any] = Kept(KEPT)
 
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf

@@ -41,10 +41,11 @@ from fusion.approximate.blocks import (
 )
 from fusion.approximate.certificates import Certificate, output_error, record
 from fusion.approximate.eligible import Plain, canonical
-from fusion.approximate.head_batches import ExactHeads, Executor, HeadPacker, Heads, Kept, ieee_products, problem_of
+from fusion.approximate.head_batches import KEPT, ExactHeads, Executor, HeadPacker, Heads, ieee_products, problem_of
 from fusion.approximate.rounding import TwoPlanes
 from fusion.approximate.score_bounds import Inspection
 from fusion.ir.spec import AttentionSpec
+from fusion.kept import Kept
 from fusion.machine import Machine, with_cores
 
 METHOD = "certified_sparse"
@@ -132,7 +133,7 @@ class SparseAttention:
         from fusion.codegen.mlir.sparse_call import SparseKernel
 
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
-        self.machine, self._known = machine, Kept()
+        self.machine, self._known = machine, Kept(KEPT)
         self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
         self.look = Inspection(self.gather, plain.scale, plain.causal, native=True)
         self.kernel = SparseKernel(canonical(self.some.spec, plain), machine)

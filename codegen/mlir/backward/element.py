@@ -21,6 +21,7 @@ PAIR = 2
 """Rows that are worked on at a time: the second products take weights in pairs."""
 
 Pair = Sequence[Value]
+"""Vectors of two rows."""
 
 
 class Elements:
