@@ -63,6 +63,12 @@ class Amx:
     def key_bytes(self) -> int:
         return 2 * self.query_bytes()
 
+    def note_key_steps(self, count: Value) -> None:
+        """Packed values lie step by step."""
+
+    def values_of(self, values: Value, step: Value) -> Value:
+        return self.b.at(values, self.b.mul(step, self.value_bytes()), "i8")
+
     def value_bytes(self) -> int:
         return 2 * TILE_ELEMENTS * self.e_blocks * self.planes
 

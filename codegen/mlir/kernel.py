@@ -68,6 +68,7 @@ class AttentionKernel(OverlappingKernel):
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             steps = self.params[("key_steps",)]
+            p.note_key_steps(steps)
             self.packed_values = b.at(self.packed_keys, b.mul(steps, p.key_bytes()), "i8", "packed_values")
             self.notes = b.at(self.packed_values, b.mul(steps, p.value_bytes()), "i8", "notes")
             if self.further is not None:
@@ -186,7 +187,7 @@ class AttentionKernel(OverlappingKernel):
             n = b.div(key, p.key_step)
             keys = b.at(self.packed_keys, b.mul(n, p.key_bytes()), "i8")
             p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
-            values = b.at(self.packed_values, b.mul(n, p.value_bytes()), "i8")
+            values = p.values_of(self.packed_values, n)
             p.pack_values(readers[2], key, self.n_k, values, self.staging)
             if self.near is not None:
                 note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")

@@ -11,10 +11,11 @@ several groups.
 Both products have the same shape: a left operand whose elements (or 16 x 32 tiles) are used for many lanes, and a right
 operand with lanes innermost. The strategies differ in how operands are packed and in the register tile.
 
-- `MultiplyAdd`: float32. Left operands K [key][d] and V [key][e]: one scalar at a time is broadcast.
-- `PanelProducts`: the same with V in panels of so many columns as a register tile has.
+- `MultiplyAdd`: float32. Left operands K [key][d] and V in panels of as many columns as a register tile has,
+[e / rows][key][rows]: one scalar at a time is broadcast. (From rows of V the loop would take a part of a line of the
+cache for each key, every line several times, from places whose distance is a power of two.)
 - `PairProducts`: bfloat16, in pairs along the reduction: two products and two sums in an instruction. A pair takes the
-place of a scalar: K [key][pair of d], V [pair of keys][e].
+place of a scalar: K [key][pair of d], V [e / rows][pair of keys][rows].
 - `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
 of three bf16
   values (planes), a float16 of two; the products of planes that matter are accumulated in float32: 6 of 9 for float32
@@ -62,6 +63,8 @@ class Products(Protocol):
     """What the kernel needs of a strategy. Sizes in elements are static; `*_bytes` are sizes of packed operands.
 
     overlaps: whether products run beside vector work, on a unit of their own; only then is a `beside` taken.
+    note_key_steps: how many key steps a head's packed operands have, before any of its values is packed
+    values_of: where a head's packed values have those of key step `step`
     """
 
     overlaps: bool
@@ -73,6 +76,8 @@ class Products(Protocol):
     def query_bytes(self) -> int: ...
     def key_bytes(self) -> int: ...
     def value_bytes(self) -> int: ...
+    def note_key_steps(self, count: Value) -> None: ...
+    def values_of(self, values: Value, step: Value) -> Value: ...
     def weight_bytes(self, keys: int) -> int: ...
     def staging_elements(self) -> int: ...
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
@@ -105,6 +110,21 @@ class MultiplyAdd:
         self.d_padded = round_up(d, lanes * self.per_word)
         self.e_padded = round_up(e, lanes)
         self.vector = vector_of("f32", lanes)
+        # Words of a column in a trip of the second product's loop: 24 multiply-adds outweigh its overhead, and a loop
+        # of many more does not fit where processors keep one decoded.
+        self.words_at_once = 1 if tile_rows * tile_groups >= 24 else self.words_of_step
+
+    @property
+    def words_of_step(self) -> int:
+        """Words of a column of V in a key step."""
+        return self.key_step // self.per_word
+
+    def note_key_steps(self, count: Value) -> None:
+        """Sets the distance between columns of packed values."""
+        self.column_words = self.b.mul(count, self.words_of_step)
+
+    def values_of(self, values: Value, step: Value) -> Value:
+        return self.b.at(values, self.b.mul(step, self.words_of_step * self.tile_rows), self.word)
 
     def query_bytes(self) -> int:
         """Of one group."""
@@ -132,20 +152,20 @@ class MultiplyAdd:
             for r, column in enumerate(columns):
                 b.store(column, b.at(target, b.mul(b.add(c, r), lanes), "f32"))
 
-    def _copy(
-        self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value, width: int, padded: int
-    ) -> None:
-        b = self.b
-        rows = reader.rows(first, self.key_step, limit, width, padded, staging)
+    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+        b, padded = self.b, self.d_padded
+        rows = reader.rows(first, self.key_step, limit, self.d, padded, staging)
         for r in range(self.key_step):
             with b.loop(0, padded, self.lanes, hint="c") as c:
                 b.store(load_f32(b, rows, r, c, self.lanes), b.at(target, b.add(c, r * padded), "f32"))
 
-    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        self._copy(reader, first, limit, target, staging, self.d, self.d_padded)
-
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        self._copy(reader, first, limit, target, staging, self.e, self.e_padded)
+        b, width = self.b, self.tile_rows
+        rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
+        with b.loop(0, self.e_padded, width, hint="c") as c:
+            panel = self._column(target, c)
+            for r in range(self.key_step):
+                b.store(load_f32(b, rows, r, c, width), b.at(panel, r * width, "f32"))
 
     def scores(
         self,
@@ -209,67 +229,33 @@ class MultiplyAdd:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
             sources = [weights.member(b, m) for m in members]
             cells = [b.at(output.member(b, m), b.mul(e, self.lanes), "f32") for m in members]
-            self._accumulate(self._column(values, e), self._trips(steps), sources, cells)
+            self._accumulate(self._column(values, e), b.mul(steps, self.words_of_step), sources, cells)
 
     def _column(self, values: Value, e: Value) -> Value:
-        """Where the words of a column of V begin."""
-        return self.b.at(values, e, self.word)
+        """Where the words of a column of V begin, the first of a panel."""
+        return self.b.at(values, self.b.mul(self.column_words, e), self.word)
 
-    def _trips(self, steps: Value) -> Value:
-        """Through the loop of the second product, for so many key steps: one for each word of a column of V."""
-        return self.b.mul(steps, self.key_step // self.per_word)
-
-    def _accumulate(self, column: Value, trips: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
+    def _accumulate(self, column: Value, words: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
         """`tile_rows` columns of V from `column` on, against one set of groups."""
         b, rows, groups, lanes = self.b, range(self.tile_rows), range(len(weights)), self.lanes
         cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
-        start = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
-        with b.carry(0, trips, 1, start, hint="j") as (loop, j, sums):
-            loop.yields(*self._trip(column, j, weights, sums))
+        sums = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
+        with b.carry(0, words, self.words_at_once, sums, hint="j") as (loop, j, sums):
+            for n in range(self.words_at_once):
+                sums = self._add_word(column, b.add(j, n), weights, sums)
+            loop.yields(*sums)
         for cell, result in zip(cells, loop.results, strict=True):
             b.store(result, cell, align=4 * lanes)
 
-    def _trip(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
-        return self._add_word(self.b.at(column, self.b.mul(j, self.e_padded), self.word), j, weights, sums)
-
-    def _add_word(self, base: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
-        """The sums with the products of word j of `tile_rows` columns, which lies at `base`."""
+    def _add_word(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
+        """The sums with the products of word j of `tile_rows` columns."""
         b, groups = self.b, range(len(weights))
         right = [self._load(b.at(weights[g], b.mul(j, self.lanes), self.word), "p") for g in groups]
-        new = []
+        base, new = b.at(column, b.mul(j, self.tile_rows), self.word), []
         for r in range(self.tile_rows):
             left = self._broadcast(b.at(base, r, self.word), "v")
             new += [self._multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
         return new
-
-
-class PanelProducts(MultiplyAdd):
-    """float32 vectors, V in panels: [key step][columns / tile_rows][key][tile_rows].
-
-    With few columns in a register tile, its loop would take 16 bytes of each key's row: every line of the cache four
-    times, from places whose distance is a power of two. Here a trip takes a key step, whose elements are consecutive.
-    """
-
-    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        b, width = self.b, self.tile_rows
-        rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
-        with b.loop(0, self.e_padded, width, hint="c") as c:
-            panel = self._column(target, c)
-            for r in range(self.key_step):
-                b.store(load_f32(b, rows, r, c, width), b.at(panel, r * width, "f32"))
-
-    def _column(self, values: Value, e: Value) -> Value:
-        return self.b.at(values, self.b.mul(e, self.key_step), self.word)
-
-    def _trips(self, steps: Value) -> Value:
-        return self.b.as_value(steps, "i64")
-
-    def _trip(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
-        b, step = self.b, self.key_step
-        base = b.at(column, b.mul(j, step * self.e_padded), self.word)
-        for n in range(step):
-            sums = self._add_word(b.at(base, n * self.tile_rows, self.word), b.add(b.mul(j, step), n), weights, sums)
-        return list(sums)
 
 
 class PairProducts(MultiplyAdd):
@@ -317,12 +303,15 @@ class PairProducts(MultiplyAdd):
                 b.store(self._elements(rows, r, c), b.at(target, b.add(c, r * self.d_padded), "bf16"))
 
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        b, lanes = self.b, self.lanes
+        b, lanes, width = self.b, self.lanes, self.tile_rows
         rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
-        for r in range(0, self.key_step, 2):
-            with b.loop(0, self.e_padded, lanes, hint="c") as c:
-                pair = [load_f32(b, rows, r + n, c, lanes) for n in (0, 1)]
-                b.store(self.unit.pairs(*pair), b.at(target, b.add(c, r // 2 * self.e_padded), "i32"))
+        with b.loop(0, self.e_padded, lanes, hint="c") as c:
+            panels = [self._column(target, b.add(c, n)) for n in range(0, lanes, width)]
+            for r in range(0, self.key_step, 2):
+                pairs = self.unit.pairs(*(load_f32(b, rows, r + n, c, lanes) for n in (0, 1)))
+                for n, panel in enumerate(panels):
+                    part = b.shuffle(pairs, pairs, range(n * width, (n + 1) * width))
+                    b.store(part, b.at(panel, r // 2 * width, "i32"))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         address = self.b.at(target, self.b.mul(self.b.div(key, 2), self.lanes), "i32")
@@ -334,4 +323,4 @@ def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int) -> 
     tile = target.tile_rows, target.tile_groups
     if pairs:
         return PairProducts(b, d, e, *tile)
-    return (MultiplyAdd if target.avx512 else PanelProducts)(b, target.lanes, d, e, *tile)
+    return MultiplyAdd(b, target.lanes, d, e, *tile)

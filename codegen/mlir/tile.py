@@ -185,7 +185,7 @@ class TileKernel(KernelFunction):
     def _second_product(self, tile: Tile) -> tuple[Value, Groups, Groups]:
         """Where the values of the tile's keys, its weights and its output lie."""
         b, p = self.b, self.products
-        at = b.at(self.packed_values, b.mul(b.div(tile.block.first, p.key_step), p.value_bytes()), "i8")
+        at = p.values_of(self.packed_values, b.div(tile.block.first, p.key_step))
         weights = Groups(first=tile.weights, stride=p.weight_bytes(self.tiling.keys))
         output = Groups(first=self._part(self.output, tile.g, self.output_bytes, "o_rows"), stride=self.output_bytes)
         return at, weights, output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 from fusion.codegen.mlir.builder import TILE, Builder, Value, shape_of

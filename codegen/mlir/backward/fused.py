@@ -25,7 +25,7 @@ from fusion.codegen.mlir.backward.element import PAIR, Pair
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import PanelProducts, Products
+from fusion.codegen.mlir.products import MultiplyAdd, Products
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.target import Target
@@ -114,7 +114,7 @@ class TiledQueryGradient:
 class VectorQueryGradient:
     """The same by multiply-adds. rows: of a tile."""
 
-    def __init__(self, b: Builder, product: PanelProducts, groups: int, rows: int):
+    def __init__(self, b: Builder, product: MultiplyAdd, groups: int, rows: int):
         self.b, self.product, self.groups, self.rows = b, product, groups, rows
         self.lanes, self.width, self.vector = product.lanes, product.d_padded, product.vector
 
@@ -192,7 +192,7 @@ class VectorQueryGradient:
 
 def fuses(target: Target, tiling: Tiling) -> bool:
     """Whether there is such a kernel: on tiles, and by multiply-adds where it was measured (AVX2)."""
-    return target.amx if tiling.planes else not target.avx512
+    return target.amx or not tiling.planes
 
 
 class FusedKernel(KeysKernel):
@@ -209,7 +209,7 @@ class FusedKernel(KeysKernel):
         if isinstance(product, Amx):
             self.queries = TiledQueryGradient(self.b, product, groups)
         else:
-            assert isinstance(product, PanelProducts)
+            assert isinstance(product, MultiplyAdd)
             self.queries = VectorQueryGradient(self.b, product, groups, self.tiling.keys)
         self.row_slopes = self.area(self.queries.slope_bytes(self.tiling.keys), "row_slopes")
         self.key_pairs = self.area(self.queries.pair_bytes(), "key_pairs")

@@ -133,7 +133,7 @@ class BackwardKernel(BackwardTile):
             p.pack_keys(reader, *rest, self.part(half.keys, n, p.key_bytes()), self.staging)
             if half.operand in self.results:
                 values = self.centred if half.operand == 0 and self.centred else reader
-                p.pack_values(values, *rest, self.part(half.values, n, p.value_bytes()), self.staging)
+                p.pack_values(values, *rest, p.values_of(half.values, n), self.staging)
 
     def _block(self, scope: Scope, number: Value) -> None:
         b, keys = self.b, self.tiling.keys

@@ -185,6 +185,8 @@ class BackwardTile(KernelFunction):
         packed: list[Value] = []
         with b.at_entry():
             here = b.at(self.base, fixed, "i8", "packed")
+            for product in products:
+                product.note_key_steps(steps)
             for size in sizes:
                 packed.append(here)
                 here = b.at(here, b.mul(steps, size), "i8", "packed")
@@ -252,7 +254,7 @@ class BackwardTile(KernelFunction):
             sets = b.div(block.padded, p.group_step)
             weights = Groups(first=half.weights, stride=p.weight_bytes(rows))
             sums = Groups(first=half.sums, stride=4 * p.e_padded * self.lanes)
-            p.accumulate_sets(self.part(half.values, start, p.value_bytes()), steps, weights, sums, sets)
+            p.accumulate_sets(p.values_of(half.values, start), steps, weights, sums, sets)
 
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Ask for what will be read and written of these rows, while products are computed."""
