@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fusion.codegen.mlir.builder import Builder, Value, vector_of
+from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
@@ -160,12 +160,22 @@ class MultiplyAdd:
                 b.store(load_f32(b, rows, r, c, self.lanes), b.at(target, b.add(c, r * padded), "f32"))
 
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        b, width = self.b, self.tile_rows
+        b = self.b
         rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
-        with b.loop(0, self.e_padded, width, hint="c") as c:
-            panel = self._column(target, c)
-            for r in range(self.key_step):
-                b.store(load_f32(b, rows, r, c, width), b.at(panel, r * width, "f32"))
+        with b.loop(0, self.e_padded, self.lanes, hint="c") as c:
+            for word in range(self.words_of_step):
+                self._store_word(target, c, word, self._value_word(rows, word, c))
+
+    def _value_word(self, rows: Rows, word: int, column: Value) -> Value:
+        """A word of each of `lanes` columns of V."""
+        return load_f32(self.b, rows, word, column, self.lanes)
+
+    def _store_word(self, values: Value, column: Value, word: int, line: Value) -> None:
+        """The columns' word of this number to the panels of a key step."""
+        b, width, elements = self.b, self.tile_rows, shape_of(line.type)[0] // self.lanes
+        for n in range(0, self.lanes, width):
+            part = b.shuffle(line, line, range(n * elements, (n + width) * elements))
+            b.store(part, b.at(self._column(values, b.add(column, n)), word * width, self.word))
 
     def scores(
         self,
@@ -302,16 +312,8 @@ class PairProducts(MultiplyAdd):
             with b.loop(0, self.d_padded, 2 * self.lanes, hint="c") as c:
                 b.store(self._elements(rows, r, c), b.at(target, b.add(c, r * self.d_padded), "bf16"))
 
-    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        b, lanes, width = self.b, self.lanes, self.tile_rows
-        rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
-        with b.loop(0, self.e_padded, lanes, hint="c") as c:
-            panels = [self._column(target, b.add(c, n)) for n in range(0, lanes, width)]
-            for r in range(0, self.key_step, 2):
-                pairs = self.unit.pairs(*(load_f32(b, rows, r + n, c, lanes) for n in (0, 1)))
-                for n, panel in enumerate(panels):
-                    part = b.shuffle(pairs, pairs, range(n * width, (n + 1) * width))
-                    b.store(part, b.at(panel, r // 2 * width, "i32"))
+    def _value_word(self, rows: Rows, word: int, column: Value) -> Value:
+        return self.unit.pairs(*(load_f32(self.b, rows, 2 * word + n, column, self.lanes) for n in (0, 1)))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         address = self.b.at(target, self.b.mul(self.b.div(key, 2), self.lanes), "i32")
