@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,13 +42,12 @@ from fusion.ir.results import (
     statistics_shape,
 )
 from fusion.ir.spec import AttentionSpec, FurtherOutput
-from fusion.kept import Kept
+from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, Tile, query_stationary
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", bound=CompiledKernel)
 
 
 class _Forward(NamedTuple):
@@ -70,11 +68,12 @@ class TrainingKernel:
         self.extents = extents_function(spec)
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
         self.derived, self._forwards = Kept(), Kept()
-        self._compiled: dict[tuple, Any] = {}
-        self._plans: dict[tuple[tuple[int, ...], bool], BackwardPlan] = {}
-        self._hide_nan: dict[tuple[bool, ...], bool] = {}
-        self._arriving: dict[tuple[tuple[int, ...], tuple[bool, ...]], tuple[AttentionSpec, str | None]] = {}
-        self._lock = threading.Lock()
+        self._compiled, self._plans = Made(), Made()
+        self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
+        self._with = functools.cache(lambda places: replace(spec, further=tuple(spec.further[n] for n in places)))
+        self._unsupported = functools.cache(
+            lambda places, needs: further_gradients.unsupported(self._with(places), needs)
+        )
 
     def source(self, sizes: Sequence[int]) -> str:
         """The MLIR text of the forward's kernel, headed by its choice; empty where no kernel runs."""
@@ -170,7 +169,7 @@ class TrainingKernel:
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         arriving = [g for g in further if g is not None]
         places = tuple(place for place, g in enumerate(further) if g is not None)
-        spec, reason = self._arriving_at(places, needs)
+        spec, reason = self._with(places), self._unsupported(places, needs)
         if reason is not None:
             log.debug("the gradient of %s is the reference interpreter's: %s", self.spec, reason)
         if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
@@ -179,33 +178,20 @@ class TrainingKernel:
         plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
 
-    def _arriving_at(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> tuple[AttentionSpec, str | None]:
-        """The spec with these of the further outputs, and why it has no backward kernels."""
-        if (places, needs) not in self._arriving:
-            spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
-            self._arriving[places, needs] = spec, further_gradients.unsupported(spec, needs)
-        return self._arriving[places, needs]
-
     def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
         """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""
-        if needs not in self._hide_nan:
-            self._hide_nan[needs] = hides_nan(self.spec, needs)
-        if self._hide_nan[needs]:
+        if self._hides_nan(needs):
             return True
         skips = bool(arriving) and spec.mask is not None and spec.mask.skips
         return skips and not all(math.isfinite(size_of(g)) for g in arriving)
 
     def _plan(self, places: tuple[int, ...], everywhere: bool) -> BackwardPlan:
         """For gradients that arrive at these of the further outputs."""
-        with self._lock:
-            if (places, everywhere) not in self._plans:
-                spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
-                self._plans[places, everywhere] = backward_plan(spec, everywhere)
-            return self._plans[places, everywhere]
+        return self._plans.of((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
     def _forward_kernel(self, d: int, d_v: int, choice: int) -> Variant:
         tiling, write = self.tilings[choice], functools.partial(emit, with_statistics=True)
-        return self._build(
+        return self._compiled.of(
             ("forward", d, d_v, choice), lambda: Variant(self.spec, tiling, self.target, d, d_v, write=write)
         )
 
@@ -221,14 +207,7 @@ class TrainingKernel:
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
             return CompiledKernel(kind(problem, needs).text())
 
-        return self._build((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), make)
-
-    def _build(self, key: tuple, make: Callable[[], T]) -> T:
-        """A kernel, which is written and compiled at first use."""
-        with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = make()
-            return self._compiled[key]
+        return self._compiled.of((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), make)
 
 
 def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:

@@ -6,10 +6,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +35,7 @@ from fusion.ir.expr import ZERO
 from fusion.ir.results import coordinate_extents, further_shape, no_statistics, size_of
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.kept import Made
 from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
@@ -44,7 +43,6 @@ from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BY_KEYS
 
 log = logging.getLogger(__name__)
-Kept = TypeVar("Kept")
 WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}}
 """The operands whose gradients each kernel writes."""
 
@@ -71,8 +69,7 @@ class Differentiable:
         self.kernel = Kernel(
             spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
         )
-        self._variants: dict[tuple, Any] = {}
-        self._lock = threading.Lock()
+        self._made = Made()
 
     def source(self, sizes: Sequence[int]) -> str:
         """The text of the forward's module (see `Kernel.source`)."""
@@ -107,7 +104,7 @@ class Differentiable:
             for f in self.spec.further
         ]
         results = {"statistics": statistics} | {f"further{k}": tensor for k, tensor in enumerate(made)}
-        variant = self._kept(
+        variant = self._made.of(
             (d, d_v, device.type == "cpu", "further"),
             lambda: Variant(self.spec, further_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
         )
@@ -150,8 +147,8 @@ class Differentiable:
 
     def _with(self, places: tuple[int, ...]) -> Differentiable:
         """What differentiates where gradients arrive at these of the further outputs."""
-        spec = with_arriving(self.spec, places)
-        return self._kept(("arriving", places), lambda: Differentiable(spec, self.tile, plan=self.plan, arriving=True))
+        spec, own = with_arriving(self.spec, places), ("arriving", places)
+        return self._made.of(own, lambda: Differentiable(spec, self.tile, plan=self.plan, arriving=True))
 
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
         """Why gradients are left to the reference interpreter, or None."""
@@ -230,7 +227,7 @@ class Differentiable:
         found = arriving(self.trained)
         if found.weight is not ZERO and self.trained.normalizer is not Normalizer.NONE:
             spec = delta_of_further(self.trained)
-            kernels = self._kept(("lacked",), lambda: Differentiable(spec, self.tile, plan=self.plan))
+            kernels = self._made.of(("lacked",), lambda: Differentiable(spec, self.tile, plan=self.plan))
             results["lacked"] = kernels._further(operands, sizes, statistics)[0]
         if found.log_sum is not ZERO:
             off = pulled.value(self.trained, operands, sizes, found.log_sum).squeeze(-1)
@@ -252,15 +249,7 @@ class Differentiable:
             read = set().union(*READ.values()) if described else ()
             return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
 
-        return self._kept((d, d_v, needs, interpreted, apart, described), make)
-
-    def _kept(self, key: tuple, make: Callable[[], Kept]) -> Kept:
-        """A module, or what has modules of its own, that is made at first use."""
-        if (found := self._variants.get(key)) is None:
-            with self._lock:
-                if (found := self._variants.get(key)) is None:
-                    found = self._variants[key] = make()
-        return found
+        return self._made.of((d, d_v, needs, interpreted, apart, described), make)
 
 
 class _Launches:
