@@ -157,9 +157,7 @@ def _refuse_narrowed(site: Site, found: Specified) -> None:
     made = downstream_of_products(site, site.interior()) if found.spec.dtype == "float64" else ()
     for node in made:
         if nodes.dtype(node).is_floating_point and nodes.dtype(node) is not torch.float64:
-            problem = Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}")
-            problem.node = node
-            raise problem
+            raise Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}", None, node)
 
 
 def _map_tiles(
@@ -229,12 +227,8 @@ def _refuse_reordered_reads(site: Site) -> None:
             for mutation in marks.mutations(parent):
                 if node < mutation < site.root:
                     where = nodes.source_line(mutation) or mutation.name
-                    problem = Unsupported(
-                        Ground.CHANGED_IN_PLACE,
-                        f"a tensor that the attention reads is changed in place before it ends ({where})",
-                    )
-                    problem.node = mutation
-                    raise problem
+                    message = f"a tensor that the attention reads is changed in place before it ends ({where})"
+                    raise Unsupported(Ground.CHANGED_IN_PLACE, message, None, mutation)
 
 
 def _replace(
