@@ -267,7 +267,7 @@ class Kernel:
         programs = grid = heads * -(-n_q // tile.rows)
         if variant.order.persistent:
             machine = self.planner(operands[0].device).machine
-            together = residents("attention_forward", self.spec, d, d_v, tile, machine)
+            together = residents(self.spec, d, d_v, tile, machine)
             grid = min(programs, together * machine.cores)
         others = {"section": self._section(operands, heads, extents), "programs": programs}
         others |= self._descriptors(variant, operands, (n_q, n_k), tile)
