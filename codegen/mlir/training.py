@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusion.codegen import reference
+from fusion.codegen.emitter import Backward
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
@@ -60,7 +61,7 @@ class _Forward(NamedTuple):
 
 
 class TrainingKernel:
-    """`forward(operands, sizes) -> (output, statistics)` and `backward(...) -> gradients` of one spec."""
+    """The outputs and gradients of one spec: see `emitter.TrainingKernel`."""
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         self.spec, self.tilings, self.target = spec, tuple(tilings), target
@@ -94,13 +95,8 @@ class TrainingKernel:
         tile = Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 
-    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The output, and what the backward needs of each row, see `training_statistics`."""
-        out, statistics = self.outputs(operands, sizes)
-        return out, statistics
-
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, statistics, *further outputs]."""
+        """[output, what the backward needs of each row (see `training_statistics`), *further outputs]."""
         key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
         prepared = self._forwards.get(key) or self._forwards.keep(key, self._prepare(operands, sizes))
         statistics = torch.empty(prepared.statistics)
@@ -155,17 +151,9 @@ class TrainingKernel:
         in_huge_pages(made)
         return made
 
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
+    def backward(self, *given: Any) -> list[Tensor]:
+        """The gradients of the operands that are wanted. given: the fields of `Backward`."""
+        grad, out, statistics, operands, sizes, needs, further = Backward(*given)
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         arriving = [g for g in further if g is not None]
         places = tuple(place for place, g in enumerate(further) if g is not None)

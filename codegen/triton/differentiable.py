@@ -8,11 +8,13 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion.codegen import reference
+from fusion.codegen.emitter import Backward
 from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.apart import Request
@@ -48,7 +50,7 @@ WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlon
 
 
 class Differentiable:
-    """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
+    """The outputs and gradients of one spec: see `emitter.TrainingKernel`.
 
     dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32. tile: in
     place of those that are planned. tuner: measures tiles. plan: see `Kernel`. arriving: the spec is one of
@@ -82,19 +84,14 @@ class Differentiable:
     def prepare(self, sizes: Sequence[int]) -> None:
         """Nothing: Triton compiles a kernel for the tensors of its first launch."""
 
-    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        out, statistics = self.kernel.forward(operands, sizes)
-        assert statistics is not None
-        return out, statistics
-
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
-        *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
-        if 0 in (*batch, n_q, n_k, d, d_v):
+        if self.spec.further and 0 in self.kernel.extents(sizes):
             out, *further = reference.run_all(self.spec, operands, sizes)
             return [out, no_statistics(self.spec, operands, sizes), *further]
-        out, statistics = self.forward(operands, sizes)
-        return [out, statistics, *self._further(operands, sizes, statistics)]
+        out, statistics = self.kernel.forward(operands, sizes)
+        assert statistics is not None
+        return [out, statistics, *(self._further(operands, sizes, statistics) if self.spec.further else ())]
 
     def _further(self, operands: Sequence[Tensor], sizes: Sequence[int], statistics: Tensor) -> list[Tensor]:
         *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
@@ -122,26 +119,17 @@ class Differentiable:
             autotune.launch(Stage(kernel=name, variant=variant, tile=tile, launch=launch, others=None), call)
         return made
 
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        """grad, out: of the output's dimensions, any strides. The gradients, in order, of each marked operand's
-        shape. further: what arrives at the further outputs."""
+    def backward(self, *given: Any) -> list[Tensor]:
+        """The gradients, in order, of each wanted operand's shape. given: the fields of `Backward`."""
+        grad, out, statistics, operands, sizes, needs, further = Backward(*given)
         places = tuple(place for place, g in enumerate(further) if g is not None)
         kernels, found = self._with(places) if places else self, [g for g in further if g is not None]
-        given, of_given = (*operands, *found), (*needs, *(False for _ in found))
-        reason = kernels.without_kernels(of_given)
+        read, of_read = (*operands, *found), (*needs, *(False for _ in found))
+        reason = kernels.without_kernels(of_read)
         if self.spec.mask is not None and not all(math.isfinite(size_of(g)) for g in found):
             reason = "what arrives at a further output is not finite, where a mask may hide it"
         if reason is None:
-            return kernels._gradients(grad, out, statistics, given, sizes, of_given)
+            return kernels._gradients(grad, out, statistics, read, sizes, of_read)
         log.debug("gradients of %s by the reference: %s", self.spec, reason)
         return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
 
