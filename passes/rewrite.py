@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion.ir import AttentionSpec
 from fusion.ir.derivative import reached
 from fusion.ir.expr import SCORE, J, walk
-from fusion.ir.results import output_extents
+from fusion.ir.results import empty_result
 from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
@@ -287,10 +287,7 @@ def _call(
     if part.differentiable:
         operands = _without_gradient(graph, root, part.spec, operands)
     arguments = (operands, sizes, part.spec.to_json(), emitter)
-    output, like = part.spec.output, nodes.value(root)
-    extents = output_extents(part.spec, [nodes.value(s) if isinstance(s, Node) else s for s in sizes])
-    packed = like.new_empty([extents[d] for d in output.order], dtype=getattr(torch, part.spec.out_dtype))
-    value, written = packed.permute([output.order.index(d) for d in output.dims]), dict[Node, Node]()
+    held, written = [nodes.value(s) if isinstance(s, Node) else s for s in sizes], dict[Node, Node]()
     if part.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
         call = graph.call_function(operator.getitem, (every, 0))
@@ -307,5 +304,5 @@ def _call(
     else:
         call = graph.call_function(torch.ops.fusion.attention.default, arguments)
     nodes.copy_provenance(root, call)
-    call.meta["val"] = value
+    call.meta["val"] = empty_result(part.spec, 0, nodes.value(root), held)
     return with_merged_heads(graph, root, call, part.spec), written
