@@ -362,6 +362,3 @@ def _between_events(launch: Callable[[], None], repeats: int) -> list[float]:
     events[-1].record()
     events[-1].synchronize()
     return [1e-3 * first.elapsed_time(second) for first, second in zip(events, events[1:], strict=False)]
-
-
-__all__ = ["Call", "Stage", "Tuner", "call_of", "launch", "run", "settled"]
