@@ -79,7 +79,7 @@ class Trial:
         if given[0].is_meta:
             out, statistics = _results(training, given, self.sizes)
         else:
-            out, statistics = training.forward(given, self.sizes)
+            out, statistics = training.outputs(given, self.sizes)
         grad = torch.empty_like(out).normal_() if not out.is_meta else torch.empty_like(out)
         return lambda: training.backward(grad, out, statistics, given, self.sizes, needs)
 

@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,25 @@ class Kernel(Protocol):
         ...
 
 
+class Backward(NamedTuple):
+    """What a backward is given.
+
+    grad: of the output, of any strides.
+    out, statistics: what the forward returned.
+    needs: marks the operands whose gradients are wanted.
+    further: what arrives at each of the further outputs, None where nothing does; not passed where nothing arrives at
+        any.
+    """
+
+    grad: Tensor
+    out: Tensor
+    statistics: Tensor
+    operands: Sequence[Tensor]
+    sizes: Sequence[int]
+    needs: tuple[bool, ...]
+    further: Sequence[Tensor | None] = ()
+
+
 class TrainingKernel(Protocol):
     """What trains with one spec."""
 
@@ -65,26 +84,13 @@ class TrainingKernel(Protocol):
         """Compile what a forward runs, where that can be done before it."""
         ...
 
-    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(output, statistics of rows that `backward` reads: see `fusion.ir.results.statistics_shape`)."""
-        ...
-
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, statistics, *further outputs], of an emitter that writes these."""
+        """[output, statistics of rows that `backward` reads (see `fusion.ir.results.statistics_shape`), *further
+        outputs of an emitter that writes these]."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks, of any dtype and strides. further: what arrives at each of
-        the further outputs, None where nothing does; not passed where nothing arrives at any."""
+    def backward(self, *given: Any) -> list[Tensor]:
+        """The gradients of the operands that are wanted, of any dtype and strides. given: the fields of `Backward`."""
         ...
 
 
@@ -92,8 +98,7 @@ class Emitter(Protocol):
     """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call.
 
     One that is registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes
-    their kernel, with a method `outputs(operands, sizes) -> [output, statistics, *further outputs]`, whether they are
-    trained or not; its None leaves them to the reference interpreter.
+    their kernel, whether they are trained or not; its None leaves them to the reference interpreter.
     """
 
     def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:

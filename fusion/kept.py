@@ -1,8 +1,9 @@
-"""Bounded memory of what was derived for calls."""
+"""What was derived for calls, in bounded memory, and what is made once."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,3 +24,18 @@ class Kept(dict):
     def keep(self, key: Hashable, value: T) -> T:
         self[key] = value
         return value
+
+
+class Made(dict):
+    """What is made at its first use: once, whichever threads ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def of(self, key: Hashable, make: Callable[[], T]) -> T:
+        if (found := self.get(key)) is None:
+            with self._lock:
+                if (found := self.get(key)) is None:
+                    found = self[key] = make()
+        return found

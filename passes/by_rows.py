@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion.ir import AttentionSpec, Operand, Output, integers
-from fusion.ir.expr import FALSE, Expr, I, J, Kind, coord, coordinates, load, loads, rebuild, size, substitute, walk
+from fusion.ir.expr import FALSE, Expr, I, J, Kind, coord, coordinates, load, loads, renumbered, size, substitute, walk
 from fusion.ir.ops import conjuncts
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
@@ -153,9 +153,8 @@ def _without_unused(found: Specified) -> Specified:
     every = spec.expressions()
     read = {part.operand for part in loads(*every)} | {0, 1, 2}
     number = {old: new for new, old in enumerate(sorted(read))}
-    table = _renumbered(number)
     changed = spec.mapped(
-        table,
+        lambda expr: renumbered(expr, number.__getitem__),
         operands=tuple(spec.operands[old] for old in sorted(read)),
         sizes=tuple(name for name in spec.sizes if size(name) in set(walk(*every))),
     )
@@ -168,12 +167,3 @@ def _without_unused(found: Specified) -> Specified:
         tables=tuple((number[old], known) for old, known in found.tables if old in number),
         by_rows=replace(by_rows, table=number[by_rows.table]),
     )
-
-
-def _renumbered(number: dict[int, int]) -> Callable[[Expr], Expr]:
-    def leaf(part: Expr) -> Expr | None:
-        if part.op != "load":
-            return None
-        return load(number[part.operand], tuple(rebuild(entry, leaf) for entry in part.args), part.kind)
-
-    return lambda expr: rebuild(expr, leaf)

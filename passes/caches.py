@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import ONE, Expr, J, coordinates, load, loads, rebuild, walk
+from fusion.ir.expr import ONE, Expr, J, coordinates, loads, rebuild, renumbered, walk
 from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.traffic import bytes_per_element
@@ -112,14 +112,11 @@ def stored(
 def _adopted(walk_: PullBack, inner: PullBack, expr: Expr) -> Expr:
     """An expression of another walk, with the numbers that its tensors have in this one."""
 
-    def leaf(part: Expr) -> Expr | None:
-        if part.op != "load":
-            return None
-        table = inner.tables.get(part.operand)
-        number = walk_.number(inner.loaded[part.operand]) if table is None else tables.number_of(walk_, table)
-        return load(number, tuple(rebuild(entry, leaf) for entry in part.args), part.kind)
+    def number(old: int) -> int:
+        table = inner.tables.get(old)
+        return walk_.number(inner.loaded[old]) if table is None else tables.number_of(walk_, table)
 
-    return rebuild(expr, leaf)
+    return renumbered(expr, number)
 
 
 class _Source:

@@ -216,11 +216,7 @@ class _Builder:
 def _dim(node: Node) -> int | None:
     """The dimension that a node reduces, or normalises over; None where there are several."""
     args = arguments(node)
-    dims = args.get("dim")
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    if len(dims) != 1 or not isinstance(dims[0], int):
-        return None
-    return nodes.normalize_dim(dims[0], len(shape(args["self"])))
+    return nodes.one_dim(args.get("dim"), len(shape(args["self"])))
 
 
 def _of_sum(node: Node) -> Cut | None:

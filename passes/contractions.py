@@ -73,16 +73,14 @@ def _summed(node: Node, ops: tuple[Any, ...] = (aten.mul,)) -> _Summed | None:
         op, operands = packet(inner), inner.args
     else:
         return None
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    if op not in ops or len(operands) != 2 or len(dims) != 1 or not isinstance(dims[0], int):
+    if op not in ops or len(operands) != 2:
         return None
     if not all(nodes.is_tensor(x) and nodes.dtype(x) is nodes.dtype(node) for x in operands):
         return None
     left, right = operands
     found = _broadcast(shape(left), shape(right))
-    if found is None:
+    if found is None or (dim := nodes.one_dim(dims, len(found))) is None:
         return None
-    dim = nodes.normalize_dim(dims[0], len(found))
     if any(len(x) < len(found) - dim or x[dim - len(found)] is not found[dim] for x in map(shape, operands)):
         return None
     return _Summed(op=op, left=left, right=right, extents=found, dim=dim, keepdim=keepdim)
@@ -104,14 +102,13 @@ def extended_factors(node: Node) -> list[Node]:
     if packet(node) is not aten.sum or not nodes.is_tensor(node) or is_contraction(node):
         return []
     args = arguments(node)
-    inner, dims = args["self"], args.get("dim")
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    if packet(inner) is not aten.mul or len(dims) != 1 or not isinstance(dims[0], int):
+    inner = args["self"]
+    if packet(inner) is not aten.mul or not all(nodes.is_tensor(x) and not is_parameter(x) for x in inner.args):
         return []
     extents = shape(inner)
-    if not all(nodes.is_tensor(x) and not is_parameter(x) for x in inner.args):
+    if (place := nodes.one_dim(args.get("dim"), len(extents))) is None:
         return []
-    dim = nodes.normalize_dim(dims[0], len(extents)) - len(extents)
+    dim = place - len(extents)
     if any(len(shape(x)) < -dim or shape(x)[dim] is not extents[dim] for x in inner.args):
         return []
     return [x for x in inner.args if shape(x) != extents]

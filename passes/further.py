@@ -143,11 +143,9 @@ class _Walk:
     def _reduced(self, user: Node, node: Node, index: Index) -> Use | None:
         """A reduction of the node over its keys or its queries."""
         args = arguments(user)
-        dims = args.get("dim")
-        dims = [dims] if isinstance(dims, int) else list(dims or ())
-        if len(dims) != 1 or not nodes.dtype(user).is_floating_point:
+        dim = nodes.one_dim(args.get("dim"), len(index))
+        if dim is None or not nodes.dtype(user).is_floating_point:
             return None
-        dim = nodes.normalize_dim(dims[0], len(index))
         over, extent = index[dim], shape(node)[dim]
         if over not in (I, J) or self.pullback.bounds[over] is not extent:
             return None

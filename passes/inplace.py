@@ -195,19 +195,10 @@ def _is_view(node: Node) -> bool:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return True  # getitem and the like: assume it aliases
-    if _converts(target) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
+    kind = nodes.packet(node)
+    if kind in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
         return False  # another dtype: a copy
-    return _returns_alias(target) or _may_alias(target)
-
-
-@functools.cache
-def _converts(target: torch._ops.OpOverload) -> bool:
-    return target.overloadpacket in (aten.to, aten._to_copy)
-
-
-@functools.cache
-def _may_alias(target: torch._ops.OpOverload) -> bool:
-    return target.overloadpacket in MAYBE_ALIAS
+    return _returns_alias(target) or kind in MAYBE_ALIAS
 
 
 @functools.cache

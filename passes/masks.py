@@ -104,27 +104,19 @@ class Side(enum.Enum):
 
 def full_range(live: Expr) -> tuple[Expr | None, Expr | None, list[Expr]]:
     """(lo, hi, conjuncts): a range of keys in which these conjuncts hold for all rows of a block."""
-    lows, highs, known = [], [], []
-    for part in conjuncts(live):
-        low, high = _bound(part, Side.ALL)
-        if low is None and high is None:
-            continue
-        known.append(part)
-        lows += [] if low is None else [low]
-        highs += [] if high is None else [high]
-    return _extreme("imax", lows), _extreme("imin", highs), known
+    found = [(part, ends) for part in conjuncts(live) if (ends := _bound(part, Side.ALL)) != (None, None)]
+    return *_joined([ends for _, ends in found], Side.ALL), [part for part, _ in found]
 
 
 def _range(live: Expr, side: Side) -> Ends:
-    """The range of a conjunction. ANY: the tightest of all conjuncts. ALL: none where a conjunct has none."""
-    ends = [_bound(part, side) for part in conjuncts(live)]
+    """The range of a conjunction."""
+    return _joined([_bound(part, side) for part in conjuncts(live)], side)
+
+
+def _joined(ends: list[Ends], side: Side) -> Ends:
+    """Of what holds together. ANY: the intersection. ALL: none where a part has none."""
     if side is Side.ALL and (None, None) in ends:
         return None, None
-    return _joined(ends)
-
-
-def _joined(ends: list[Ends]) -> Ends:
-    """The intersection."""
     lows, highs = ([end[k] for end in ends if end[k] is not None] for k in (0, 1))
     return _extreme("imax", lows), _extreme("imin", highs)  # type: ignore[arg-type]
 
@@ -143,8 +135,7 @@ def _bound(part: Expr, side: Side) -> Ends:
     if part.op == "and":
         return _range(part, side)
     if part.op == "ieq":
-        ends = [_at_most(*pair, side) for pair in (part.args, part.args[::-1])]
-        return (None, None) if side is Side.ALL and (None, None) in ends else _joined(ends)
+        return _joined([_at_most(*pair, side) for pair in (part.args, part.args[::-1])], side)
     if part.op == "ile":
         return _at_most(*part.args, side)
     if part.op == "ilt":
@@ -168,8 +159,7 @@ def _either(left: Ends, right: Ends, side: Side) -> Ends:
 def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
     """The keys with left <= right, i.e. g = right - left >= 0, where g holds j once, in one term, affinely."""
     if left.op == "iabs":  # |x| <= y is x <= y and -x <= y
-        ends = [_at_most(arm, right, side) for arm in (left.args[0], integers.neg(left.args[0]))]
-        return (None, None) if side is Side.ALL and (None, None) in ends else _joined(ends)
+        return _joined([_at_most(arm, right, side) for arm in (left.args[0], integers.neg(left.args[0]))], side)
     difference = integers.sub(right, left)
     if (found := _of_extremum(difference, side)) is not None:
         return found
@@ -192,9 +182,7 @@ def _of_extremum(difference: Expr, side: Side) -> Ends | None:
             (atom,), zero = monomial, integers.integer(0)
             arms = (integers.sub(difference, integers.mul(coefficient, integers.sub(atom, arm))) for arm in atom.args)
             ends = [_at_most(zero, arm, side) for arm in arms]
-            if (atom.op == "imax") == (coefficient > 0):
-                return _either(*ends, side)
-            return (None, None) if side is Side.ALL and (None, None) in ends else _joined(ends)
+            return _either(*ends, side) if (atom.op == "imax") == (coefficient > 0) else _joined(ends, side)
     return None
 
 
@@ -248,15 +236,11 @@ def _at_extreme_row(expr: Expr, side: Side) -> Expr | None:
         row = I1 if (coefficient > 0) == (side is Side.ANY) else I0
         term = integers.integer(coefficient)
         for atom in monomial:
-            term = integers.mul(term, atom if atom not in holding else _at_row(atom, row))
+            term = integers.mul(term, atom if atom not in holding else substitute(atom, {I: row}))
         if holding and not _monotone(holding[0], monomial):
             return None
         total = integers.add(total, term)
     return total
-
-
-def _at_row(atom: Expr, row: Expr) -> Expr:
-    return substitute(atom, {I: row})
 
 
 def _monotone(atom: Expr, monomial: tuple[Expr, ...]) -> bool:

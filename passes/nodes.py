@@ -222,6 +222,12 @@ def normalize_dim(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
+def one_dim(dims: Any, rank: int) -> int | None:
+    """The dimension that an argument `dim` names, as a number or as a list of it alone; else None."""
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    return normalize_dim(dims[0], rank) if len(dims) == 1 and isinstance(dims[0], int) else None
+
+
 def copy_provenance(origin: Node, target: Node) -> None:
     """Say of a node that it stands for another one."""
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):

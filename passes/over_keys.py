@@ -71,13 +71,12 @@ def reduction(
 ) -> Expr | None:
     """A sum, maximum or logsumexp over one dimension, taken to be over the keys (else nothing will match it)."""
     args = arguments(here)
-    origin, dims = args["self"], args.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    origin = args["self"]
+    dim = nodes.one_dim(args.get("dim"), len(shape(origin)))
     if pullback.keys is integers.integer(1):  # a broadcast over a single key is none, and has left J
         index = tuple(substitute(part, {J: integers.integer(0)}) for part in index)
-    if len(dims) != 1 or any("j" in coordinates(part) for part in index):
+    if dim is None or any("j" in coordinates(part) for part in index):
         return None
-    dim = nodes.normalize_dim(dims[0], len(shape(origin)))
     inner = index if args.get("keepdim") else (*index[:dim], integers.integer(0), *index[dim:])
     further = integers.sub(shape(origin)[dim], pullback.keys)
     if not further.is_const:

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion.ir import AttentionSpec
 from fusion.ir.derivative import reached
 from fusion.ir.expr import SCORE, J, walk
-from fusion.ir.results import output_extents
+from fusion.ir.results import empty_result
 from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import MapSpec
 from fusion.passes import marks, nodes
@@ -157,9 +157,7 @@ def _refuse_narrowed(site: Site, found: Specified) -> None:
     made = downstream_of_products(site, site.interior()) if found.spec.dtype == "float64" else ()
     for node in made:
         if nodes.dtype(node).is_floating_point and nodes.dtype(node) is not torch.float64:
-            problem = Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}")
-            problem.node = node
-            raise problem
+            raise Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}", None, node)
 
 
 def _map_tiles(
@@ -229,12 +227,8 @@ def _refuse_reordered_reads(site: Site) -> None:
             for mutation in marks.mutations(parent):
                 if node < mutation < site.root:
                     where = nodes.source_line(mutation) or mutation.name
-                    problem = Unsupported(
-                        Ground.CHANGED_IN_PLACE,
-                        f"a tensor that the attention reads is changed in place before it ends ({where})",
-                    )
-                    problem.node = mutation
-                    raise problem
+                    message = f"a tensor that the attention reads is changed in place before it ends ({where})"
+                    raise Unsupported(Ground.CHANGED_IN_PLACE, message, None, mutation)
 
 
 def _replace(
@@ -293,10 +287,7 @@ def _call(
     if part.differentiable:
         operands = _without_gradient(graph, root, part.spec, operands)
     arguments = (operands, sizes, part.spec.to_json(), emitter)
-    output, like = part.spec.output, nodes.value(root)
-    extents = output_extents(part.spec, [nodes.value(s) if isinstance(s, Node) else s for s in sizes])
-    packed = like.new_empty([extents[d] for d in output.order], dtype=getattr(torch, part.spec.out_dtype))
-    value, written = packed.permute([output.order.index(d) for d in output.dims]), dict[Node, Node]()
+    held, written = [nodes.value(s) if isinstance(s, Node) else s for s in sizes], dict[Node, Node]()
     if part.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
         call = graph.call_function(operator.getitem, (every, 0))
@@ -313,5 +304,5 @@ def _call(
     else:
         call = graph.call_function(torch.ops.fusion.attention.default, arguments)
     nodes.copy_provenance(root, call)
-    call.meta["val"] = value
+    call.meta["val"] = empty_result(part.spec, 0, nodes.value(root), held)
     return with_merged_heads(graph, root, call, part.spec), written

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.ir import Operand
-from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, load, loads, rebuild, substitute, walk
+from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, loads, renumbered, substitute, walk
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.spec import MaskFacts, Normalizer
@@ -95,14 +95,8 @@ def _batch_axes(data: _Data) -> list[str]:
 
 def _renumbered(expr: Expr, names: Sequence[str], numbers: Sequence[int]) -> Expr:
     """An expression with its batch coordinates and loads numbered by their positions in these lists."""
-
-    def leaf(part: Expr) -> Expr | None:
-        if part.op != "load":
-            return None
-        index = tuple(rebuild(arg, leaf) for arg in part.args)
-        return load(numbers.index(part.operand), index, part.kind)
-
-    return rebuild(substitute(expr, {coord(name): coord(f"b{k}") for k, name in enumerate(names)}), leaf)
+    moved = substitute(expr, {coord(name): coord(f"b{k}") for k, name in enumerate(names)})
+    return renumbered(moved, numbers.index)
 
 
 def with_map(found: Specified, made: Node) -> Specified:

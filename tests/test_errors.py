@@ -138,10 +138,10 @@ def test_of_sizes_beyond_the_kernels(spec, monkeypatch):
         mlir.compile(spec)(given, large)
     trained = mlir.compile_training(spec)
     with pytest.raises(UnsupportedSizeError, match="was met; CPU kernels take sizes below"):
-        trained.forward(given, large)
+        trained.outputs(given, large)
     monkeypatch.setattr(calling, "PARAMETER_SLOTS", 0)
     with pytest.raises(UnsupportedSizeError, match="parameters; there is room for 0"):
-        trained.forward(given, [1, 2, 5, 5])
+        trained.outputs(given, [1, 2, 5, 5])
     with pytest.raises(UnsupportedSizeError, match="was met; GPU kernels take sizes below"):
         triton_launch.check_sizes([1 << 40])
 

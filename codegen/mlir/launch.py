@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.results import output_layout
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Kept
+from fusion.kept import Kept, Made
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
@@ -136,9 +135,7 @@ class Kernel:
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None):
         self.spec, self.tilings, self.target, self.planner = spec, tuple(tilings), target, planner
         self._extents = extents_function(spec)
-        self._variants: dict[tuple[int, int, Tiling | ByRows], Variant] = {}
-        self._chosen, self._calls = Kept(), Kept()
-        self._lock = threading.Lock()
+        self._variants, self._chosen, self._calls = Made(), Kept(), Kept()
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
 
     def prepare(self, sizes: Sequence[int]) -> None:
@@ -197,12 +194,7 @@ class Kernel:
 
     def variant(self, d: int, d_v: int, tiling: Tiling | ByRows) -> Variant:
         """The variant for these sizes, compiled at first use."""
-        key = (d, d_v, tiling)
-        if (found := self._variants.get(key)) is None:
-            with self._lock:
-                if (found := self._variants.get(key)) is None:
-                    found = self._variants[key] = Variant(self.spec, tiling, self.target, d, d_v)
-        return found
+        return self._variants.of((d, d_v, tiling), lambda: Variant(self.spec, tiling, self.target, d, d_v))
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         # A short call takes no longer than its bookkeeping: what follows from sizes and strides is derived once.

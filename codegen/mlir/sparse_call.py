@@ -11,6 +11,7 @@ from fusion.codegen.mlir.sparse_kernel import emit_sparse, share_bits
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.ir.spec import AttentionSpec
+from fusion.kept import Made
 from fusion.machine import Machine
 
 
@@ -23,7 +24,7 @@ class SparseKernel:
         together = self.tiling.together or self.target.tile_groups
         self.keys, self.rows = self.tiling.keys, together * self.target.lanes
         self.sets = -(-self.tiling.groups // together)
-        self._variants: dict[tuple[int, int], Variant] = {}
+        self._variants = Made()
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[int], marks: torch.Tensor, share: float
@@ -36,10 +37,9 @@ class SparseKernel:
         """
         heads, n_q, d = q.shape
         n_k, d_v = v.shape[1:]
-        key = (d, d_v)
-        if key not in self._variants:
-            self._variants[key] = Variant(self.spec, self.tiling, self.target, d, d_v, write=emit_sparse)
-        variant = self._variants[key]
+        variant = self._variants.of(
+            (d, d_v), lambda: Variant(self.spec, self.tiling, self.target, d, d_v, write=emit_sparse)
+        )
         out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))
         skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
         values = call_values(self.spec, sizes, [x.stride() for x in (q, k, v)], out.stride())

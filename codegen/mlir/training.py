@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusion.codegen import reference
+from fusion.codegen.emitter import Backward
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
@@ -43,13 +43,12 @@ from fusion.ir.results import (
     statistics_shape,
 )
 from fusion.ir.spec import AttentionSpec, FurtherOutput
-from fusion.kept import Kept
+from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, Tile, query_stationary
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", bound=CompiledKernel)
 
 
 class _Forward(NamedTuple):
@@ -62,7 +61,7 @@ class _Forward(NamedTuple):
 
 
 class TrainingKernel:
-    """`forward(operands, sizes) -> (output, statistics)` and `backward(...) -> gradients` of one spec."""
+    """The outputs and gradients of one spec: see `emitter.TrainingKernel`."""
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         self.spec, self.tilings, self.target = spec, tuple(tilings), target
@@ -70,11 +69,12 @@ class TrainingKernel:
         self.extents = extents_function(spec)
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
         self.derived, self._forwards = Kept(), Kept()
-        self._compiled: dict[tuple, Any] = {}
-        self._plans: dict[tuple[tuple[int, ...], bool], BackwardPlan] = {}
-        self._hide_nan: dict[tuple[bool, ...], bool] = {}
-        self._arriving: dict[tuple[tuple[int, ...], tuple[bool, ...]], tuple[AttentionSpec, str | None]] = {}
-        self._lock = threading.Lock()
+        self._compiled, self._plans = Made(), Made()
+        self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
+        self._with = functools.cache(lambda places: replace(spec, further=tuple(spec.further[n] for n in places)))
+        self._unsupported = functools.cache(
+            lambda places, needs: further_gradients.unsupported(self._with(places), needs)
+        )
 
     def source(self, sizes: Sequence[int]) -> str:
         """The MLIR text of the forward's kernel, headed by its choice; empty where no kernel runs."""
@@ -95,13 +95,8 @@ class TrainingKernel:
         tile = Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 
-    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The output, and what the backward needs of each row, see `training_statistics`."""
-        out, statistics = self.outputs(operands, sizes)
-        return out, statistics
-
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, statistics, *further outputs]."""
+        """[output, what the backward needs of each row (see `training_statistics`), *further outputs]."""
         key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
         prepared = self._forwards.get(key) or self._forwards.keep(key, self._prepare(operands, sizes))
         statistics = torch.empty(prepared.statistics)
@@ -156,21 +151,13 @@ class TrainingKernel:
         in_huge_pages(made)
         return made
 
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
+    def backward(self, *given: Any) -> list[Tensor]:
+        """The gradients of the operands that are wanted. given: the fields of `Backward`."""
+        grad, out, statistics, operands, sizes, needs, further = Backward(*given)
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         arriving = [g for g in further if g is not None]
         places = tuple(place for place, g in enumerate(further) if g is not None)
-        spec, reason = self._arriving_at(places, needs)
+        spec, reason = self._with(places), self._unsupported(places, needs)
         if reason is not None:
             log.debug("the gradient of %s is the reference interpreter's: %s", self.spec, reason)
         if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
@@ -179,33 +166,20 @@ class TrainingKernel:
         plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
 
-    def _arriving_at(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> tuple[AttentionSpec, str | None]:
-        """The spec with these of the further outputs, and why it has no backward kernels."""
-        if (places, needs) not in self._arriving:
-            spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
-            self._arriving[places, needs] = spec, further_gradients.unsupported(spec, needs)
-        return self._arriving[places, needs]
-
     def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
         """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""
-        if needs not in self._hide_nan:
-            self._hide_nan[needs] = hides_nan(self.spec, needs)
-        if self._hide_nan[needs]:
+        if self._hides_nan(needs):
             return True
         skips = bool(arriving) and spec.mask is not None and spec.mask.skips
         return skips and not all(math.isfinite(size_of(g)) for g in arriving)
 
     def _plan(self, places: tuple[int, ...], everywhere: bool) -> BackwardPlan:
         """For gradients that arrive at these of the further outputs."""
-        with self._lock:
-            if (places, everywhere) not in self._plans:
-                spec = replace(self.spec, further=tuple(self.spec.further[place] for place in places))
-                self._plans[places, everywhere] = backward_plan(spec, everywhere)
-            return self._plans[places, everywhere]
+        return self._plans.of((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
     def _forward_kernel(self, d: int, d_v: int, choice: int) -> Variant:
         tiling, write = self.tilings[choice], functools.partial(emit, with_statistics=True)
-        return self._build(
+        return self._compiled.of(
             ("forward", d, d_v, choice), lambda: Variant(self.spec, tiling, self.target, d, d_v, write=write)
         )
 
@@ -221,14 +195,7 @@ class TrainingKernel:
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
             return CompiledKernel(kind(problem, needs).text())
 
-        return self._build((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), make)
-
-    def _build(self, key: tuple, make: Callable[[], T]) -> T:
-        """A kernel, which is written and compiled at first use."""
-        with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = make()
-            return self._compiled[key]
+        return self._compiled.of((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), make)
 
 
 def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ against it.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd import forward_ad
 
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.results import result_names
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
+from fusion.ir.spec import AttentionSpec, FurtherOutput
 
 #: score elements of a block of rows that are alive at once
 BLOCK_ELEMENTS = 1 << 22
@@ -51,7 +50,7 @@ def backward(
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(needed) for o, needed in zip(operands, needs, strict=True)]
         wanted = [t for t, n in zip(given, needs, strict=True) if n]
-        return _Backward(spec, given, sizes, dtype).gradients([grad, *arriving], wanted)
+        return _gradients(Execution(spec, given, sizes, dtype), [grad, *arriving], wanted)
 
 
 @contextlib.contextmanager
@@ -66,70 +65,46 @@ def recording() -> Iterator[None]:
         yield
 
 
-class _Backward:
-    def __init__(
-        self, spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype | None
-    ):
-        self.execution = Execution(spec, operands, sizes, dtype)
+def _gradients(run: Execution, grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the operands that are wanted, from those of the output and the further outputs."""
+    upstream = [_computed(run, *pair) for pair in zip(grads, (None, *run.spec.further), strict=True)]
+    total = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in wanted]
+    if run.n_q and any(gradient.numel() for gradient in upstream):
+        gathered = run.gathered()
+        # Q, K and V are cut off from their operands, so that each block's gradient is a plain sum into three tensors.
+        cut = [t.detach().requires_grad_(t.requires_grad) for t in gathered]
+        made = [t for t in gathered if t.requires_grad]
+        sums = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in made]
+        into = dict(zip([*(t for t in cut if t.requires_grad), *wanted], [*sums, *total], strict=True))
+        for block in run.blocks(BLOCK_ELEMENTS):
+            parts = [_part(run, number, gradient, *block) for number, gradient in enumerate(upstream)]
+            _add(run.results(*block, *cut), parts, into)
+        _add(made, sums, dict(zip(wanted, total, strict=True)))
+    return total
 
-    def gradients(self, grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        run = self.execution
-        upstream = [self._as_rows(grads[0]), *map(self._further, run.spec.further, grads[1:])]
-        total = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in wanted]
-        if run.n_q and any(gradient.numel() for gradient in upstream):
-            gathered = run.gathered()
-            # Q, K and V are cut off from their operands, so that each block's gradient is a plain sum into three
-            # tensors.
-            cut = [t.detach().requires_grad_(t.requires_grad) for t in gathered]
-            sums = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) if t.requires_grad else None for t in cut]
-            for first, count in self._blocks():
-                self._block(first, count, cut, upstream, wanted, sums, total)
-            kept = [(t, s) for t, s in zip(gathered, sums, strict=True) if s is not None]
-            if kept:
-                self._accumulate(*zip(*kept, strict=True), wanted, total)
-        return total
 
-    def _as_rows(self, grad: torch.Tensor) -> torch.Tensor:
-        """The output's gradient as [b.., i, e]."""
-        run, dims = self.execution, self.execution.spec.output.dims
-        return grad.to(run.dtype).permute([dims.index(name) for name in result_names(run.spec)])
+def _computed(run: Execution, grad: torch.Tensor, further: FurtherOutput | None) -> torch.Tensor:
+    """The gradient of the output, [b.., i, e], or of a further output, its coordinates in the order b.., i, j."""
+    dims = (further or run.spec.output).dims
+    return grad.to(run.dtype).permute([dims.index(name) for name in result_names(run.spec, further)])
 
-    def _further(self, further: FurtherOutput, grad: torch.Tensor) -> torch.Tensor:
-        """A further output's gradient with its coordinates in the order b.., i, j."""
-        names = result_names(self.execution.spec, further)
-        return grad.to(self.execution.dtype).permute([further.dims.index(name) for name in names])
 
-    def _part(self, number: int, upstream: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """The gradient of what some rows contribute to a result (number 0: the output)."""
-        if number and "i" not in self.execution.spec.further[number - 1].dims:
-            return upstream  # a sum over the rows
-        return upstream.narrow(len(self.execution.batch), first, count)
+def _part(run: Execution, number: int, upstream: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The gradient of what some rows contribute to a result (number 0: the output)."""
+    if number and "i" not in run.spec.further[number - 1].dims:
+        return upstream  # a sum over the rows
+    return upstream.narrow(len(run.batch), first, count)
 
-    def _blocks(self) -> list[tuple[int, int]]:
-        run = self.execution
-        if any(f.over == "i" and f.reduction is not Reduction.SUM for f in run.spec.further):
-            return [(0, run.n_q)]
-        count = max(1, BLOCK_ELEMENTS // max(1, math.prod(run.batch) * run.n_k))
-        return [(first, min(count, run.n_q - first)) for first in range(0, run.n_q, count)]
 
-    def _block(self, first, count, cut, upstream, wanted, sums, total) -> None:
-        results = [
-            (out, self._part(number, upstream[number], first, count))
-            for number, out in enumerate(self.execution.results(first, count, *cut))
-            if out.requires_grad
-        ]
-        if not results:
-            return
-        places = [(t, s) for t, s in zip(cut, sums, strict=True) if s is not None]
-        targets = [*(t for t, _ in places), *wanted]
-        outputs, gradients = (list(part) for part in zip(*results, strict=True))
-        found = torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
-        for into, part in zip([*(s for _, s in places), *total], found, strict=True):
-            if part is not None:
-                into += part
-
-    def _accumulate(self, outputs, gradients, wanted, total) -> None:
-        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-        for into, part in zip(total, found, strict=True):
-            if part is not None:
-                into += part
+def _add(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], into: Mapping[torch.Tensor, torch.Tensor]
+) -> None:
+    """Add to what each tensor has its gradient through these outputs."""
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    if not pairs or not into:
+        return
+    reached, arriving = zip(*pairs, strict=True)
+    found = torch.autograd.grad(reached, [*into], arriving, allow_unused=True)
+    for total, part in zip(into.values(), found, strict=True):
+        if part is not None:
+            total += part

@@ -10,7 +10,6 @@ summed. That holds for tangents, gradients and whatever is made of them again.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -21,7 +20,7 @@ from torch.autograd import forward_ad
 from fusion.codegen.reference.backward import recording
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.results import result_names
-from fusion.ir.spec import AttentionSpec, Reduction
+from fusion.ir.spec import AttentionSpec
 from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
 
 Block = tuple[int, int]
@@ -53,7 +52,7 @@ def derivative(
     given = [_as_computed(run, place, tensor) for place, tensor in zip(takes, inputs, strict=True)]
     found: list[list[Tensor]] = [[] for _ in gives]
     with recording():
-        for block in _blocks(run, len(steps)):
+        for block in run.blocks(BLOCK_ELEMENTS >> len(steps)):  # a higher order holds more tables of scores
             parts = function(block, [_cut(run, place, x, block) for place, x in zip(takes, given, strict=True)])
             for place, into, part in zip(gives, found, parts, strict=True):
                 into[:] = [*into, part] if _has_rows(spec, place) or not into else [into[0] + part]
@@ -130,14 +129,6 @@ def _of_marked(
         return tuple(function(block, [next(left) if m else x for x, m in zip(inputs, marks, strict=True)]))
 
     return partial
-
-
-def _blocks(run: Execution, order: int) -> list[Block]:
-    """The rows, in blocks that are smaller for derivatives of a higher order: these hold more tables of scores."""
-    if any(f.over == "i" and f.reduction is not Reduction.SUM for f in run.spec.further):
-        return [(0, run.n_q)]
-    rows = max(1, (BLOCK_ELEMENTS >> order) // max(1, math.prod(run.batch) * run.n_k))
-    return [(first, min(rows, run.n_q - first)) for first in range(0, run.n_q, rows)] or [(0, 0)]
 
 
 def _names(spec: AttentionSpec, place: Place) -> tuple[list[str], tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, co
 from fusion.ir.ops import evaluate
 from fusion.ir.results import REDUCE, result_names
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Reduction
 from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 
 
@@ -182,6 +183,14 @@ class Execution:
             return value if "j" in further.dims else value.squeeze(-1)
         axis = -1 if over == "j" else -2
         return REDUCE[further.reduction](value, axis)
+
+    def blocks(self, elements: int) -> list[tuple[int, int]]:
+        """(first row, how many) of blocks of at most so many scores; all rows are one where a further output is an
+        extremum over them."""
+        if any(f.over == "i" and f.reduction is not Reduction.SUM for f in self.spec.further):
+            return [(0, self.n_q)]
+        rows = max(1, elements // max(1, math.prod(self.batch) * self.n_k))
+        return [(first, min(rows, self.n_q - first)) for first in range(0, self.n_q, rows)] or [(0, 0)]
 
     def program(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor):
         """The score program of these rows, [b.., count, n_k], and the positions that it was evaluated at."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.codegen.emitter import Backward
 from fusion.codegen.reference.backward import backward
 from fusion.codegen.reference.forward import run, run_all
 from fusion.ir.results import no_statistics
@@ -44,27 +45,15 @@ class ReferenceGradient(ReferenceKernel):
         super().__init__(spec)
         self.kernel = kernel
 
-    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(output, zeros)."""
-        return self.kernel(operands, sizes), no_statistics(self.spec, operands, sizes)
-
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, zeros, *further outputs]."""
-        out, *further = run_all(self.spec, operands, sizes)
+        out, *further = run_all(self.spec, operands, sizes) if self.spec.further else [self.kernel(operands, sizes)]
         return [out, no_statistics(self.spec, operands, sizes), *further]
 
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
-        return backward(self.spec, grad, operands, sizes, needs, further=further)
+    def backward(self, *given: Any) -> list[Tensor]:
+        """The gradients of the operands that are wanted. given: the fields of `Backward`."""
+        call = Backward(*given)
+        return backward(self.spec, call.grad, call.operands, call.sizes, call.needs, further=call.further)
 
 
 def supports(spec: AttentionSpec, machine: Machine) -> str | None:

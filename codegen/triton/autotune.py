@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -48,6 +48,9 @@ _measuring = threading.RLock()  # what runs beside a measurement falsifies it
 
 Clock = Callable[[Callable[[], None], torch.device], float]
 """(launch, device) -> seconds that one launch takes."""
+
+Name = TypeVar("Name", Tile, str)
+"""Of what is measured: a tile, or a peer by its name."""
 
 Times = Callable[[str, Sequence[int], Sequence[Tile]], Sequence[float]]
 """(kernel, values of the spec's sizes, tiles) -> the seconds that are predicted for each."""
@@ -245,7 +248,8 @@ class Tuner:
                 best = launch(stage, call)
             elif stage.tile in seconds and seconds[best] > (1 - MARGIN) * seconds[stage.tile]:
                 best = stage.tile
-            rivals = self._rivals(stage, call, failed)
+            wrong = lambda _: None if stage.trusted() else "its result is less exact than eager's"
+            rivals = self._time(stage, call, stage.peers, wrong, failed)
             peer = min(rivals, key=rivals.__getitem__, default="")
             if peer and rivals[peer] > (1 - MARGIN) * seconds.get(best, math.inf):
                 peer = ""
@@ -254,74 +258,57 @@ class Tuner:
             name = f"{stage.kernel}: {call.situation}"
             remember(stage.variant.digest, call.device, name, best, seconds | rivals, failed, peer)
 
-    def _rivals(self, stage: Stage, call: Call, failed: dict[Tile | str, str]) -> dict[str, float]:
-        """The seconds of a stage's peers, of those whose results can be trusted."""
-        seconds = {}
-        for name, run in stage.peers.items():
-            if (known := self.notes.known(stage.kernel, name)) is not None:
-                failed[name] = known
-                continue
-            self.notes.begin(stage.kernel, name)
-            try:
-                for result in stage.results:
-                    result.fill_(math.nan)
-                run()
-                if not stage.trusted():
-                    failed[name] = "its result is less exact than eager's"
-                    continue
-                seconds[name] = (self.clock or by_events)(run, call.device)
-            except Exception as error:
-                failed[name] = f"{type(error).__name__}: {error}"
-                _answers(call.device)
-        return seconds
-
     def _seconds(self, stage: Stage, call: Call) -> tuple[dict[Tile, float], dict[Tile | str, str]]:
         """The seconds of a stage by tile, and why others have none: first with the table's schedule, then the fastest
-        with other schedules."""
-        seconds: dict[Tile, float] = {}
+        with other schedules. Tiles whose results are not those of the first one that ran have failed."""
         failed: dict[Tile | str, str] = {}
+        expected: list[torch.Tensor] = []
+
+        def wrong(tile: Tile) -> str | None:
+            expected[:] = expected or [result.clone() for result in stage.results]
+            if all(map(agree, stage.results, expected)):
+                return None
+            reason = "its result is another than that of the first tile"
+            log.warning("%s in tiles of %s is not used: %s", stage.kernel, tile, reason)
+            return reason
+
+        def time_all(tiles: Sequence[Tile]) -> dict[Tile, float]:
+            return self._time(stage, call, {t: functools.partial(stage.launch, t) for t in tiles}, wrong, failed)
+
         others = [tile for tile in (stage.others() if stage.others else ()) if tile != stage.tile]
-        ranked = self._ranked(stage, call, others)
-        expected = self._time(stage, call, ranked, seconds, failed)
+        seconds = time_all(self._ranked(stage, call, others))
         if seconds:
             best = min(seconds, key=seconds.__getitem__)
-            rest = [tile for tile in others if tile.with_form_of(best) == best and tile not in (*seconds, *failed)]
-            self._time(stage, call, rest, seconds, failed, expected)
+            seconds |= time_all([t for t in others if t.with_form_of(best) == best and t not in (*seconds, *failed)])
         return seconds, failed
 
     def _time(
         self,
         stage: Stage,
         call: Call,
-        tiles: Sequence[Tile],
-        seconds: dict[Tile, float],
+        runs: Mapping[Name, Callable[[], None]],
+        wrong: Callable[[Name], str | None],
         failed: dict[Tile | str, str],
-        expected: list[torch.Tensor] | None = None,
-    ) -> list[torch.Tensor] | None:
-        """Time some tiles. Those whose results are not the expected ones, which are those of the first tile that ran,
-        have failed. Returns the expected results."""
-        for number, tile in enumerate(tiles):
-            log.info("%s: measuring tile %d of %d, %s", stage.kernel, number + 1, len(tiles), tile)
-            if (known := self.notes.known(stage.kernel, tile)) is not None:
-                failed[tile] = known
-                continue
-            self.notes.begin(stage.kernel, tile)
-            try:
-                for result in stage.results:
-                    result.fill_(math.nan)  # what another tile has written there must not count
-                stage.launch(tile)
-                if expected is None:
-                    expected = [result.clone() for result in stage.results]
-                elif not all(map(agree, stage.results, expected)):
-                    failed[tile] = "its result is another than that of the first tile"
-                    log.warning("%s in tiles of %s is not used: %s", stage.kernel, tile, failed[tile])
-                    continue
-                seconds[tile] = (self.clock or by_events)(functools.partial(stage.launch, tile), call.device)
-            except Exception as error:
-                failed[tile] = f"{type(error).__name__}: {error}"
-                log.info("%s cannot run in %s: %s", stage.kernel, tile, failed[tile])
-                _answers(call.device)
-        return expected
+    ) -> dict[Name, float]:
+        """The seconds of tiles or peers. wrong: why what one wrote is not to be used, or None."""
+        seconds = {}
+        for number, (name, run) in enumerate(runs.items()):
+            log.info("%s: measuring %d of %d, %s", stage.kernel, number + 1, len(runs), name)
+            if (reason := self.notes.known(stage.kernel, name)) is None:
+                self.notes.begin(stage.kernel, name)
+                try:
+                    for result in stage.results:
+                        result.fill_(math.nan)  # what another has written there must not count
+                    run()
+                    if (reason := wrong(name)) is None:
+                        seconds[name] = (self.clock or by_events)(run, call.device)
+                        continue
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}"
+                    _answers(call.device)
+            failed[name] = reason
+            log.info("%s cannot run in %s: %s", stage.kernel, name, reason)
+        return seconds
 
     def _ranked(self, stage: Stage, call: Call, others: Sequence[Tile]) -> list[Tile]:
         """The table's tile, then by turns others of the sizes that the model ranks best, and the table's sizes with
@@ -375,6 +362,3 @@ def _between_events(launch: Callable[[], None], repeats: int) -> list[float]:
     events[-1].record()
     events[-1].synchronize()
     return [1e-3 * first.elapsed_time(second) for first, second in zip(events, events[1:], strict=False)]
-
-
-__all__ = ["Call", "Stage", "Tuner", "call_of", "launch", "run", "settled"]

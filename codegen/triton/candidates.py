@@ -1,8 +1,8 @@
 """Other tiles than the table's that a kernel may run in: neighbours worth measuring, and smaller ones where a tile does
 not fit the device.
 
-What a tile needs is estimated: shared memory from the operands that stay there and the tiles in flight, registers from
-the accumulators and scores of a program. `benchmarks/triton_versions.py` has the facts of the table's own.
+What a tile needs is what the planner estimates (`fusion.planning.gpu_clocks`), without its margin: what is measured may
+be bolder than what is chosen unseen.
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ import itertools
 import os
 from dataclasses import replace
 
-import torch
-
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.forms import may_specialize
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+from fusion.planning import gpu_clocks, gpu_feasible
 from fusion.planning.choice import Tile
-from fusion.planning.gpu_clocks import BY_KEYS, KEYS, KEYS_ALONE, VALUES_ALONE, score_bytes
-from fusion.planning.gpu_model import may_rotate
-from fusion.planning.head_dims import panelled, power
+from fusion.planning.gpu_clocks import ADDRESSES, BACKWARD, FORWARD, Work, registers, work_of
+from fusion.planning.gpu_model import PREPARE, may_rotate
+from fusion.planning.head_dims import power
 
 LEAST, MOST = 16, 256
 """Rows and keys of a tile."""
 
 INTERPRETED = 3
 """Persistent programs in the interpreter, few enough to take turns."""
-
-REGISTERS = 170
-"""32-bit registers per thread that accumulators and scores may take; the rest of 255 holds addresses and operands."""
 
 
 def smaller(tile: Tile) -> Tile | None:
@@ -59,7 +55,7 @@ def candidates(
     ]
     warps = dict.fromkeys([tile.warps, 4, 8])
     stages = [count for count in (tile.stages, tile.stages - 1, tile.stages + 1) if 1 <= count <= 4]
-    if kernel == "attention_backward_prepare":  # has no loop
+    if kernel == PREPARE:  # has no loop
         sizes[1], stages = [tile.keys], [tile.stages]
     depths = [(tile.warps, tile.stages)] if machine.interpreted else list(itertools.product(warps, stages))
     schedules = _schedules(kernel, spec, d, d_v, tile, machine)
@@ -70,7 +66,10 @@ def candidates(
         for schedule in schedules
     ]
     around = sorted(dict.fromkeys(around), key=lambda other: _distance(tile, other))
-    return [other for other in around if other == tile or fits(kernel, spec, d, d_v, other, machine)]
+    if kernel == PREPARE:
+        return around
+    work = work_of(spec, kernel if kernel in BACKWARD else FORWARD, d, d_v)
+    return [other for other in around if other == tile or fits(work, other, machine)]
 
 
 def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
@@ -86,11 +85,11 @@ def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Til
     found = boxes(spec, d, d_v).keys()
     reads: list[dict] = [{}]
     orders = [tile.rotated, not tile.rotated] if may_rotate(spec, kernel) else [tile.rotated]
-    if kernel != "attention_forward":
+    if kernel != FORWARD:
         reads += [{"described": True}] if found & READ.get(kernel, set()) else []
     elif found & {"k", "v"}:
         reads += [{"described": True}, {"described": True, "persistent": True}]
-    specializes = kernel == "attention_forward" and may_specialize(spec, d, d_v)
+    specializes = kernel == FORWARD and may_specialize(spec, d, d_v)
     if specializes and "wgmma" in machine.isa and tile.rows >= 64:
         reads += [{"specialized": True, "warps": 4}, {"specialized": True, "persistent": True, "warps": 4}]
     return [{"rotated": rotated, **read} for rotated, read in itertools.product(orders, reads)]
@@ -101,45 +100,16 @@ def _distance(tile: Tile, other: Tile) -> int:
     return sum(getattr(tile, name) != getattr(other, name) for name in Tile.__dataclass_fields__)
 
 
-def fits(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> bool:
+def fits(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether a kernel's tile is expected to have room on a device, without spilling registers."""
-    shared, registers = needs(kernel, spec, d, d_v, tile)
-    threads = _threads(tile, machine)
-    return shared <= machine.shared_memory and registers <= 4 * REGISTERS * threads
+    multiplying = replace(tile, warps=2 * tile.warps) if tile.specialized else tile
+    needed = registers(work, multiplying, machine) + ADDRESSES
+    return gpu_feasible.fits(work, tile, machine) and needed <= gpu_feasible.most_registers(multiplying, machine)
 
 
-def needs(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile) -> tuple[int, int]:
-    """(bytes of shared memory, bytes of registers) that a program is expected to take."""
-    d, d_v = panelled(d), panelled(d_v)
-    width, size = d + d_v, getattr(torch, spec.dtype).itemsize
-    scores = tile.rows * tile.keys
-    matrices = tile.stages * scores * score_bytes(spec)
-    if kernel == "attention_backward_prepare":
-        return 0, 8 * tile.rows * d_v
-    if kernel == "attention_backward_queries":
-        return (tile.rows + tile.stages * tile.keys) * width * size + matrices, 4 * tile.rows * d + (8 + size) * scores
-    if kernel in BY_KEYS:
-        shared = (tile.keys + tile.stages * tile.rows) * width * size + scores * size + matrices
-        sums = {KEYS: width, KEYS_ALONE: d, VALUES_ALONE: d_v}[kernel]
-        return shared, 4 * tile.keys * sums + (8 + size) * scores
-    return (
-        tile.rows * d * size + tile.stages * tile.keys * width * size + matrices,
-        4 * tile.rows * d_v + ((8 if tile.rotated else 4) + size) * scores,
-    )
-
-
-def residents(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> int:
-    """How many programs of a tile are expected to share a multiprocessor."""
+def residents(spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> int:
+    """How many programs of a tile of the forward are expected to share a multiprocessor."""
     if machine.interpreted:
         return INTERPRETED
-    if tile.specialized:  # takes all registers
-        return 1
-    shared, registers = needs(kernel, spec, d, d_v, tile)
-    threads = _threads(tile, machine)
-    per_thread = min(255, registers // (4 * threads) + 255 - REGISTERS)
-    return max(1, min(machine.shared_memory // max(1, shared), machine.registers // (4 * threads * per_thread)))
-
-
-def _threads(tile: Tile, machine: Machine) -> int:
-    """Of a program, those that multiply."""
-    return tile.warps * machine.wave * (2 if tile.specialized else 1)
+    # Warp specialisation takes all registers.
+    return 1 if tile.specialized else gpu_clocks.residents(work_of(spec, FORWARD, d, d_v), tile, machine)

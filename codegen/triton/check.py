@@ -54,6 +54,3 @@ def random_operands(spec: AttentionSpec, sizes: Sequence[int]) -> list[torch.Ten
         else:
             made.append(torch.full(shape, operand.dtype == "bool", dtype=operand.torch_dtype))
     return made
-
-
-__all__ = ["check_module", "random_operands"]

@@ -6,15 +6,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion.codegen import reference
+from fusion.codegen.emitter import Backward
 from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.apart import Request
@@ -37,6 +37,7 @@ from fusion.ir.expr import ZERO
 from fusion.ir.results import coordinate_extents, further_shape, no_statistics, size_of
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.kept import Made
 from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
@@ -44,13 +45,12 @@ from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BY_KEYS
 
 log = logging.getLogger(__name__)
-Kept = TypeVar("Kept")
 WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}}
 """The operands whose gradients each kernel writes."""
 
 
 class Differentiable:
-    """`forward` returns the output and statistics, `backward` the gradients of the operands that are needed.
+    """The outputs and gradients of one spec: see `emitter.TrainingKernel`.
 
     dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32. tile: in
     place of those that are planned. tuner: measures tiles. plan: see `Kernel`. arriving: the spec is one of
@@ -71,8 +71,7 @@ class Differentiable:
         self.kernel = Kernel(
             spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
         )
-        self._variants: dict[tuple, Any] = {}
-        self._lock = threading.Lock()
+        self._made = Made()
 
     def source(self, sizes: Sequence[int]) -> str:
         """The text of the forward's module (see `Kernel.source`)."""
@@ -85,19 +84,14 @@ class Differentiable:
     def prepare(self, sizes: Sequence[int]) -> None:
         """Nothing: Triton compiles a kernel for the tensors of its first launch."""
 
-    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        out, statistics = self.kernel.forward(operands, sizes)
-        assert statistics is not None
-        return out, statistics
-
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
-        *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
-        if 0 in (*batch, n_q, n_k, d, d_v):
+        if self.spec.further and 0 in self.kernel.extents(sizes):
             out, *further = reference.run_all(self.spec, operands, sizes)
             return [out, no_statistics(self.spec, operands, sizes), *further]
-        out, statistics = self.forward(operands, sizes)
-        return [out, statistics, *self._further(operands, sizes, statistics)]
+        out, statistics = self.kernel.forward(operands, sizes)
+        assert statistics is not None
+        return [out, statistics, *(self._further(operands, sizes, statistics) if self.spec.further else ())]
 
     def _further(self, operands: Sequence[Tensor], sizes: Sequence[int], statistics: Tensor) -> list[Tensor]:
         *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
@@ -107,7 +101,7 @@ class Differentiable:
             for f in self.spec.further
         ]
         results = {"statistics": statistics} | {f"further{k}": tensor for k, tensor in enumerate(made)}
-        variant = self._kept(
+        variant = self._made.of(
             (d, d_v, device.type == "cpu", "further"),
             lambda: Variant(self.spec, further_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
         )
@@ -125,33 +119,24 @@ class Differentiable:
             autotune.launch(Stage(kernel=name, variant=variant, tile=tile, launch=launch, others=None), call)
         return made
 
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        """grad, out: of the output's dimensions, any strides. The gradients, in order, of each marked operand's
-        shape. further: what arrives at the further outputs."""
+    def backward(self, *given: Any) -> list[Tensor]:
+        """The gradients, in order, of each wanted operand's shape. given: the fields of `Backward`."""
+        grad, out, statistics, operands, sizes, needs, further = Backward(*given)
         places = tuple(place for place, g in enumerate(further) if g is not None)
         kernels, found = self._with(places) if places else self, [g for g in further if g is not None]
-        given, of_given = (*operands, *found), (*needs, *(False for _ in found))
-        reason = kernels.without_kernels(of_given)
+        read, of_read = (*operands, *found), (*needs, *(False for _ in found))
+        reason = kernels.without_kernels(of_read)
         if self.spec.mask is not None and not all(math.isfinite(size_of(g)) for g in found):
             reason = "what arrives at a further output is not finite, where a mask may hide it"
         if reason is None:
-            return kernels._gradients(grad, out, statistics, given, sizes, of_given)
+            return kernels._gradients(grad, out, statistics, read, sizes, of_read)
         log.debug("gradients of %s by the reference: %s", self.spec, reason)
         return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
 
     def _with(self, places: tuple[int, ...]) -> Differentiable:
         """What differentiates where gradients arrive at these of the further outputs."""
-        spec = with_arriving(self.spec, places)
-        return self._kept(("arriving", places), lambda: Differentiable(spec, self.tile, plan=self.plan, arriving=True))
+        spec, own = with_arriving(self.spec, places), ("arriving", places)
+        return self._made.of(own, lambda: Differentiable(spec, self.tile, plan=self.plan, arriving=True))
 
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
         """Why gradients are left to the reference interpreter, or None."""
@@ -230,7 +215,7 @@ class Differentiable:
         found = arriving(self.trained)
         if found.weight is not ZERO and self.trained.normalizer is not Normalizer.NONE:
             spec = delta_of_further(self.trained)
-            kernels = self._kept(("lacked",), lambda: Differentiable(spec, self.tile, plan=self.plan))
+            kernels = self._made.of(("lacked",), lambda: Differentiable(spec, self.tile, plan=self.plan))
             results["lacked"] = kernels._further(operands, sizes, statistics)[0]
         if found.log_sum is not ZERO:
             off = pulled.value(self.trained, operands, sizes, found.log_sum).squeeze(-1)
@@ -252,15 +237,7 @@ class Differentiable:
             read = set().union(*READ.values()) if described else ()
             return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
 
-        return self._kept((d, d_v, needs, interpreted, apart, described), make)
-
-    def _kept(self, key: tuple, make: Callable[[], Kept]) -> Kept:
-        """A module, or what has modules of its own, that is made at first use."""
-        if (found := self._variants.get(key)) is None:
-            with self._lock:
-                if (found := self._variants.get(key)) is None:
-                    found = self._variants[key] = make()
-        return found
+        return self._made.of((d, d_v, needs, interpreted, apart, described), make)
 
 
 class _Launches:

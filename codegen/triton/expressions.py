@@ -175,12 +175,10 @@ class Writer:
         self.names.add(name)
         return name
 
-    def bind(self, expr: Expr, hint: str, level: Level | None = None) -> str:
+    def bind(self, expr: Expr, hint: str) -> str:
         """The value under a name of its own, at its level."""
-        text, precedence = self._text(expr, self.level_of(expr) if level is None else level)
-        if precedence == _ATOM and text.isidentifier():
-            return text
-        return self._assign(expr, text, hint, self.level_of(expr) if level is None else level)
+        text, level = self.value(expr), self.level_of(expr)
+        return text if text.isidentifier() else self._assign(expr, text, hint, level)
 
     def value(self, expr: Expr) -> str:
         """The value as an expression of the level it belongs to."""

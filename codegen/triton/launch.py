@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from fusion.errors import UnsupportedSizeError
 from fusion.ir.results import output_extents, result_names, statistics_shape
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
+from fusion.kept import Made
 from fusion.lowering.numbers import SIZE_LIMIT
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile
@@ -68,8 +68,7 @@ class Kernel:
         self._peers = functools.cache(lambda: {} if (words := peers.said(spec)) is None else peers.calls(spec, words))
         # Derived once: a call would spend more than 100 us on it.
         self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
-        self._variants: dict[tuple[int, int, bool, bool, Order], Variant] = {}
-        self._lock = threading.Lock()
+        self._variants = Made()
         self._memory = [result_names(spec).index(name) for name in spec.output.order]
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
@@ -92,14 +91,13 @@ class Kernel:
 
     def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order = PLAIN) -> Variant:
         """The module for these sizes, schedule and order, made at first use."""
-        key = (d, d_v, interpreted, split, order)
-        if (found := self._variants.get(key)) is None:
-            with self._lock:
-                if (found := self._variants.get(key)) is None:
-                    kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
-                    read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
-                    found = self._variants[key] = Variant(self.spec, kernels, d, d_v, interpreted, order, read)
-        return found
+
+        def make() -> Variant:
+            kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
+            read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
+            return Variant(self.spec, kernels, d, d_v, interpreted, order, read)
+
+        return self._variants.of((d, d_v, interpreted, split, order), make)
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         return self.forward(operands, sizes)[0]
@@ -269,7 +267,7 @@ class Kernel:
         programs = grid = heads * -(-n_q // tile.rows)
         if variant.order.persistent:
             machine = self.planner(operands[0].device).machine
-            together = residents("attention_forward", self.spec, d, d_v, tile, machine)
+            together = residents(self.spec, d, d_v, tile, machine)
             grid = min(programs, together * machine.cores)
         others = {"section": self._section(operands, heads, extents), "programs": programs}
         others |= self._descriptors(variant, operands, (n_q, n_k), tile)

@@ -87,6 +87,3 @@ def remember(
         disk_cache.write(path_of(digest, device), text.encode())
     except OSError as problem:
         log.info("what was measured is not remembered: %s", problem)
-
-
-__all__ = ["path_of", "remember", "remembered"]

@@ -139,5 +139,5 @@ def by_mask(masked: str, full: str | None = None) -> str:
     return block("if MASKED:", indented(masked), *(("else:", indented(full)) if full else ()))
 
 
-def indented(text: str, by: int = 4) -> str:
-    return textwrap.indent(text, " " * by, lambda line: bool(line.strip()))
+def indented(text: str) -> str:
+    return textwrap.indent(text, "    ")

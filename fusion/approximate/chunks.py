@@ -44,7 +44,7 @@ class Chunks:
 
     def inside(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """For [h, CHUNK, d] each: the output of exact attention, [h, CHUNK, d_v], and its normaliser, [h, CHUNK]."""
-        out, (_, shift, factor) = self._kernel.forward([q, k, v], [*sizes, len(q)])
+        out, (_, shift, factor) = self._kernel.outputs([q, k, v], [*sizes, len(q)])
         return out, 1 / (torch.exp2(shift) * factor.abs())  # a weight is 2**(unit * score + shift) * |factor|
 
     def attend(

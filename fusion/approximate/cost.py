@@ -184,8 +184,7 @@ def crossing(
     """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster).
 
     0 where no polynomial is certified, or none is faster up to N = 2**26."""
-    choice = choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=_least(problem, bound))
-    if choice is None:
+    if (choice := _certified(problem, bound, epsilon, split)) is None:
         return None, 0
     for step in range(7 * 8, 26 * 8 + 1):
         n = int(2 ** (step / 8))
@@ -197,9 +196,11 @@ def crossing(
     return choice, 0
 
 
-def _least(problem: Problem, bound: float) -> float:
-    """What is known of a row's mean weight without data: with centred keys 1, of some of them exp(-B)."""
-    return math.exp(-bound) if problem.causal else 1.0
+def _certified(problem: Problem, bound: float, epsilon: float, split: bool) -> Choice | None:
+    """The polynomial that is certified without data. Of a row's mean weight it is known to be 1 with centred keys, and
+    exp(-B) with some of them."""
+    least = math.exp(-bound) if problem.causal else 1.0
+    return choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=least)
 
 
 def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
@@ -224,13 +225,8 @@ def crossing_text(
 ) -> str:
     """One line for people: the polynomial for |scores| <= bound and from which N on it is predicted to be faster
     (timed: where there is a kernel to predict the time of)."""
-    if timed:
-        choice, n = crossing(machine, problem, bound, epsilon, split)
-    else:
-        choice, n = (
-            choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=_least(problem, bound)),
-            0,
-        )
+    found = crossing(machine, problem, bound, epsilon, split) if timed else None
+    choice, n = found or (_certified(problem, bound, epsilon, split), 0)
     if choice is None:
         return f"B = {bound:g}: no polynomial of at most {MAX_FEATURES} features is certified to {epsilon:g}: exact"
     what = f"B = {bound:g}: degree {choice.polynomial.degree}, {choice.features} features, error {choice.error:.2g}"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -78,7 +78,7 @@ class _Known:
     beyond: Certificate
     limit: int
     largest: float
-    choices: dict[tuple[int, int, int], Choice | None]
+    choices: dict[tuple[int, int, int], Choice | None] = field(default_factory=lambda: Kept(CHOICES))
 
 
 class PolynomialAttention:
@@ -140,7 +140,7 @@ class PolynomialAttention:
         beyond = "a sample of queries and keys is beyond every polynomial that is certified and predicted to be faster"
         exact = self._exact_certificate(heads, every, reason, None) if reason else None
         beyond = self._exact_certificate(heads, every, beyond, None)
-        known = _Known(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, largest=LARGEST, choices={})
+        known = _Known(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, largest=LARGEST)
         if not reason:
             known = dataclasses.replace(known, largest=self._largest_bound(known))
         self._known[tuple(sizes)] = known
@@ -169,13 +169,10 @@ class PolynomialAttention:
         """Whether the polynomial is predicted to be faster, for all heads."""
         key = (*extents, features, planes)
         if (known := self._predicted.get(key)) is None:
-            known = self._predicted[key] = self._predict(extents, features, planes)
+            here, problem = self._problem(extents)
+            ours = cost.polynomial_seconds(here, problem, features, planes, self.kernels is not None)
+            known = self._predicted[key] = ours < cost.WORTH * cost.exact_seconds(here, problem)
         return known
-
-    def _predict(self, extents: Extents, features: int, planes: int) -> bool:
-        here, problem = self._problem(extents)
-        ours = cost.polynomial_seconds(here, problem, features, planes, self.kernels is not None)
-        return ours < cost.WORTH * cost.exact_seconds(here, problem)
 
     def _problem(self, extents: Extents) -> tuple[Machine, Problem]:
         """What the planner takes: the machine, with as many cores as torch uses, and the sizes."""
@@ -208,8 +205,6 @@ class PolynomialAttention:
             return None
         key = (_steps(bound, SNAP), _steps(moment, STEPS), _steps(1 / least, STEPS))
         if key not in known.choices:
-            if len(known.choices) >= CHOICES:
-                known.choices.clear()
             bound, moment, inverse = (2.0 ** (n / m) for n, m in zip(key, (SNAP, STEPS, STEPS), strict=True))
             known.choices[key] = self._choose(known.extents, bound, moment, 1 / inverse, known.limit)
         return known.choices[key]

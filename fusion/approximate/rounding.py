@@ -12,6 +12,7 @@ is run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -43,13 +44,13 @@ class TwoPlanes:
         from fusion.codegen.mlir.target import target_of
         from fusion.planning.cpu_planner import CpuPlanner
 
-        self.scale = scale
-        self.specs = spec, one_by_one
-        self._target = target_of(machine)
-        self._make = lambda spec: Kernel(
-            spec, tilings_for(spec, self._target, most_planes=2), self._target, CpuPlanner(spec, machine)
-        )
-        self._kernels: list[Kernel | None] = [None, None]
+        self.scale, target = scale, target_of(machine)
+
+        def kernel(spec: AttentionSpec) -> Kernel:
+            return Kernel(spec, tilings_for(spec, target, most_planes=2), target, CpuPlanner(spec, machine))
+
+        self._whole = functools.cache(lambda: kernel(spec))
+        self._some = functools.cache(lambda: kernel(one_by_one))
 
     @staticmethod
     def admits(spec: AttentionSpec, machine: Machine) -> bool:
@@ -74,13 +75,8 @@ class TwoPlanes:
 
     def whole(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """All heads of a call, in the layout of the spec."""
-        return self._kernel(0)(operands, sizes)
+        return self._whole()(operands, sizes)
 
     def some(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
         """[h, N_q, d], [h, N_k, d], [h, N_k, d_v] to [h, N_q, d_v]. sizes: those of the call."""
-        return self._kernel(1)([q, k, v], [*sizes, len(q)])
-
-    def _kernel(self, number: int):
-        if (found := self._kernels[number]) is None:
-            found = self._kernels[number] = self._make(self.specs[number])
-        return found
+        return self._some()([q, k, v], [*sizes, len(q)])

@@ -237,6 +237,17 @@ def substitute(expr: Expr, values: Mapping[Expr, Expr]) -> Expr:
     return rebuild(expr, values.get) if values else expr
 
 
+def renumbered(expr: Expr, number: Callable[[int], int]) -> Expr:
+    """`expr` with loads from the operands that `number` makes of theirs."""
+
+    def leaf(part: Expr) -> Expr | None:
+        if part.op != "load":
+            return None
+        return load(number(part.operand), tuple(rebuild(entry, leaf) for entry in part.args), part.kind)
+
+    return rebuild(expr, leaf)
+
+
 def is_number(expr: Expr, value: float) -> bool:
     """Whether `expr` is the constant `value` (of any kind)."""
     return expr.op == "const" and not isinstance(expr.attr, str) and expr.attr == value

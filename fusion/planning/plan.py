@@ -365,6 +365,3 @@ def bytes_text(value: float) -> str:
 
 def tile_text(tile: tuple[tuple[str, int], ...]) -> str:
     return " ".join(f"{name}={size}" for name, size in tile)
-
-
-__all__ = ["Candidate", "Plan", "Problem", "compare", "plan"]

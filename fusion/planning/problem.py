@@ -91,7 +91,7 @@ class Problem:
             return self.density
         start, end = self.key_ranges(rows)
         n_k = max(1, self.n_k)
-        keys = _round_up(end, cols).clip(0, n_k) - start // cols * cols
+        keys = (-(-end // cols) * cols).clip(0, n_k) - start // cols * cols
         return float(keys.clip(0, n_k).sum()) / (len(start) * n_k) * self.density
 
     def key_ranges(self, rows: int) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -113,7 +113,3 @@ class Problem:
         mask += f" density {self.density:g}" * (self.density < 1) + f" of {self.among} keys" * (self.among > 0)
         head_dim = f"d={self.d}" + (f" d_v={self.d_v}" if self.d_v != self.d else "")
         return f"B={self.batch} H={heads} N_q={self.n_q} N_k={self.n_k} {head_dim} {self.dtype}{mask}"
-
-
-def _round_up(count: numpy.ndarray, multiple: int) -> numpy.ndarray:
-    return -(-count // multiple) * multiple

@@ -168,6 +168,3 @@ def _memory_time(
         "L2": moved / (l2.bandwidth * used),
         "HBM": main / (machine.main.bandwidth * np.minimum(1, used / GPU_COSTS.saturating)),
     }
-
-
-__all__ = ["GpuCosts", "Times", "gpu_time", "shares_of", "streaming_time"]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fusion.approximate import dispatch
+from fusion.codegen.emitter import Backward
 from fusion.ir import AttentionSpec
 from fusion.ir.request import Request
 from fusion.ir.results import is_zero, laid_out
@@ -41,15 +42,15 @@ def attention_forward(
 
 def forward_of(spec: str, device: str, request: str) -> Callable[[Sequence[Tensor], Sequence[int]], tuple]:
     """(operands, sizes) -> (output, statistics)."""
-    run, allowed = differentiable(spec, device, request).forward, Request.parse(request).approximation
-    if allowed is None:
-        return run
+    outputs, allowed = differentiable(spec, device, request).outputs, Request.parse(request).approximation
 
-    def noted(operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        dispatch.note_exact(allowed, operands, dispatch.TRAINING)
-        return run(operands, sizes)
+    def run(operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        if allowed is not None:
+            dispatch.note_exact(allowed, operands, dispatch.TRAINING)
+        out, statistics = outputs(operands, sizes)
+        return out, statistics
 
-    return noted
+    return run
 
 
 def attention_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
@@ -77,20 +78,13 @@ def _backward(given: BackwardArguments, further: Sequence[Tensor | None]) -> lis
 
 
 def backward_of(spec: str, device: str, request: str) -> Callable[..., list[Tensor]]:
-    """(grad, out, statistics, operands, sizes, needs, further=()) -> the gradients of the operands that are needed, in
-    the order of these in memory. further: what arrives at further outputs."""
+    """A function of the fields of `Backward` -> the gradients of the operands that are needed, in the order of these in
+    memory."""
     kernels, described = differentiable(spec, device, request), AttentionSpec.from_json(spec).operands
 
-    def run(
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: Sequence[bool],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), further)
+    def run(*given: Any) -> list[Tensor]:
+        *before, operands, sizes, needs, further = Backward(*given)
+        found = kernels.backward(*before, operands, sizes, tuple(needs), *((further,) if further else ()))
         wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
         return [laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]
 

@@ -20,7 +20,6 @@ from fusion.codegen.emitter import Kernel, TrainingKernel
 from fusion.errors import LargeTableError
 from fusion.ir import AttentionSpec
 from fusion.ir.request import Approximation
-from fusion.ir.results import no_statistics
 
 log = logging.getLogger(__name__)
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
@@ -97,47 +96,26 @@ class GuardedTraining:
 
     def __init__(self, spec: AttentionSpec, kernel: TrainingKernel):
         self.spec, self.kernel, self.broken = spec, kernel, False
+        self._reference = reference.ReferenceGradient(spec, lambda *given: reference.run(spec, *given))
 
-    def _attempt(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """What a kernel returns; None where it fails or has failed before."""
-        if self.broken:
-            return None
-        try:
-            return run(*arguments)
-        except LargeTableError:
-            log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
-        except Exception as error:
-            if _must_raise(error):
-                raise
-            self.broken = True
-            log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
-        return None
-
-    def forward(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(output, statistics)."""
-        if (found := self._attempt(self.kernel.forward, operands, sizes)) is not None:
-            return found
-        return reference.run(self.spec, operands, sizes), no_statistics(self.spec, operands, sizes)
+    def _attempt(self, method: str, *given: Any) -> list[Tensor]:
+        """What a kernel returns, or the reference interpreter where it fails or has failed before."""
+        if not self.broken:
+            try:
+                return getattr(self.kernel, method)(*given)
+            except LargeTableError:
+                log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
+            except Exception as error:
+                if _must_raise(error):
+                    raise
+                self.broken = True
+                log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)
+        return getattr(self._reference, method)(*given)
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
-        if (found := self._attempt(self.kernel.outputs, operands, sizes)) is not None:
-            return found
-        out, *further = reference.run_all(self.spec, operands, sizes)
-        return [out, no_statistics(self.spec, operands, sizes), *further]
+        return self._attempt("outputs", operands, sizes)
 
-    def backward(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-        further: Sequence[Tensor | None] = (),
-    ) -> list[Tensor]:
-        """The gradients of the operands that `needs` marks. further: what arrives at the further outputs."""
-        given = (grad, out, statistics, operands, sizes, needs, *((further,) if further else ()))
-        if (found := self._attempt(self.kernel.backward, *given)) is not None:
-            return found
-        return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
+    def backward(self, *given: Any) -> list[Tensor]:
+        """The gradients of the operands that are wanted. given: the fields of `Backward`."""
+        return self._attempt("backward", *given)

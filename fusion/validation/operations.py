@@ -98,11 +98,9 @@ def _item(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 def _along(node: Node, rank: int) -> tuple[Node, int]:
     """The argument of an operation along one dimension, and that dimension."""
     args = nodes.arguments(node)
-    dims = args.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
-    if len(dims) != 1:
+    if (dim := nodes.one_dim(args.get("dim"), rank)) is None:
         raise NotReplayable
-    return args["self"], nodes.normalize_dim(dims[0], rank)
+    return args["self"], dim
 
 
 @rule(*_SOFTMAXES)

@@ -148,7 +148,7 @@ class Failing:
     def __call__(self, *arguments):
         raise self.error
 
-    forward = backward = __call__
+    outputs = backward = __call__
 
 
 OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: ...")]
@@ -162,7 +162,7 @@ def test_memory_that_runs_out_is_the_users_error(error: Exception) -> None:
     forward, training = GuardedKernel(c.spec, Failing(error)), GuardedTraining(c.spec, Failing(error))
     for call in (
         lambda: forward(operands, sizes),
-        lambda: training.forward(operands, sizes),
+        lambda: training.outputs(operands, sizes),
         lambda: training.backward(operands[0], operands[0], operands[0], operands, sizes, (True,) * 3),
     ):
         with pytest.raises(type(error)):

@@ -419,7 +419,7 @@ def beside_eager(
 def assert_trains_as_exact_as_eager(run: TrainingKernel, c: Case, extents: Sizes) -> None:
     """The house rule for the output of a case and the gradients of all its operands, on drawn tensors."""
     operands, sizes = draw(c, extents)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     assert_as_exact_as_eager(out, c, operands)
     grad, needs = torch.randn_like(out), (True,) * len(operands)
     found = run.backward(grad, out, statistics, operands, sizes, needs)

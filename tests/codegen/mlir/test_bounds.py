@@ -230,7 +230,7 @@ def test_near_scores_of_other_widths_in_training(d: int, d_v: int) -> None:
     run = TrainingKernel(c.spec, tilings_for(c.spec, HERE), HERE)
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 96, "Nk": 200})
     operands[0] /= math.sqrt(d)
-    assert_as_exact_as_eager(run.forward(operands, sizes)[0], c, operands)
+    assert_as_exact_as_eager(run.outputs(operands, sizes)[0], c, operands)
 
 
 @pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])

@@ -27,7 +27,7 @@ def test_keys_with_a_large_mean(name: str, group: int, target: str, dtype: str) 
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 210, "Nk": 210}, "heads_inside")
     for x in operands[1:3]:
         x += 8
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad, needs = torch.randn_like(out), (True,) * len(operands)
     found = run.backward(grad, out, statistics, operands, sizes, needs)
     assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)
@@ -40,7 +40,7 @@ def test_special_keys(value: float) -> None:
     run = TrainingKernel(c.spec, tilings_for(c.spec, TARGETS["best"]), TARGETS["best"])
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 35, "Nk": 50})
     operands[1][0, 0, 3, 7] = value
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad, needs = torch.randn_like(out), (True,) * 3
     found = run.backward(grad, out, statistics, operands, sizes, needs)
     assert_gradients_as_exact_as_eager(found, c, operands, grad, needs)

@@ -36,7 +36,7 @@ def test_statistics_need_not_be_packed() -> None:
     c = case("plain", "float32", 16)
     run = TrainingKernel(c.spec, tilings_for(c.spec, TARGETS["best"]), TARGETS["best"])
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 21, "Nk": 21})
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad, needs = torch.randn_like(out), (True,) * 3
     apart = statistics.repeat_interleave(2, -1)[..., ::2]
     found = run.backward(grad, out, apart, operands, sizes, needs)

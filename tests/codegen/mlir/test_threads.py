@@ -23,7 +23,7 @@ def test_gradients_are_the_same_in_every_run(name: str, group: int, dtype: str) 
     target = TARGETS["best"]
     run = TrainingKernel(c.spec, tilings_for(c.spec, target), target)
     operands, sizes = draw(c, {"B": 1, "H": 2 if group > 1 else 5, "Nq": 333, "Nk": 333})
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad, needs = torch.randn_like(out), (True,) * len(operands)
 
     def gradients() -> list[torch.Tensor]:

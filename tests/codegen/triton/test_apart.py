@@ -81,7 +81,7 @@ def test_kernels_of_the_backward_are_measured_elsewhere() -> None:
     c = case("causal", d=16)
     operands, sizes = draw(c, SHAPE)
     run = Differentiable(c.spec, tuner=Elsewhere())
-    out, statistics = Differentiable(c.spec).forward(operands, sizes)
+    out, statistics = Differentiable(c.spec).outputs(operands, sizes)
     got = run.backward(out, out, statistics, operands, sizes, (True, True, True))
     assert_gradients_as_exact_as_eager(got, c, operands, out, (True, True, True))
     (path,) = apart.disk_cache.directory().glob("tiles_*.json")

@@ -67,7 +67,7 @@ def check(
         operands, sizes = draw(c, shape, layout)
         needs = tuple(o.is_floating_point() for o in operands)
         assert unsupported_gradient(c.spec, needs) is None
-        out, statistics = run.forward(operands, sizes)
+        out, statistics = run.outputs(operands, sizes)
         grad = torch.randn(out.shape).to(out.dtype)
         got = run.backward(grad, out, statistics, operands, sizes, needs)
         return beside_eager(got, c, operands, grad, needs)
@@ -128,7 +128,7 @@ def test_some_gradients_of_kernels_apart(needs: tuple[bool, ...]) -> None:
     c = case("causal", d=16)
     operands, sizes = draw(c, SHAPES[-1])
     run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Apart()))
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad = torch.randn(out.shape).to(out.dtype)
     got = run.backward(grad, out, statistics, operands, sizes, needs)
     assert len(got) == sum(needs)
@@ -171,7 +171,7 @@ def test_sums_over_keys_are_free_of_the_rounding_of_delta(options) -> None:
         operands[-1] -= 20
     needs = tuple(n == 3 for n in range(len(operands)))
     run = Differentiable(c.spec, SMALL)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad = torch.randn(out.shape)
     (got,) = run.backward(grad, out, statistics, operands, sizes, needs)
     (eager,), (exact,) = (eager_gradients(c, operands, grad, needs, dtype) for dtype in (None, torch.float64))
@@ -241,7 +241,7 @@ def test_twice_the_same() -> None:
     c = case("causal", d=16, group=2)
     operands, sizes = draw(c, SHAPES[1])
     run = Differentiable(c.spec, SMALL)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     first, second = (run.backward(out, out, statistics, operands, sizes, (True, True, True)) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -259,7 +259,7 @@ def test_row_scales_that_depend_on_the_maximum_are_left_to_the_reference() -> No
     assert "maximum" in (unsupported_gradient(spec, (True, True, True)) or "")
     operands, sizes = draw(c, SHAPES[0])
     run = Differentiable(spec, SMALL)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     assert len(run.backward(out, out, statistics, operands, sizes, (True, False, True))) == 2
 
 

@@ -130,7 +130,7 @@ def test_gradients_of_an_expanded_gradient() -> None:
     c = case("causal", d=16)
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 40, "Nk": 40})
     run = Differentiable(c.spec, DESCRIBED)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     for grad in (torch.ones(()).expand(out.shape), torch.ones_like(out)):
         got = run.backward(grad, out, statistics, operands, sizes, (True, True, True))
         assert_gradients_as_exact_as_eager(got, c, operands, grad, (True, True, True))

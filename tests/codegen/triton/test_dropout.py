@@ -48,7 +48,7 @@ def test_output_and_gradients_under_the_mask_of_the_reference(dtype):
     operands = [*inputs(dtype), seed]
     needs = (True, True, True, False)
     run = Differentiable(spec, Tile(rows=32, keys=32, warps=4, stages=1))
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad = torch.randn(out.shape).to(dtype)
     got = run.backward(grad, out, statistics, operands, sizes, needs)
     kept = kept_by_the_reference(spec, operands, sizes)

@@ -51,7 +51,7 @@ def test_a_sink_beside_them(splits: int) -> None:
 def test_weights_of_the_backward_are_those_of_the_forward() -> None:
     c, operands, sizes = steps()
     run, needs = Differentiable(c.spec, TILE), (True, True, True, True)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad = torch.randn(out.shape)
     got = run.backward(grad, out, statistics, operands, sizes, needs)
     assert_gradients_as_exact_as_eager(got, c, operands, grad, needs)

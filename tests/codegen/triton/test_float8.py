@@ -103,7 +103,7 @@ def test_gradients_beside_a_cache(tile: Tile) -> None:
     needs = (True, False, False, True)
     run = Differentiable(c.spec, tile)
     assert run.without_kernels(needs) is None
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     got = run.backward(out, out, statistics, operands, sizes, needs)
     assert_gradients_as_exact_as_eager(got, c, operands, out, needs)
 

@@ -258,7 +258,7 @@ def test_heads_inside_the_last_dimension() -> None:
     operands = [*plain[:2], plain[2].transpose(1, 2).flatten(2)]
     assert_as_exact_as_eager(Kernel(spec, SMALL)(operands, sizes), c, plain)
     run = Differentiable(spec, SMALL)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     assert run.without_kernels((True, True, True)) is None
     q, k, v = run.backward(out, out, statistics, operands, sizes, (True, True, True))
     v = v.unflatten(2, (2, 16)).transpose(1, 2)

@@ -118,7 +118,7 @@ def facts_on_hopper(d: int) -> dict[str, StaticFacts]:
     q, k, v, out, grad = (torch.empty(4, 16, 1024, d, dtype=torch.bfloat16, device="meta") for _ in range(5))
     with absent(HOPPER) as launches:
         kernels = Differentiable(spec)
-        kernels.forward([q, k, v], sizes)
+        kernels.outputs([q, k, v], sizes)
         statistics = torch.empty(3, 4, 16, 1024, device="meta")
         kernels.backward(grad, out, statistics, [q, k, v], sizes, (True,) * 3)
     found = {kernel.metadata.name: static_facts(kernel, HOPPER) for kernel in launches.kernels}

@@ -62,7 +62,7 @@ def test_gradients(monkeypatch, shape: dict[str, int], apart: bool) -> None:
     operands, sizes = draw(c, shape)
     plan = (lambda machine: GpuPlanner(c.spec, machine, Apart())) if apart else None
     run = Differentiable(c.spec, TILE, plan=plan)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     run.backward(torch.randn(out.shape), out, statistics, operands, sizes, (True, True, True))
     asked, heads = problem("plain", shape), shape["B"] * shape["H"]
     n, symbols = asked.n_q, sizes_of(asked, 1 << 20)

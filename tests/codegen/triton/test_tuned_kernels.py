@@ -123,7 +123,7 @@ def test_a_tile_with_another_result_is_not_used(wrong: str, launched, monkeypatc
     operands, sizes = draw(c, SHAPE)
     clock = Clock(launched, lambda name, tile: float(tile.keys != spoilt.get(name)))
     run = Differentiable(c.spec, tuner=Tuner(clock=clock))
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     assert_as_exact_as_eager(out, c, operands)
     got = run.backward(out, out, statistics, operands, sizes, (True, True, True))
     assert_gradients_as_exact_as_eager(got, c, operands, out, (True, True, True))
@@ -160,7 +160,7 @@ def test_gradients_are_right_while_measuring_and_after(name: str, launched) -> N
     run = Differentiable(spec, tuner=Tuner(clock=clock))
     alone = Differentiable(spec, Tile(rows=16, keys=16, warps=4, stages=1))
     for turn in range(2):
-        out, statistics = run.forward(operands, sizes)
+        out, statistics = run.outputs(operands, sizes)
         grad = torch.randn(out.shape)
         before = clock.calls
         got = run.backward(grad, out, statistics, operands, sizes, needs_)
@@ -250,7 +250,7 @@ def test_gradients_in_smaller_tiles(limited, launched) -> None:
     operands, sizes = draw(c, SHAPE)
     limited(lambda tile: tile.rows * tile.keys <= 256, REFUSALS[0])
     run = Differentiable(c.spec)
-    out, statistics = run.forward(operands, sizes)
+    out, statistics = run.outputs(operands, sizes)
     grad = torch.randn(out.shape)
     needs_ = (True,) * len(operands)
     got = run.backward(grad, out, statistics, operands, sizes, needs_)
