@@ -35,7 +35,7 @@ SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
 SHAPES = (
     {"B": 2, "H": 1, "Nq": 40, "Nk": 40},
     {"B": 1, "H": 2, "Nq": 17, "Nk": 75},
-    {"B": 4, "H": 4, "Nq": 1, "Nk": 1},
+    {"B": 2, "H": 2, "Nq": 1, "Nk": 1},
 )
 """The last has several scores: the error of eager's in a single one is luck."""
 

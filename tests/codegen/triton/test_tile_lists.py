@@ -118,7 +118,9 @@ def cases():
 CASES = [(name, torch.float32) for name in cases()] + [("dense", torch.bfloat16), ("padding left", torch.bfloat16)]
 
 
-def inputs_for(mask, n_q, dtype=torch.float32, heads=2):
+def inputs_for(mask, n_q, dtype=torch.float32):
+    """As many heads as the mask has: `test_grouped_heads` has heads that share one."""
+    heads = mask.shape[1] if mask.ndim == 4 else 1
     torch.manual_seed(0)
     mask = mask.to(dtype).clamp(min=torch.finfo(dtype).min) if mask.is_floating_point() else mask
     return torch.randn(2, heads, n_q, 16).to(dtype), *(torch.randn(2, heads, N_K, 16).to(dtype) for _ in "kv"), mask
@@ -137,7 +139,7 @@ def test_forward_visits_live_tiles_only(products, name, dtype):
         actual = torch.compile(function, backend="fusion", options=OPTIONS)(*inputs)
         assert_as_exact_as_eager(actual, function(*inputs), function(*wide(inputs)), dtype)
     assert reports[0].sites[0].spec.mask.tile_live is not None
-    live = live.expand(2, 2, n_q, N_K)
+    live = live.expand(2, inputs[0].shape[1], n_q, N_K)
     assert products == {"attention_forward": 2 * tiles_with_a_second_pass(live, function is not sigmoid)}
 
 
@@ -159,7 +161,8 @@ def test_backward_visits_live_tiles_only(products, name, dtype):
     exact = torch.autograd.grad(function(*(wide_inputs := wide([*qkv, mask]))), wide_inputs[:3], grad.double())
     for ours, theirs, true in zip(found, eager, exact, strict=True):
         assert_as_exact_as_eager(ours, theirs, true, dtype)
-    live, dead = live.expand(2, 2, n_q, N_K), ~live.any(3).expand(2, 2, n_q) & (function is not sigmoid)
+    live = live.expand(*out.shape[:3], N_K)
+    dead = ~live.any(3) & (function is not sigmoid)
     expected = live_tiles(live, ROWS, KEYS, dead)
     del products["attention_forward"]
     assert products == {"attention_backward_queries": 3 * expected, "attention_backward_keys": 4 * expected}
@@ -200,8 +203,8 @@ def test_a_users_block_mask_is_listed_too(products, mask):
     results = torch.autograd.grad(eager(*qkv), qkv, grad), torch.autograd.grad(eager(*double), double, grad.double())
     for ours, theirs, true in zip(found, *results, strict=True):
         assert_as_exact_as_eager(ours, theirs, true, torch.float32)
-    live = live.expand(2, 2, N_K, N_K)
-    assert products["attention_forward"] == 2 * tiles_with_a_second_pass(live, True) < 2 * 2 * 2 * 7 * 4
+    live = live.expand(*out.shape[:3], N_K)
+    assert products["attention_forward"] == 2 * tiles_with_a_second_pass(live, True) < 2 * 2 * 7 * 4
     assert products["attention_backward_keys"] == 4 * tiles_to_differentiate(live)
 
 
