@@ -307,7 +307,7 @@ class Tuner:
                     reason = f"{type(error).__name__}: {error}"
                     _answers(call.device)
             failed[name] = reason
-            log.info("%s cannot run in %s: %s", stage.kernel, name, reason)
+            log.info("%s: %s is left out: %s", stage.kernel, name, reason)
         return seconds
 
     def _ranked(self, stage: Stage, call: Call, others: Sequence[Tile]) -> list[Tile]:

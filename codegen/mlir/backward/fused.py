@@ -191,7 +191,7 @@ class VectorQueryGradient:
 
 
 def fuses(target: Target, tiling: Tiling) -> bool:
-    """Whether there is such a kernel: on tiles, and by multiply-adds where it was measured (AVX2)."""
+    """Whether there is such a kernel: on tiles and by multiply-adds, not of bfloat16 pairs."""
     return target.amx or not tiling.planes
 
 
