@@ -19,6 +19,7 @@ item merges them, in the order of the keys, so that results do not depend on who
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -47,8 +48,8 @@ class _RowKernel(KernelFunction):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         products = row_products(spec, target, (d, d_v), alone)
-        self.stretch = products.stretch(spec, target, self.d_padded + self.e_padded, KEY_SPAN, alone)
-        widths = Widths(d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch)
+        self.stretch = products.stretch(self.d_padded + self.e_padded, KEY_SPAN)
+        widths = Widths(d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch, alone=alone)
         self.products = products(self.b, spec, target, widths, self.area)
         # Of K and V where they are not read in place: rows of a stretch, for all rows that read them.
         columns = (1, d, self.d_padded), (2, d_v, self.e_padded)
@@ -209,15 +210,16 @@ class _RowKernel(KernelFunction):
         with b.loop(lowest, highest, self.stretch, hint="start") as start:
             low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.stretch))
             step_start = b.sub(low, b.rem(b.sub(low, start), STEP))
-            every = Stretch(start=start, first=step_start, low=low, high=high, n_k=self.n_k)
+            every = Stretch(start=start, first=step_start, low=low, high=high, n_k=self.n_k, rows=count)
             for source in (keys, values):
                 if isinstance(source, SharedRows):
                     source.fill(start, step_start, low, high)
-            self.products.begin(keys, every)
-            with self._turns(count, every) as (r, mine):
-                self._attend(self._row_scope(top, b.add(first, r))[0], (keys, values), r, mine)
-            self.products.end(values, every)
-            with self._turns(count, every) as (r, mine):
+            turns = functools.partial(self._turns, count)
+            self.products.begin((keys, values), every, turns)
+            with turns(every) as (r, mine):
+                self._attend(self._row_scope(top, b.add(first, r))[0], r, mine)
+            self.products.end((keys, values), every, turns)
+            with turns(every) as (r, mine):
                 self.products.add_output(values, mine, r, self._own(self.outputs, r, self.e_padded))
 
     def _sources(self, scope: Scope) -> list[Source]:
@@ -239,12 +241,12 @@ class _RowKernel(KernelFunction):
             with b.when(b.compare("slt", low, high)):
                 yield r, replace(every, low=low, high=high)
 
-    def _attend(self, scope: Scope, sources: tuple[Source, Source], r: Value, mine: Stretch) -> None:
+    def _attend(self, scope: Scope, r: Value, mine: Stretch) -> None:
         """Row r's weights of its keys of a stretch, and its maximum and sum with them; its output is rescaled."""
         b, lanes = self.b, self.lanes
         maximum, total = self._own(self.maxima, r, lanes), self._own(self.totals, r, lanes)
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
-        m_new, own = self._weights(scope, sources[0], r, mine, m)
+        m_new, own = self._weights(scope, r, mine, m)
         if self.spec.normalizer is not Normalizer.NONE:
             factor, output = self._factor(m, m_new), self._own(self.outputs, r, self.e_padded)
             before = b.mul(before, factor)
@@ -253,7 +255,7 @@ class _RowKernel(KernelFunction):
                 b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
         b.store(m_new, maximum)
         b.store(b.add(before, own), total)
-        self.products.weigh(sources[1], mine, r)
+        self.products.weigh(mine, r)
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
         """Divide by the sum, write the row."""
@@ -271,15 +273,19 @@ class _RowKernel(KernelFunction):
                 b.store(x if factor is None else self._scaled(x, factor), at)
         self._write_row(output, self._row_address(batch, i))
 
-    def _weights(self, scope: Scope, keys: Source, r: Value, mine: Stretch, m: Value) -> tuple[Value, Value]:
+    def _weights(self, scope: Scope, r: Value, mine: Stretch, m: Value) -> tuple[Value, Value]:
         """The weights of row r's keys of a stretch, which come after others whose maximum was m: the maximum of all,
         and the sum of these per lane. In two passes, so that keys do not wait for each other: scores, then weights."""
-        b, lanes, (low, high) = self.b, self.lanes, (mine.low, mine.high)
+        b, lanes, (low, high), weights = self.b, self.lanes, (mine.low, mine.high), self.products.weights(r)
+
+        def at(area: Value, key: Value) -> Value:
+            return b.at(area, b.sub(key, mine.start), "f32")
+
         with b.carry(low, high, lanes, [b.constant(float("-inf"), self.vector)], hint="j0") as (loop, j0, (highest,)):
-            x, weight = self._scores(scope, keys, r, mine, j0)
-            b.store(x, self._at(self.products.weights, j0, low))
+            x, weight = self._scores(scope, r, mine, j0)
+            b.store(x, at(weights, j0))
             if weight is not None:
-                b.store(weight, self._at(self.factors, j0, low))
+                b.store(weight, at(self.factors, j0))
             # A NaN does not become the maximum: it goes through the exponential.
             loop.yields(self._larger(highest, x))
         total = b.constant(0.0, self.vector)
@@ -287,15 +293,14 @@ class _RowKernel(KernelFunction):
             m = self._larger(m, self._largest(loop.results[0]))
             c, shift = self.exponent.coefficients(m)
             with b.carry(low, high, lanes, [total], hint="j0") as (loop, j0, (total,)):
-                at = self._at(self.products.weights, j0, low)
-                p = self.context.math.exp2(b.fma(b.load(at, self.vector, "x"), c, shift))
-                b.store(p, at)
+                p = self.context.math.exp2(b.fma(b.load(at(weights, j0), self.vector, "x"), c, shift))
+                b.store(p, at(weights, j0))
                 loop.yields(b.add(total, p))
             total = loop.results[0]
         if self.weight is not None:
             with b.loop(low, high, lanes, hint="j0") as j0:
-                at, factor = (self._at(area, j0, low) for area in (self.products.weights, self.factors))
-                b.store(b.mul(b.load(at, self.vector, "p"), b.load(factor, self.vector, "w")), at)
+                p, factor = (b.load(at(area, j0), self.vector, "p") for area in (weights, self.factors))
+                b.store(b.mul(p, factor), at(weights, j0))
         return m, total
 
     def _larger(self, x: Value, y: Value) -> Value:
@@ -310,14 +315,10 @@ class _RowKernel(KernelFunction):
             distance //= 2
         return x
 
-    def _at(self, area: Value, key: Value, low: Value) -> Value:
-        """Where the area keeps what belongs to a key of those that begin at `low`."""
-        return self.b.at(area, self.b.sub(key, low), "f32")
-
-    def _scores(self, scope: Scope, keys: Source, r: Value, mine: Stretch, j0: Value) -> tuple[Value, Value | None]:
+    def _scores(self, scope: Scope, r: Value, mine: Stretch, j0: Value) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
         b, lanes = self.b, self.lanes
-        score, valid = self.products.scores(keys, mine, r, j0), self._valid(b.sub(mine.high, j0))
+        score, valid = self.products.scores(mine, r, j0), self._valid(b.sub(mine.high, j0))
         lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
         here = Scope(context=self.context, parent=scope, lanes=lane, known={SCORE: score})
         outside = 0.0 if self.spec.normalizer is Normalizer.NONE else float("-inf")

@@ -9,8 +9,9 @@ query, and elements of two rows of V, put side by side, with the weights of thei
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
@@ -24,37 +25,47 @@ from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import planes_of
 
-STEP = 32  # keys that are read together at most
+STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
-# Bytes of K and V, as float32, of a stretch that rows take turns at. Where they are float32 reading them is what takes
-# the time, from the second-level cache twice as long as from the first; others have to be widened, which takes longer
-# than that, and longer stretches cost less.
-FIRST_CACHE, SECOND_CACHE = 1 << 15, 1 << 19
+SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a stretch: they are asked for a product ahead
 
 Source = RowReader | SharedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Columns of Q and K and of V, also as they lie in memory (padded), and the keys of a stretch at most."""
+    """Columns of Q and K and of V, also as they lie in memory (padded), and the keys of a stretch at most.
+
+    alone: no two rows read the same keys
+    """
 
     d: int
     d_v: int
     d_padded: int
     e_padded: int
     stretch: int
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """Keys [low, high), which a row has to visit, or some row has, of the stretch that begins with key `start`. There
-    are n_k keys. first: `low`, less what it is beyond whole steps of the stretch."""
+    are n_k keys. first: `low`, less what it is beyond whole steps of the stretch. rows: how many take turns."""
 
     start: Value
     first: Value
     low: Value
     high: Value
     n_k: Value
+    rows: Value
+
+
+Turns = Callable[[Stretch], AbstractContextManager[tuple[Value, Stretch]]]
+"""A loop over the rows that visit keys of a stretch: their numbers, and which keys."""
+
+Ask = Callable[[Value], None]
+Columns = tuple[Value | int, int]
+"""Vectors of columns that follow each other: the first's first column, and how many vectors."""
 
 
 class RowProducts:
@@ -76,31 +87,36 @@ class RowProducts:
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         self.b, self.lanes, self.widths = b, target.lanes, widths
         self.vector = vector_of("f32", self.lanes)
-        self.weights = area(4 * (widths.stretch + self.lanes), "weights")
         self.staging = area(8 * self.lanes * max(widths.d_padded, widths.e_padded), "staging")
 
     @staticmethod
-    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int, alone: bool) -> int:
-        """Keys of a stretch: `most` at most, with so many columns of K and V. alone: there are no turns."""
+    def stretch(columns: int, most: int) -> int:
+        """Keys of a stretch: `most` at most, with so many columns of K and V."""
         raise NotImplementedError
 
     def store_query(self, source: Rows, r: Value) -> None:
         """Row 0 of `source` is the query of row r."""
         raise NotImplementedError
 
-    def begin(self, keys: Source, every: Stretch) -> None:
-        """Comes before the turns."""
+    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        """The products of all rows: comes before their scores are asked for. sources: K and V."""
+        raise NotImplementedError
 
-    def scores(self, keys: Source, mine: Stretch, r: Value, key: Value) -> Value:
+    def scores(self, mine: Stretch, r: Value, key: Value) -> Value:
         """The products of L keys with the query of row r."""
         raise NotImplementedError
 
-    def weigh(self, values: Source, mine: Stretch, r: Value) -> None:
-        """Row r's weights stand at `self.weights`."""
+    def weights(self, r: Value) -> Value:
+        """Where the weight of row r and the first key of a stretch is put, float32."""
         raise NotImplementedError
 
-    def end(self, values: Source, every: Stretch) -> None:
-        """Comes after the turns."""
+    def weigh(self, mine: Stretch, r: Value) -> None:
+        """Row r's weights are there."""
+        raise NotImplementedError
+
+    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        """The outputs of all rows: comes after all have their weights."""
+        raise NotImplementedError
 
     def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
         """Add row r's weighted sum of V over the stretch, e_padded elements of float32 in an order of its own."""
@@ -118,7 +134,11 @@ class RowProducts:
 
 
 class VectorRows(RowProducts):
-    """One row after the other, by vector instructions."""
+    """By vector instructions, one row after the other for every few keys, which the first-level cache holds meanwhile.
+
+    While K is multiplied, V of the same stretch is asked for, and while V is, K of the next one. So memory is read all
+    the time, not only while the processor waits for it.
+    """
 
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         super().__init__(b, spec, target, widths, area)
@@ -132,12 +152,12 @@ class VectorRows(RowProducts):
         self.in_order = self.values.in_order
         self.queries = area(4 * MOST_ROWS * widths.d_padded, "queries")
         self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
+        self.room = widths.stretch + 2 * self.lanes
+        self.products = area(4 * MOST_ROWS * self.room, "products")
 
     @staticmethod
-    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int, alone: bool) -> int:
-        wide = all(spec.values[n] is not None or spec.operands[n].dtype == "float32" for n in (1, 2))
-        room = FIRST_CACHE if wide else SECOND_CACHE
-        while not alone and most > 2 * target.lanes and 4 * most * columns > room:
+    def stretch(columns: int, most: int) -> int:
+        while most > STEP and 4 * most * columns > SECOND_CACHE:
             most //= 2
         return most
 
@@ -147,13 +167,58 @@ class VectorRows(RowProducts):
     def store_query(self, source: Rows, r: Value) -> None:
         self.keys.store_query(source, self._query(r))
 
-    def scores(self, keys: Source, mine: Stretch, r: Value, key: Value) -> Value:
-        rows = keys.apart(key, self.lanes, mine.n_k, self.widths.d, self.widths.d_padded, self.staging)
-        return sum_rows(self.b, self.keys.dot_products(rows, self._query(r)))
+    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        b, lanes, widths, (keys, values) = self.b, self.lanes, self.widths, sources
+        with self._steps(every) as few, turns(few) as (r, mine):
+            ask = self._asking(values, few, r, widths.d_v, 0)
+            with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
+                ask(j0)
+                rows = keys.apart(j0, lanes, mine.n_k, widths.d, widths.d_padded, self.staging)
+                products = sum_rows(b, self.keys.dot_products(rows, self._query(r)))
+                b.store(products, self._product(r, mine, j0))
 
-    def weigh(self, values: Source, mine: Stretch, r: Value) -> None:
-        self.values.prepare(self.weights, mine.low, mine.high)
-        self.values.weigh(values, mine, self.weights, self._output(r))
+    @contextmanager
+    def _steps(self, every: Stretch) -> Iterator[Stretch]:
+        """The keys that rows take turns at: a few at a time, where there are several rows."""
+        b = self.b
+        if self.widths.alone:
+            yield every
+            return
+        with b.loop(every.first, every.high, STEP, hint="key") as key:
+            yield replace(every, low=b.most(key, every.low), high=b.least(b.add(key, STEP), every.high))
+
+    def _asking(self, ahead: Source, few: Stretch, r: Value, width: int, distance: int) -> Ask:
+        """Ask for rows of K or V, so many keys ahead, in row r's turn: here for its share of them, where several rows
+        take turns, else by what is returned, for those of L keys from one on."""
+        b = self.b
+        if not isinstance(ahead, RowReader):
+            return lambda key: None
+        if self.widths.alone:
+            return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, width)
+        share = b.div(b.constant(STEP, "i64"), few.rows)
+        ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, width)
+        return lambda key: None
+
+    def _product(self, r: Value, mine: Stretch, key: Value) -> Value:
+        return self.b.at(self.weights(r), self.b.sub(key, mine.start), "f32")
+
+    def scores(self, mine: Stretch, r: Value, key: Value) -> Value:
+        return self.b.load(self._product(r, mine, key), self.vector, "score")
+
+    def weights(self, r: Value) -> Value:
+        return self.b.at(self.products, self.b.mul(r, self.room), "f32")
+
+    def weigh(self, mine: Stretch, r: Value) -> None:
+        b, output = self.b, self._output(r)
+        self.values.prepare(self.weights(r), b.sub(mine.low, mine.start), b.sub(mine.high, mine.start))
+        with b.loop(0, self.widths.e_padded, self.lanes, hint="e") as e:
+            b.store(b.constant(0.0, self.vector), b.at(output, e, "f32"))
+
+    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        keys, values = sources
+        with self._steps(every) as few, turns(few) as (r, mine):
+            ask = self._asking(keys, few, r, self.widths.d, self.widths.stretch)
+            self.values.weigh(values, mine, self.weights(r), self._output(r), ask)
 
     def _output(self, r: Value) -> Value:
         return self.b.at(self.outputs, self.b.mul(r, self.widths.e_padded), "f32")
@@ -220,44 +285,59 @@ class PairKeyProducts(KeyProducts):
 
 
 class ValueProducts:
-    """Weighted sums of rows of V. pairs: elements are bfloat16 and taken two by two."""
+    """Weighted sums of rows of V. pairs: elements are bfloat16 and taken two by two. stored: MLIR's type of weights as
+    they are read."""
+
+    stored: ClassVar[str] = "f32"
 
     def __init__(self, b: Builder, lanes: int, widths: Widths, staging: Value, pairs: bool):
         self.b, self.lanes, self.widths, self.staging, self.pairs = b, lanes, widths, staging, pairs
 
     def prepare(self, weights: Value, low: Value, high: Value) -> None:
-        """Bring the weights of keys [low, high) (float32, from `weights` on; behind them there is room for another
-        vector) into the form that `weigh` reads."""
+        """Bring weights number `low` to `high` - 1 (float32; behind them there is room for another vector) into the
+        form that `weigh` reads."""
 
-    def weigh(self, values: Source, mine: Stretch, weights: Value, output: Value) -> None:
-        """output = weights x V over keys, a few vectors of columns at a time, in registers."""
+    def weigh(self, values: Source, mine: Stretch, weights: Value, output: Value, ask: Ask | None = None) -> None:
+        """output += weights x V over keys, a few vectors of columns at a time, in registers.
+
+        weights: the first is that of the stretch's first key
+        ask: told of every L keys, once
+        """
         b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
         if whole := width // step:
             with b.loop(0, whole * step, step, hint="e") as e:
-                self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS))
+                self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS), ask)
         if rest := width // self.lanes - whole * CHAINS:
             at = b.at(output, whole * step, "f32")
-            self._weigh_columns(values, mine, weights, at, (whole * step, rest))
+            self._weigh_columns(values, mine, weights, at, (whole * step, rest), None if whole else ask)
 
     def _weigh_columns(
-        self, values: Source, mine: Stretch, weights: Value, output: Value, columns: tuple[Value | int, int]
+        self, values: Source, mine: Stretch, weights: Value, output: Value, columns: Columns, ask: Ask | None
     ) -> None:
-        """The same for some vectors of columns: from which on, and how many."""
+        """The same for some vectors of columns."""
         b, lanes, (e, count) = self.b, self.lanes, columns
+        vector, width, padded = vector_of("f32", lanes), self.widths.d_v, self.widths.e_padded
         sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
-        start, widths = [b.constant(0.0, vector_of("f32", lanes))] * (sets * count), self.widths
-        with b.carry(mine.low, mine.high, lanes, start, hint="j0") as (loop, j0, sums):
-            rows, sums = values.apart(j0, lanes, mine.n_k, widths.d_v, widths.e_padded, self.staging), list(sums)
-            self.add(sums, rows, weights, b.sub(j0, mine.low), e, count)
-            loop.yields(*sums)
-        for n in range(count):
-            b.store(functools.reduce(b.add, loop.results[n::count]), b.at(output, n * lanes, "f32"))
+        whole = b.add(mine.low, b.mul(b.div(b.sub(mine.high, mine.low), lanes), lanes), "whole")
+        places = [b.at(output, n * lanes, "f32") for n in range(count)]
+        sums = [b.load(place, vector, "o") for place in places] + [b.constant(0.0, vector)] * ((sets - 1) * count)
+        for low, high, together in (mine.low, whole, lanes), (whole, mine.high, 1):
+            with b.carry(low, high, together, sums, hint="j0") as (loop, j0, sums):
+                if ask is not None and together > 1:
+                    with b.when(b.compare("eq", b.as_value(e, "i64"), 0)):
+                        ask(j0)
+                rows, sums = values.apart(j0, together, mine.n_k, width, padded, self.staging), list(sums)
+                self.add(sums, rows, together, b.at(weights, b.sub(j0, mine.start), self.stored), columns)
+                loop.yields(*sums)
+            sums = loop.results
+        for n, place in enumerate(places):
+            b.store(functools.reduce(b.add, sums[n::count]), place)
 
-    def add(self, sums: list[Value], rows: Rows, weights: Value, key: Value, e: Value | int, count: int) -> None:
-        """Add `count` vectors of columns, from column e on, of L rows, times the weights from number `key` on. There
-        are several sets of sums, so that additions to one do not wait for each other."""
-        b, weights = self.b, self.b.at(weights, key, "f32")
-        for r in range(self.lanes):
+    def add(self, sums: list[Value], rows: Rows, number: int, weights: Value, columns: Columns) -> None:
+        """Add some vectors of columns of `number` rows, times their weights. There are several sets of sums, so that
+        additions to one do not wait for each other."""
+        b, (e, count) = self.b, columns
+        for r in range(number):
             p = b.broadcast(b.load(b.at(weights, r, "f32"), "f32", "p"), self.lanes)
             for n, x in enumerate(_columns(b, rows, r, e, self.lanes, count, self.pairs)):
                 place = (r * count + n) % len(sums)
@@ -280,19 +360,26 @@ class PairValueProducts(ValueProducts):
     """The same of two keys in an instruction, with weights rounded to bfloat16, as eager mode's are. Elements of two
     rows are put side by side within 16 bytes, which is one operation."""
 
+    stored = "bf16"
+
     def prepare(self, weights: Value, low: Value, high: Value) -> None:
         b, vector = self.b, vector_of("f32", self.lanes)
-        with b.loop(0, b.sub(high, low), 2 * self.lanes, hint="j") as j:  # in place: what is overwritten has been read
+        with b.loop(low, high, 2 * self.lanes, hint="j") as j:  # in place: what is overwritten has been read
             halves = [b.load(b.at(b.at(weights, j, "f32"), n, "f32"), vector, "p") for n in (0, self.lanes)]
             b.store(Avx512(b).narrow(*halves), b.at(weights, j, "bf16"))
 
-    def add(self, sums: list[Value], rows: Rows, weights: Value, key: Value, e: Value | int, count: int) -> None:
-        b, unit, weights = self.b, Avx512(self.b), self.b.at(weights, key, "bf16")
+    def add(self, sums: list[Value], rows: Rows, number: int, weights: Value, columns: Columns) -> None:
+        b, unit, (e, count) = self.b, Avx512(self.b), columns
         low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
-        for r in range(0, self.lanes, 2):
-            p = b.bitcast(b.broadcast(b.load(b.at(weights, r, "bf16"), "i32", "p"), self.lanes), BF16)
+        for r in range(0, number, 2):
+            if number > 1:
+                p = b.load(b.at(weights, r, "bf16"), "i32", "p")
+            else:
+                p = b.convert("arith.extui", b.load(weights, "i16", "p"), "i32")
+            p = b.bitcast(b.broadcast(p, self.lanes), BF16)
             for n in range(0, count, 2):
-                lines = [load_line(b, rows, r + k, b.add(e, n * self.lanes), BF16) for k in (0, 1)]
+                lines = [load_line(b, rows, r + k, b.add(e, n * self.lanes), BF16) for k in range(min(2, number))]
+                lines += [b.constant(0.0, BF16)] * (2 - len(lines))
                 for half in (0, 1):
                     place = (r // 2 * count + n + half) % len(sums)
                     pairs = b.shuffle(*lines, [element + 4 * half for element in low], "pairs")

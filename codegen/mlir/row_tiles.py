@@ -23,7 +23,16 @@ from collections.abc import Callable
 
 from fusion.codegen.mlir.amx import TILE_ELEMENTS
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.row_products import STEP, RowProducts, Source, Stretch, ValueProducts, VectorRows, Widths
+from fusion.codegen.mlir.row_products import (
+    STEP,
+    RowProducts,
+    Source,
+    Stretch,
+    Turns,
+    ValueProducts,
+    VectorRows,
+    Widths,
+)
 from fusion.codegen.mlir.rows import Rows, load_line
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
@@ -63,9 +72,10 @@ class TileRows(RowProducts):
         self.powers = area(4 * 2 * MOST_ROWS * self.keys, "powers")
         self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
         self.output = area(4 * widths.d_v, "output")
+        self.own_weights = area(4 * (widths.stretch + LANES), "weights")  # of the row whose turn it is
 
     @staticmethod
-    def stretch(spec: AttentionSpec, target: Target, columns: int, most: int, alone: bool) -> int:
+    def stretch(columns: int, most: int) -> int:
         return min(most, STRETCH)
 
     def store_query(self, source: Rows, r: Value) -> None:
@@ -77,8 +87,8 @@ class TileRows(RowProducts):
                 word = b.op(f"vector.extract {words}[{pair}] : i32 from {WORDS}", "i32", "word")
                 b.store(word, b.at(column, LANES * pair, "i32"))
 
-    def begin(self, keys: Source, every: Stretch) -> None:
-        b = self.b
+    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        b, keys = self.b, sources[0]
         with b.loop(every.first, every.high, STEP, hint="key") as key:
             rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
@@ -102,17 +112,20 @@ class TileRows(RowProducts):
         for r, x in enumerate(transpose(b, both)):
             b.store(x, b.at(b.at(self.raw, r * self.keys, "f32"), place, "f32"))
 
-    def scores(self, keys: Source, mine: Stretch, r: Value, key: Value) -> Value:
+    def scores(self, mine: Stretch, r: Value, key: Value) -> Value:
         b = self.b
         return b.load(b.at(self.raw, b.add(b.mul(r, self.keys), b.sub(key, mine.start)), "f32"), F32, "score")
 
-    def weigh(self, values: Source, mine: Stretch, r: Value) -> None:
+    def weights(self, r: Value) -> Value:
+        return self.own_weights
+
+    def weigh(self, mine: Stretch, r: Value) -> None:
         b, zero = self.b, self.b.constant(0, WORDS)
         first, low, high = (b.sub(x, mine.start) for x in (mine.first, mine.low, mine.high))
         with b.loop(first, low, LANES, hint="place") as place:  # keys of other rows, or that fill a step
             self._store_powers(r, place, zero)
         with b.loop(low, high, LANES, hint="place") as place:
-            p = b.convert("arith.truncf", b.load(b.at(self.weights, b.sub(place, low), "f32"), F32, "p"), "bf16")
+            p = b.convert("arith.truncf", b.load(b.at(self.own_weights, place, "f32"), F32, "p"), "bf16")
             self._store_powers(r, place, b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word"))
         behind = b.add(low, b.mul(b.div(b.add(b.sub(high, low), LANES - 1), LANES), LANES), "behind")
         with b.loop(behind, self.widths.stretch + STEP, LANES, hint="place") as place:
@@ -127,8 +140,8 @@ class TileRows(RowProducts):
     def _powers(self, row: Value | int, place: Value) -> Value:
         return self.b.at(self.powers, self.b.add(self.b.mul(row, self.keys), place), "i32")
 
-    def end(self, values: Source, every: Stretch) -> None:
-        b, whole = self.b, self.blocks // SUMS * SUMS
+    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        b, values, whole = self.b, sources[1], self.blocks // SUMS * SUMS
         if whole:
             with b.loop(0, whole, SUMS, hint="block") as block:
                 self._accumulate(values, every, block, SUMS)
@@ -165,7 +178,9 @@ class TileRows(RowProducts):
                 total = b.add(total, x)
             loop.yields(total)
         with b.when(b.compare("uno", b.reduce("add", loop.results[0], "total"), 0.0, "again")):
+            with b.loop(0, self.widths.d_v, LANES, hint="e") as e:
+                b.store(zero, b.at(self.output, e, "f32"))
             # What was a weight's word, as second element, is the weight in float32.
-            weights = self._powers(b.add(r, MOST_ROWS), b.sub(mine.low, mine.start))
+            weights = self._powers(b.add(r, MOST_ROWS), b.constant(0, "i64"))
             self.values.weigh(values, mine, weights, self.output)
         self._add(self.output, target)

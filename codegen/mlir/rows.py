@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import Builder, Value, vector_of
+from fusion.codegen.mlir.builder import SIZE, Builder, Value, vector_of
 from fusion.codegen.mlir.elements import Elements
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates, load
+
+LINE = 64  # bytes of a line of the caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,17 @@ class RowReader:
         pointer = b.select(direct, start, staging, "rows")
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
+
+    def prefetch(self, first: Value, count: Value | int, width: int) -> None:
+        """Ask for rows that will be read soon, where it is known where they lie. They need not exist."""
+        if self.base is None:
+            return
+        b = self.context.b
+        with b.loop(first, b.add(first, count), count if isinstance(count, int) else 1, hint="row") as row:
+            start = b.at(self.source, b.add(self.base, b.mul(row, self.row_stride)), self.memory, "ahead")
+            for r in range(count if isinstance(count, int) else 1):
+                for column in range(0, width, LINE // SIZE[self.memory]):
+                    b.prefetch(b.at(start, b.add(b.mul(self.row_stride, r), column), self.memory))
 
     def apart(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
         """The same rows, where they may lie anywhere: a table says where. They are read in place, too."""
