@@ -15,7 +15,15 @@ from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import CpuPlanner, rows_choice
 from fusion.planning.cpu_rows import LEAST_PART
-from tests.codegen.mlir.cases import TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
+from tests.codegen.mlir.cases import (
+    TARGETS,
+    Case,
+    assert_as_exact_as_eager,
+    assert_calls_as_exact_as_eager,
+    case,
+    draw,
+    on_threads,
+)  # fmt: skip
 from tests.numerics import assert_same
 
 
@@ -69,9 +77,12 @@ def test_other_vectors(target: str) -> None:
 @pytest.mark.parametrize("where", [0, 2], ids=["q", "v"])
 def test_special_values_in_one_part(where: int, value: float, parts: int) -> None:
     c = case("plain")
-    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 2, "Nk": 800})
-    operands[where][0, 0, -1, 3] = value
-    assert_as_exact_as_eager(kernel(c, parts)(operands, sizes), c, operands)
+    run, calls = kernel(c, parts), []
+    for _ in range(4):  # the error of the one large value decides: that of one call is luck
+        operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 2, "Nk": 800})
+        operands[where][0, 0, -1, 3] = value
+        calls.append(operands)
+    assert_calls_as_exact_as_eager([run(operands, sizes) for operands in calls], c, calls)
 
 
 def test_whoever_merges_the_result_is_the_same() -> None:
@@ -83,14 +94,17 @@ def test_whoever_merges_the_result_is_the_same() -> None:
         assert_same(other, first)
 
 
-def test_keys_beyond_a_row_are_not_read() -> None:
-    c = case("window")
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", ["best", "avx2"])
+def test_keys_beyond_a_row_are_not_read(group: int, dtype: str, target: str) -> None:
+    c = case("window", group=group, dtype=dtype)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 1, "Nk": 5000})
-    expected = kernel(c, 1)(operands, sizes)
+    expected = kernel(c, 1, target)(operands, sizes)
     seen = [x.clone() for x in operands]
     for x in seen[1:3]:
-        x[:, :, 64:] = float("nan")  # the window of the first query ends with the first key
-    assert_same(kernel(c, 7)(seen, sizes), expected)
+        x[:, :, 1:] = float("nan")  # the window of the first query ends with the first key
+    assert_same(kernel(c, 7, target)(seen, sizes), expected)
 
 
 def test_planned_parts_do_not_depend_on_the_number_of_threads() -> None:
