@@ -164,9 +164,9 @@ class MultiplyAdd:
         rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
         with b.loop(0, self.e_padded, self.lanes, hint="c") as c:
             for word in range(self.words_of_step):
-                self._store_word(target, c, word, self._value_word(rows, word, c))
+                self._store_word(target, c, word, self.value_word(rows, word, c))
 
-    def _value_word(self, rows: Rows, word: int, column: Value) -> Value:
+    def value_word(self, rows: Rows, word: int, column: Value) -> Value:
         """A word of each of `lanes` columns of V."""
         return load_f32(self.b, rows, word, column, self.lanes)
 
@@ -207,23 +207,23 @@ class MultiplyAdd:
         b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
         words, start = self.d_padded // self.per_word, [b.constant(0.0, self.vector)] * (len(rows) * len(groups))
         with b.carry(first, last, 1, start, hint="c") as (loop, c, sums):
-            right = [self._load(b.at(queries[g], b.mul(c, self.lanes), self.word), "q") for g in groups]
+            right = [self.load(b.at(queries[g], b.mul(c, self.lanes), self.word), "q") for g in groups]
             new = []
             for r in rows:
-                left = self._broadcast(b.at(keys, b.add(c, r * words), self.word), "k")
-                new += [self._multiply(left, right[g], sums[r * len(groups) + g], "s") for g in groups]
+                left = self.broadcast(b.at(keys, b.add(c, r * words), self.word), "k")
+                new += [self.multiply(left, right[g], sums[r * len(groups) + g], "s") for g in groups]
             loop.yields(*new)
         return list(loop.results)
 
-    def _load(self, address: Value, hint: str) -> Value:
+    def load(self, address: Value, hint: str) -> Value:
         """A word for each lane."""
         return self.b.load(address, self.vector, hint, align=4 * self.lanes)
 
-    def _broadcast(self, address: Value, hint: str) -> Value:
+    def broadcast(self, address: Value, hint: str) -> Value:
         """One word for all lanes."""
         return self.b.broadcast(self.b.load(address, "f32", hint), self.lanes)
 
-    def _multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
+    def multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
         return self.b.fma(left, right, total, hint)
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
@@ -260,11 +260,11 @@ class MultiplyAdd:
     def _add_word(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
         """The sums with the products of word j of `tile_rows` columns."""
         b, groups = self.b, range(len(weights))
-        right = [self._load(b.at(weights[g], b.mul(j, self.lanes), self.word), "p") for g in groups]
+        right = [self.load(b.at(weights[g], b.mul(j, self.lanes), self.word), "p") for g in groups]
         base, new = b.at(column, b.mul(j, self.tile_rows), self.word), []
         for r in range(self.tile_rows):
-            left = self._broadcast(b.at(base, r, self.word), "v")
-            new += [self._multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
+            left = self.broadcast(b.at(base, r, self.word), "v")
+            new += [self.multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
         return new
 
 
@@ -279,13 +279,13 @@ class PairProducts(MultiplyAdd):
         super().__init__(b, LANES, d, e, tile_rows, tile_groups)
         self.unit = Avx512(b)
 
-    def _load(self, address: Value, hint: str) -> Value:
+    def load(self, address: Value, hint: str) -> Value:
         return self.b.load(address, BF16, hint, align=4 * self.lanes)
 
-    def _broadcast(self, address: Value, hint: str) -> Value:
+    def broadcast(self, address: Value, hint: str) -> Value:
         return self.b.bitcast(self.b.broadcast(self.b.load(address, "i32", hint), self.lanes), BF16)
 
-    def _multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
+    def multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
         return self.unit.add_pair_products(total, left, right)
 
     def _elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
@@ -312,7 +312,7 @@ class PairProducts(MultiplyAdd):
             with b.loop(0, self.d_padded, 2 * self.lanes, hint="c") as c:
                 b.store(self._elements(rows, r, c), b.at(target, b.add(c, r * self.d_padded), "bf16"))
 
-    def _value_word(self, rows: Rows, word: int, column: Value) -> Value:
+    def value_word(self, rows: Rows, word: int, column: Value) -> Value:
         return self.unit.pairs(*(load_f32(self.b, rows, 2 * word + n, column, self.lanes) for n in (0, 1)))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.backward.derived import Derived, Step, result
-from fusion.codegen.mlir.backward.fused import FusedKernel, fuses
+from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
@@ -157,7 +157,7 @@ class BackwardCall:
         target, tiling = self.kernel.target, self.kernel.backward_tilings[choice]
         blocks = -(-self.n_k // (tiling.groups * target.lanes))
         collected = {kind: plan.of(kind.axis, needs) for kind in (FusedKernel, QueriesKernel, KeysKernel)}
-        fused = fuses(target, tiling) and needs[0] and (needs[1] or needs[2] and tiling.planes)
+        fused = needs[0] and (needs[1] or needs[2] and tiling.planes)
         fused = fused and not collected[QueriesKernel] and not self._split(blocks)[0]
         return [
             Step(kind, collected[kind], plan.sums(kind.axis, needs) - len(collected[kind]))

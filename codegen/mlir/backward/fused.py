@@ -13,6 +13,11 @@ By multiply-adds, lanes of the third product are columns:
     slopes   dS as the product for dK has it, [lane group][query][L]: one scalar at a time is broadcast
     keys     K [key][d]
     sums     dQ [query][d]
+
+Pairs of bfloat16 are along the keys here and along the queries in the product for dK, so that dS is stored twice:
+
+    slopes   [lane group][query][L], one pair at a time is broadcast
+    keys     K [pair of keys][d]
 """
 
 from __future__ import annotations
@@ -28,9 +33,7 @@ from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.products import MultiplyAdd, Products
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
-from fusion.codegen.mlir.work_items import Tiling
 from fusion.codegen.mlir.x86 import F32
 
 QUERY_GRADIENT_SPAN = 4 * KEY_SPAN
@@ -112,18 +115,19 @@ class TiledQueryGradient:
 
 
 class VectorQueryGradient:
-    """The same by multiply-adds. rows: of a tile."""
+    """The same by multiply-adds, of float32 or of pairs. rows: of a tile."""
 
     def __init__(self, b: Builder, product: MultiplyAdd, groups: int, rows: int):
         self.b, self.product, self.groups, self.rows = b, product, groups, rows
-        self.lanes, self.width, self.vector = product.lanes, product.d_padded, product.vector
+        self.lanes, self.width, self.vector = product.lanes, product.e_padded, product.vector
+        self.words = self.lanes // product.per_word  # of a row of dS, in a lane group
 
     def slope_bytes(self, rows: int) -> int:
-        """None but those of the product for dK."""
-        return 0
+        """None where the product for dK has them."""
+        return 0 if self.product.per_word == 1 else 4 * self.groups * rows * self.words
 
     def pair_bytes(self) -> int:
-        return 4 * self.groups * self.lanes * self.width
+        return 4 * self.groups * self.words * self.width
 
     def step_bytes(self) -> int:
         """Sums of a key step of queries."""
@@ -131,16 +135,19 @@ class VectorQueryGradient:
 
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         """The block's keys from `first` on, those from `limit` on as zeros."""
-        b, lanes = self.b, self.lanes
+        b, p, lanes = self.b, self.product, self.lanes
         with b.loop(0, self.groups, hint="g") as g:
-            rows = reader.rows(b.add(first, b.mul(g, lanes)), lanes, limit, self.product.d, self.width, staging)
-            start = b.at(target, b.mul(g, lanes * self.width), "f32")
-            for r in range(lanes):
+            rows = reader.rows(b.add(first, b.mul(g, lanes)), lanes, limit, p.d, self.width, staging)
+            start = b.at(target, b.mul(g, self.words * self.width), p.word)
+            for word in range(self.words):
                 with b.loop(0, self.width, lanes, hint="c") as c:
-                    b.store(load_f32(b, rows, r, c, lanes), b.at(start, b.add(c, r * self.width), "f32"))
+                    b.store(p.value_word(rows, word, c), b.at(start, b.add(c, word * self.width), p.word))
 
     def store(self, slopes: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
-        """The product for dK has it."""
+        """dS of one row and a lane group, unless the product for dK has it."""
+        if self.product.per_word > 1:
+            place = self.b.at(slopes, self.b.mul(self.b.add(self.b.mul(group, self.rows), row), self.lanes), "bf16")
+            self.b.store(self.b.convert("arith.truncf", pair[0], "bf16"), place)
 
     def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
         """sums (of the first of these queries) += dS K over `steps` key steps of queries and `count` keys.
@@ -158,27 +165,27 @@ class VectorQueryGradient:
     def _add_block(self, slopes: Value, keys: Value, sums: Value, step: Value, count: Value, length: int) -> None:
         """`length` vectors of the sums of one key step of queries, over the block's keys. The block is summed up by
         itself first: so short sums lose no digits."""
-        b, lanes, rows = self.b, self.lanes, self.product.key_step
-        first = b.at(slopes, b.mul(step, rows * lanes), "f32")
+        b, p, lanes, words, rows = self.b, self.product, self.lanes, self.words, self.product.key_step
+        first = b.at(slopes, b.mul(step, rows * words), p.word)
 
-        def add_key(sums: Sequence[Value], left: Value, key: Value, lane: Value | int) -> list[Value]:
-            line = b.at(keys, b.mul(key, self.width), "f32")
-            right = [b.load(b.at(line, n * lanes, "f32"), self.vector, "k", align=4 * lanes) for n in range(length)]
-            new = []
+        def add_word(sums: Sequence[Value], left: Value, g: Value, word: Value | int) -> list[Value]:
+            line = b.at(keys, b.mul(b.add(b.mul(g, words), word), self.width), p.word)
+            right, new = [p.load(b.at(line, n * lanes, p.word), "k") for n in range(length)], []
             for r in range(rows):
-                slope = b.broadcast(b.load(b.at(left, b.add(lane, r * lanes), "f32"), "f32", "ds"), lanes)
-                new += [b.fma(slope, x, sums[r * length + n], "dq") for n, x in enumerate(right)]
+                slope = p.broadcast(b.at(left, b.add(word, r * words), p.word), "ds")
+                new += [p.multiply(slope, x, sums[r * length + n], "dq") for n, x in enumerate(right)]
             return new
 
         start, whole = [b.constant(0.0, self.vector)] * (rows * length), b.div(count, lanes)
         with b.carry(0, whole, 1, start, hint="g") as (loop, g, total):
-            left = b.at(first, b.mul(g, self.rows * lanes), "f32")
-            for lane in range(lanes):
-                total = add_key(total, left, b.add(b.mul(g, lanes), lane), lane)
+            left = b.at(first, b.mul(g, self.rows * words), p.word)
+            for word in range(words):
+                total = add_word(total, left, g, word)
             loop.yields(*total)
-        left = b.at(first, b.mul(whole, self.rows * lanes), "f32")
-        with b.carry(0, b.rem(count, lanes), 1, loop.results, hint="lane") as (rest, lane, total):
-            rest.yields(*add_key(total, left, b.add(b.mul(whole, lanes), lane), lane))
+        left = b.at(first, b.mul(whole, self.rows * words), p.word)
+        last = b.div(b.add(b.rem(count, lanes), p.per_word - 1), p.per_word)  # what a pair lacks is 0
+        with b.carry(0, last, 1, loop.results, hint="word") as (rest, word, total):
+            rest.yields(*add_word(total, left, whole, word))
         for number, total in enumerate(rest.results):
             row, n = divmod(number, length)
             cell = b.at(sums, b.add(b.mul(step, rows * self.width), row * self.width + n * lanes), "f32")
@@ -188,11 +195,6 @@ class VectorQueryGradient:
         """The vectors of one query's gradient."""
         start = self.b.at(sums, self.b.mul(row, self.width), "f32")
         return [self.b.load(self.b.at(start, n, "f32"), self.vector, "dq") for n in range(0, self.width, self.lanes)]
-
-
-def fuses(target: Target, tiling: Tiling) -> bool:
-    """Whether there is such a kernel: on tiles and by multiply-adds, not of bfloat16 pairs."""
-    return target.amx or not tiling.planes
 
 
 class FusedKernel(KeysKernel):
@@ -256,8 +258,7 @@ class FusedKernel(KeysKernel):
     def _second_products(self, block: Block, start: Value, steps: Value) -> None:
         super()._second_products(block, start, steps)
         sums = self.part(self.query_sums[0], start, self.queries.step_bytes())
-        on_tiles = isinstance(self.queries, TiledQueryGradient)
-        slopes = self.row_slopes if on_tiles else self.score_half.weights
+        slopes = self.row_slopes if self.queries.slope_bytes(self.tiling.keys) else self.score_half.weights
         self.queries.accumulate(slopes, self.key_pairs, sums, steps, block.count)
 
     def _write_queries(self, scope: Scope) -> None:
