@@ -6,7 +6,7 @@
     queries.DeltaErrorKernel    the sums of dx that should be 0, where delta has more parts than dO and O
     queries.QueriesKernel       dQ, and gradients of loads that are free of the key
     keys.KeysKernel             dK, dV and gradients of all other loads
-    fused.FusedKernel           the latter with dQ in it, on AMX tiles and AVX2
+    fused.FusedKernel           the latter with dQ in it
 
 `kernel` has the loops that they share, `tile` the products, `element` what happens to one score, `loads` how dense
 biases are read and their gradients written, `centring` what is taken off the keys for dQ. `call` runs the kernels of
