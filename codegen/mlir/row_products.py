@@ -191,12 +191,12 @@ class VectorRows(RowProducts):
         """Ask for rows of K or V, so many keys ahead, in row r's turn: here for its share of them, where several rows
         take turns, else by what is returned, for those of L keys from one on."""
         b = self.b
-        if not isinstance(ahead, RowReader):
-            return lambda key: None
+        if isinstance(ahead, SharedRows):
+            distance = self.widths.stretch
         if self.widths.alone:
-            return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, width)
+            return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, few.n_k, width)
         share = b.div(b.constant(STEP, "i64"), few.rows)
-        ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, width)
+        ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, few.n_k, width)
         return lambda key: None
 
     def _product(self, r: Value, mine: Stretch, key: Value) -> Value:
@@ -253,17 +253,21 @@ class KeyProducts:
                 b.store(x, b.at(b.at(query, c, "f32"), n * lanes, "f32"))
 
     def dot_products(self, rows: Rows, query: Value) -> list[Value]:
-        """For each of L keys the products with the query, summed within lanes only."""
-        b, lanes, count = self.b, self.lanes, self.count
-        zero = b.constant(0.0, self.vector)
-        with b.carry(0, self.d_padded, count * lanes, [zero] * lanes, hint="c") as (loop, c, sums):
-            at, sums = b.at(query, c, "f32"), list(sums)
-            q = [b.load(b.at(at, n * lanes, "f32"), self.vector, "q") for n in range(count)]
-            for r in range(lanes):
-                for part, x in zip(q, _columns(b, rows, r, c, lanes, count, self.pairs), strict=True):
-                    sums[r] = b.fma(x, part, sums[r], "s")
-            loop.yields(*sums)
-        return loop.results
+        """For each of L keys the products with the query, summed within lanes only. A few keys at a time: sums of more,
+        with elements that are being widened, do not fit into registers."""
+        b, lanes, count, found = self.b, self.lanes, self.count, []
+        together = min(CHAINS, lanes)
+        for first in range(0, lanes, together):
+            start = [b.constant(0.0, self.vector)] * together
+            with b.carry(0, self.d_padded, count * lanes, start, hint="c") as (loop, c, sums):
+                at, sums = b.at(query, c, "f32"), list(sums)
+                q = [b.load(b.at(at, n * lanes, "f32"), self.vector, "q") for n in range(count)]
+                for r in range(together):
+                    for part, x in zip(q, _columns(b, rows, first + r, c, lanes, count, self.pairs), strict=True):
+                        sums[r] = b.fma(x, part, sums[r], "s")
+                loop.yields(*sums)
+            found += loop.results
+        return found
 
 
 class PairKeyProducts(KeyProducts):

@@ -117,16 +117,17 @@ class RowReader:
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
-    def prefetch(self, first: Value, count: Value | int, width: int) -> None:
-        """Ask for rows that will be read soon, where it is known where they lie. They need not exist."""
-        if self.base is None:
+    def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
+        """Ask for rows that will be read soon. Those from `limit` on may not exist."""
+        if self.made is not None:
             return
-        b = self.context.b
-        with b.loop(first, b.add(first, count), count if isinstance(count, int) else 1, hint="row") as row:
-            start = b.at(self.source, b.add(self.base, b.mul(row, self.row_stride)), self.memory, "ahead")
-            for r in range(count if isinstance(count, int) else 1):
+        b, together = self.context.b, count if isinstance(count, int) else 1
+        with b.loop(first, b.add(first, count), together, hint="row") as row:
+            for r in range(together):
+                position = b.add(row, r)
+                line = self._line(position if self.base is not None else b.least(position, b.sub(limit, 1)))[0]
                 for column in range(0, width, LINE // SIZE[self.memory]):
-                    b.prefetch(b.at(start, b.add(b.mul(self.row_stride, r), column), self.memory))
+                    b.prefetch(b.at(line, column, self.memory))
 
     def apart(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
         """The same rows, where they may lie anywhere: a table says where. They are read in place, too."""
@@ -237,6 +238,9 @@ class SharedRows:
         with b.loop(low, high, hint="position") as position:
             self.reader.put(position, self.width, self.padded, self._row(position), self.memory)
         self._clear(high, b.least(b.add(high, self.step), b.add(start, self.stretch)))
+
+    def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
+        self.reader.prefetch(first, count, limit, width)
 
     def _clear(self, first: Value | int, last: Value | int) -> None:
         b, lanes = self.reader.context.b, self.reader.context.lanes
