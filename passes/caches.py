@@ -10,7 +10,7 @@ element is the stored one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -225,11 +225,3 @@ def linear_in(index: Index, row: Expr, column: Expr) -> bool:
         if coordinates(entry) & {"i", "j", "c", "e"}:
             return False
     return True
-
-
-def changes(passed: Iterable[Node], anchor: Node | None) -> bool:
-    """Whether what one of these nodes reads changes in place after it and before the product with V: the values that it
-    made must then be read themselves."""
-    read = ((node, parent) for node in passed for parent in node.all_input_nodes)
-    later = (by for node, parent in read for by in marks.mutations(parent) if node < by)
-    return any(anchor is None or by < anchor for by in later)

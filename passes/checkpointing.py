@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_map
@@ -44,6 +45,18 @@ def lift_seeds(body: GraphModule) -> None:
     body.recompile()
 
 
+class KnowingItems(Interpreter):
+    """Runs a graph on tensors without data: what Dynamo knows of an `item()` is told to the tensor."""
+
+    def run_node(self, n: Node) -> Any:
+        held = nodes.value(n)
+        if n.target in ("item", torch.ops.aten.item.default) and isinstance(held, (torch.SymFloat, torch.SymInt)):
+            (tensor,), _ = self.fetch_args_kwargs_from_env(n)
+            if isinstance(tensor, FakeTensor):
+                tensor.item_memo = held
+        return super().run_node(n)
+
+
 class Checkpoints:
     """Runs the calls of one graph's checkpointed graphs while it is traced again: each stays one call."""
 
@@ -64,7 +77,7 @@ class Checkpoints:
         seeds = [p.meta["val"] for p in body.graph.nodes if p.op == "placeholder" and marks.is_seed(p)]
         given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
         with disable_proxy_modes_tracing():
-            result = Interpreter(body).run(*given)
+            result = KnowingItems(body).run(*given)
         tracer = mode.tracer
         tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
         proxies = tree_map(tracer.unwrap_proxy, (body, *given))

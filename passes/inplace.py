@@ -8,6 +8,7 @@ that it does not know.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -253,6 +254,14 @@ def mark_mutations(graph: torch.fx.Graph) -> None:
             if isinstance(target, Node):
                 for member in _family(target) | {node}:
                     marks.mutations.set(member, (*marks.mutations(member), node))
+
+
+def changes(passed: Iterable[Node], anchor: Node | None) -> bool:
+    """Whether what one of these nodes reads changes in place after it and before the product with V: the values that it
+    made must then be read themselves."""
+    read = ((node, parent) for node in passed for parent in node.all_input_nodes)
+    later = (by for node, parent in read for by in marks.mutations(parent) if node < by)
+    return any(anchor is None or by < anchor for by in later)
 
 
 def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, int]) -> bool:

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.passes import autocast, dtensor, einsums, encoder, marks, nodes, varlen, vmap
 from fusion.passes.autocast import write_casts
-from fusion.passes.checkpointing import Checkpoints
+from fusion.passes.checkpointing import Checkpoints, KnowingItems
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
 from fusion.passes.outline import is_outlined, outline, record, traces_through
 from fusion.passes.repeats import Later, Repeats, part_of
@@ -87,7 +87,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Retrace(torch.fx.Interpreter):
+class _Retrace(KnowingItems):
     """Runs Dynamo's graph; torch's fused encoder modules run as the operations they stand for."""
 
     def __init__(self, module: GraphModule, bodies: Mapping[str, GraphModule], sealed: bool):
@@ -99,11 +99,6 @@ class _Retrace(torch.fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
             return again
-        held = nodes.value(n)
-        if n.target == "item" and isinstance(held, (torch.SymFloat, torch.SymInt)):
-            (tensor,), _ = self.fetch_args_kwargs_from_env(n)
-            if isinstance(tensor, FakeTensor):  # it has no value, but Dynamo knows what stands for it
-                tensor.item_memo = held
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

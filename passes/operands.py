@@ -16,8 +16,9 @@ from torch.fx import Graph, Node
 from fusion.ir.expr import ONE, C, Expr, const, coordinates
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
-from fusion.passes.caches import changes, linear_in, stored
+from fusion.passes.caches import linear_in, stored
 from fusion.passes.contractions import is_moderate, strip_scale
+from fusion.passes.inplace import changes
 from fusion.passes.nodes import Unsupported
 from fusion.passes.views import Index
 from fusion.refusals import Ground

@@ -38,7 +38,7 @@ from fusion.passes.contractions import (
     products_above,
 )
 from fusion.passes.folding import folded
-from fusion.passes.inplace import may_copy
+from fusion.passes.inplace import changes, may_copy
 from fusion.passes.key_sets import KeySet, scattered
 from fusion.passes.narrow import Narrow
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
@@ -142,7 +142,7 @@ class PullBack:
         if (moved := self.step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        if marks.mutations(here) or self._is_given(here):
+        if marks.mutations(here) or self._is_given(here) or self._is_of_before(here):
             result = None
         elif marks.stop_gradient(here):
             result = self._without_gradient(here, index)
@@ -177,6 +177,11 @@ class PullBack:
         if marks.mutations(here) and may_copy(here):
             return None
         return source(here, index, bounds)
+
+    def _is_of_before(self, here: Node) -> bool:
+        """Whether a node has values that the product with V comes too late to compute: of a length that has been added
+        to, say. (Where they are scores, loading them is of no use.)"""
+        return changes([here], self.anchor) and not products_above(here)
 
     def _is_given(self, here: Node) -> bool:
         """Whether another attention computes a node."""

@@ -384,3 +384,14 @@ class Builder:
         self._lines.pop()
         with self._body("} else {"):
             yield
+
+    def either(self, condition: Value, then: Callable[[], Value], otherwise: Callable[[], Value], type_: str) -> Value:
+        """What `then` returns where the condition (i1) holds, else what `otherwise` does."""
+        found = Value(self.name("either"), type_)
+        self.line(f"{found} = scf.if {condition} -> ({type_}) {{")
+        for branch, closing in ((then, "} else {"), (otherwise, "}")):
+            self._depth += 1
+            self.line(f"scf.yield {branch()} : {type_}")
+            self._depth -= 1
+            self.line(closing)
+        return found

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch._dynamo.utils import counters
 
-import fusion  # noqa: F401  registers the backend where it is not installed
+import fusion
 from tests.models.build import build
 
 MODELS = {
@@ -71,3 +71,25 @@ def test_a_growing_cache_compiles_no_kernel_per_length(name: str):
     assert counters["fusion"]["fused"] == 2 * graphs
     _generate(model, "dynamic", padded=False, new_tokens=2 * NEW_TOKENS)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_that_the_caller_keeps(padded: bool):
+    """Steps of a loop of one's own, without `generate`."""
+    model = build(transformers.LlamaForCausalLM)
+    torch._dynamo.reset()
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=40) for _ in range(2)]
+    compiled = torch.compile(model, backend="fusion", options={"inner": "eager"})
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0 if padded else 1
+    ids = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        for _ in range(4):
+            runs = zip((model, compiled), caches, strict=True)
+            eager, ours = (
+                run(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1)
+                for run, cache in runs
+            )
+            assert torch.equal(ours, eager)
+            ids, mask = eager[:, None], torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    assert all(report.fused == len(report.sites) > 0 for report in reports)

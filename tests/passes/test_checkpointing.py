@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fusion
 from fusion.passes.checkpointing import Checkpoints, bodies, lift_seeds
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import normalize
-from tests.numerics import assert_same
+from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.graphs import captured
 
 
@@ -55,6 +56,44 @@ def test_the_call_stays_in_the_graph():
     traced = normalize(module, [x])
     assert len(bodies(traced)) == 1
     assert_same(traced(x)[0], plain(x))
+
+
+class Scaled(torch.nn.Module):
+    """With numbers of Python's in it: tensors without a dimension, where they may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.smallest = 0.3, 1e-6
+
+    def forward(self, q, k, v):
+        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + self.smallest)
+        return torch.softmax(q @ k.mT * self.scale, -1) @ v
+
+
+class ScaledTwice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Scaled(), Scaled()])
+
+    def forward(self, q, k, v):
+        for layer in self.layers:
+            q = checkpoint(layer.__call__, q, k, v, use_reentrant=False)
+        return q
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_of_a_module(dynamic):
+    torch._dynamo.reset()
+    given, module = [torch.randn(2, 3, 40, 16, requires_grad=True) for _ in range(3)], ScaledTwice()
+    wide = [x.detach().double().requires_grad_() for x in given]
+    with fusion.collect_reports() as reports:
+        compiled = torch.compile(module, backend="fusion", options={"inner": "eager"}, dynamic=dynamic)
+        results = [
+            (out := run(*inputs), *torch.autograd.grad(out.square().sum(), inputs))
+            for run, inputs in ((compiled, given), (module, given), (module, wide))
+        ]
+    assert [report.fused for report in reports] == [2]
+    assert_as_exact_as_eager(*results)
 
 
 def test_a_call_outside_of_a_trace_is_refused():
