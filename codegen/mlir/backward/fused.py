@@ -206,6 +206,15 @@ class FusedKernel(KeysKernel):
     def wants_slopes(self) -> bool:
         return True
 
+    @property
+    def reduces_lanes(self) -> bool:
+        return self.has_slopes
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether dS is stored once more for dQ."""
+        return self.queries.slope_bytes(self.tiling.keys) > 0
+
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         product, groups = products[0], self.tiling.groups
         if isinstance(product, Amx):
@@ -258,7 +267,7 @@ class FusedKernel(KeysKernel):
     def _second_products(self, block: Block, start: Value, steps: Value) -> None:
         super()._second_products(block, start, steps)
         sums = self.part(self.query_sums[0], start, self.queries.step_bytes())
-        slopes = self.row_slopes if self.queries.slope_bytes(self.tiling.keys) else self.score_half.weights
+        slopes = self.row_slopes if self.has_slopes else self.score_half.weights
         self.queries.accumulate(slopes, self.key_pairs, sums, steps, block.count)
 
     def _write_queries(self, scope: Scope) -> None:

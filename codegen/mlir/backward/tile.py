@@ -137,6 +137,11 @@ class BackwardTile(KernelFunction):
         return self.score_half.operand in self.results or bool(self.collected)
 
     @property
+    def reduces_lanes(self) -> bool:
+        """Whether a product with dS reduces over whole groups of lanes: what lies behind the last one must be 0."""
+        return self.together > 1
+
+    @property
     def rows_per_block(self) -> int:
         return self.tiling.groups * self.lanes
 

@@ -125,10 +125,10 @@ def test_the_backward_makes_the_weights_of_the_forward(target: str, dtype: str, 
 
 
 @pytest.mark.parametrize(("d", "n_q", "n_k"), [(5, 70, 3), (72, 131, 150), (136, 9, 49), (8, 20, 5000)])
-@pytest.mark.parametrize("target", ["avx2", "avx512"])
-def test_all_gradients_in_one_kernel_of_multiply_adds(target: str, d: int, n_q: int, n_k: int) -> None:
+@pytest.mark.parametrize(("target", "dtype"), [("avx2", "float32"), ("avx512", "float32"), ("pairs", "bfloat16")])
+def test_all_gradients_in_one_kernel_of_multiply_adds(target: str, dtype: str, d: int, n_q: int, n_k: int) -> None:
     """Queries, keys and columns that fill neither steps nor blocks nor register tiles."""
-    c = case("causal", "float32", d, 24)
+    c = case("causal", dtype, d, 24)
     run = check_gradients(c, plan(c, SETS[target]), SIZES | {"H": 16, "Nq": n_q, "Nk": n_k})
     assert FusedKernel in {kind for kind, *_ in run._compiled}
 
