@@ -179,8 +179,7 @@ class PullBack:
         return source(here, index, bounds)
 
     def _is_of_before(self, here: Node) -> bool:
-        """Whether a node has values that the product with V comes too late to compute: of a length that has been added
-        to, say. (Where they are scores, loading them is of no use.)"""
+        """Whether a node, which is no score, is made of what has changed when V is multiplied: a length, say."""
         return changes([here], self.anchor) and not products_above(here)
 
     def _is_given(self, here: Node) -> bool:

@@ -64,6 +64,7 @@ Turns = Callable[[Stretch], AbstractContextManager[tuple[Value, Stretch]]]
 """A loop over the rows that visit keys of a stretch: their numbers, and which keys."""
 
 Ask = Callable[[Value], None]
+"""Asks for rows that are read later, when L keys from this one on are multiplied."""
 Columns = tuple[Value | int, int]
 """Vectors of columns that follow each other: the first's first column, and how many vectors."""
 
@@ -111,7 +112,7 @@ class RowProducts:
         raise NotImplementedError
 
     def weigh(self, mine: Stretch, r: Value) -> None:
-        """Row r's weights are there."""
+        """Row r's weights have been put there."""
         raise NotImplementedError
 
     def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
@@ -305,7 +306,7 @@ class ValueProducts:
         """output += weights x V over keys, a few vectors of columns at a time, in registers.
 
         weights: the first is that of the stretch's first key
-        ask: told of every L keys, once
+        ask: called for every L keys, once
         """
         b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
         if whole := width // step:

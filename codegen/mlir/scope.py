@@ -366,12 +366,10 @@ class Scope:
         assert total is not None
         base, type_, valid = b.at(pointer, scalar, memory), vector_of(memory, lanes), self.lanes.valid
         addresses = b.addresses(base, total, memory)
-        first = self._first_of_run(expr.args)
-        if first is None:
+        if (first := self._first_of_run(expr.args)) is None:
             found = b.gather(addresses, valid, type_)
         else:
-            run, line = first[1], b.at(base, first[0], memory)
-            adjacent = b.compare("eq", strides[run], 1)
+            line, adjacent = b.at(base, first[0], memory), b.compare("eq", strides[first[1]], 1)
             adjacent = b.binary("arith.andi", adjacent, b.reduce("and", valid, "whole"), "adjacent")
             found = b.either(adjacent, lambda: b.load(line, type_), lambda: b.gather(addresses, valid, type_), type_)
         return widen(b, found, expr.kind, self.context.operands[expr.operand].dtype)
