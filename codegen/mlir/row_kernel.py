@@ -19,7 +19,6 @@ item merges them, in the order of the keys, so that results do not depend on who
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -214,12 +213,11 @@ class _RowKernel(KernelFunction):
             for source in (keys, values):
                 if isinstance(source, SharedRows):
                     source.fill(start, step_start, low, high)
-            turns = functools.partial(self._turns, count)
-            self.products.begin((keys, values), every, turns)
-            with turns(every) as (r, mine):
+            self.products.begin((keys, values), every, self._turns)
+            with self._turns(every) as (r, mine):
                 self._attend(self._row_scope(top, b.add(first, r))[0], r, mine)
-            self.products.end((keys, values), every, turns)
-            with turns(every) as (r, mine):
+            self.products.end((keys, values), every, self._turns)
+            with self._turns(every) as (r, mine):
                 self.products.add_output(values, mine, r, self._own(self.outputs, r, self.e_padded))
 
     def _sources(self, scope: Scope) -> list[Source]:
@@ -232,10 +230,10 @@ class _RowKernel(KernelFunction):
         return found
 
     @contextlib.contextmanager
-    def _turns(self, count: Value, every: Stretch) -> Iterator[tuple[Value, Stretch]]:
+    def _turns(self, every: Stretch) -> Iterator[tuple[Value, Stretch]]:
         """The rows that visit keys of a stretch, and which."""
         b = self.b
-        with b.loop(0, count, hint="r") as r:
+        with b.loop(0, every.rows, hint="r") as r:
             low, high = self._range(r)
             low, high = b.most(low, every.low), b.least(high, every.high)
             with b.when(b.compare("slt", low, high)):

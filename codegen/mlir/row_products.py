@@ -173,7 +173,8 @@ class VectorRows(RowProducts):
         with self._steps(every) as few, turns(few) as (r, mine):
             ask = self._asking(values, few, r, widths.d_v, 0)
             with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
-                ask(j0)
+                if ask is not None:
+                    ask(j0)
                 rows = keys.apart(j0, lanes, mine.n_k, widths.d, widths.d_padded, self.staging)
                 products = sum_rows(b, self.keys.dot_products(rows, self._query(r)))
                 b.store(products, self._product(r, mine, j0))
@@ -188,7 +189,7 @@ class VectorRows(RowProducts):
         with b.loop(every.first, every.high, STEP, hint="key") as key:
             yield replace(every, low=b.most(key, every.low), high=b.least(b.add(key, STEP), every.high))
 
-    def _asking(self, ahead: Source, few: Stretch, r: Value, width: int, distance: int) -> Ask:
+    def _asking(self, ahead: Source, few: Stretch, r: Value, width: int, distance: int) -> Ask | None:
         """Ask for rows of K or V, so many keys ahead, in row r's turn: here for its share of them, where several rows
         take turns, else by what is returned, for those of L keys from one on."""
         b = self.b
@@ -198,7 +199,7 @@ class VectorRows(RowProducts):
             return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, few.n_k, width)
         share = b.div(b.constant(STEP, "i64"), few.rows)
         ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, few.n_k, width)
-        return lambda key: None
+        return None
 
     def _product(self, r: Value, mine: Stretch, key: Value) -> Value:
         return self.b.at(self.weights(r), self.b.sub(key, mine.start), "f32")

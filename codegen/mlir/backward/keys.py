@@ -7,10 +7,8 @@ from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
 from fusion.codegen.mlir.backward.plan import Form, LaneAxis, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
 from fusion.codegen.mlir.builder import SIZE, Value
+from fusion.codegen.mlir.rows import LINE
 from fusion.codegen.mlir.scope import Lanes, Scope
-
-CACHE_LINE = 64
-"""Bytes."""
 
 
 class KeysKernel(BackwardKernel):
@@ -36,7 +34,7 @@ class KeysKernel(BackwardKernel):
         b, lanes = self.b, self.lanes
         for tensor in (*self.loads, *(sink for sink in self.sinks if sink.entry.form is Form.DENSE)):
             assert isinstance(tensor, LaneLoad | GradientSink)
-            per_line = max(1, CACHE_LINE // (lanes * SIZE[tensor.memory]))
+            per_line = max(1, LINE // (lanes * SIZE[tensor.memory]))
             with b.loop(0, block.groups, per_line, hint="g") as g, b.loop(0, rows.count, hint="r") as r:
                 start, valid = b.add(block.first, b.mul(g, lanes)), self._valid(b.constant(lanes, "i64"))
                 held = Lanes(coord=self.axis.lane, first=start, count=lanes, valid=valid)
