@@ -67,7 +67,7 @@ class Variant(CompiledKernel):
         super().__init__(
             write(spec, tiling, target, d, d_v)
             if isinstance(tiling, Tiling)
-            else emit_rows(spec, target, d, d_v, alone=tiling.alone)
+            else emit_rows(spec, target, d, d_v, together=tiling.together)
         )
         self._together = functools.cache(lambda *last: span_of(self.text, spec, last, 1))
 
@@ -176,7 +176,7 @@ class Kernel:
         base, tile = self.tilings[0], choice.tile
         if tile.rows == 1:
             *batch, n_q, _, _, _ = self._extents(sizes)
-            return ByRows(alone=rows_together(self.spec, batch, n_q) == 1)
+            return ByRows(together=1 << min(rows_together(self.spec, batch, n_q) - 1, 2).bit_length())
         rows, keys = self.target.register_tile(base.planes)
         if choice.splits > 1 or tile.rows % rows or tile.keys % keys:
             raise RefusedChoiceError(

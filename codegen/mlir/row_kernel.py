@@ -36,24 +36,24 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.planning.cpu_rows import MOST_ROWS
 
 
-def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, alone: bool = False) -> KernelText:
-    """The kernel for few queries of a spec whose Q and K have d columns and V d_v. alone: no two rows read the same
-    keys."""
-    return _RowKernel(spec, target, d, d_v, alone).text()
+def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, together: int = 4) -> KernelText:
+    """The kernel for few queries of a spec whose Q and K have d columns and V d_v. together: see `ByRows`."""
+    return _RowKernel(spec, target, d, d_v, together).text()
 
 
 class _RowKernel(KernelFunction):
-    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, alone: bool):
+    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, together: int):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
-        products = row_products(spec, target, (d, d_v), alone)
+        products = row_products(spec, target, (d, d_v), together)
         self.stretch = products.stretch(self.d_padded + self.e_padded, KEY_SPAN)
-        widths = Widths(d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch, alone=alone)
+        padded = self.d_padded, self.e_padded
+        widths = Widths(d=d, d_v=d_v, d_padded=padded[0], e_padded=padded[1], stretch=self.stretch, together=together)
         self.products = products(self.b, spec, target, widths, self.area)
         # Of K and V where they are not read in place: rows of a stretch, for all rows that read them.
         columns = (1, d, self.d_padded), (2, d_v, self.e_padded)
         self.shared = [
-            None if alone or products.reads(spec, number) and width == padded
+            None if together == 1 or products.reads(spec, number) and width == padded
             else self.area(8 * padded * (self.stretch + STEP), "shared")
             for number, width, padded in columns
         ]  # fmt: skip

@@ -1,50 +1,44 @@
-"""The two products of the kernel for few queries, row by row: elements of K and V widened to float32, or bf16 pairs as
-they are. See `row_tiles` for those of all rows at a time.
+"""The two products of the kernel for few queries, K q and p V: what their ways have in common.
 
-Where elements are bfloat16, vectors of them are taken apart into those at even and those at odd places, one operation
-for each. Where the processor multiplies pairs, they are not taken apart: a pair of K is multiplied with one of the
-query, and elements of two rows of V, put side by side, with the weights of their keys.
+row_vectors   row by row
+row_groups    two or four rows at a time, in bf16 pairs
+row_tiles     all rows at a time, on AMX tiles
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import ClassVar
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.rows import RowReader, Rows, SharedRows, in_line, load_f32, load_line, load_pair
+from fusion.codegen.mlir.rows import RowReader, Rows, SharedRows, in_line
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.transpose import sum_rows
-from fusion.codegen.mlir.x86 import BF16, LANES, Avx512
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
-from fusion.planning.cpu_rows import MOST_ROWS
-from fusion.planning.register_tiles import planes_of
 
 STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds
-CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
-SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a stretch: they are asked for a product ahead
 
 Source = RowReader | SharedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Columns of Q and K and of V, also as they lie in memory (padded), and the keys of a stretch at most.
-
-    alone: no two rows read the same keys
-    """
+    """Columns of Q and K and of V, also as they lie in memory (padded), the keys of a stretch at most, and how many
+    rows may be multiplied with keys at a time: 1 where no two read the same."""
 
     d: int
     d_v: int
     d_padded: int
     e_padded: int
     stretch: int
-    alone: bool
+    together: int
+
+    @property
+    def alone(self) -> bool:
+        return self.together == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,264 +126,3 @@ class RowProducts:
     def in_order(self, found: Sequence[Value]) -> list[Value]:
         """Vectors of an output that follow each other, two or all, as their columns stand in a row."""
         raise NotImplementedError
-
-
-class VectorRows(RowProducts):
-    """By vector instructions, one row after the other for every few keys, which the first-level cache holds meanwhile.
-
-    While K is multiplied, V of the same stretch is asked for, and while V is, K of the next one. So memory is read all
-    the time, not only while the processor waits for it.
-    """
-
-    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
-        super().__init__(b, spec, target, widths, area)
-        q, k, v = (spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
-        double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
-        key_pairs, value_pairs = q and k and widths.d_padded % double == 0, v and widths.e_padded % double == 0
-        keys = PairKeyProducts if whole and key_pairs else KeyProducts
-        values = PairValueProducts if whole and value_pairs else ValueProducts
-        self.keys = keys(b, target.lanes, widths.d_padded, key_pairs)
-        self.values = values(b, target.lanes, widths, self.staging, value_pairs)
-        self.in_order = self.values.in_order
-        self.queries = area(4 * MOST_ROWS * widths.d_padded, "queries")
-        self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
-        self.room = widths.stretch + 2 * self.lanes
-        self.products = area(4 * MOST_ROWS * self.room, "products")
-
-    @staticmethod
-    def stretch(columns: int, most: int) -> int:
-        while most > STEP and 4 * most * columns > SECOND_CACHE:
-            most //= 2
-        return most
-
-    def _query(self, r: Value) -> Value:
-        return self.b.at(self.queries, self.b.mul(r, self.widths.d_padded), "f32")
-
-    def store_query(self, source: Rows, r: Value) -> None:
-        self.keys.store_query(source, self._query(r))
-
-    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
-        b, lanes, widths, (keys, values) = self.b, self.lanes, self.widths, sources
-        with self._steps(every) as few, turns(few) as (r, mine):
-            ask = self._asking(values, few, r, widths.d_v, 0)
-            with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
-                if ask is not None:
-                    ask(j0)
-                rows = keys.apart(j0, lanes, mine.n_k, widths.d, widths.d_padded, self.staging)
-                products = sum_rows(b, self.keys.dot_products(rows, self._query(r)))
-                b.store(products, self._product(r, mine, j0))
-
-    @contextmanager
-    def _steps(self, every: Stretch) -> Iterator[Stretch]:
-        """The keys that rows take turns at: a few at a time, where there are several rows."""
-        b = self.b
-        if self.widths.alone:
-            yield every
-            return
-        with b.loop(every.first, every.high, STEP, hint="key") as key:
-            yield replace(every, low=b.most(key, every.low), high=b.least(b.add(key, STEP), every.high))
-
-    def _asking(self, ahead: Source, few: Stretch, r: Value, width: int, distance: int) -> Ask | None:
-        """Ask for rows of K or V, so many keys ahead, in row r's turn: here for its share of them, where several rows
-        take turns, else by what is returned, for those of L keys from one on."""
-        b = self.b
-        if isinstance(ahead, SharedRows):
-            distance = self.widths.stretch
-        if self.widths.alone:
-            return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, few.n_k, width)
-        share = b.div(b.constant(STEP, "i64"), few.rows)
-        ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, few.n_k, width)
-        return None
-
-    def _product(self, r: Value, mine: Stretch, key: Value) -> Value:
-        return self.b.at(self.weights(r), self.b.sub(key, mine.start), "f32")
-
-    def scores(self, mine: Stretch, r: Value, key: Value) -> Value:
-        return self.b.load(self._product(r, mine, key), self.vector, "score")
-
-    def weights(self, r: Value) -> Value:
-        return self.b.at(self.products, self.b.mul(r, self.room), "f32")
-
-    def weigh(self, mine: Stretch, r: Value) -> None:
-        b, output = self.b, self._output(r)
-        self.values.prepare(self.weights(r), b.sub(mine.low, mine.start), b.sub(mine.high, mine.start))
-        with b.loop(0, self.widths.e_padded, self.lanes, hint="e") as e:
-            b.store(b.constant(0.0, self.vector), b.at(output, e, "f32"))
-
-    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
-        keys, values = sources
-        with self._steps(every) as few, turns(few) as (r, mine):
-            ask = self._asking(keys, few, r, self.widths.d, self.widths.stretch)
-            self.values.weigh(values, mine, self.weights(r), self._output(r), ask)
-
-    def _output(self, r: Value) -> Value:
-        return self.b.at(self.outputs, self.b.mul(r, self.widths.e_padded), "f32")
-
-    def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
-        self._add(self._output(r), target)
-
-
-def _columns(
-    b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int, count: int, pairs: bool
-) -> list[Value]:
-    """`count` vectors of a row from a column on; with pairs every two are elements at even and at odd places."""
-    if not pairs:
-        return [load_f32(b, rows, row, b.add(column, n * lanes), lanes) for n in range(count)]
-    both = [load_pair(b, rows, row, b.add(column, n * lanes), lanes) for n in range(0, count, 2)]
-    return [x for pair in both for x in pair]
-
-
-class KeyProducts:
-    """K q of L keys. pairs: elements are bfloat16 and taken two by two."""
-
-    def __init__(self, b: Builder, lanes: int, d_padded: int, pairs: bool):
-        self.b, self.lanes, self.d_padded, self.pairs = b, lanes, d_padded, pairs
-        self.count = 2 if pairs else 1
-        self.vector = vector_of("f32", lanes)
-
-    def store_query(self, source: Rows, query: Value) -> None:
-        """Row 0 of `source` as `dot_products` reads it."""
-        b, lanes = self.b, self.lanes
-        with b.loop(0, self.d_padded, self.count * lanes, hint="c") as c:
-            for n, x in enumerate(_columns(b, source, 0, c, lanes, self.count, self.pairs)):
-                b.store(x, b.at(b.at(query, c, "f32"), n * lanes, "f32"))
-
-    def dot_products(self, rows: Rows, query: Value) -> list[Value]:
-        """For each of L keys the products with the query, summed within lanes only. A few keys at a time: sums of more,
-        with elements that are being widened, do not fit into registers."""
-        b, lanes, count, found = self.b, self.lanes, self.count, []
-        together = min(CHAINS, lanes)
-        for first in range(0, lanes, together):
-            start = [b.constant(0.0, self.vector)] * together
-            with b.carry(0, self.d_padded, count * lanes, start, hint="c") as (loop, c, sums):
-                at, sums = b.at(query, c, "f32"), list(sums)
-                q = [b.load(b.at(at, n * lanes, "f32"), self.vector, "q") for n in range(count)]
-                for r in range(together):
-                    for part, x in zip(q, _columns(b, rows, first + r, c, lanes, count, self.pairs), strict=True):
-                        sums[r] = b.fma(x, part, sums[r], "s")
-                loop.yields(*sums)
-            found += loop.results
-        return found
-
-
-class PairKeyProducts(KeyProducts):
-    """The same, two products in an instruction."""
-
-    def store_query(self, source: Rows, query: Value) -> None:
-        b = self.b
-        with b.loop(0, self.d_padded, 2 * self.lanes, hint="c") as c:
-            b.store(load_line(b, source, 0, c, BF16), b.at(query, c, "bf16"))
-
-    def dot_products(self, rows: Rows, query: Value) -> list[Value]:
-        b, lanes, unit = self.b, self.lanes, Avx512(self.b)
-        zero = b.constant(0.0, self.vector)
-        with b.carry(0, self.d_padded, 2 * lanes, [zero] * lanes, hint="c") as (loop, c, sums):
-            q = b.load(b.at(query, c, "bf16"), BF16, "q")
-            keys = [load_line(b, rows, r, c, BF16) for r in range(lanes)]
-            loop.yields(*(unit.add_pair_products(s, key, q) for s, key in zip(sums, keys, strict=True)))
-        return loop.results
-
-
-class ValueProducts:
-    """Weighted sums of rows of V. pairs: elements are bfloat16 and taken two by two. stored: MLIR's type of weights as
-    they are read."""
-
-    stored: ClassVar[str] = "f32"
-
-    def __init__(self, b: Builder, lanes: int, widths: Widths, staging: Value, pairs: bool):
-        self.b, self.lanes, self.widths, self.staging, self.pairs = b, lanes, widths, staging, pairs
-
-    def prepare(self, weights: Value, low: Value, high: Value) -> None:
-        """Bring weights number `low` to `high` - 1 (float32; behind them there is room for another vector) into the
-        form that `weigh` reads."""
-
-    def weigh(self, values: Source, mine: Stretch, weights: Value, output: Value, ask: Ask | None = None) -> None:
-        """output += weights x V over keys, a few vectors of columns at a time, in registers.
-
-        weights: the first is that of the stretch's first key
-        ask: called for every L keys, once
-        """
-        b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
-        if whole := width // step:
-            with b.loop(0, whole * step, step, hint="e") as e:
-                self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS), ask)
-        if rest := width // self.lanes - whole * CHAINS:
-            at = b.at(output, whole * step, "f32")
-            self._weigh_columns(values, mine, weights, at, (whole * step, rest), None if whole else ask)
-
-    def _weigh_columns(
-        self, values: Source, mine: Stretch, weights: Value, output: Value, columns: Columns, ask: Ask | None
-    ) -> None:
-        """The same for some vectors of columns."""
-        b, lanes, (e, count) = self.b, self.lanes, columns
-        vector, width, padded = vector_of("f32", lanes), self.widths.d_v, self.widths.e_padded
-        sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
-        whole = b.add(mine.low, b.mul(b.div(b.sub(mine.high, mine.low), lanes), lanes), "whole")
-        places = [b.at(output, n * lanes, "f32") for n in range(count)]
-        sums = [b.load(place, vector, "o") for place in places] + [b.constant(0.0, vector)] * ((sets - 1) * count)
-        for low, high, together in (mine.low, whole, lanes), (whole, mine.high, 1):
-            with b.carry(low, high, together, sums, hint="j0") as (loop, j0, sums):
-                if ask is not None and together > 1:
-                    with b.when(b.compare("eq", b.as_value(e, "i64"), 0)):
-                        ask(j0)
-                rows, sums = values.apart(j0, together, mine.n_k, width, padded, self.staging), list(sums)
-                self.add(sums, rows, together, b.at(weights, b.sub(j0, mine.start), self.stored), columns)
-                loop.yields(*sums)
-            sums = loop.results
-        for n, place in enumerate(places):
-            b.store(functools.reduce(b.add, sums[n::count]), place)
-
-    def add(self, sums: list[Value], rows: Rows, number: int, weights: Value, columns: Columns) -> None:
-        """Add some vectors of columns of `number` rows, times their weights. There are several sets of sums, so that
-        additions to one do not wait for each other."""
-        b, (e, count) = self.b, columns
-        for r in range(number):
-            p = b.broadcast(b.load(b.at(weights, r, "f32"), "f32", "p"), self.lanes)
-            for n, x in enumerate(_columns(b, rows, r, e, self.lanes, count, self.pairs)):
-                place = (r * count + n) % len(sums)
-                sums[place] = b.fma(x, p, sums[place], "o")
-
-    def in_order(self, found: Sequence[Value]) -> list[Value]:
-        """The sums of one set as their columns stand in a row."""
-        if not self.pairs:
-            return list(found)
-        pairs, half = zip(found[::2], found[1::2], strict=True), self.lanes // 2
-        orders = [[place + first for place in self.order()] for first in (0, half)]
-        return [self.b.shuffle(*pair, order, "o") for pair in pairs for order in orders]
-
-    def order(self) -> list[int]:
-        """Which elements of two vectors are the first vector's."""
-        return [place for lane in range(self.lanes // 2) for place in (lane, lane + self.lanes)]
-
-
-class PairValueProducts(ValueProducts):
-    """The same of two keys in an instruction, with weights rounded to bfloat16, as eager mode's are. Elements of two
-    rows are put side by side within 16 bytes, which is one operation."""
-
-    stored = "bf16"
-
-    def prepare(self, weights: Value, low: Value, high: Value) -> None:
-        b, vector = self.b, vector_of("f32", self.lanes)
-        with b.loop(low, high, 2 * self.lanes, hint="j") as j:  # in place: what is overwritten has been read
-            halves = [b.load(b.at(b.at(weights, j, "f32"), n, "f32"), vector, "p") for n in (0, self.lanes)]
-            b.store(Avx512(b).narrow(*halves), b.at(weights, j, "bf16"))
-
-    def add(self, sums: list[Value], rows: Rows, number: int, weights: Value, columns: Columns) -> None:
-        b, unit, (e, count) = self.b, Avx512(self.b), columns
-        low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
-        for r in range(0, number, 2):
-            if number > 1:
-                p = b.load(b.at(weights, r, "bf16"), "i32", "p")
-            else:
-                p = b.convert("arith.extui", b.load(weights, "i16", "p"), "i32")
-            p = b.bitcast(b.broadcast(p, self.lanes), BF16)
-            for n in range(0, count, 2):
-                lines = [load_line(b, rows, r + k, b.add(e, n * self.lanes), BF16) for k in range(min(2, number))]
-                lines += [b.constant(0.0, BF16)] * (2 - len(lines))
-                for half in (0, 1):
-                    place = (r // 2 * count + n + half) % len(sums)
-                    pairs = b.shuffle(*lines, [element + 4 * half for element in low], "pairs")
-                    sums[place] = unit.add_pair_products(sums[place], pairs, p)
-
-    def order(self) -> list[int]:
-        return [4 * part + n + high for part in (0, 1) for high in (0, self.lanes) for n in range(4)]

@@ -23,16 +23,9 @@ from collections.abc import Callable
 
 from fusion.codegen.mlir.amx import TILE_ELEMENTS
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.row_products import (
-    STEP,
-    RowProducts,
-    Source,
-    Stretch,
-    Turns,
-    ValueProducts,
-    VectorRows,
-    Widths,
-)
+from fusion.codegen.mlir.row_groups import GroupedRows
+from fusion.codegen.mlir.row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
+from fusion.codegen.mlir.row_vectors import ValueProducts, VectorRows
 from fusion.codegen.mlir.rows import Rows, load_line
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
@@ -46,12 +39,15 @@ STRETCH = 128  # keys: what is made of them stays in the first-level cache
 SUMS = 4  # tiles that are added to at a time: a product takes 52 cycles, and one begins every 16
 
 
-def row_products(spec: AttentionSpec, target: Target, widths: tuple[int, int], alone: bool) -> type[RowProducts]:
-    """What suits a spec's operands with so many columns of K and V. alone: no two rows read the same keys."""
+def row_products(spec: AttentionSpec, target: Target, widths: tuple[int, int], together: int) -> type[RowProducts]:
+    """What suits a spec's operands with so many columns of K and V. together: see `ByRows`."""
     query, whole = spec.operands[0].dtype == "bfloat16" and spec.values[0] is None, all(w % PAIRED == 0 for w in widths)
+    if not (query and whole and planes_of(spec, target) == 1):
+        return VectorRows
     # What only one row reads is widened in registers.
-    suits = not alone or all(TileRows.reads(spec, number) for number in (1, 2))
-    return TileRows if target.amx and planes_of(spec, target) == 1 and query and whole and suits else VectorRows
+    if target.amx and (together > 1 or all(TileRows.reads(spec, number) for number in (1, 2))):
+        return TileRows
+    return GroupedRows if target.pairs and together > 1 and GroupedRows.suits(spec) else VectorRows
 
 
 class TileRows(RowProducts):

@@ -29,9 +29,10 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByRows:
-    """In place of a tiling: the kernel for few queries. alone: no two rows of a call read the same keys."""
+    """In place of a tiling: the kernel for few queries. together: rows that it may multiply with keys at a time, 1, 2
+    or 4; 1 where no two rows of a call read the same keys."""
 
-    alone: bool
+    together: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

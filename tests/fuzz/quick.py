@@ -79,7 +79,7 @@ class Plan:
 def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
     """A target and a tile at random."""
     target = rng.choices([*TARGETS], [*TARGETS.values()])[0]
-    if by_rows and row_products(spec, emulation.AMX, (spec.d.integer, spec.d_v.integer), False) is TileRows:
+    if by_rows and row_products(spec, emulation.AMX, (spec.d.integer, spec.d_v.integer), 4) is TileRows:
         target = emulation.AMX if rng.random() < ROWS_ON_TILES else target
     planes = planes_of(spec, target)
     together, step = (2, 64) if planes and target.amx else (target.tile_groups, target.tile_rows)

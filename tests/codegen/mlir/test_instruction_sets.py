@@ -65,9 +65,10 @@ def test_few_queries(target: str, dtype: str) -> None:
     [("causal_last_key", {"d_v": 160}), ("window", {"d_v": 32}), ("left_padded_inf", {"d_v": 96}),
      ("documents", {"weight": True}), ("plain", {"normalizer": Normalizer.NONE})],
 )  # fmt: skip
+@pytest.mark.parametrize("group", [2, 4])
 @pytest.mark.parametrize("target", ["pairs", "amx"])
-def test_rows_that_share_keys(target: str, name: str, fields: dict) -> None:
-    c = case(name, "bfloat16", 64, **({"d_v": 64} | fields), group=4)
+def test_rows_that_share_keys(target: str, name: str, fields: dict, group: int) -> None:
+    c = case(name, "bfloat16", 64, **({"d_v": 64} | fields), group=group)
     with quick.compiling_for(chosen := replace(plan(c, SETS[target], by_rows=True), span=96)):
         run = quick.kernel(c.spec, chosen, trained=False)
         assert isinstance(run, Kernel)
@@ -76,17 +77,34 @@ def test_rows_that_share_keys(target: str, name: str, fields: dict) -> None:
             assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("where", [0, 1, 2], ids=["q", "k", "v"])
-def test_special_values_stay_where_they_are(where: int, value: float) -> None:
-    """On tiles an element of V is multiplied with the weight of its column, and with 0 for the column beside it."""
-    c = case("plain", "bfloat16", 64, 96, group=4)
-    with quick.compiling_for(chosen := replace(plan(c, emulation.AMX, by_rows=True), span=96)):
+def test_a_row_does_not_depend_on_others_that_share_its_keys() -> None:
+    """Keys are multiplied in pairs: its last one alone, or with one that others see."""
+    c = case("window", "bfloat16", 64, 64)
+    with quick.compiling_for(chosen := plan(c, emulation.PAIRS, by_rows=True)):
         run = quick.kernel(c.spec, chosen, trained=False)
         assert isinstance(run, Kernel)
-        operands, sizes = draw(c, SIZES | {"Nq": 2, "Nk": 150}, "heads_inside")
-        operands[where][0, 1, 1, 5] = value
-        assert_as_exact_as_eager(run(operands, sizes), c, operands)
+        (q, *rest), sizes = draw(c, SIZES | {"Nq": 32, "Nk": 40})
+        every = run([q, *rest], sizes)
+        for n_q in (25, 27, 30):
+            fewer = [n_q if n == 32 else n for n in sizes]
+            assert_same(run([q[:, :, :n_q].clone(), *rest], fewer), every[:, :, :n_q])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("target", ["pairs", "amx"])
+def test_special_values_stay_where_they_are(target: str, where: int, value: float) -> None:
+    """On tiles an element of V is multiplied with the weight of its column, and with 0 for the column beside it; in
+    pairs, the last of an odd number of keys with a key that does not exist."""
+    c = case("plain", "bfloat16", 64, 96, group=4)
+    with quick.compiling_for(chosen := replace(plan(c, SETS[target], by_rows=True), span=96)):
+        run = quick.kernel(c.spec, chosen, trained=False)
+        assert isinstance(run, Kernel)
+        operands, sizes = draw(c, SIZES | {"Nq": 2, "Nk": 151}, "heads_inside")
+        for place in (1, -1)[: 1 if where == 0 else 2]:
+            changed = [x.clone() for x in operands]
+            changed[where][0, 1, place, 5] = value
+            assert_as_exact_as_eager(run(changed, sizes), c, changed)
 
 
 def check_gradients(c: Case, chosen: quick.Plan, extents: dict[str, int]) -> TrainingKernel:

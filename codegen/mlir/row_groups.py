@@ -1,0 +1,158 @@
+"""The two products of the kernel for few queries, two or four rows at a time: bf16 pairs, where rows share keys.
+
+Each of R rows has an R-th of a vector. As many bytes of a key, read into all parts, meet those of R queries; what is
+left to add across is an R-th of a vector as well. Elements of two rows of V are put side by side once for R rows.
+
+    queries   [group of R rows][32 / R columns][row][32 / R], bf16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fusion.codegen.mlir.builder import Builder, Value
+from fusion.codegen.mlir.row_products import Ask, Columns, Source, Stretch, Turns, Widths
+from fusion.codegen.mlir.row_vectors import PairValueProducts, VectorRows
+from fusion.codegen.mlir.rows import Rows, load_line
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.transpose import sum_rows, transpose
+from fusion.codegen.mlir.x86 import BF16, F32, LANES, Avx512
+from fusion.ir.spec import AttentionSpec
+
+SUMS = 16  # vectors of outputs that are in registers
+
+
+class GroupedRows(VectorRows):
+    """Groups of rows. All are weighed over the keys that any of an item visits, with 0 where a row does not."""
+
+    values: PairValueProducts
+
+    @classmethod
+    def suits(cls, spec: AttentionSpec) -> bool:
+        """Whether Q, K and V are multiplied as they are stored, in pairs."""
+        return all(spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
+
+    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
+        super().__init__(b, spec, target, widths, area)
+        self.together = widths.together
+        self.part = 2 * LANES // self.together  # elements of a row in a vector
+        self.part_type = f"vector<{self.part}xbf16>"
+
+    def store_query(self, source: Rows, r: Value) -> None:
+        b, own = self.b, self.b.rem(r, self.together)
+        place = b.at(self._queries(b.sub(r, own)), b.mul(own, self.part), "bf16")
+        with b.loop(0, self.widths.d_padded, self.part, hint="c") as c:
+            b.store(load_line(b, source, 0, c, self.part_type), b.at(place, b.mul(c, self.together), "bf16"))
+
+    def _queries(self, first: Value) -> Value:
+        """Those of a group, whose first row this is."""
+        return self.b.at(self.queries, self.b.mul(first, self.widths.d_padded), "bf16")
+
+    @contextmanager
+    def _groups(self, every: Stretch, ahead: Source, width: int, distance: int) -> Iterator[tuple[Stretch, Value, Ask]]:
+        """A few keys, the first row of a group whose turn it is, and what asks for the group's share of the rows of K
+        or V that are so many keys `ahead` of L keys."""
+        b, together = self.b, self.together
+        with self._steps(every) as few, b.loop(0, few.rows, together, hint="first") as first:
+            share = b.div(b.constant(LANES, "i64"), b.div(b.add(few.rows, together - 1), together))
+            begin = b.add(b.mul(b.div(first, together), share), self._distance(ahead, distance))
+            yield few, first, lambda key: ahead.prefetch(b.add(key, begin), share, few.n_k, width)
+
+    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        b, widths, (keys, values) = self.b, self.widths, sources
+        with (
+            self._groups(every, values, widths.d_v, 0) as (few, first, ask),
+            b.loop(few.low, few.high, LANES, hint="j0") as j0,
+        ):
+            ask(j0)
+            rows = keys.apart(j0, LANES, few.n_k, widths.d, widths.d_padded, self.staging)
+            for n, products in enumerate(self._dot_products(rows, self._queries(first))):
+                b.store(products, self._product(b.add(first, n), few, j0))
+
+    def _dot_products(self, rows: Rows, queries: Value) -> list[Value]:
+        """For each row of a group the products with L keys."""
+        b, unit, together = self.b, Avx512(self.b), self.together
+        start = [b.constant(0.0, F32)] * LANES
+        with b.carry(0, self.widths.d_padded, self.part, start, hint="c") as (loop, c, sums):
+            q = b.load(b.at(queries, b.mul(c, together), "bf16"), BF16, "q")
+            parts = [load_line(b, rows, n, c, self.part_type) for n in range(LANES)]
+            keys = [b.shuffle(x, x, [*range(self.part)] * together, "key") for x in parts]
+            loop.yields(*(unit.add_pair_products(s, key, q) for s, key in zip(sums, keys, strict=True)))
+        keys_of_part = LANES // together
+        parts = [sum_rows(b, loop.results[n : n + keys_of_part]) for n in range(0, LANES, keys_of_part)]
+        return transpose(b, parts, keys_of_part)
+
+    def weigh(self, mine: Stretch, r: Value) -> None:
+        b, lanes, weights = self.b, self.lanes, self.weights(r)
+        first, low, high = (b.sub(x, mine.start) for x in (mine.first, mine.low, mine.high))
+        zero, whole = b.constant(0.0, self.vector), b.add(first, b.mul(b.div(b.sub(low, first), lanes), lanes))
+        with b.loop(first, whole, lanes, hint="j") as j:
+            b.store(zero, b.at(weights, j, "f32"))
+        with b.loop(whole, low, hint="j") as j:
+            b.store(b.constant(0.0, "f32"), b.at(weights, j, "f32"))
+        with b.loop(high, self.widths.stretch, lanes, hint="j") as j:
+            b.store(zero, b.at(weights, j, "f32"))
+        self.values.prepare(weights, first, b.constant(self.widths.stretch, "i64"))
+        self._clear_output(r)
+
+    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+        b, (keys, values), lanes = self.b, sources, self.lanes
+        count = SUMS // self.together
+        whole, rest = divmod(self.widths.e_padded // lanes, count)
+        with self._groups(every, keys, self.widths.d, self.widths.stretch) as (few, first, ask):
+            self._weigh(values, few, first, (0, count if whole else rest), ask)
+            with b.loop(count * lanes, whole * count * lanes, count * lanes, hint="e") as e:
+                self._weigh(values, few, first, (e, count), None)
+            if whole and rest:
+                self._weigh(values, few, first, (whole * count * lanes, rest), None)
+
+    def _weigh(self, values: Source, few: Stretch, first: Value, columns: Columns, ask: Ask | None) -> None:
+        """Add a group's weights x V over a few keys, for some vectors of columns. Keys are paired from the stretch's
+        first on, so that a row's sums do not depend on what others visit."""
+        b, (e, count), (low, high) = self.b, columns, (few.low, few.high)
+        odd = b.rem(b.sub(low, few.start), 2)
+        begin = b.add(low, odd)
+        whole = b.add(begin, b.mul(b.div(b.most(b.sub(high, begin), 0), LANES), LANES))
+        outputs = [b.at(self._output(b.add(first, r)), e, "f32") for r in range(self.together)]
+        places = [b.at(output, n * self.lanes, "f32") for output in outputs for n in range(count)]
+        sums = [b.load(place, self.vector, "o") for place in places]
+        for start, stop, number in (b.sub(low, odd), begin, 2), (begin, whole, LANES), (whole, high, 2):
+            with b.carry(start, stop, number, sums, hint="j0") as (loop, j0, so_far):
+                if ask is not None and number == LANES:
+                    ask(j0)
+                loop.yields(*self._weighed(list(so_far), self._pairs(values, few, j0, number, columns), few, first, j0))
+            sums = loop.results
+        for x, place in zip(sums, places, strict=True):
+            b.store(x, place)
+
+    def _pairs(self, values: Source, few: Stretch, j0: Value, number: int, columns: Columns) -> Iterator[list[Value]]:
+        """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
+        b, n_k, width, padded = self.b, few.n_k, self.widths.d_v, self.widths.e_padded
+        if number > 2:
+            rows = values.apart(j0, number, n_k, width, padded, self.staging)
+            for n in range(0, number, 2):
+                yield self.values.paired([self.values.lines(rows, n + k, columns) for k in (0, 1)])
+            return
+        found = []
+        for k in (0, 1):
+            key = b.add(j0, k)
+            there = b.least(b.most(key, few.low), b.sub(few.high, 1))
+            lines = self.values.lines(values.apart(there, 1, n_k, width, padded, self.staging), 0, columns)
+            inside = b.compare("eq", key, there, "inside")
+            found.append([b.select(inside, line, b.constant(0.0, BF16)) for line in lines])
+        yield self.values.paired(found)
+
+    def _weighed(
+        self, sums: list[Value], pairs: Iterator[list[Value]], few: Stretch, first: Value, j0: Value
+    ) -> list[Value]:
+        """With the keys from j0 on added, two at a time."""
+        b, unit = self.b, Avx512(self.b)
+        for n, vectors in enumerate(pairs):
+            place = b.sub(b.add(j0, 2 * n), few.start)
+            for r in range(self.together):
+                p = b.load(b.at(self.weights(b.add(first, r)), place, "bf16"), "i32", "p")
+                p = b.bitcast(b.broadcast(p, self.lanes), BF16)
+                for k, pair in enumerate(vectors, r * len(vectors)):
+                    sums[k] = unit.add_pair_products(sums[k], pair, p)
+        return sums
