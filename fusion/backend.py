@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from fusion import logs
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
+from fusion.ir import Kind
 from fusion.ir.sizes import size_value
 from fusion.options import Options
 from fusion.passes import cascades, checkpointing, graph_excerpt, nodes, transforms
@@ -36,7 +37,7 @@ from fusion.refusals import Ground, Refusal
 from fusion.report.dump import Dump
 from fusion.report.graph_breaks import graph_break
 from fusion.report.report import NO_ATTENTION, Report, publish
-from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fusion.attention)
+from fusion.runtime import kernels, op, tangents  # noqa: F401  (op registers torch.ops.fusion.attention)
 from fusion.site_reports import report_of
 from fusion.validation import Verdict, calls, key_sets, validate
 
@@ -213,10 +214,11 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
     return fused, whole
 
 
-SCORES_OF_DERIVATIVES = 2**30
-"""Bytes of scores from which on attention is fused whose tangents or second derivatives are asked for: for memory, as
-eager mode keeps several such tables. The reference interpreter computes them, a block of rows at a time, and takes
-several times as long as Inductor's code (`benchmarks/derivatives.py`)."""
+SCORES_OF_TANGENTS, SCORES_OF_DERIVATIVES = 2**22, 2**30
+"""Bytes of scores from which on attention is fused whose tangents, or second derivatives, are asked for. Kernels that
+compute tangents are as fast as Inductor's code from here on. What else there is the reference interpreter computes, a
+block of rows at a time, which takes up to three times as long as Inductor's code (`benchmarks/derivatives.py`): it is
+used for memory, as eager mode keeps several such tables."""
 
 
 def _fuse_transformed(module: GraphModule, options: Options) -> tuple[GraphModule, Report]:
@@ -231,8 +233,8 @@ def _fuse_transformed(module: GraphModule, options: Options) -> tuple[GraphModul
             continue
         with run.modes():
             graph, report = _fuse(run.body, run.values, options)
-        if options.transforms == "auto" and run.beyond_gradients and options.block_mask is None:
-            _leave_small(report)
+        if options.transforms == "auto" and run.asked is not transforms.Asked.GRADIENTS and options.block_mask is None:
+            _leave_small(report, _tangents_have_kernels(run, report, options))
         whole.sites += report.sites
         whole.notes += [note for note in report.notes if note != NO_ATTENTION]
         if report.fused:
@@ -240,16 +242,28 @@ def _fuse_transformed(module: GraphModule, options: Options) -> tuple[GraphModul
     return transforms.with_fused(module, fused), whole
 
 
-def _leave_small(report: Report) -> None:
-    """Mark what was fused as left to the inner compiler where none of it has many scores."""
+def _tangents_have_kernels(run: transforms.Run, report: Report, options: Options) -> bool:
+    """Whether kernels compute all derivatives of a run that are asked for."""
+    specs = [found.spec for site in report.sites for found in site.attentions]
+    devices = {value.device.type for value in run.values if isinstance(value, torch.Tensor)}
+    return run.asked is transforms.Asked.TANGENTS and all(
+        tangents.have_kernels(spec, [o.kind is Kind.FLOAT for o in spec.operands], options.emitter, device)
+        for spec in specs
+        for device in devices
+    )
+
+
+def _leave_small(report: Report, by_kernels: bool) -> None:
+    """Mark what was fused as left to the inner compiler where none of it has many scores. by_kernels: whether kernels
+    compute the derivatives."""
     problems = [plan.problem for site in report.sites for plan in site.plans]
     most = max((4 * p.batch * p.heads * p.n_q * p.n_k for p in problems), default=0)
-    if most >= SCORES_OF_DERIVATIVES:
+    if most >= (SCORES_OF_TANGENTS if by_kernels else SCORES_OF_DERIVATIVES):
         return
     for site in (site for site in report.sites if site.fused):
         message = (
             f"tangents or second derivatives are asked for, and {most} bytes of scores are too few for their "
-            "computation by blocks of rows to pay"
+            "computation to pay"
         )
         site.fused, site.attentions, site.refusal = False, (), Refusal(Ground.DERIVATIVES, message)
 

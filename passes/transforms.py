@@ -9,6 +9,7 @@ which it may ask for tangents, gradients and batches as of any operation.
 from __future__ import annotations
 
 import contextlib
+import enum
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,14 @@ Casts = tuple[tuple[Any, Any], ...]
 """The arguments of regions of autocast, the outermost first."""
 
 
+class Asked(enum.Enum):
+    """Which derivatives of a function are asked for."""
+
+    GRADIENTS = "a first gradient at most"
+    TANGENTS = "tangents through which no gradient flows, too"
+    MORE = "tangents that are differentiated, or derivatives of gradients"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Operations of a function inside of a transform.
@@ -38,8 +47,7 @@ class Run:
     body: the same as a graph.
     values: what it is called with.
     casts: the regions of autocast around it.
-    beyond_gradients: whether more is asked for than a first gradient, which kernels have: tangents, or derivatives of
-        gradients.
+    asked: which derivatives are asked for.
     refusal: why it stays as it is.
     """
 
@@ -49,7 +57,7 @@ class Run:
     body: GraphModule
     values: tuple[Any, ...]
     casts: Casts
-    beyond_gradients: bool
+    asked: Asked
     refusal: str | None
 
     @contextlib.contextmanager
@@ -70,6 +78,7 @@ def runs(module: GraphModule) -> list[Run]:
         getattr(nodes.value(node), "requires_grad", False) for node in module.graph.nodes if node.op == "placeholder"
     )
     levels, casts = {"jvp": 0, "grad": int(outside)}, dict[Node, tuple[Any, Any]]()
+    levels["trained"] = int(outside and _trains_tangents(module.graph))
     around: Casts = ()
     for node in module.graph.nodes:
         if node in inside and not _is_of_levels(node):
@@ -80,13 +89,37 @@ def runs(module: GraphModule) -> list[Run]:
                 found += _taken(module, members, around, levels)
             members = []
         name = getattr(node.target, "__name__", "")
-        for kind in levels:
+        for kind in ("jvp", "grad"):
             levels[kind] += (name == f"_{kind}_increment_nesting") - (name == f"_{kind}_decrement_nesting")
         if node.target is autocast.enter:
             casts[node] = (node.args, node.kwargs)
         elif node.target is autocast.leave:
             casts.pop(node.all_input_nodes[0])
     return found
+
+
+def _trains_tangents(graph: Graph) -> bool:
+    """Whether a gradient of what the graph returns may flow through the tangents in it."""
+    reached, recording = set[Node](), True
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            recording = node.args[0]
+        elif node.target is operator.getitem and node.args[1] == 1 and _is_named(node.args[0], "_unpack_dual"):
+            reached.add(node)
+        elif node.op == "output" or recording and not _is_named(node, "detach"):
+            reached.update([node] if not reached.isdisjoint(node.all_input_nodes) else [])
+    return any(node.op == "output" for node in reached)
+
+
+def _is_named(node: Node, name: str) -> bool:
+    return name in (node.target, getattr(node.target, "__name__", ""))
+
+
+def _asked(levels: Mapping[str, int]) -> Asked:
+    """levels: how many of each kind are around."""
+    if levels["jvp"] > 1 or levels["grad"] > 1 or levels["jvp"] and levels["trained"]:
+        return Asked.MORE
+    return Asked.TANGENTS if levels["jvp"] else Asked.GRADIENTS
 
 
 def _is_of_levels(node: Node) -> bool:
@@ -122,7 +155,7 @@ def _taken(module: GraphModule, members: list[Node], casts: Casts, levels: Mappi
         Run(
             members=tuple(members), inputs=read, outputs=tuple(outputs), body=GraphModule(module, graph),
             values=tuple(values), casts=casts, refusal=_refusal(members, levels["jvp"] > 0),
-            beyond_gradients=levels["jvp"] > 0 or levels["grad"] > 1,
+            asked=_asked(levels),
         )
     ]  # fmt: skip
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.backward.plan import adds_up_to_zero
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.ir.expr import ROW_MAX, ROW_SUM, coord
 from fusion.ir.results import keeps_ends
+from fusion.lowering.gradients import adds_up_to_zero
 from fusion.lowering.numbers import LOG2E
 
 if TYPE_CHECKING:

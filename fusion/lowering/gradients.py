@@ -8,13 +8,15 @@ atomic additions, a buffer per thread) is its own.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
-from fusion.ir.expr import SCORE, Expr, Kind, coordinates, loads, walk
+from fusion.ir.expr import SCORE, ZERO, Expr, Kind, const, coordinates, loads, walk
 from fusion.ir.primitives import PRIMITIVES
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.score_programs import score_programs
 
 FILL = 512.0
 """From here on a constant in a score program is a fill, and not a factor or a bias."""
@@ -47,6 +49,30 @@ def of_score(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
 def of_weight(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
     """Gradients of loads through a weight program, in WEIGHT_UPSTREAM."""
     return adjoints(program, WEIGHT_UPSTREAM, list(targets))
+
+
+@functools.cache
+def adds_up_to_zero(spec: AttentionSpec) -> bool:
+    """Whether the gradients of a row's raw scores do so in exact arithmetic.
+
+    Those of its weights' exponents do, where the weights add up to one. A score's is that times a constant, or 0 where
+    its weight is 0 whatever the others are: a fill of any other value than -inf may have one."""
+    if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further:
+        return False
+    programs = score_programs(spec, folded=True)
+    variants = [program for program in (programs.masked, programs.full) if program is not None]
+    return spec.row_scale is None and all(_passes_on(x, of_score(x, [])[SCORE]) for x in variants)
+
+
+def _passes_on(program: Expr, slope: Expr) -> bool:
+    """Whether the gradient of the score is a constant times that of the program, wherever this is above -inf."""
+    if slope.op == "where" and program.op == "where" and slope.args[0] is program.args[0]:
+        cases = list(zip(program.args[1:], slope.args[1:], strict=True))
+        live = [case for case in cases if case != (const(-math.inf), ZERO)]
+        return len(live) == 1 and _passes_on(*live[0])
+    if slope.op == "fmul" and slope.args[1].is_const:
+        slope = slope.args[0]
+    return slope is UPSTREAM
 
 
 def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:

@@ -1,10 +1,11 @@
-"""`fusion::attention_derivative`, and what has no kernel of its own: tangents, and derivatives of gradients.
+"""`fusion::attention_derivative`, and what has no operator of its own: tangents, and derivatives of gradients.
 
-    attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]
+    attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str emitter, str steps) -> Tensor[]
 
-`steps` says which derivative of the attention it is (`fusion.ir.steps`); it is computed by the reference interpreter, a
-block of rows at a time. Every operator of ours that has a derivative is itself such a derivative (the attention that of
-no steps, its backward that of one), so what autograd asks for is one step more, and so are derivatives of any order.
+`steps` says which derivative of the attention it is (`fusion.ir.steps`). Kernels compute the tangents of most
+attentions (`fusion.runtime.tangents`), the reference interpreter the rest, a block of rows at a time. Every operator of
+ours that has a derivative is itself such a derivative (the attention that of no steps, its backward that of one), so
+what autograd asks for is one step more, and so are derivatives of any order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from fusion.codegen.reference.derivatives import derivative
 from fusion.ir import AttentionSpec, results
 from fusion.ir.steps import Gradients, Place, Step, Tangents, from_text, signature, to_text
+from fusion.runtime.tangents import have_kernels, tangent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +35,16 @@ class Function:
     results: tuple[int, ...]
     sizes: Sequence[int]
     spec: str
+    emitter: str
     steps: tuple[Step, ...]
 
 
 def of_attention(arguments: Sequence[Any]) -> Function:
     """`fusion::attention`, `attention_forward` and `attention_outputs`, whose second result has no derivative."""
-    operands, sizes, spec, _ = arguments
+    operands, sizes, spec, emitter = arguments
     further = range(2, 2 + len(AttentionSpec.from_json(spec).further))
-    return Function(inputs=tuple(range(len(operands))), results=(0, *further), sizes=sizes, spec=spec, steps=())
+    inputs = tuple(range(len(operands)))
+    return Function(inputs=inputs, results=(0, *further), sizes=sizes, spec=spec, emitter=emitter, steps=())
 
 
 def of_backward(arguments: Sequence[Any]) -> Function:
@@ -51,7 +55,7 @@ def of_backward(arguments: Sequence[Any]) -> Function:
 
 def of_outputs_backward(arguments: Sequence[Any]) -> Function:
     """`fusion::attention_outputs_backward`."""
-    _, further, _, _, operands, sizes, spec, _, needs = arguments
+    _, further, _, _, operands, sizes, spec, emitter, needs = arguments
     first, count = 1 + len(further) + 2, len(operands)
     given = [k <= len(further) for k in range(1 + len(AttentionSpec.from_json(spec).further))]
     return Function(
@@ -59,16 +63,18 @@ def of_outputs_backward(arguments: Sequence[Any]) -> Function:
         results=tuple(range(sum(needs))),
         sizes=sizes,
         spec=spec,
+        emitter=emitter,
         steps=(Gradients(tuple(map(bool, needs)), tuple(given)),),
     )
 
 
 def of_derivative(arguments: Sequence[Any]) -> Function:
     """`fusion::attention_derivative`."""
-    inputs, sizes, spec, text = arguments
+    inputs, sizes, spec, emitter, text = arguments
     steps = from_text(text)
     count = len(signature(AttentionSpec.from_json(spec), steps)[1])
-    return Function(inputs=tuple(range(len(inputs))), results=tuple(range(count)), sizes=sizes, spec=spec, steps=steps)
+    places = tuple(range(len(inputs))), tuple(range(count))
+    return Function(inputs=places[0], results=places[1], sizes=sizes, spec=spec, emitter=emitter, steps=steps)
 
 
 def tangents(function: Function, tensors: Sequence[Tensor], moving: Sequence[Tensor | None]) -> dict[int, Tensor]:
@@ -96,17 +102,20 @@ def gradients(
 def _call(function: Function, step: Step, inputs: list[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
     every = [*inputs, *(t for t in given if t is not None)]
     steps = to_text((*function.steps, step))
-    return torch.ops.fusion.attention_derivative(every, function.sizes, function.spec, steps)
+    return torch.ops.fusion.attention_derivative(every, function.sizes, function.spec, function.emitter, steps)
 
 
-def execute(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, steps: str) -> list[Tensor]:
+def execute(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str, steps: str) -> list[Tensor]:
     """`fusion::attention_derivative`."""
-    parsed = AttentionSpec.from_json(spec)
-    found = derivative(parsed, from_text(steps), inputs, sizes)
-    return [promised.copy_(value) for promised, value in zip(fake(inputs, sizes, spec, steps), found, strict=True)]
+    parsed, promised = AttentionSpec.from_json(spec), fake(inputs, sizes, spec, emitter, steps)
+    (first, *further), device, found = from_text(steps), inputs[0].device.type, None
+    if isinstance(first, Tangents) and not further and have_kernels(parsed, first.inputs, emitter, device):
+        found = tangent(parsed, first, inputs, sizes, emitter)
+    every = derivative(parsed, (first, *further), inputs, sizes) if found is None else [found]
+    return [memory.copy_(value) for memory, value in zip(promised, every, strict=True)]
 
 
-def fake(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, steps: str) -> list[Tensor]:
+def fake(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str, steps: str) -> list[Tensor]:
     """Memory for its results: as that of the operand's gradient or of the result which each belongs to."""
     parsed = AttentionSpec.from_json(spec)
 

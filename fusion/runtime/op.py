@@ -34,7 +34,7 @@ from fusion.runtime import autograd, derivatives, executor, mapping
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
-VERSION = 15
+VERSION = 16
 """To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
 it."""
 
@@ -168,7 +168,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda grad, further, *arguments: _fake_backward(grad, *arguments),
     ),
     "attention_derivative": (
-        "(Tensor[] inputs, SymInt[] sizes, str spec, str steps) -> Tensor[]",
+        "(Tensor[] inputs, SymInt[] sizes, str spec, str emitter, str steps) -> Tensor[]",
         derivatives.execute,
         derivatives.fake,
     ),

@@ -415,7 +415,7 @@ def test_operators_obey_their_contracts(dims):
     arguments = (torch.randn_like(out), out, statistics, plain, sizes, spec, "auto", [True, False, True])
     torch.library.opcheck(torch.ops.fusion.attention_backward.default, arguments)
     for steps, given in (("tangents 101", [plain[0], plain[2]]), ("gradients 110 1; tangents 0001", [out, out])):
-        arguments = ([*tensors, *given], sizes, spec, steps)
+        arguments = ([*tensors, *given], sizes, spec, "auto", steps)
         torch.library.opcheck(torch.ops.fusion.attention_derivative.default, arguments)
 
 

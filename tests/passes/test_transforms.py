@@ -294,12 +294,32 @@ def fused_by_default(function, *inputs, **options):
 
 def test_derivatives_that_kernels_do_not_compute_are_left_where_scores_are_few(monkeypatch):
     q, k, v = (torch.randn(2, 11, 8) for _ in range(3))
-    moved = lambda *x: jvp(lambda *y: plain(*y, None), x, x)
+    moved = lambda *x: jvp(lambda *y: capped(*y, torch.zeros(())), x, x)
     (site,) = fused_by_default(moved, q, k, v)
     assert site.refusal.kind is Ground.DERIVATIVES and "too few" in site.reason and not site.attentions
     assert "transforms" in site.advice
     monkeypatch.setattr("fusion.backend.SCORES_OF_DERIVATIVES", 4 * 2 * 11 * 11)
     assert [site.fused for site in fused_by_default(moved, q, k, v)] == [True]
+
+
+@pytest.mark.parametrize("wait", ["detach", "no_grad", None])
+def test_tangents_are_fused_where_kernels_compute_all_that_is_asked_for(wait, monkeypatch):
+    """The target of MeanFlow has a tangent, through which no gradient flows."""
+
+    def loss(q, k, v):
+        out, moved = jvp(lambda y: plain(y, k, v, None), (q,), (q.cos(),))
+        with torch.set_grad_enabled(wait != "no_grad"):
+            target = v - 2 * moved
+        return (out - (target.detach() if wait == "detach" else target)).square().mean()
+
+    inputs = [torch.randn(2, 11, 8) for _ in range(3)]
+    assert not fused_by_default(loss, *inputs)[0].fused  # few scores
+    monkeypatch.setattr("fusion.backend.SCORES_OF_TANGENTS", 4 * 2 * 11 * 11)
+    assert [site.fused for site in fused_by_default(loss, *inputs)] == [True]
+    trained = [x.clone().requires_grad_() for x in inputs]
+    assert [site.fused for site in fused_by_default(loss, *trained)] == [wait is not None]
+    twice = lambda *x: jvp(lambda y: loss(y, *x[1:]), x[:1], x[:1])
+    assert not fused_by_default(twice, *inputs)[0].fused
 
 
 def test_a_first_gradient_is_fused_unless_it_is_differentiated_again():

@@ -15,21 +15,18 @@ What arrives at further outputs adds F to w dP, and its mean to D (`fusion.lower
 from __future__ import annotations
 
 import enum
-import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir import integers
-from fusion.ir.derivative import UPSTREAM
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
 from fusion.lowering.further_gradients import further_gradients
-from fusion.lowering.gradients import Axes, of_score, of_weight, summed_over
+from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
 STATISTICS = ("unit", "shift", "factor", "delta")
@@ -187,29 +184,6 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         everywhere=everywhere or further.everywhere,
         centred=adds_up_to_zero(spec),
     )
-
-
-@functools.cache
-def adds_up_to_zero(spec: AttentionSpec) -> bool:
-    """Whether the gradients of a row's raw scores do so in exact arithmetic.
-
-    Those of its weights' exponents do, where the weights add up to one. A score's is that times a constant, or 0 where
-    its weight is 0 whatever the others are: a fill of any other value than -inf may have one."""
-    if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further:
-        return False
-    programs = score_programs(spec, folded=True)
-    variants = [program for program in (programs.masked, programs.full) if program is not None]
-    return spec.row_scale is None and all(_passes_on(x, of_score(x, [])[SCORE]) for x in variants)
-
-
-def _passes_on(program: Expr, slope: Expr) -> bool:
-    """Whether the gradient of the score is a constant times that of the program, wherever this is above -inf."""
-    if slope.op == "where" and program.op == "where" and slope.args[0] is program.args[0]:
-        ends = slope.args[2] is ZERO and program.args[2] is const(-math.inf)
-        return ends and _passes_on(program.args[1], slope.args[1])
-    if slope.op == "fmul" and slope.args[1].is_const:
-        slope = slope.args[0]
-    return slope is UPSTREAM
 
 
 def _sum(total: Expr, term: Expr) -> Expr:

@@ -2,6 +2,7 @@
 gradients of a row's scores do not add up to zero."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 import fusion
-from fusion.codegen.mlir.backward.plan import adds_up_to_zero
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
+from fusion.ir.expr import J, const
+from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
+from fusion.lowering.gradients import adds_up_to_zero
 from tests.codegen.mlir.cases import TARGETS, assert_gradients_as_exact_as_eager, case, draw
 from tests.numerics import assert_as_exact_as_eager
 
@@ -55,6 +58,15 @@ def test_gradients_of_scores_add_up_to_zero(name: str) -> None:
 @pytest.mark.parametrize("name", ["window", "causal_last_key", "soft_cap"])
 def test_those_with_fills_that_may_have_weight_do_not(name: str) -> None:
     assert not adds_up_to_zero(case(name).spec)
+
+
+@pytest.mark.parametrize(("fill", "adds_up"), [(-math.inf, True), (-2.0, False)])
+def test_the_filled_branch_may_be_either(fill: float, adds_up: bool) -> None:
+    """`masked_fill` has it first, `where` last."""
+    spec = case("plain").spec
+    for branches in (const(fill), spec.score), (spec.score, const(fill)):
+        score = where(apply("ilt", J, const(5)), *branches)
+        assert adds_up_to_zero(replace(spec, score=score)) is adds_up
 
 
 def test_without_a_normaliser_they_do_not() -> None:
