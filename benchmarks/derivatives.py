@@ -1,6 +1,7 @@
 """Tangents and second derivatives of attention on a CPU: time against Inductor and eager mode.
 
-    python benchmarks/derivatives.py [--lengths 512 1024 2048] [--heads 4] [--seconds 6] [--cases tangent penalty]
+    python benchmarks/derivatives.py [--lengths 512 1024 2048] [--heads 4] [--dtype float32] [--seconds 6]
+        [--cases tangent penalty]
 
 All run in turns within one process. tangent: the output and its tangent, by `torch.func.jvp`, without gradients.
 tangent_trained: a loss of both, and its gradients. mean_flow: the tangent is part of the target, through which no
@@ -74,11 +75,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     chosen = parser.parse_args()
     print(heading("Tangents and second derivatives"))
-    print(f"{chosen.heads} heads of {WIDTH}, float32; medians in ms\n")
+    print(f"{chosen.heads} heads of {WIDTH}, {chosen.dtype}; medians in ms\n")
     print("| case | N | fusion | Inductor | eager | Inductor / fusion |\n|---|---|---|---|---|---|")
     for name in chosen.cases:
         case = CASES[name]
@@ -86,7 +88,8 @@ def main() -> None:
             torch._dynamo.reset()
             torch.manual_seed(0)
             shape = (1, chosen.heads, length, WIDTH)
-            tensors = [torch.randn(shape, requires_grad=case in TRAINED) for _ in range(3)]
+            options = {"dtype": getattr(torch, chosen.dtype), "requires_grad": case in TRAINED}
+            tensors = [torch.randn(shape, **options) for _ in range(3)]
             entries = contestants(case, tensors)
             interleave(entries, seconds=chosen.seconds)
             ms = [1e3 * (entry.median or 0.0) for entry in entries]

@@ -214,11 +214,11 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
     return fused, whole
 
 
-SCORES_OF_TANGENTS, SCORES_OF_DERIVATIVES = 2**22, 2**30
-"""Bytes of scores from which on attention is fused whose tangents, or second derivatives, are asked for. Kernels that
-compute tangents are as fast as Inductor's code from here on. What else there is the reference interpreter computes, a
-block of rows at a time, which takes up to three times as long as Inductor's code (`benchmarks/derivatives.py`): it is
-used for memory, as eager mode keeps several such tables."""
+SCORES_OF_TANGENTS, SCORES_OF_PAIRS, SCORES_OF_DERIVATIVES = 2**24, 2**26, 2**30
+"""Bytes of scores, as float32, from which on attention is fused whose tangents or second derivatives are asked for.
+Kernels that compute tangents are faster than Inductor's code from the first on, in bfloat16 from the second. What else
+there is the reference interpreter computes, a block of rows at a time, which takes two to three times as long as
+Inductor's code (`benchmarks/derivatives.py`): it is used for memory, as eager mode keeps several such tables."""
 
 
 def _fuse_transformed(module: GraphModule, options: Options) -> tuple[GraphModule, Report]:
@@ -258,7 +258,9 @@ def _leave_small(report: Report, by_kernels: bool) -> None:
     compute the derivatives."""
     problems = [plan.problem for site in report.sites for plan in site.plans]
     most = max((4 * p.batch * p.heads * p.n_q * p.n_k for p in problems), default=0)
-    if most >= (SCORES_OF_TANGENTS if by_kernels else SCORES_OF_DERIVATIVES):
+    pairs = any(p.dtype == "bfloat16" for p in problems)
+    of_kernels = SCORES_OF_PAIRS if pairs else SCORES_OF_TANGENTS
+    if most >= (of_kernels if by_kernels else SCORES_OF_DERIVATIVES):
         return
     for site in (site for site in report.sites if site.fused):
         message = (

@@ -53,49 +53,55 @@ def have_kernels(spec: AttentionSpec, moving: Sequence[bool], emitter: str, devi
 def tangent(
     spec: AttentionSpec, step: Tangents, inputs: Sequence[Tensor], sizes: Sequence[int], emitter: str
 ) -> Tensor | None:
-    """The tangent of the output, in float32, where `have_kernels`; None where operands are not finite.
+    """The tangent of the output where `have_kernels`; None where operands are not finite.
 
     inputs: operands, and the tangents of those of Q, K and V that `step` marks.
     """
-    count = len(spec.operands)
-    operands, given = list(inputs[:count]), iter(inputs[count:])
-    run = Execution(spec, operands, sizes)
+    count, given = len(spec.operands), iter(inputs[len(spec.operands) :])
+    operands, rest = list(inputs[:count]), inputs[len(_QKV) : count]
+    # bfloat16 as it is multiplied in gradients, too; float16 could overflow
+    dtype = torch.bfloat16 if all(operands[n].dtype is torch.bfloat16 for n in _QKV) else torch.float32
+    run = Execution(spec, operands, sizes, dtype)
     q, k, v = run.gathered()
-    of_q, of_k, of_v = (_gathered(spec, n, next(given), run) if step.inputs[n] else None for n in _QKV)
-    factors = [(arriving, value) for arriving, value in ((of_q, k), (q, of_k)) if None not in (arriving, value)]
+    of_q, of_k, of_v = (_gathered(run, n, next(given)) if step.inputs[n] else None for n in _QKV)
     if not q.numel() or not k.numel() or not all(x.isfinite().all() for x in (k, v, of_k) if x is not None):
         return None
-    exact, rest = str(replace(Request.parse(emitter), approximation=None)), operands[3:]
-    values = [value for _, value in factors]
-    every = torch.cat([*values, *(() if of_v is None else (of_v,))], -1)
-    wide = _between(spec, (run.d, every.shape[-1])).to_json()
+    exact = str(replace(Request.parse(emitter), approximation=None))
+    arriving, values = _there(of_q, None if of_k is None else q), _there(None if of_q is None else k, of_k)
+    width = run.d * len(values)
+    wide = _between(run, run.d, width + (0 if of_v is None else run.d_v))
+    every = torch.cat([*values, *_there(of_v)], -1)
     out, statistics = executor.attention_forward([q, k, every, *rest], sizes, wide, exact)
-    moved = out[..., out.shape[-1] - run.d_v :] if of_v is not None else torch.zeros(())
+    found = torch.zeros((), dtype=torch.float32) if of_v is None else out[..., width:]
+    if values:
+        paired = _between(run, run.d + run.d_v, width)
+        operands = [F.pad(q, (0, run.d_v)), torch.cat([k, v], -1), torch.cat(values, -1), *rest]
+        given = torch.cat(arriving, -1).float(), out[..., :width], statistics, operands, sizes, paired, exact
+        (of_queries,) = executor.attention_backward(*given, [n == 0 for n in range(count)])
+        found = found + of_queries[..., run.d :]
     names = result_names(spec)
-    order = [names.index(name) for name in spec.output.dims]
-    if not factors:
-        return moved.permute(order)
-    arriving, values = torch.cat([x for x, _ in factors], -1), torch.cat(values, -1)
-    paired = _between(spec, (run.d + run.d_v, values.shape[-1])).to_json()
-    operands = [F.pad(q, (0, run.d_v)), torch.cat([k, v], -1), values, *rest]
-    needs, means = [n == 0 for n in range(count)], out[..., : values.shape[-1]]
-    (found,) = executor.attention_backward(arriving, means, statistics, operands, sizes, paired, exact, needs)
-    return (moved + found[..., run.d :]).permute(order)
+    return found.permute([names.index(name) for name in spec.output.dims])
 
 
-def _gathered(spec: AttentionSpec, number: int, tensor: Tensor, run: Execution) -> Tensor:
+def _there(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _gathered(run: Execution, number: int, tensor: Tensor) -> Tensor:
     """A tangent of Q, K or V as these are gathered."""
     operands = [*run.operands[:number], tensor, *run.operands[number + 1 :]]
-    return Execution(spec, operands, tuple(run.sizes.values())).gather(number)
+    return Execution(run.spec, operands, tuple(run.sizes.values()), run.dtype).gather(number)
 
 
-def _between(spec: AttentionSpec, columns: tuple[int, int]) -> AttentionSpec:
-    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in float32 with so many columns."""
+def _between(run: Execution, d: int, d_v: int) -> str:
+    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e], of so many columns and in the execution's
+    dtype; its output is in float32."""
+    spec = run.spec
     batch = tuple(coord(f"b{axis}") for axis in range(len(spec.batch)))
-    names = tuple(result_names(spec))
-    plain = tuple(Operand(dtype="float32", rank=len(names), name=name) for name in "qkv")
+    names, dtype = tuple(result_names(spec)), str(run.dtype).removeprefix("torch.")
+    plain = tuple(Operand(dtype=dtype, rank=len(names), name=name) for name in "qkv")
     return replace(
         spec, operands=(*plain, *spec.operands[3:]), q=(*batch, I, C), k=(*batch, J, C), v=(*batch, J, E),
-        d=const(columns[0]), d_v=const(columns[1]), k_value=None, v_value=None, among=None,
-        dtype="float32", out_dtype="float32", output=Output(dims=names, order=names),
-    )  # fmt: skip
+        d=const(d), d_v=const(d_v), k_value=None, v_value=None, among=None,
+        dtype=dtype, out_dtype="float32", output=Output(dims=names, order=names),
+    ).to_json()  # fmt: skip
