@@ -30,12 +30,13 @@ MOST_ROWS = 8
 LEAST_PART = 512
 """Keys of a part at least."""
 
-VECTOR = 1.1
-"""Cycles of the stated clock for a vector of K or V and a row: measured over 16384 keys at d = 64, bfloat16 and grouped
-heads, where reading is not the limit (Zen 5)."""
+VECTOR, PAIR_VECTOR = 1.1, 0.42
+"""Cycles of the stated clock for a vector of K or V and a row; the second where rows share keys and bfloat16 is
+multiplied in pairs. Such that 9 to 32 queries go row by row where that is faster: over 512 to 4096 keys, d = 64 and
+128, up to 24 queries in both dtypes (Zen 5)."""
 
 PAIRED = 32
-"""Columns of K and V that a line of an AMX tile has: widths that are multiples of it are multiplied on tiles."""
+"""Columns of a line of bfloat16: widths that are multiples of it are multiplied in pairs, on AMX tiles or without."""
 
 TILED, TILED_SCORES = 1.6, 25.0
 """Cycles on AMX tiles, for a vector of K or V, whatever the rows that share it, and for a vector of scores of a row.
@@ -83,14 +84,15 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
 
 
 def _cycles(machine: Machine, problem: Problem) -> float:
-    """Cycles of the vector work, of all cores together; on tiles where `row_products` of codegen/mlir takes them."""
+    """Cycles of the vector work, of all cores together, by the way that `row_products` of codegen/mlir takes."""
     kv_heads, rows, items = _items(problem)
     keys = max(1, problem.n_k) * problem.density / machine.lanes()
     width = problem.d + problem.d_v
     stored = problem.dtype == "bfloat16" and problem.key_bytes == problem.element_bytes and not problem.among
-    if stored and target_of(machine).amx and problem.d % PAIRED == problem.d_v % PAIRED == 0:
+    target, paired = target_of(machine), stored and problem.d % PAIRED == problem.d_v % PAIRED == 0
+    if paired and target.amx:
         return keys * (items * width * TILED + kv_heads * rows * TILED_SCORES)
-    return keys * kv_heads * rows * width * VECTOR
+    return keys * kv_heads * rows * width * (PAIR_VECTOR if paired and target.pairs and rows > 1 else VECTOR)
 
 
 def _items(problem: Problem) -> tuple[int, int, int]:

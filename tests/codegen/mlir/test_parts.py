@@ -153,6 +153,20 @@ def test_more_queries_go_row_by_row_where_that_is_predicted_to_take_less() -> No
     assert_as_exact_as_eager(kernel(c, 1)(operands, sizes), c, operands)
 
 
+def test_pairs_of_bfloat16_are_predicted_to_take_less_where_rows_share_keys() -> None:
+    """So more queries go row by row."""
+    plain = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+
+    def seconds(dtype: str, isa: frozenset[str], d: int = 64) -> float:
+        machine = replace(Machine.detect(), isa=isa, cores=1)
+        return CpuPlanner(case("plain", dtype, d, d).spec, machine)._by_rows((1, 8, 16, 4096))
+
+    pairs = plain | {"avx512_bf16"}
+    assert seconds("bfloat16", pairs) < 0.6 * seconds("bfloat16", plain)
+    assert seconds("float32", pairs) == seconds("float32", plain)
+    assert seconds("bfloat16", pairs, 40) == seconds("bfloat16", plain, 40)
+
+
 @pytest.mark.parametrize("target", ["best", "avx2"])
 @pytest.mark.parametrize(("d", "d_v"), [(64, 64), (32, 96), (48, 64), (64, 24), (8, 256)])
 def test_bfloat16_in_pairs_of_elements(d: int, d_v: int, target: str) -> None:
