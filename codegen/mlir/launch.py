@@ -150,22 +150,26 @@ class Kernel:
         return self._chosen.get(key) or self._chosen.keep(key, self._choose(sizes))
 
     def _choose(self, sizes: Sequence[int]) -> Choice:
-        *_, n_q, n_k, d, d_v = self._extents(sizes)
+        *_, n_q, n_k, _, _ = self._extents(sizes)
         if self.planner is not None:
-            return self.planner.choose(sizes, self._made(d, d_v))
+            return self.planner.choose(sizes, self._made(sizes))
         schedule = query_stationary(self.spec)
         if n_q <= FEW_QUERIES:
             return rows_choice(schedule, self.target.lanes, n_k)
         return Choice(schedule=schedule, tile=self._tile(self.tilings[0]), keys=n_k)
 
-    def _made(self, d: int, d_v: int) -> list[Choice]:
-        """The choices whose kernels exist for these widths."""
+    def _made(self, sizes: Sequence[int]) -> list[Choice]:
+        """The choices whose kernels exist for a call with these sizes."""
+        *_, d, d_v = self._extents(sizes)
         planes, schedule = self.tilings[0].planes, query_stationary(self.spec)
-        return [
-            Choice(schedule=schedule, tile=self._tile(tiling), keys=0)
-            for *widths, tiling in list(self._variants)
-            if isinstance(tiling, Tiling) and widths == [d, d_v] and tiling.planes == planes
-        ]
+        made = [tiling for *widths, tiling in list(self._variants) if widths == [d, d_v]]
+        tiles = [self._tile(tiling) for tiling in made if isinstance(tiling, Tiling) and tiling.planes == planes]
+        rows = [rows_choice(schedule, self.target.lanes, 0)] if self._by_rows(sizes) in made else []
+        return [*rows, *(Choice(schedule=schedule, tile=tile, keys=0) for tile in tiles)]
+
+    def _by_rows(self, sizes: Sequence[int]) -> ByRows:
+        *batch, n_q, _, _, _ = self._extents(sizes)
+        return ByRows(together=1 << min(rows_together(self.spec, batch, n_q) - 1, 2).bit_length())
 
     def _tile(self, tiling: Tiling) -> Tile:
         return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
@@ -175,8 +179,7 @@ class Kernel:
         choice = self.choice(sizes)
         base, tile = self.tilings[0], choice.tile
         if tile.rows == 1:
-            *batch, n_q, _, _, _ = self._extents(sizes)
-            return ByRows(together=1 << min(rows_together(self.spec, batch, n_q) - 1, 2).bit_length())
+            return self._by_rows(sizes)
         rows, keys = self.target.register_tile(base.planes)
         if choice.splits > 1 or tile.rows % rows or tile.keys % keys:
             raise RefusedChoiceError(

@@ -45,19 +45,21 @@ class CpuPlanner:
         self._parts: dict[tuple[int, ...], int] = {}
 
     def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
-        """The choice for a call with these sizes: a tile whose kernel exists unless another saves WORTH_COMPILING."""
+        """The choice for a call with these sizes: one whose kernel exists unless another saves WORTH_COMPILING."""
         *batch, n_q, n_k, d, d_v = self._extents(sizes)
         if n_q <= FEW_QUERIES:
             parts = self._parts_of((*batch, n_q, n_k, d, d_v), sizes)
             return rows_choice(self.schedule if parts == 1 else "split_k", self.lanes, n_k, parts)
         compiled = [(choice.tile.rows, choice.tile.keys) for choice in made]
-        seconds = self.times(sizes, self.register_tile, compiled)
+        seconds = dict(self.times(sizes, self.register_tile, [tile for tile in compiled if tile[0] > 1]))
+        if n_q <= WEIGHED:
+            seconds[1, self.lanes] = self._by_rows(sizes)
         best = min(seconds, key=seconds.__getitem__)
-        if not compiled and n_q <= WEIGHED and self._by_rows(sizes) < seconds[best]:
-            return rows_choice(self.schedule, self.lanes, n_k)
-        if compiled:
+        if compiled := [tile for tile in compiled if tile in seconds]:
             kept = min(compiled, key=seconds.__getitem__)
             best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
+        if best[0] == 1:
+            return rows_choice(self.schedule, self.lanes, n_k)
         return Choice(schedule=self.schedule, tile=Tile(rows=best[0], keys=best[1]), keys=n_k)
 
     def _by_rows(self, sizes: Sequence[int]) -> float:

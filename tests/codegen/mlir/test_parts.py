@@ -148,7 +148,12 @@ def test_more_queries_go_row_by_row_where_that_is_predicted_to_take_less() -> No
     assert [chosen(1.0, n_q) for n_q in (9, 32, 33)] == [1, 1, 48]
     assert [chosen(1e-9, n_q) for n_q in (8, 9, 32)] == [1, 48, 48]
     compiled = Choice(schedule="flash", tile=Tile(rows=48, keys=8), keys=16)
-    assert chosen(1.0, 16, (compiled,)) == 48  # a tile that exists is kept
+    rows = rows_choice("flash", Machine.detect().lanes(), 16)
+    assert chosen(1e-4, 16, (compiled,)) == 48  # one that exists is kept, unless another saves much
+    assert chosen(1.0, 16, (compiled,)) == 1
+    assert chosen(1e-9, 16, (rows,)) == 1
+    assert [chosen(s, 16, (rows, compiled)) for s in (1.0, 1e-9)] == [1, 48]
+    assert chosen(1e-9, 33, (rows,)) == 48
     operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 31, "Nk": 45})
     assert_as_exact_as_eager(kernel(c, 1)(operands, sizes), c, operands)
 
