@@ -10,7 +10,7 @@ FLOAT is f32. BOOL is i1. INT is i64 as a scalar; as a vector i32 where its magn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
@@ -21,7 +21,7 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates
 from fusion.ir.fills import has_fill
 from fusion.ir.spec import Operand
-from fusion.lowering.numbers import magnitude
+from fusion.lowering.numbers import width
 from fusion.lowering.ranges import Interval, is_ordinary
 
 #: MLIR's type of an element in memory; of the bits of a float8
@@ -66,7 +66,7 @@ class Lanes:
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """What every scope of a kernel shares. ranges: what is known of leaves."""
+    """What every scope of a kernel shares. ranges: what is known of leaves; exact: see `decided`."""
 
     b: Builder
     params: Params
@@ -74,6 +74,7 @@ class Context:
     operands: tuple[Operand, ...]
     lanes: int
     ranges: Mapping[Expr, Interval] = field(default_factory=dict)
+    exact: Set[Expr] = frozenset()
 
 
 def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Value) -> Callable[[Expr], Value | None]:
@@ -213,7 +214,7 @@ class Scope:
     def _fused(self, expr: Expr) -> Value | None:
         """a * b + c as one operation. Rounds once where eager rounds twice; the same for infinities and NaN. Not of
         fills: of a product that lies between two numbers, c would choose, and a unit of rounding there decides rows."""
-        if expr.op != "fadd":
+        if expr.op != "fadd" or expr in self.context.exact:
             return None
         for product, rest in (expr.args, expr.args[::-1]):
             plain = product.op == "fmul" and not has_fill(product)
@@ -249,7 +250,7 @@ class Scope:
         b = self.b
         if not self.varies(expr):
             return self._scalar_integer(expr)
-        scalar = "i32" if magnitude(expr) < 2**31 else "i64"
+        scalar = "i32" if width(expr) < 2**31 else "i64"
         type_ = vector_of(scalar, self.context.lanes)
         if (form := self.affine(expr)) is not None:
             base = b.as_value(form[0], "i64")
@@ -267,8 +268,8 @@ class Scope:
         return self._integer_operation(expr.op, values)
 
     def _lane_integer(self, expr: Expr, scalar: str) -> Value:
-        """As a vector of this element type. Narrowing is only asked for where the result is small; wrapping is then
-        harmless."""
+        """As a vector of this element type. Narrowing is only asked for where the result is small, and what a quotient
+        or remainder is of; wrapping is then harmless."""
         b, lanes = self.b, self.context.lanes
         value = self.value(expr)
         if not shape_of(value.type)[0]:
@@ -317,22 +318,19 @@ class Scope:
         bound."""
         b, lanes = self.b, self.context.lanes
         predicate = {"ilt": "slt", "ile": "sle", "ieq": "eq", "ine": "ne"}[expr.op]
-        left, right = expr.args
-        forms = [self.affine(left), self.affine(right)] if self.varies(expr) else []
-        if all(forms) and forms and forms[0][1] != forms[1][1]:  # type: ignore[index]
+        forms = [self.affine(arg) for arg in expr.args] if self.varies(expr) else [None]
+        if all(forms):
             (a, step_a), (c, step_c) = forms  # type: ignore[misc]
-            limit = b.as_value(b.sub(c, a), "i64")
-            limit = b.least(b.most(limit, -(1 << 30)), 1 << 30)
-            limit = b.op(f"arith.trunci {limit} : i64 to i32", "i32", "limit")
             steps = [(step_a - step_c) * lane for lane in range(lanes)]
+            if not any(steps):
+                return b.broadcast(b.compare(predicate, b.as_value(a, "i64"), b.as_value(c, "i64")), lanes)
             if max(map(abs, steps)) < 1 << 30:
+                limit = b.least(b.most(b.as_value(b.sub(c, a), "i64"), -(1 << 30)), 1 << 30)
+                limit = b.op(f"arith.trunci {limit} : i64 to i32", "i32", "limit")
                 return b.compare(
                     predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes)
                 )
-        if all(forms) and forms:
-            bounds = [b.as_value(form[0], "i64") for form in forms if form]
-            return b.broadcast(b.compare(predicate, *bounds), lanes)
-        return b.compare(predicate, *self._same_shape([self.value(left), self.value(right)]))
+        return b.compare(predicate, *self._same_shape([self.value(arg) for arg in expr.args]))
 
     def _load(self, expr: Expr) -> Value:
         number = expr.operand

@@ -20,6 +20,7 @@ from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.numbers import decided
 from fusion.lowering.ranges import ranges
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
@@ -82,6 +83,7 @@ class KernelFunction(ThreadFunction):
             operands=spec.operands,
             lanes=self.lanes,
             ranges=ranges(spec),
+            exact=decided(*spec.expressions()),
         )
         self.programs: ScorePrograms = score_programs(spec, folded=True)
         self.exponent = Exponent(self.context, self.programs.scale)

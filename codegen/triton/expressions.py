@@ -25,7 +25,7 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coord, coordinates, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.numbers import magnitude
+from fusion.lowering.numbers import decided, magnitude
 
 
 class Level(enum.IntEnum):
@@ -240,6 +240,8 @@ class Writer:
         texts = [text for text, _ in args]
         if op == "detach":
             return args[0]
+        if op == "div" and expr in decided(*self.spec.expressions()):
+            return f"tl.div_rn({', '.join(texts)})", _ATOM
         if op in _INFIX:
             return self._infix(op, args)
         if op in _FUNCTIONS:

@@ -71,6 +71,12 @@ def is_tame(op: str) -> bool:
     return PRIMITIVES[op].tame if op in PRIMITIVES else op in ("const", "score")
 
 
+def is_step(op: str) -> bool:
+    """Whether an operation jumps with one of its arguments: comparisons of floats, and what rounds them to integers."""
+    found = PRIMITIVES.get(op) if op != "detach" else None
+    return found is not None and Kind.FLOAT in found.args and found.derivative is None
+
+
 def cost(op: str) -> float:
     """The cost of an operation of an expression; 0 for leaves."""
     return PRIMITIVES[op].cost if op in PRIMITIVES else 0.0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 
-from fusion.ir.expr import Expr, Kind
+from fusion.ir.expr import Expr, Kind, walk
+from fusion.ir.primitives import is_step
 
 LOG2E = math.log2(math.e)
 
@@ -21,6 +23,14 @@ def exponent_units(scale: float) -> tuple[float, float, float]:
     return factor, HUGE / factor, min(1.0, 2.0 ** math.floor(math.log2(factor)))
 
 
+@functools.cache
+def decided(*exprs: Expr | None) -> frozenset[Expr]:
+    """The floats from which something is decided: those below a comparison or a rounding to integers, where a unit in
+    the last place changes all that follows. They are computed as they are written."""
+    deciding = [part for part in walk(*filter(None, exprs)) if is_step(part.op)]
+    return frozenset(part for part in walk(*(arg for e in deciding for arg in e.args)) if part.kind is Kind.FLOAT)
+
+
 SIZE_LIMIT = 1 << 25
 """Run-time sizes must stay below this (launchers check), so that small multiples of coordinates fit in 32 bits."""
 
@@ -28,6 +38,12 @@ SIZE_LIMIT = 1 << 25
 def in_float32(value: float) -> float:
     """The number of float32 that is nearest."""
     return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def width(expr: Expr) -> float:
+    """A bound on all that an operation on INTs reads and makes: a remainder or quotient may be less than what it is
+    of."""
+    return max(map(magnitude, (expr, *(arg for arg in expr.args if expr.op in ("mod", "floordiv")))))
 
 
 def magnitude(expr: Expr) -> float:

@@ -8,13 +8,14 @@ log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)`
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 from fusion.ir import ops, primitives
 from fusion.ir.expr import SCORE, Expr, Kind, const, contains, coordinates, rebuild, walk
 from fusion.ir.fills import LARGEST, in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.numbers import HUGE, in_float32
+from fusion.lowering.numbers import HUGE, decided, in_float32
 
 _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
 
@@ -43,7 +44,8 @@ def score_programs(spec: AttentionSpec, folded: bool = False) -> ScorePrograms:
     not only that of the score: rounds differently from the original in the last place."""
     score, full = spec.score, None if spec.mask is None else spec.mask.full
     if folded:
-        score, full = _folded(score), None if full is None else _folded(full)
+        kept = decided(score, full)
+        score, full = _folded(score, kept), None if full is None else _folded(full, kept)
     if spec.normalizer is Normalizer.NONE:
         return ScorePrograms(masked=score, full=full)
     guarded = not is_tame(spec.score)
@@ -72,12 +74,14 @@ def is_tame(expr: Expr) -> bool:
     return True
 
 
-def _folded(expr: Expr) -> Expr:
-    """Divisions by constants as products, and products with several constants as one."""
+def _folded(expr: Expr, kept: Set[Expr]) -> Expr:
+    """Divisions by constants as products, and products with several constants as one. kept: parts that stay."""
 
     def visit(part: Expr) -> Expr | None:
+        if part in kept:
+            return part
         if part.op == "div" and _is_factor(part.args[1]):
-            return _folded(ops.apply("fmul", part.args[0], const(1.0 / part.args[1].value)))
+            return _folded(ops.apply("fmul", part.args[0], const(1.0 / part.args[1].value)), kept)
         if part.op == "fmul":
             left, right = (rebuild(arg, visit) for arg in part.args)
             if left.is_const:
