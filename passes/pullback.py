@@ -24,9 +24,9 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node, walk
+from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node
 from fusion.ir.ops import apply, as_float, where
-from fusion.ir.primitives import ROUNDED, cost
+from fusion.ir.primitives import ROUNDED
 from fusion.ir.widths import interval, is_exact, within
 from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
 from fusion.passes.contractions import (
@@ -40,6 +40,7 @@ from fusion.passes.contractions import (
 from fusion.passes.folding import folded
 from fusion.passes.inplace import changes, may_copy
 from fusion.passes.key_sets import KeySet, scattered
+from fusion.passes.left_to_graph import decided_otherwise, too_heavy
 from fusion.passes.narrow import Narrow
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
@@ -49,7 +50,6 @@ from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
-_MAX_HEAVY = 2
 MAX_DEPTH, MAX_ELEMENTS = 64, 512
 """Operations that one walk goes through: one after the other, and in all. Analysis stays linear in the graph."""
 
@@ -155,10 +155,14 @@ class PullBack:
         if result is None:
             known = folded(here, index)
             return self.load(here, index) if known is None else known
-        if not depends_on_product(result) and self._too_heavy(result):
+        if not depends_on_product(result) and self._is_left_to_graph(here, result):
             return self.load(here, index)
         self.interior[here] = None
         return result
+
+    def _is_left_to_graph(self, here: Node, value: Expr) -> bool:
+        free = [number for number, tensor in enumerate(self.loaded) if tensor in self.key_sets]  # need not be read
+        return too_heavy(value, free) or decided_otherwise(here, value, self.interior.keys(), self.anchor)
 
     def _limits(self, value: Expr) -> tuple[int, int]:
         """The range of an integer."""
@@ -369,23 +373,6 @@ class PullBack:
         combined = self.built(aten.add, call)
         assert combined is not None
         return combined
-
-    def _too_heavy(self, result: Expr) -> bool:
-        """Whether an expression free of scores is better read from the tensor that the graph can compute once.
-
-        Only what depends on both i and j is evaluated N_q * N_k times: more than one load or more than a couple of
-        transcendental functions there cost more than one load. (A set of keys need not be read.)
-        """
-        if not {"i", "j"} <= coordinates(result):
-            return False
-        heavy = reads = 0
-        for part in walk(result):
-            weight = int(cost(part.op))
-            if weight or part.op == "load":
-                both = {"i", "j"} <= coordinates(part)
-                heavy += weight * both
-                reads += part.op == "load" and both and self.loaded[part.operand] not in self.key_sets
-        return heavy > _MAX_HEAVY or (reads > 1 and result.kind is Kind.FLOAT)
 
 
 _OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {

@@ -16,6 +16,7 @@ from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_as_eager
 
 N = 90
+SECONDS = 1.7e9 + 100 * torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(2**61, 2**62, (N,), generator=torch.Generator().manual_seed(0))
 
 CONDITIONS = {
@@ -33,6 +34,12 @@ CONDITIONS = {
     "a quotient by large data": lambda i, j: (i * 3) // IDS[j] == (j // 9) * 0,
     "far steps": lambda i, j: j <= i * 71582789,
     "steps whose products are far": lambda i, j: j * 2**26 <= i * (2**26 + 2**26 // 3),
+    "data of float64": lambda i, j: SECONDS[i] - SECONDS[j] < 10,
+    "arithmetic of float64": lambda i, j: i.double() * 0.7 + 2.1 >= j.double() * 0.7,
+    "integers as float64": lambda i, j: IDS[i].double() >= IDS[j].double() + 2.0**52,
+    "arithmetic of bfloat16": lambda i, j: i.bfloat16() * 3.3 >= j.bfloat16() * 3.1,
+    "floors of bfloat16": lambda i, j: (i.bfloat16() * 0.3).floor() == (j.bfloat16() * 0.3).floor(),
+    "arithmetic of float16": lambda i, j: i.half() * 3.3 >= j.half() * 3.1,
     "equal steps": lambda i, j: j * 2**30 <= i * 2**30 + 1,
 }
 

@@ -1,0 +1,82 @@
+"""What a program reads from a tensor that the graph computes, although it could compute it itself.
+
+First, what costs more than a load. Second, conditions that the model decides in another dtype than kernels compute in:
+kernels compute in float32, and leave out what the model rounds on the way. Values are then more exact; but a comparison
+of slightly other numbers, or a rounding to integers, is another mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Set
+
+import torch
+from torch.fx import Node
+
+from fusion.ir.expr import Expr, Kind, coordinates, walk
+from fusion.ir.primitives import PRIMITIVES, cost
+from fusion.lowering.numbers import decided
+from fusion.passes import nodes
+
+_MAX_HEAVY = 2
+
+aten = torch.ops.aten
+_ROUNDING = (aten.floor, aten.ceil, aten.trunc, aten.fix, aten.round, aten.frac, aten.sign, aten.sgn, aten.remainder,
+             aten.fmod, aten.floor_divide, aten.div, aten.heaviside)  # fmt: skip
+_EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "round_bfloat16", "round_float16", "bool_to_float")
+"""Operations on floats whose result is one of their arguments, or what the model has rounded it to."""
+
+
+def too_heavy(value: Expr, free: Container[int]) -> bool:
+    """Whether an expression free of scores is better read from the tensor that the graph can compute once.
+
+    Only what depends on both i and j is evaluated N_q * N_k times: more than one load or more than a couple of
+    transcendental functions there cost more than one load. free: operands whose loads do not count.
+    """
+    if not {"i", "j"} <= coordinates(value):
+        return False
+    heavy = reads = 0
+    for part in walk(value):
+        weight = int(cost(part.op))
+        if weight or part.op == "load":
+            both = {"i", "j"} <= coordinates(part)
+            heavy += weight * both
+            reads += part.op == "load" and both and part.operand not in free
+    return heavy > _MAX_HEAVY or (reads > 1 and value.kind is Kind.FLOAT)
+
+
+def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], anchor: Node | None) -> bool:
+    """Whether a node decides something by floats that a kernel would compute in another way than the model.
+
+    value: what the node was pulled back to. pulled: nodes that are in the program now. anchor: the product with V.
+    """
+    if not _decides(here):
+        return False
+    wide = torch.float64 if anchor is not None and nodes.dtype(anchor) is torch.float64 else torch.float32
+    dtypes = {dtype for dtype in _dtypes(here, pulled) if dtype is not wide}
+    inexact = [part for part in decided(value) if part.op == "load" or part.op in PRIMITIVES and part.op not in _EXACT]
+    if torch.float64 in dtypes:
+        return bool(inexact)
+    return bool(dtypes) and any(part.op not in ("load", "to_float") for part in inexact)
+
+
+def _decides(here: Node) -> bool:
+    given = [node for node in here.all_input_nodes if nodes.is_tensor(node) and _is_float(node)]
+    return bool(given) and (not _is_float(here) or nodes.packet(here) in _ROUNDING)
+
+
+def _is_float(node: Node) -> bool:
+    return nodes.dtype(node).is_floating_point
+
+
+def _dtypes(here: Node, pulled: Set[Node]) -> Iterator[torch.dtype]:
+    """Of the floats that a node is made of within the program, and of those that are loaded for them."""
+    seen, stack = set[Node](), [here]
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node in seen or not nodes.is_tensor(node):
+                continue
+            seen.add(node)
+            if _is_float(node):
+                yield nodes.dtype(node)
+            if node in pulled:
+                stack.append(node)
