@@ -230,7 +230,7 @@ class Writer:
         return text, precedence
 
     def _operation(self, expr: Expr, level: Level) -> tuple[str, int]:
-        op = expr.op
+        op, exact = expr.op, expr in decided(*self.spec.expressions())
         args = [self._text(arg, level) for arg in expr.args]
         if op in ("add", "mul") and magnitude(expr) >= 2**31:
             args = [
@@ -240,7 +240,7 @@ class Writer:
         texts = [text for text, _ in args]
         if op == "detach":
             return args[0]
-        if op == "div" and expr in decided(*self.spec.expressions()):
+        if op == "div" and exact:
             return f"tl.div_rn({', '.join(texts)})", _ATOM
         if op in _INFIX:
             return self._infix(op, args)
@@ -261,7 +261,7 @@ class Writer:
             return f"{'-' if op == 'neg' else '~'}({texts[0]})", 7
         if op in _ROUNDED:
             return f"({texts[0]}).to({_ROUNDED[op]}).to(tl.float32)", _ATOM
-        if op == "to_float" and (parts := self._converted_apart(expr.args[0])) is not None:
+        if op == "to_float" and not exact and (parts := self._converted_apart(expr.args[0])) is not None:
             return self._text(parts, level)
         if op in ("to_float", "bool_to_float"):
             return f"tl.cast({texts[0]}, tl.float32)", _ATOM
