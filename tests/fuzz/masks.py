@@ -27,6 +27,22 @@ def _of_positions(w: Writer) -> str:
     ))  # fmt: skip
 
 
+def _of_numbers(w: Writer) -> str:
+    """What a unit in the last place, or the upper half of an integer, decides."""
+    i, j = w.let("i", "torch.arange(N)[:, None]"), w.let("j", "torch.arange(M)")
+    if w.chance(0.3):
+        kind = w.note(f"positions in {w.pick('float64', 'bfloat16', 'float16', 'float32')}")
+        i, j = (w.let(name, f"{name}.to(torch.{kind.removeprefix('positions in ')})") for name in (i, j))
+    c, d = w.pick("3", "7", "11", "0.1", "0.7", "41"), w.pick("3", "5", "0.3", "1.3", "7")
+    return w.let("keep", w.pick(
+        f"({i} / {c}).floor() == ({j} / {c}).floor()", f"({i} / {c}).long() >= ({j} / {c}).long()",
+        f"{i} / {c} >= {j} / {d}", f"{i} * {c} + {d} >= {j} * {d}", f"{i} * {c} * {d} >= {j} * {d}",
+        f"(({i} - {j}) / {c}) % 1 == 0", f"({i} / {c}).ceil() >= ({j} / {d}).round()",
+        f"({i}.long() * 2654435761 + {j}.long() * 40503) % 7 < 5", f"({i}.long() ** 6 + {j}.long()) % 11 < 8",
+        f"{j}.long() * 2**33 <= {i}.long() * (2**33 + 5)", f"({i}.long() - {j}.long()) * 2**40 // 3 >= 0",
+    ))  # fmt: skip
+
+
 def _of_triangles(w: Writer) -> str:
     ones = f"torch.ones(N, M, dtype={w.pick('torch.bool', 'torch.bool', 'torch.uint8', 'torch.float32')})"
     kept = w.pick(f"{ones}.tril()", f"torch.tril({ones})", f"{ones}.tril(M - N)", f"{ones}.tril(1).triu(-2)")
@@ -66,7 +82,7 @@ def _of_padding(w: Writer) -> str:
 
 def predicate(w: Writer) -> str:
     """The name of a bool tensor that says which scores are kept."""
-    kinds = [_of_positions, _of_positions, _of_triangles, _of_data]
+    kinds = [_of_positions, _of_positions, _of_numbers, _of_triangles, _of_data]
     if w.lead and w.lead[0] == "B":
         kinds += [_of_padding, _of_padding]
     keep = w.pick(*kinds)(w)
@@ -130,7 +146,7 @@ def apply_bias(w: Writer) -> None:
         i, j = positions(w)
         if kind == "bias: alibi":
             slope = w.argument("slope", f"torch.linspace(0.1, 1, {w.lead[-1] if w.lead else '1'}).to(dtype)")
-            w.say(f"s = s + {slope}.view({last}) * ({j} - {i})" + w.pick("", ".to(s.dtype)"))
+            w.say(f"s = s + {slope}.view({last}) * ({j} - {i})" + w.pick("", ".to(s.dtype)", " / 7", ".div(3).floor()"))
         else:
             table = w.floats("table", "9")
             w.say(f"s = s + {table}[({i} - {j}).clamp(-4, 4).long() + 4]")
