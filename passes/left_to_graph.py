@@ -7,13 +7,15 @@ of slightly other numbers, or a rounding to integers, is another mask.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Set
+import math
+from collections.abc import Container, Iterator, Sequence, Set
 
 import torch
 from torch.fx import Node
 
 from fusion.ir.expr import Expr, Kind, coordinates, walk
-from fusion.ir.primitives import PRIMITIVES, cost
+from fusion.ir.ops import rounded
+from fusion.ir.primitives import cost
 from fusion.lowering.numbers import decided
 from fusion.passes import nodes
 
@@ -22,7 +24,7 @@ _MAX_HEAVY = 2
 aten = torch.ops.aten
 _ROUNDING = (aten.floor, aten.ceil, aten.trunc, aten.fix, aten.round, aten.frac, aten.sign, aten.sgn, aten.remainder,
              aten.fmod, aten.floor_divide, aten.div, aten.heaviside)  # fmt: skip
-_EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "round_bfloat16", "round_float16", "bool_to_float")
+_EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "round_bfloat16", "round_float16")
 """Operations on floats whose result is one of their arguments, or what the model has rounded it to."""
 
 
@@ -44,19 +46,27 @@ def too_heavy(value: Expr, free: Container[int]) -> bool:
     return heavy > _MAX_HEAVY or (reads > 1 and value.kind is Kind.FLOAT)
 
 
-def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], anchor: Node | None) -> bool:
+def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], loaded: Sequence[Node], anchor: Node | None) -> bool:
     """Whether a node decides something by floats that a kernel would compute in another way than the model.
 
-    value: what the node was pulled back to. pulled: nodes that are in the program now. anchor: the product with V.
+    value: what the node was pulled back to. pulled: nodes that are in the program now. loaded: those that it loads.
+    anchor: the product with V.
     """
     if not _decides(here):
         return False
     wide = torch.float64 if anchor is not None and nodes.dtype(anchor) is torch.float64 else torch.float32
-    dtypes = {dtype for dtype in _dtypes(here, pulled) if dtype is not wide}
-    inexact = [part for part in decided(value) if part.op == "load" or part.op in PRIMITIVES and part.op not in _EXACT]
-    if torch.float64 in dtypes:
-        return bool(inexact)
-    return bool(dtypes) and any(part.op not in ("load", "to_float") for part in inexact)
+    others = {dtype for dtype in _dtypes(here, pulled) if dtype is not wide}
+    return any(not _is_exact(part, dtype, loaded) for dtype in others for part in decided(value))
+
+
+def _is_exact(part: Expr, dtype: torch.dtype, loaded: Sequence[Node]) -> bool:
+    """Whether a float, given that its arguments are, is the same number in float32 and where `dtype` is compared: torch
+    brings scalars, integers and tensors of one element to that first."""
+    if part.is_const:
+        return part.value == rounded(part.value, dtype) == rounded(part.value, torch.float32) or math.isnan(part.value)
+    if part.op == "load":
+        return dtype is not torch.float64 and nodes.dtype(loaded[part.operand]) is dtype
+    return part.op in _EXACT
 
 
 def _decides(here: Node) -> bool:

@@ -162,7 +162,7 @@ class PullBack:
 
     def _is_left_to_graph(self, here: Node, value: Expr) -> bool:
         free = [number for number, tensor in enumerate(self.loaded) if tensor in self.key_sets]  # need not be read
-        return too_heavy(value, free) or decided_otherwise(here, value, self.interior.keys(), self.anchor)
+        return too_heavy(value, free) or decided_otherwise(here, value, self.interior.keys(), self.loaded, self.anchor)
 
     def _limits(self, value: Expr) -> tuple[int, int]:
         """The range of an integer."""

@@ -17,6 +17,7 @@ from tests.numerics import assert_as_exact_as_eager
 
 N = 90
 SECONDS = 1.7e9 + 100 * torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TENTHS = torch.tensor([0.1, 0.2, 0.3], dtype=torch.bfloat16).repeat(30)
 IDS = torch.randint(2**61, 2**62, (N,), generator=torch.Generator().manual_seed(0))
 
 CONDITIONS = {
@@ -40,6 +41,11 @@ CONDITIONS = {
     "arithmetic of bfloat16": lambda i, j: i.bfloat16() * 3.3 >= j.bfloat16() * 3.1,
     "floors of bfloat16": lambda i, j: (i.bfloat16() * 0.3).floor() == (j.bfloat16() * 0.3).floor(),
     "arithmetic of float16": lambda i, j: i.half() * 3.3 >= j.half() * 3.1,
+    "a scalar beside bfloat16": lambda i, j: (TENTHS[j] != 0.1) & (TENTHS[i] <= 0.3),
+    "an element beside bfloat16": lambda i, j: TENTHS[i] + 0 * j <= torch.tensor(0.3),
+    "integers beside bfloat16": lambda i, j: (i + 4000).bfloat16() < j + 4000,
+    "integers beside float16": lambda i, j: (i + 4000).half() < j + 4000,
+    "a limit beside bfloat16": lambda i, j: TENTHS[j].clamp(max=0.1) != TENTHS[i],
     "equal steps": lambda i, j: j * 2**30 <= i * 2**30 + 1,
 }
 
