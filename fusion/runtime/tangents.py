@@ -8,8 +8,9 @@ The second sum is the gradient of the queries of an attention of the same weight
 
     queries [q | 0], keys [k | v], values [k | k.], and [q. | q] arrives at its output
 
-of which the columns beside v are kept. What is beside 0 must be finite. The values' forward, which the backward needs,
-takes v. along. A row's gradients add up to 0, as the derivation needs, for the specs of `adds_up_to_zero`.
+of which the columns beside v are kept. What is beside 0 must be finite, and far from overflow. The values' forward, which
+the backward needs, takes v. along. A row's gradients add up to 0, as the derivation needs, for the specs of
+`adds_up_to_zero`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from fusion.codegen.reference.forward import Execution
 from fusion.ir import AttentionSpec, Normalizer, Operand, Output
 from fusion.ir.expr import C, E, I, J, const, coord, loads
 from fusion.ir.request import Request
-from fusion.ir.results import result_names
+from fusion.ir.results import result_names, size_of
 from fusion.ir.steps import Tangents
 from fusion.lowering.gradients import adds_up_to_zero
 from fusion.runtime import executor
 
 _QKV = range(3)
 
+LARGEST = 2.0**100
+"""Magnitude of K, V and the tangent of K up to which sums of their products with weights stay finite."""
+
 
 def have_kernels(spec: AttentionSpec, moving: Sequence[bool], emitter: str, device: str) -> bool:
-    """Whether kernels compute the tangent of an attention, for finite operands. moving: operands that have one."""
+    """Whether kernels compute the tangent of an attention, for ordinary operands. moving: operands that have one."""
     masked = () if spec.mask is None else spec.mask.expressions()
     read = {part.operand for part in loads(spec.score, *masked)}
     return (
@@ -53,7 +57,7 @@ def have_kernels(spec: AttentionSpec, moving: Sequence[bool], emitter: str, devi
 def tangent(
     spec: AttentionSpec, step: Tangents, inputs: Sequence[Tensor], sizes: Sequence[int], emitter: str
 ) -> Tensor | None:
-    """The tangent of the output where `have_kernels`; None where operands are not finite.
+    """The tangent of the output where `have_kernels`; None where operands are very large or not finite.
 
     inputs: operands, and the tangents of those of Q, K and V that `step` marks.
     """
@@ -64,7 +68,7 @@ def tangent(
     run = Execution(spec, operands, sizes, dtype)
     q, k, v = run.gathered()
     of_q, of_k, of_v = (_gathered(run, n, next(given)) if step.inputs[n] else None for n in _QKV)
-    if not q.numel() or not k.numel() or not all(x.isfinite().all() for x in (k, v, of_k) if x is not None):
+    if not q.numel() or not k.numel() or not all(size_of(x) < LARGEST for x in _there(k, v, of_k)):
         return None
     exact = str(replace(Request.parse(emitter), approximation=None))
     arriving, values = _there(of_q, None if of_k is None else q), _there(None if of_q is None else k, of_k)

@@ -124,9 +124,9 @@ def test_what_the_interpreter_computes(attend, monkeypatch):
     check(moved(attend, (1, 1, 1), torch.randn(37, 51)), drawn(), False, monkeypatch)
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38])
 @pytest.mark.parametrize("where", [1, 2, 4], ids=["k", "v", "tangent of k"])
-def test_what_is_not_finite(where, value, monkeypatch):
+def test_what_is_not_finite_or_nearly_so(where, value, monkeypatch):
     """It would meet the zeros beside which keys and values are multiplied."""
     inputs = drawn()
     inputs[where][0, 1, 30, 3] = value
