@@ -30,10 +30,10 @@ MOST_ROWS = 8
 LEAST_PART = 512
 """Keys of a part at least."""
 
-VECTOR, PAIR_VECTOR = 1.1, 0.42
+VECTOR, PAIR_VECTOR = 1.1, 0.55
 """Cycles of the stated clock for a vector of K or V and a row; the second where rows share keys and bfloat16 is
 multiplied in pairs. Such that 9 to 32 queries go row by row where that is faster: over 512 to 4096 keys, d = 64 and
-128, up to 24 queries in both dtypes (Zen 5)."""
+128, up to some 22 queries in both dtypes (Zen 5; benchmarks/results/2026-11-27-zen5.md)."""
 
 PAIRED = 32
 """Columns of a line of bfloat16: widths that are multiples of it are multiplied in pairs, on AMX tiles or without."""

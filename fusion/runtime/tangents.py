@@ -8,8 +8,8 @@ The second sum is the gradient of the queries of an attention of the same weight
 
     queries [q | 0], keys [k | v], values [k | k.], and [q. | q] arrives at its output
 
-of which the columns beside v are kept. What is beside 0 must be finite, and far from overflow. The values' forward, which
-the backward needs, takes v. along. A row's gradients add up to 0, as the derivation needs, for the specs of
+of which the columns beside v are kept. What is beside 0 must be finite, and far from overflow. The values' forward,
+which the backward needs, takes v. along. A row's gradients add up to 0, as the derivation needs, for the specs of
 `adds_up_to_zero`.
 """
 
