@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.row_products import Ask, Columns, Source, Stretch, Turns, Widths
+from fusion.codegen.mlir.row_products import Columns, Source, Stretch, Turns, Widths
 from fusion.codegen.mlir.row_vectors import PairValueProducts, VectorRows
 from fusion.codegen.mlir.rows import Rows, load_line
 from fusion.codegen.mlir.target import Target
@@ -21,6 +21,9 @@ from fusion.codegen.mlir.x86 import BF16, F32, LANES, Avx512
 from fusion.ir.spec import AttentionSpec
 
 SUMS = 16  # vectors of outputs that are in registers
+
+Ask = Callable[[Value, int], None]
+"""Asks for so many rows that are read later, those that are ahead of the ones from a key on."""
 
 
 class GroupedRows(VectorRows):
@@ -51,13 +54,17 @@ class GroupedRows(VectorRows):
 
     @contextmanager
     def _groups(self, every: Stretch, ahead: Source, width: int, distance: int) -> Iterator[tuple[Stretch, Value, Ask]]:
-        """A few keys, the first row of a group whose turn it is, and what asks for the group's share of the rows of K
-        or V that are so many keys `ahead` of L keys."""
-        b, together = self.b, self.together
-        with self._steps(every) as few, b.loop(0, few.rows, together, hint="first") as first:
-            share = b.div(b.constant(LANES, "i64"), b.div(b.add(few.rows, together - 1), together))
-            begin = b.add(b.mul(b.div(first, together), share), self._distance(ahead, distance))
-            yield few, first, lambda key: ahead.prefetch(b.add(key, begin), share, few.n_k, width)
+        """A few keys, the first row of a group whose turn it is, and what asks for the row of K or V that is so many
+        keys ahead of one: a few at a time, as many requests at once would wait for each other."""
+        b, distance = self.b, self._distance(ahead, distance)
+        with self._steps(every) as few, b.loop(0, few.rows, self.together, hint="first") as first:
+            leads = b.compare("eq", first, 0, "leads")
+
+            def ask(key: Value, count: int) -> None:
+                with b.when(leads):
+                    ahead.prefetch(b.add(key, distance), count, few.n_k, width)
+
+            yield few, first, ask
 
     def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
         b, widths, (keys, values) = self.b, self.widths, sources
@@ -65,16 +72,16 @@ class GroupedRows(VectorRows):
             self._groups(every, values, widths.d_v, 0) as (few, first, ask),
             b.loop(few.low, few.high, LANES, hint="j0") as j0,
         ):
-            ask(j0)
             rows = keys.apart(j0, LANES, few.n_k, widths.d, widths.d_padded, self.staging)
-            for n, products in enumerate(self._dot_products(rows, self._queries(first))):
+            for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, ask)):
                 b.store(products, self._product(b.add(first, n), few, j0))
 
-    def _dot_products(self, rows: Rows, queries: Value) -> list[Value]:
-        """For each row of a group the products with L keys."""
+    def _dot_products(self, rows: Rows, queries: Value, j0: Value, ask: Ask) -> list[Value]:
+        """For each row of a group the products with the L keys from j0 on."""
         b, unit, together = self.b, Avx512(self.b), self.together
-        start = [b.constant(0.0, F32)] * LANES
+        start, asked = [b.constant(0.0, F32)] * LANES, max(1, LANES * self.part // self.widths.d_padded)
         with b.carry(0, self.widths.d_padded, self.part, start, hint="c") as (loop, c, sums):
+            ask(b.add(j0, b.mul(b.div(c, self.part), asked)), asked)
             q = b.load(b.at(queries, b.mul(c, together), "bf16"), BF16, "q")
             parts = [load_line(b, rows, n, c, self.part_type) for n in range(LANES)]
             keys = [b.shuffle(x, x, [*range(self.part)] * together, "key") for x in parts]
@@ -119,19 +126,22 @@ class GroupedRows(VectorRows):
         sums = [b.load(place, self.vector, "o") for place in places]
         for start, stop, number in (b.sub(low, odd), begin, 2), (begin, whole, LANES), (whole, high, 2):
             with b.carry(start, stop, number, sums, hint="j0") as (loop, j0, so_far):
-                if ask is not None and number == LANES:
-                    ask(j0)
-                loop.yields(*self._weighed(list(so_far), self._pairs(values, few, j0, number, columns), few, first, j0))
+                pairs = self._pairs(values, few, j0, number, columns, ask)
+                loop.yields(*self._weighed(list(so_far), pairs, few, first, j0))
             sums = loop.results
         for x, place in zip(sums, places, strict=True):
             b.store(x, place)
 
-    def _pairs(self, values: Source, few: Stretch, j0: Value, number: int, columns: Columns) -> Iterator[list[Value]]:
+    def _pairs(
+        self, values: Source, few: Stretch, j0: Value, number: int, columns: Columns, ask: Ask | None
+    ) -> Iterator[list[Value]]:
         """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
         b, n_k, width, padded = self.b, few.n_k, self.widths.d_v, self.widths.e_padded
         if number > 2:
             rows = values.apart(j0, number, n_k, width, padded, self.staging)
             for n in range(0, number, 2):
+                if ask is not None:
+                    ask(b.add(j0, n), 2)
                 yield self.values.paired([self.values.lines(rows, n + k, columns) for k in (0, 1)])
             return
         found = []
