@@ -247,7 +247,7 @@ def _tangents_have_kernels(run: transforms.Run, report: Report, options: Options
     specs = [found.spec for site in report.sites for found in site.attentions]
     devices = {value.device.type for value in run.values if isinstance(value, torch.Tensor)}
     return run.asked is transforms.Asked.TANGENTS and all(
-        tangents.have_kernels(spec, [o.kind is Kind.FLOAT for o in spec.operands], options.emitter, device)
+        tangents.have_kernels(spec, tuple(o.kind is Kind.FLOAT for o in spec.operands), options.emitter, device)
         for spec in specs
         for device in devices
     )

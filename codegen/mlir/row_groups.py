@@ -22,7 +22,7 @@ from fusion.ir.spec import AttentionSpec
 
 SUMS = 16  # vectors of outputs that are in registers
 
-Ask = Callable[[Value, int], None]
+AskRows = Callable[[Value, int], None]
 """Asks for so many rows that are read later, those that are ahead of the ones from a key on."""
 
 
@@ -53,7 +53,9 @@ class GroupedRows(VectorRows):
         return self.b.at(self.queries, self.b.mul(first, self.widths.d_padded), "bf16")
 
     @contextmanager
-    def _groups(self, every: Stretch, ahead: Source, width: int, distance: int) -> Iterator[tuple[Stretch, Value, Ask]]:
+    def _groups(
+        self, every: Stretch, ahead: Source, width: int, distance: int
+    ) -> Iterator[tuple[Stretch, Value, AskRows]]:
         """A few keys, the first row of a group whose turn it is, and what asks for the row of K or V that is so many
         keys ahead of one: a few at a time, as many requests at once would wait for each other."""
         b, distance = self.b, self._distance(ahead, distance)
@@ -76,7 +78,7 @@ class GroupedRows(VectorRows):
             for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, ask)):
                 b.store(products, self._product(b.add(first, n), few, j0))
 
-    def _dot_products(self, rows: Rows, queries: Value, j0: Value, ask: Ask) -> list[Value]:
+    def _dot_products(self, rows: Rows, queries: Value, j0: Value, ask: AskRows) -> list[Value]:
         """For each row of a group the products with the L keys from j0 on."""
         b, unit, together = self.b, Avx512(self.b), self.together
         start, asked = [b.constant(0.0, F32)] * LANES, max(1, LANES * self.part // self.widths.d_padded)
@@ -114,7 +116,7 @@ class GroupedRows(VectorRows):
             if whole and rest:
                 self._weigh(values, few, first, (whole * count * lanes, rest), None)
 
-    def _weigh(self, values: Source, few: Stretch, first: Value, columns: Columns, ask: Ask | None) -> None:
+    def _weigh(self, values: Source, few: Stretch, first: Value, columns: Columns, ask: AskRows | None) -> None:
         """Add a group's weights x V over a few keys, for some vectors of columns. Keys are paired from the stretch's
         first on, so that a row's sums do not depend on what others visit."""
         b, (e, count), (low, high) = self.b, columns, (few.low, few.high)
@@ -133,7 +135,7 @@ class GroupedRows(VectorRows):
             b.store(x, place)
 
     def _pairs(
-        self, values: Source, few: Stretch, j0: Value, number: int, columns: Columns, ask: Ask | None
+        self, values: Source, few: Stretch, j0: Value, number: int, columns: Columns, ask: AskRows | None
     ) -> Iterator[list[Value]]:
         """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
         b, n_k, width, padded = self.b, few.n_k, self.widths.d_v, self.widths.e_padded

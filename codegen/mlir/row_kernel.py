@@ -47,8 +47,9 @@ class _RowKernel(KernelFunction):
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         products = row_products(spec, target, (d, d_v), together)
         self.stretch = products.stretch(self.d_padded + self.e_padded, KEY_SPAN)
-        padded = self.d_padded, self.e_padded
-        widths = Widths(d=d, d_v=d_v, d_padded=padded[0], e_padded=padded[1], stretch=self.stretch, together=together)
+        widths = Widths(
+            d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch, together=together
+        )
         self.products = products(self.b, spec, target, widths, self.area)
         # Of K and V where they are not read in place: rows of a stretch, for all rows that read them.
         columns = (1, d, self.d_padded), (2, d_v, self.e_padded)

@@ -230,7 +230,8 @@ class Writer:
         return text, precedence
 
     def _operation(self, expr: Expr, level: Level) -> tuple[str, int]:
-        op, exact = expr.op, expr in decided(*self.spec.expressions())
+        op = expr.op
+        exact = op in ("div", "to_float") and expr in decided(*self.spec.expressions())
         args = [self._text(arg, level) for arg in expr.args]
         if op in ("add", "mul") and magnitude(expr) >= 2**31:
             args = [

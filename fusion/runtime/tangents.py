@@ -15,6 +15,7 @@ which the backward needs, takes v. along. A row's gradients add up to 0, as the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -37,7 +38,8 @@ LARGEST = 2.0**100
 """Magnitude of K, V and the tangent of K up to which sums of their products with weights stay finite."""
 
 
-def have_kernels(spec: AttentionSpec, moving: Sequence[bool], emitter: str, device: str) -> bool:
+@functools.lru_cache(maxsize=1024)
+def have_kernels(spec: AttentionSpec, moving: tuple[bool, ...], emitter: str, device: str) -> bool:
     """Whether kernels compute the tangent of an attention, for ordinary operands. moving: operands that have one."""
     masked = () if spec.mask is None else spec.mask.expressions()
     read = {part.operand for part in loads(spec.score, *masked)}
@@ -73,12 +75,12 @@ def tangent(
     exact = str(replace(Request.parse(emitter), approximation=None))
     arriving, values = _there(of_q, None if of_k is None else q), _there(None if of_q is None else k, of_k)
     width = run.d * len(values)
-    wide = _between(run, run.d, width + (0 if of_v is None else run.d_v))
+    wide = _between(spec, dtype, run.d, width + (0 if of_v is None else run.d_v))
     every = torch.cat([*values, *_there(of_v)], -1)
     out, statistics = executor.attention_forward([q, k, every, *rest], sizes, wide, exact)
     found = torch.zeros((), dtype=torch.float32) if of_v is None else out[..., width:]
     if values:
-        paired = _between(run, run.d + run.d_v, width)
+        paired = _between(spec, dtype, run.d + run.d_v, width)
         operands = [F.pad(q, (0, run.d_v)), torch.cat([k, v], -1), torch.cat(values, -1), *rest]
         given = torch.cat(arriving, -1).float(), out[..., :width], statistics, operands, sizes, paired, exact
         (of_queries,) = executor.attention_backward(*given, [n == 0 for n in range(count)])
@@ -97,12 +99,12 @@ def _gathered(run: Execution, number: int, tensor: Tensor) -> Tensor:
     return Execution(run.spec, operands, tuple(run.sizes.values()), run.dtype).gather(number)
 
 
-def _between(run: Execution, d: int, d_v: int) -> str:
-    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e], of so many columns and in the execution's
-    dtype; its output is in float32."""
-    spec = run.spec
+@functools.lru_cache(maxsize=1024)
+def _between(spec: AttentionSpec, computed: torch.dtype, d: int, d_v: int) -> str:
+    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, of so many columns; its
+    output is in float32."""
     batch = tuple(coord(f"b{axis}") for axis in range(len(spec.batch)))
-    names, dtype = tuple(result_names(spec)), str(run.dtype).removeprefix("torch.")
+    names, dtype = tuple(result_names(spec)), str(computed).removeprefix("torch.")
     plain = tuple(Operand(dtype=dtype, rank=len(names), name=name) for name in "qkv")
     return replace(
         spec, operands=(*plain, *spec.operands[3:]), q=(*batch, I, C), k=(*batch, J, C), v=(*batch, J, E),
