@@ -288,8 +288,6 @@ def _validated(
 
 def _keeps_mask(options: Options, found: Specified, dense: Specified, hints: Mapping[str, int]) -> str | None:
     """Why an attention is to see a mask of all keys rather than read the keys of its rows' sets; None where not."""
-    if found.device != "cpu":
-        return "kernels that read the keys of sets are for CPUs"
     request = options.request
     if (refusal := kernels.unsupported(found.spec, found.device, request)) is not None:
         return str(refusal)

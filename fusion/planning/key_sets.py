@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from fusion.ir import AttentionSpec
 from fusion.machine import Machine, with_cores
-from fusion.planning.cpu_planner import CpuPlanner
-from fusion.planning.cpu_rows import row_time
-from fusion.planning.from_spec import problem_of
+from fusion.planning.plan import plan
+from fusion.planning.planner import planner_for
 
 MASKED = 2e-9
-"""Seconds for an element of the mask: ones, positions scattered into them, and what it is combined with. Measured as
-4e-9 to 9e-9 of processor time on two busy cores (Zen 3)."""
+"""Seconds for an element of the mask on a CPU: ones, positions scattered into them, and what it is combined with.
+Measured as 4e-9 to 9e-9 of processor time on two busy cores (Zen 3)."""
+MASKED_BYTES = 4
+"""Bytes of an element of the mask that a GPU moves for the same: a byte is written, read, combined and written."""
 
 
 def sets_pay(
@@ -32,19 +32,14 @@ def sets_pay(
     """Why an attention is to see a mask of all keys, or None where reading sets is predicted to take less. sets, dense:
     the attention in either form, with the values of its sizes. elements: of the mask."""
     gathered, masked = (predicted_time(*form, machine) for form in (sets, dense))
-    masked += MASKED * elements
+    masked += elements * (MASKED_BYTES / machine.main.bandwidth if machine.kind == "gpu" else MASKED)
     if gathered <= masked:
         return None
     return f"{1e3 * masked:.3g} ms predicted, {1e3 * gathered:.3g} ms with sets of keys"
 
 
 def predicted_time(spec: AttentionSpec, sizes: Sequence[int], machine: Machine) -> float:
-    """Seconds of a call on this CPU, with the choice that the planner makes for it."""
-    planner = CpuPlanner(spec, machine)
-    choice = planner.choose(sizes)
-    if choice.tile.rows > 1:
-        pair = choice.tile.rows, choice.tile.keys
-        return planner.times(sizes, planner.register_tile, [pair])[pair]
-    here, problem = with_cores(machine, torch.get_num_threads()), problem_of(spec, sizes)
-    ragged = spec.mask is not None and spec.mask.skips
-    return float(row_time(here, problem, np.array([choice.splits]), ragged=ragged).total[0])
+    """Seconds of a call, with the choice that the planner makes for it."""
+    choice = planner_for(spec, machine).choose(sizes)
+    here = with_cores(machine, torch.get_num_threads()) if machine.kind == "cpu" else machine
+    return plan(spec, here, sizes=dict(zip(spec.sizes, sizes, strict=True)), choice=choice).time

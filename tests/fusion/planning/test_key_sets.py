@@ -47,6 +47,19 @@ def test_few_of_many_keys_pay_and_most_do_not(monkeypatch, shared):
     assert reason is None  # a mask that large costs more than anything
 
 
+@pytest.mark.parametrize("name", ["a100", "h100", "mi300x"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_sets_on_gpus(monkeypatch, shared, name):
+    """Heads that share keys fill a tile's rows, so that more keys pay than where each head has its own."""
+    sets, dense = forms(monkeypatch, shared)
+    there = machine(name)
+    for n, keys, pays in ((8192, 64, True), (8192, 8192, False), (256, 256, False)):
+        reason = sets_pay((sets, sizes(sets, n, keys)), (dense, sizes(dense, n, keys)), 0, there)
+        assert (reason is None) == pays, (n, keys, reason)
+    reason = sets_pay((sets, sizes(sets, 256, 256)), (dense, sizes(dense, 256, 256)), 1 << 40, there)
+    assert reason is None
+
+
 def test_the_bound_counts_keys_once(monkeypatch):
     """Every query and every key once, or the share of the scores that is wanted: not the keys of each set."""
     n, keys = 4096, 64
