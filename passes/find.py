@@ -29,7 +29,6 @@ from fusion.passes.recognize import Core, attentions
 from fusion.passes.sdpa import Found, is_sdpa, pull_back_sdpa
 from fusion.passes.upstream import (
     FURTHER_PRODUCTS,
-    LINEAR,
     NORMALISED,
     Met,
     Upstream,
@@ -148,9 +147,6 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
 
     Else rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch.
     """
-    if (mixing := _mixing_layer(anchor, met)) is not None:
-        message = "a linear layer mixes the heads between the softmax's product and the product with V"
-        return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.HEADS_MIXED, message), blame=mixing)
     if not is_sdpa(anchor) and not is_contraction(anchor):
         message = f"the product with V is written as {packet(anchor)}, which is not taken apart"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
@@ -180,18 +176,6 @@ def _is_reported(anchor: Node, met: Upstream) -> bool:
     while len(users) == 1 and packet(users[0]) in MOVES:
         users = list(users[0].users)
     return Met.PRODUCT | Met.EXP in above and any(_scales_rows(user, met) for user in users)
-
-
-def _mixing_layer(anchor: Node, met: Upstream) -> Node | None:
-    """The linear layer that mixes heads of scores or weights, where there is one."""
-    stack, seen = [parent for parent in anchor.all_input_nodes if Met.MIXED_HEADS in met[parent]], set[Node]()
-    while stack:
-        here = stack.pop()
-        if packet(here) in LINEAR:
-            return here
-        seen.add(here)
-        stack += [p for p in here.all_input_nodes if Met.MIXED_HEADS in met[p] and p not in seen]
-    return None
 
 
 def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:

@@ -74,7 +74,7 @@ def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) 
     escaping: nodes of the region that are used outside of it.
     outside: whether a node is such a user.
     """
-    if len(site.attentions) != 1 or are_plain():
+    if len(site.attentions) != 1 or are_plain() or site.attentions[0].core.mixes_heads:
         return None
     pullback = site.attentions[0].pullback
     before = dict(pullback.interior)

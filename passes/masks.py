@@ -14,8 +14,9 @@ import math
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, contains, coordinates, loads, rebuild, substitute
 from fusion.ir.fills import fill_of
+from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, conjuncts
-from fusion.ir.spec import MaskFacts, Normalizer
+from fusion.ir.spec import Normalizer
 
 HARD = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""

@@ -8,6 +8,7 @@ anyway. No pattern of operations is ever matched.
 
 Besides the operations of `fusion.ir.ops` such expressions contain, until `fusion.passes.recognize` has resolved them,
 
+    mix          attr: the name of the head's coordinate, over which it is summed; args: what is multiplied (`heads`)
     dot          attr: number in `PullBack.products`
     softmax      attr: "softmax" or "safe_softmax"; args: the score at key J, then further columns (sinks)
     reduce       attr: "sum", "max", "detached max" or "logsumexp"; args likewise; binds the coordinate J
@@ -38,6 +39,7 @@ from fusion.passes.contractions import (
     products_above,
 )
 from fusion.passes.folding import folded
+from fusion.passes.heads import mixed
 from fusion.passes.inplace import changes, may_copy
 from fusion.passes.key_sets import KeySet, scattered
 from fusion.passes.left_to_graph import decided_otherwise, too_heavy
@@ -378,7 +380,8 @@ class PullBack:
 _OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.to: PullBack._cast, aten._to_copy: PullBack._cast, aten.type_as: PullBack._cast,
     aten.dropout: PullBack._dropout, aten.native_dropout: PullBack._dropout, aten.feature_dropout: PullBack._dropout,
-    aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
+    aten.linear: mixed, aten.conv2d: mixed, aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS,
+    **over_keys.OPERATIONS,
 }  # fmt: skip
 """Operation -> the element at an index of its result, or None where it is to be loaded; None stands for getitem."""
 

@@ -8,12 +8,13 @@ linearity each is an attention of its own with the same V.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
 from fusion.passes.dead_rows import as_exponents, may_be_far, quotient_kind, selected
+from fusion.passes.heads import Mixed, split_scores, split_weights
 from fusion.passes.nodes import Unsupported
 from fusion.passes.shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
 from fusion.refusals import Ground
@@ -25,6 +26,8 @@ _DETACHED = apply("detach", ROW_MAX)
 class Core:
     """A normalised function of scores: the fields are those of `AttentionSpec`, with "dot" leaves for products.
 
+    mixed_scores, mixed_weights: the sums over heads that the score program takes for the score, and behind the
+        normalised scores; None where there are none.
     origin: the normalised score as it was found.
     """
 
@@ -33,7 +36,14 @@ class Core:
     weight: Expr
     sinks: tuple[Expr, ...] = ()
     row_scale: Expr | None = None
+    mixed_scores: Mixed | None = None
+    mixed_weights: Mixed | None = None
     origin: Expr | None = None
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Whether there is any sum over heads."""
+        return self.mixed_scores is not None or self.mixed_weights is not None
 
 
 def attentions(weight: Expr) -> list[Core]:
@@ -43,6 +53,9 @@ def attentions(weight: Expr) -> list[Core]:
         raise Unsupported(
             Ground.NOT_POINTWISE, "the weights do not come from a product of queries and keys by pointwise operations"
         )
+    if (outer := split_weights(weight)) is not None:
+        mixed, inner = outer
+        return [replace(core, mixed_weights=mixed) for core in attentions(inner)]
     if not has(weight, "softmax", "scaled_softmax"):
         return [_pointwise_core(weight)]
     return [_core(coefficient, core) for coefficient, core in _terms(weight)]
@@ -356,12 +369,13 @@ def _core(coefficient: Expr, core: Expr) -> Core:
         raise Unsupported(
             Ground.FURTHER_REDUCTION, "the scores of the softmax contain another reduction over the keys", inner
         )
+    mixed, score = split_scores(score) or (None, score)
     if not all(free_of_keys(sink) for sink in sinks):
         column = next(sink for sink in sinks if not free_of_keys(sink))
         raise Unsupported(Ground.COLUMN_OF_SCORES, "a further column of the softmax depends on the scores", column)
     return Core(
         score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale,
-        origin=core,
+        mixed_scores=mixed, origin=core,
     )  # fmt: skip
 
 

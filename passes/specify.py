@@ -13,8 +13,8 @@ from fusion.ir import AttentionSpec, Operand, Output, integers
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import FurtherOutput, Normalizer
-from fusion.passes import marks, nodes
+from fusion.ir.spec import FurtherOutput, Mixing, Normalizer
+from fusion.passes import heads, marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
@@ -89,24 +89,30 @@ def specify(
     if core.row_scale is not None and attention.pullback.partly_detached:
         message = "a normaliser that depends on the row's maximum, through which a part of its gradient is to flow"
         raise Unsupported(Ground.DETACHED_MAXIMUM, message)
-    main = products[_main_product(core.score, products)]
+    main = products[_main_product(core.score if core.mixed_scores is None else core.mixed_scores.program, products)]
     accesses = (main.query, main.key, attention.value)
     _require_float(accesses)
     operands = [access.node for access in accesses]
     resolve = _Resolver(products, main, attention.pullback, operands)
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve, block_mask)
+    axis = None
+    if core.mixes_heads:
+        core, accesses, axis = heads.named(core, accesses, attention.pullback.bounds)
     bounds = site.bounds | {J: attention.keys}
     further = tuple(decided(resolve(use.value), bounds) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
         message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
         raise Unsupported(Ground.NAN_GRADIENT, message)
+    if differentiable and core.mixes_heads:
+        raise Unsupported(Ground.HEADS_MIXED, "gradients are asked for, and heads are mixed; kernels have none of that")
     batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
+    spec = spec if axis is None else _with_mixed_heads(spec, core, axis, rename)
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
@@ -138,7 +144,19 @@ def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, 
         weight=weight,
         sinks=tuple(map(resolve, core.sinks)),
         row_scale=None if core.row_scale is None else resolve(core.row_scale),
+        mixed_scores=core.mixed_scores and core.mixed_scores.mapped(resolve),
+        mixed_weights=core.mixed_weights and core.mixed_weights.mapped(resolve),
     )
+
+
+def _with_mixed_heads(spec: AttentionSpec, core: Core, axis: int, rename: _Sizes) -> AttentionSpec:
+    """The spec whose heads, batch coordinate `axis`, are mixed. All keys count for what other heads see."""
+    scores, weights = (mixed and mixed.mapped(rename) for mixed in (core.mixed_scores, core.mixed_weights))
+    matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
+    programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
+    given = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
+    batch = tuple(rename.values[f"B{k}"] if k == axis else extent for k, extent in enumerate(spec.batch))
+    return replace(spec, batch=batch, mask=None, mixing=Mixing(axis=axis, **given))
 
 
 def _spec(
@@ -219,6 +237,8 @@ def _with_scaled_values(attention: Attention, trained: bool) -> Core:
     core, scale = attention.core, attention.value_scale
     if scale is ONE:
         return core
+    if (mixed := core.mixed_weights) is not None:
+        return replace(core, mixed_weights=replace(mixed, program=apply("fmul", mixed.program, scale)))
     if scales_rows(scale, core.normalizer, trained):
         rows = apply("div", ONE, ROW_SUM) if core.row_scale is None else core.row_scale
         return replace(core, row_scale=apply("fmul", rows, scale))

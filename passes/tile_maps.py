@@ -17,9 +17,10 @@ from torch.fx import Node
 
 from fusion.ir import Operand
 from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, loads, renumbered, substitute, walk
+from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.primitives import ROUNDED
-from fusion.ir.spec import MaskFacts, Normalizer
+from fusion.ir.spec import Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
 from fusion.passes import marks, nodes
 from fusion.passes.masks import HARD as ORDINARY
@@ -63,7 +64,7 @@ class _Data:
 def mapped(found: Specified) -> Mapped | None:
     """The map that an attention could use, or None where its mask is not data."""
     data = _data(found)
-    if data is None:
+    if data is None or found.spec.mixing is not None:
         return None
     spec = found.spec
     read = [part.operand for part in loads(data.live, data.full)]

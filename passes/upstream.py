@@ -12,12 +12,11 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from fusion.ir.expr import coord, coordinates
 from fusion.passes import nodes
 from fusion.passes.contractions import Factors, extended_factors, is_contraction, is_distance
-from fusion.passes.nodes import packet, shape
+from fusion.passes.heads import mixes_heads
+from fusion.passes.nodes import packet
 from fusion.passes.sdpa import is_sdpa
-from fusion.passes.views import source
 
 aten = torch.ops.aten
 SOFTMAXES = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
@@ -25,7 +24,6 @@ _GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gel
           aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
 _SUMS = {aten.sum, aten.linalg_vector_norm, aten.logsumexp, aten.special_logsumexp}
 _STATISTICS = {aten.amax, aten.max} | _SUMS
-_MAX_STEPS = 16
 LINEAR = (aten.linear, aten.addmm)
 FURTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot,
                      aten.linalg_vecdot)  # fmt: skip
@@ -94,26 +92,6 @@ class Upstream:
         if is_statistic(node):
             met |= Met.STATISTIC | (Met.SUM if kind in _SUMS else _NOTHING)
         return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met
-
-
-def mixes_heads(linear: Node) -> bool:
-    """Whether a linear layer sums over a batch dimension of a product, such as the heads of scores or weights."""
-    here = linear.all_input_nodes[0]
-    if not nodes.is_tensor(here) or nodes.value(here).dim() < 3:
-        return False
-    index = tuple(coord(f"r{k}") for k in range(nodes.value(here).dim()))
-    summed, bounds = index[-1].name, dict(zip(index, shape(here), strict=True))
-    for _ in range(_MAX_STEPS):
-        if is_contraction(here):
-            batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))
-            return summed in batch - rest
-        if (moved := source(here, index, bounds)) is None:
-            alike = (p for p in here.all_input_nodes if nodes.is_tensor(p) and shape(p) == shape(here))
-            if here.op != "call_function" or (origin := next(alike, None)) is None:
-                return False
-            moved = origin, index
-        here, index = moved
-    return False
 
 
 def is_statistic(node: Node) -> bool:

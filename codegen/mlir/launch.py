@@ -22,17 +22,18 @@ from fusion.codegen.mlir.calling import (
     operand_values,
 )
 from fusion.codegen.mlir.kernel import emit
+from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.work_items import ByRows, Tiling
+from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.results import output_layout
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Kept, Made
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
-from fusion.planning.cpu_planner import rows_choice
+from fusion.planning.cpu_planner import all_heads_choice, rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 from fusion.planning.portions import one_by_one, portions
 
@@ -57,18 +58,20 @@ class Variant(CompiledKernel):
     def __init__(
         self,
         spec: AttentionSpec,
-        tiling: Tiling | ByRows,
+        tiling: Tiling | ByRows | AllHeads,
         target: Target,
         d: int,
         d_v: int,
         write: Callable[..., KernelText] = emit,
     ):
-        self.spec, self.tiled = spec, isinstance(tiling, Tiling)
-        super().__init__(
-            write(spec, tiling, target, d, d_v)
-            if isinstance(tiling, Tiling)
-            else emit_rows(spec, target, d, d_v, together=tiling.together)
-        )
+        self.spec, self.tiled = spec, not isinstance(tiling, ByRows)
+        if isinstance(tiling, Tiling):
+            text = write(spec, tiling, target, d, d_v)
+        elif isinstance(tiling, ByRows):
+            text = emit_rows(spec, target, d, d_v, together=tiling.together)
+        else:
+            text = emit_mixed_heads(spec, target, d, d_v)
+        super().__init__(text)
         self._together = functools.cache(lambda *last: span_of(self.text, spec, last, 1))
 
     def launch_for(
@@ -77,11 +80,14 @@ class Variant(CompiledKernel):
         """What runs all calls with these sizes (batch sizes.., n_q, n_k, d, d_v) and `values` of other parameters, keys
         in about `splits` parts. given: as in `launcher`."""
         *batch, n_q, n_k, d, d_v = extents
+        heads = 1
+        if (mixing := self.spec.mixing) is not None:  # an item has all of them
+            heads, batch[mixing.axis] = batch[mixing.axis], 1
         text, rows = self.text, math.prod(batch) * n_q
         span, steps = n_q * self._together(*batch[-1:]), -(-n_k // text.key_step)
         # Rows of a tile are computed whether they exist or not.
         work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiled else rows
-        work *= steps * text.key_step * (d + d_v)
+        work *= heads * steps * text.key_step * (d + d_v)
         threads = min(get_num_threads(), work // WORK_PER_THREAD[self.tiled] + 1)
         blocks = -(-span // text.rows)
         part_keys, parts = n_k, 1
@@ -151,6 +157,8 @@ class Kernel:
 
     def _choose(self, sizes: Sequence[int]) -> Choice:
         *_, n_q, n_k, _, _ = self._extents(sizes)
+        if self.spec.mixing is not None:
+            return all_heads_choice(self.target, n_k)
         if self.planner is not None:
             return self.planner.choose(sizes, self._made(sizes))
         schedule = query_stationary(self.spec)
@@ -174,8 +182,10 @@ class Kernel:
     def _tile(self, tiling: Tiling) -> Tile:
         return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
 
-    def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows:
+    def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
         """The tiling of a call's choice. Raises RefusedChoiceError where there is none."""
+        if self.spec.mixing is not None:
+            return AllHeads()
         choice = self.choice(sizes)
         base, tile = self.tilings[0], choice.tile
         if tile.rows == 1:
@@ -195,7 +205,7 @@ class Kernel:
             return ""
         return self.choice(sizes).heading("//") + self.variant(d, d_v, self._tiling(sizes)).text.source
 
-    def variant(self, d: int, d_v: int, tiling: Tiling | ByRows) -> Variant:
+    def variant(self, d: int, d_v: int, tiling: Tiling | ByRows | AllHeads) -> Variant:
         """The variant for these sizes, compiled at first use."""
         return self._variants.of((d, d_v, tiling), lambda: Variant(self.spec, tiling, self.target, d, d_v))
 
@@ -228,7 +238,7 @@ class Kernel:
         return self._calls.keep(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))
 
     def _prepare_call(
-        self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | ByRows, splits: int
+        self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | ByRows | AllHeads, splits: int
     ) -> _Prepared:
         extents = self._extents(sizes)
         *batch, n_q, n_k, d, d_v = extents

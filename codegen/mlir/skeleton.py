@@ -137,14 +137,18 @@ class KernelFunction(ThreadFunction):
             with b.loop(b.mul(low, unit), b.mul(high, unit), hint="item") as item:
                 yield item
 
-    def _batch_scope(self, top: Scope, rest: Value) -> Scope:
-        """The scope of a work item: batch coordinates from its linear index, and what depends on nothing else."""
+    def _batch_scope(self, top: Scope, rest: Value, but: int = -1) -> Scope:
+        """The scope of a work item: batch coordinates from its linear index, and what depends on nothing else. but: one
+        that it has all values of."""
         b, known = self.b, {}
         for axis in reversed(range(len(self.spec.batch))):
+            if axis == but:
+                continue
             extent = b.as_value(top.integer(self.spec.batch[axis]), "i64")
             known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
         scope = Scope(context=self.context, parent=top, known=known)
-        scope.prepare(self.programs.masked, self.programs.full, self.weight, *self.spec.sinks, bound=self.batch_names)
+        bound = self.batch_names - {f"b{but}"}
+        scope.prepare(self.programs.masked, self.programs.full, self.weight, *self.spec.sinks, bound=bound)
         return scope
 
     def _readers(self, scope: Scope) -> list[RowReader]:

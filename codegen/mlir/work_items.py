@@ -36,6 +36,11 @@ class ByRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllHeads:
+    """In place of a tiling: the kernel whose work items are rows of all heads, which are mixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """A work item: some query rows of one batch element.
 

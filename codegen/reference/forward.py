@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
+from fusion.ir.expr import HEAD, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.results import REDUCE, result_names
 from fusion.ir.sizes import size_value
@@ -157,7 +157,11 @@ class Execution:
         x, positions = self.program(first, count, q, k)
         weight = self.value(self.spec.weight, positions).to(self.dtype)
         plain = self.spec.normalizer is Normalizer.NONE
-        found = [((x * weight) if plain else self.softmax(x, positions, weight)) @ v]
+        weights = (x * weight) if plain else self.softmax(x, positions, weight)
+        if (mixing := self.spec.mixing) is not None and mixing.weights is not None:
+            mixed = self.mixed(weights, mixing.weights)
+            weights = self.value(mixing.weighted, positions | {WEIGHT: mixed}).to(self.dtype)
+        found = [weights @ v]
         if self.spec.further:
             known = positions | self.of_further(x, positions)
             found += [self.further(f, known) for f in self.spec.further]
@@ -197,7 +201,19 @@ class Execution:
         axis = len(self.batch)
         score = q.narrow(-2, first, count) @ k.transpose(-1, -2)
         positions = {I: self.arange(first, count, axis), J: self.arange(0, self.n_k, axis + 1), SCORE: score}
+        if (mixing := self.spec.mixing) is not None and mixing.scores is not None:
+            scored = self.value(mixing.scored, positions).to(self.dtype).expand(score.shape)
+            score = positions[SCORE] = self.mixed(scored, mixing.scores)
         return self.value(self.spec.score, positions).to(self.dtype).expand(score.shape), positions
+
+    def mixed(self, values: torch.Tensor, matrix: Expr) -> torch.Tensor:
+        """Sums over heads of [b.., i, j], each head times its element of the matrix."""
+        assert self.spec.mixing is not None
+        axis, rows = self.spec.mixing.axis, len(self.batch)
+        heads = self.value(matrix, {HEAD: self.arange(0, self.batch[axis], rows)}).to(self.dtype)
+        heads = heads.expand(*self.batch, self.batch[axis], 1).squeeze(-1).movedim(axis, -2)
+        apart = values.movedim(axis, -3)
+        return (heads @ apart.flatten(-2)).unflatten(-1, apart.shape[-2:]).movedim(-3, axis)
 
     def columns(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> torch.Tensor:
         """Scores and sinks side by side."""

@@ -61,6 +61,8 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
             return Refusal(
                 Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PRODUCTS)}"
             )
+    if spec.mixing is not None:
+        return Refusal(Ground.HEADS_MIXED, "heads are mixed, and kernels for GPUs compute them one by one")
     written = (("a further output has", further.dtype) for further in spec.further)
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype), *written):
         if dtype not in DTYPES:

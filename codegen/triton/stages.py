@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fusion.codegen.triton import source
 from fusion.ir.expr import Expr
-from fusion.ir.spec import MaskFacts
+from fusion.ir.mask_facts import MaskFacts
 
 GLOBALS = frozenset({"tl", "triton", "float"})
 """Names that every function of a module finds."""

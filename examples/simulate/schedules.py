@@ -42,6 +42,29 @@ def flash(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile, 
         finish_rows(memory, "O", "L", rows)
 
 
+def whole_rows(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile) -> None:
+    """All scores of a block of rows before their weights, and these before the product with V."""
+    n_q, d, n_k, d_v = sizes
+    for rows in spans(n_q, tile["B_r"]):
+        blocks = {f"s{n}": keys for n, keys in enumerate(spans(n_k, tile["B_c"]))}
+        memory.load("q", "Q", rows)
+        for s, keys in blocks.items():
+            memory.load("k", "K", keys)
+            memory[s] = memory["q"] @ memory["k"].T / math.sqrt(d)
+            memory.free("k")
+        memory.free("q")
+        begin_rows(memory, rows, d_v)
+        memory["m"] = np.max([memory[s].max(axis=1) for s in blocks], axis=0)
+        for s, keys in blocks.items():
+            memory.load("v", "V", keys)
+            memory[s] = np.exp(memory[s] - memory["m"][:, None])
+            memory["l"] = memory["l"] + memory[s].sum(axis=1)
+            memory["o"] = memory["o"] + memory[s] @ memory["v"]
+            memory.free("v")
+        memory.free(*blocks)
+        finish_rows(memory, "O", "L", rows)
+
+
 def key_stationary(memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile) -> None:
     """FlashAttention-1, Alg. 1: the output in slow memory is normalised at every step."""
     n_q, d, n_k, d_v = sizes
@@ -243,6 +266,7 @@ PROGRAMS = {
     "certified_sparse": certified_sparse,
     "flash": flash,
     "block_sparse": flash,
+    "whole_rows": whole_rows,
     "key_stationary": key_stationary,
     "rabe_staats": rabe_staats,
     "split_k": split_k,

@@ -25,6 +25,8 @@ class Plain:
 
 def plain(spec: AttentionSpec) -> Plain | str:
     """What the spec is, or why it is not of this kind."""
+    if spec.mixing is not None:
+        return "heads are mixed"
     if spec.further:
         return "its weights are needed, and are those of exact attention"
     if spec.normalizer is Normalizer.NONE:

@@ -1,11 +1,13 @@
 """The intermediate representation: expressions of one score element, and the specification of one attention.
 
 Knows no other part of the package. `expr` has the expression DAG, `integers` its exact integer arithmetic, `ops` the
-primitive operations of the score language, `spec` the `AttentionSpec` that emitters take.
+primitive operations of the score language, `spec` the `AttentionSpec` that emitters take, `mask_facts` what is known of
+its mask.
 """
 
 from fusion.ir.expr import Expr, Kind
-from fusion.ir.spec import AttentionSpec, FurtherOutput, MaskFacts, Normalizer, Operand, Output, Reduction
+from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Mixing, Normalizer, Operand, Output, Reduction
 
 __all__ = [
     "AttentionSpec",
@@ -13,6 +15,7 @@ __all__ = [
     "FurtherOutput",
     "Kind",
     "MaskFacts",
+    "Mixing",
     "Normalizer",
     "Operand",
     "Output",

@@ -7,7 +7,9 @@ For every batch coordinate b and query row i it defines
     w[i, j] = weight(i, j) * exp(x[i, j] - m) * row_scale           m = max over j of x[i, j] and of the sinks
     row_sum = sum over j of exp(x[i, j] - m) + sum over sinks of exp(sink - m);  row_scale = 1 / row_sum by default
 
-with the normaliser SOFTMAX or SAFE_SOFTMAX, and `w = weight * x` with NONE (sigmoid attention and its kin).
+with the normaliser SOFTMAX or SAFE_SOFTMAX, and `w = weight * x` with NONE (sigmoid attention and its kin). Where heads
+are mixed ("talking heads"), `Mixing` stands between the products and the softmax.
+
 Any schedule of a spec computes this function.
 """
 
@@ -23,8 +25,8 @@ from typing import Any
 
 import torch
 
-from fusion.ir.expr import J0, J1, ROW_SUM, Expr, Kind, const, coord, coordinates, load, loads, node
-from fusion.ir.ops import apply
+from fusion.ir.expr import ROW_SUM, SCORE, WEIGHT, Expr, Kind, const, coord, coordinates, load, loads, node
+from fusion.ir.mask_facts import MASK_EXPRESSIONS, MaskFacts
 from fusion.ir.serial import dumped, loaded
 
 
@@ -116,59 +118,32 @@ class FurtherOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskFacts:
-    """What is known of the mask at compile time.
+class Mixing:
+    """Sums over heads before and after the softmax ("talking heads", 2003.02436, section 3): of head g
 
-    live: predicate in b.., i, j; where it is false the score program is at most `fill`, below every live score, but for
-        ordinary scores that a fill is added to.
-    key_lo, key_hi: INT expressions in b.., and the coordinates `i0`, `i1` (first and last query row of a block);
-        outside key_lo <= j < key_hi no key of rows i0..i1 is live. Not clamped to [0, n_k).
-    full: the score program where it is simpler because masks need not be evaluated: for tiles within the full range
-        and without mixed cells. None where there is no such range and no map, or nothing becomes simpler.
-    full_lo, full_hi: likewise, the keys for which `full` may stand for all rows i0..i1; None where unbounded.
-    tile_live, tile_mixed: INT expressions in b.., i0, i1, j0, j1 (first and last row and key of a tile), from a map
-        that another op made of the masks' data (`fusion.ir.tile_map`). tile_live = 0: no score of the tile is live;
-        tile_mixed = 0 (and keys within the full range): `full` may stand for the whole tile. None without a map.
-    fill: the largest value that a dead score can take (before base-2 scaling), e.g. finfo.min or -inf. A row whose
-        maximum over the visited keys is not above `fill / 2` (for -inf: not above -inf) met no live key: its block
-        must be computed again over all keys, because eager then gives NaN or a mean over all keys.
+        s[g] = sum over h of scores[g, h] * scored(s[h])      what the score program takes for the score
+        w[g] = weighted(sum over h of weights[g, h] * w[h])   what V is multiplied by
+
+    axis: the batch coordinate that is the head; its extent is a constant.
+    scores, weights: FLOAT expressions in b.. and HEAD; None where nothing is mixed there.
+    scored: a program in SCORE, b.., i and j of a single head.
+    weighted: one in WEIGHT.
     """
 
-    live: Expr
-    key_lo: Expr | None = None
-    key_hi: Expr | None = None
-    full_lo: Expr | None = None
-    full_hi: Expr | None = None
-    full: Expr | None = None
-    tile_live: Expr | None = None
-    tile_mixed: Expr | None = None
-    fill: float
-
-    @property
-    def skips(self) -> bool:
-        """Whether tiles may be skipped because of what is known of the mask."""
-        return not (self.key_lo is None and self.key_hi is None and self.tile_live is None)
-
-    def visits(self) -> list[Expr]:
-        """What must hold for a score of the tile of rows I0..I1 and keys J0..J1 to be live: BOOL each."""
-        found = [] if self.key_lo is None else [apply("ile", self.key_lo, J1)]
-        found += [] if self.key_hi is None else [apply("ilt", J0, self.key_hi)]
-        return found if self.tile_live is None else [*found, apply("ine", self.tile_live, const(0))]
-
-    def whole(self) -> list[Expr]:
-        """What must hold for `full` to stand for a tile whose keys are within key_lo and key_hi: BOOL each."""
-        found = [] if self.full_lo is None else [apply("ile", self.full_lo, J0)]
-        found += [] if self.full_hi is None else [apply("ilt", J1, self.full_hi)]
-        return found if self.tile_mixed is None else [*found, apply("ieq", self.tile_mixed, const(0))]
+    axis: int
+    scores: Expr | None = None
+    scored: Expr = SCORE
+    weights: Expr | None = None
+    weighted: Expr = WEIGHT
 
     def expressions(self) -> tuple[Expr, ...]:
         """All that are there."""
-        return tuple(e for name in MASK_EXPRESSIONS if (e := getattr(self, name)) is not None)
+        return tuple(e for e in (self.scores, self.scored, self.weights, self.weighted) if e is not None)
 
-    def mapped(self, change: Callable[[Expr], Expr]) -> MaskFacts:
+    def mapped(self, change: Callable[[Expr], Expr]) -> Mixing:
         """With every expression changed."""
-        facts = {name: getattr(self, name) for name in MASK_EXPRESSIONS}
-        return replace(self, **{name: fact and change(fact) for name, fact in facts.items()})
+        matrices = {name: (m := getattr(self, name)) and change(m) for name in ("scores", "weights")}
+        return replace(self, scored=change(self.scored), weighted=change(self.weighted), **matrices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +160,7 @@ class AttentionSpec:
         in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
     further: what else is written beside the output.
+    mixing: how heads are mixed; None where each stands for itself.
     among: of how many keys the n_k of a row are, where the last batch coordinate is the query and each has a set of its
         own, which k and v are read through; None elsewhere. No kernel needs it.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16").
@@ -213,6 +189,7 @@ class AttentionSpec:
     row_scale: Expr | None = None
     mask: MaskFacts | None = None
     further: tuple[FurtherOutput, ...] = ()
+    mixing: Mixing | None = None
     among: Expr | None = None
 
     def __post_init__(self) -> None:
@@ -235,6 +212,9 @@ class AttentionSpec:
 
         names = {number: operand.name for number, operand in enumerate(self.operands)}
         inner = to_text(self.score, names)
+        if (mixing := self.mixing) is not None and mixing.scores is not None:
+            mixed = f"sum over h of {to_text(mixing.scores, names)} * ({to_text(mixing.scored, names)})"
+            inner = f"{inner}, s = {mixed}"
         text = inner if self.normalizer is Normalizer.NONE else f"{self.normalizer.value}({inner})"
         if self.sinks:
             text = text[:-1] + "; sinks " + ", ".join(to_text(sink, names) for sink in self.sinks) + ")"
@@ -242,7 +222,15 @@ class AttentionSpec:
             text += f" * ({to_text(self.weight, names)})"
         if self.row_scale is not None and self.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
             text += f", rows scaled by {to_text(self.row_scale, names)}"
+        if mixing is not None and mixing.weights is not None:
+            mixed = f"sum over h of {to_text(mixing.weights, names)} * {text}"
+            text = mixed if mixing.weighted is WEIGHT else f"{to_text(mixing.weighted, names)}, w = {mixed}"
         return text
+
+    def programs(self) -> tuple[Expr, ...]:
+        """What is computed for each score and weight."""
+        mixed = () if self.mixing is None else (self.mixing.scored, self.mixing.weighted)
+        return (self.score, self.weight, *mixed)
 
     @property
     def values(self) -> tuple[Expr | None, Expr | None, Expr | None]:
@@ -306,7 +294,7 @@ class AttentionSpec:
         """Every expression of the spec."""
         facts = () if self.mask is None else self.mask.expressions()
         every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, *self.values, self.score)
-        further = (f.value for f in self.further)
+        further = [f.value for f in self.further] + list(self.mixing.expressions() if self.mixing else ())
         rest = (self.weight, *self.sinks, self.row_scale, self.among, *facts, *further)
         return tuple(e for e in (*every, *rest) if e is not None)
 
@@ -328,6 +316,7 @@ class AttentionSpec:
             "row_scale": self.row_scale and change(self.row_scale),
             "mask": self.mask and self.mask.mapped(change),
             "further": tuple(replace(further, value=change(further.value)) for further in self.further),
+            "mixing": self.mixing and self.mixing.mapped(change),
             "among": self.among and change(self.among),
         }
         return replace(self, **(changed | fields))
@@ -344,8 +333,7 @@ class AttentionSpec:
 
 _EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")
 _EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
-MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi", "full", "tile_live", "tile_mixed")
-"""The fields of `MaskFacts` that are expressions."""
+_MIXED = ("scores", "scored", "weights", "weighted")
 
 
 def _to_json(spec: AttentionSpec) -> str:
@@ -362,6 +350,8 @@ def _to_json(spec: AttentionSpec) -> str:
     document["output"] = [spec.output.dims, spec.output.order]
     if spec.further:
         document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in spec.further]
+    if (mixing := spec.mixing) is not None:
+        document["mixing"] = [mixing.axis, *(ref(getattr(mixing, name)) for name in _MIXED)]
     if spec.mask is not None:
         mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in MASK_EXPRESSIONS}
         document["mask"] = mask | {"fill": repr(spec.mask.fill)}
@@ -376,7 +366,7 @@ def _from_json(text: str) -> AttentionSpec:
     def at(position: int | None) -> Expr | None:
         return None if position is None else nodes[position]
 
-    mask = document.get("mask")
+    mask, mixing = document.get("mask"), document.get("mixing")
     facts = {name: at(mask[name]) for name in MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
     fields = {name: at(document.get(name)) for name in _EXPRESSION_FIELDS}
     fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
@@ -388,6 +378,7 @@ def _from_json(text: str) -> AttentionSpec:
         out_dtype=document["out_dtype"],
         output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
         mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
+        mixing=mixing and Mixing(axis=mixing[0], **dict(zip(_MIXED, map(at, mixing[1:]), strict=True))),
         further=tuple(
             FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
             for v, d, t, r, o in document.get("further", ())

@@ -14,7 +14,7 @@ from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, WEIGHED, best_parts, row_time
 from fusion.planning.from_spec import problem_of, tile_times
-from fusion.planning.register_tiles import planes_of, target_of
+from fusion.planning.register_tiles import Target, planes_of, target_of
 
 WORTH_COMPILING = 2e-4
 """Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
@@ -47,6 +47,8 @@ class CpuPlanner:
     def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
         """The choice for a call with these sizes: one whose kernel exists unless another saves WORTH_COMPILING."""
         *batch, n_q, n_k, d, d_v = self._extents(sizes)
+        if self.spec.mixing is not None:
+            return all_heads_choice(target_of(self.machine), n_k)
         if n_q <= FEW_QUERIES:
             parts = self._parts_of((*batch, n_q, n_k, d, d_v), sizes)
             return rows_choice(self.schedule if parts == 1 else "split_k", self.lanes, n_k, parts)
@@ -77,6 +79,12 @@ class CpuPlanner:
             ragged = self.spec.mask is not None and self.spec.mask.skips
             found = self._parts[key] = best_parts(self.machine, problem_of(self.spec, sizes), ragged=ragged)
         return found
+
+
+def all_heads_choice(target: Target, n_k: int) -> Choice:
+    """Rows of all heads, which are mixed, with all keys."""
+    rows, keys = target.register_tile(0)
+    return Choice(schedule="whole_rows", tile=Tile(rows=rows, keys=-(-n_k // keys) * keys), keys=n_k)
 
 
 def rows_choice(schedule: str, lanes: int, n_k: int, parts: int = 1) -> Choice:

@@ -73,6 +73,29 @@ def _attend(share: sympy.Expr) -> Phase:
     )
 
 
+def _whole_rows() -> Schedule:
+    """The scores of a block of rows stay whole, so that those of other heads can be added to them before the softmax
+    and after it: K streams past, then V."""
+    phase = Phase(
+        name="attend",
+        reads=N_q * d + R * N_k * DIMS,
+        writes=N_q * d_v + N_q,
+        footprint=B_r * N_k + sympy.Max((B_r + B_c) * d, (B_r + B_c) * d_v + 2 * B_r),
+        flops=2 * PAIRS * DIMS,
+        exps=PAIRS,
+    )
+    return Schedule(
+        name="whole_rows",
+        title="rows of scores whole, all heads together: for heads that are mixed",
+        source="2003.02436; schedule derived here",
+        phases=(phase,),
+        order="N^3 d / M",
+        kernels=("cpu",),
+        mixes_heads=True,
+        closed_form=False,
+    )
+
+
 def _key_stationary() -> Schedule:
     """A block of K and V stays; Q and the unfinished output with its two statistics are read and written once per
     block.
@@ -283,6 +306,7 @@ FORWARD = (
     _small_cache(),
     _block_sparse(),
     _materialized(),
+    _whole_rows(),
     _polynomial(),
     _certified_sparse(),
 )

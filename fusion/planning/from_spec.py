@@ -36,7 +36,9 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         raise ProblemError(f"the spec has the sizes {list(spec.sizes)}; values for {missing} are missing: give sizes=")
     n_q, n_k, d, d_v = (size_value(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
     batch = [size_value(extent, values) for extent in spec.batch]
-    heads, (score_flops, dense) = batch[-1] if batch else 1, _of_programs(spec.score, spec.weight)
+    heads, (score_flops, dense) = batch[-1] if batch else 1, _of_programs(*spec.programs())
+    if (mixing := spec.mixing) is not None:  # a multiply-add for every head
+        score_flops += batch[mixing.axis] * sum(matrix is not None for matrix in (mixing.scores, mixing.weights))
     return Problem(
         batch=math.prod(batch[:-1]),
         heads=heads,

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, contains, coord, substitute
-from fusion.ir.spec import MASK_EXPRESSIONS, AttentionSpec, MaskFacts
+from fusion.ir.mask_facts import MASK_EXPRESSIONS, MaskFacts
+from fusion.ir.spec import AttentionSpec
 
 ROWS_FROM = 64
 """Queries of one head that fill a tile by themselves."""

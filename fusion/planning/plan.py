@@ -254,7 +254,7 @@ def _candidates(direction: str, features: int | None) -> list[Schedule]:
     leaves out only the data tell."""
     from fusion.planning.schedules import SCHEDULES
 
-    every = [item for item in SCHEDULES.values() if item.direction == direction]
+    every = [item for item in SCHEDULES.values() if item.direction == direction and not item.mixes_heads]
     if not every:
         raise UnknownScheduleError(f"direction {direction!r} is not known; known: forward, backward")
     return [item for item in every if item.exact or (features is not None and item.takes_features)]

@@ -48,6 +48,8 @@ class Schedule:
     kernels: the kinds of machine ("cpu", "gpu") for which an emitter has a kernel of it.
     skips: whether it leaves out tiles that a mask hides; its counts are then in their live share s.
     unmasked: the schedule that it is where nothing is masked; it is weighed for masks only.
+    mixes_heads: whether it computes the heads of a batch together, for attention that mixes them; others do without,
+        and it is weighed where it is named only.
     closed_form: whether its best tile can be derived (`fusion.planning.optimum`) rather than searched for.
     colour: in plots, told apart with any colour vision (Okabe and Ito's set).
     """
@@ -62,6 +64,7 @@ class Schedule:
     kernels: tuple[str, ...] = ()
     skips: bool = False
     unmasked: str = ""
+    mixes_heads: bool = False
     closed_form: bool = True
     colour: str = "#333333"
 
@@ -107,8 +110,8 @@ class Schedule:
 
     @property
     def query_stationary(self) -> bool:
-        """Whether tiles of keys stream past a block of queries, several in flight: what kernels are modelled as."""
-        return "stages" in self.tile
+        """Whether tiles of keys stream past a block of queries: what kernels are modelled as."""
+        return "stages" in self.tile or self.mixes_heads
 
     @property
     def takes_features(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.passes import nodes
+from fusion.passes.heads import head_sum
 from fusion.validation.layouts import Index
 from fusion.validation.operations import at_keys, kept
 from fusion.validation.replay import NotReplayable, Replay, rule
@@ -90,6 +91,24 @@ def _einsum_letters(equation: str, ranks: list[int]) -> list[list[str]]:
     letters = [x for t in found for x in t]
     alone = sorted(x for x in set(letters) if not x.isdigit() and letters.count(x) == 1)
     return [*found, [str(k) for k in range(dots, 0, -1)] + alone]
+
+
+@rule("heads")
+def _heads(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    """Heads that are mixed, one after the other."""
+    found = head_sum(node)
+    assert found is not None
+    dim, dtype = found.dim % len(index), replay.dtype(nodes.dtype(node))
+    wide = torch.promote_types(dtype, torch.float32)
+    total = torch.zeros([1] * rank, dtype=wide)
+    for number in range(replay.region.shape(found.mixed)[found.dim]):
+        head = replay.number(number)
+        value = replay.value(found.mixed, (*index[:dim], head, *index[dim + 1 :]), rank)
+        factor = replay.value(found.matrix, (index[dim], head, *(replay.zero for _ in found.rest)), rank)
+        total = total + value.to(wide) * factor.to(wide)
+    if found.bias is not None:
+        total = total + replay.value(found.bias, (index[dim],), rank).to(wide)
+    return total.to(dtype)
 
 
 @rule(aten.scaled_dot_product_attention)

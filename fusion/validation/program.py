@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
-from fusion.ir.expr import SCORE, Expr, J, Kind, coord, loads
+from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, J, Kind, coord, loads
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import Normalizer
+from fusion.ir.spec import Mixing, Normalizer
 from fusion.passes.specify import Specified
 from fusion.validation.replay import Replay, within
 
@@ -88,12 +88,17 @@ class Program(Execution):
 
         return evaluate(self.spec.element(operand), leaf, self.dtype)
 
+    def _raw_score(self) -> Tensor:
+        summed = self.replay.region.positions(size_value(self.spec.d, self.sizes)).view(1, 1, 1, -1)
+        query, key = (self._element(number, c=summed) for number in (0, 1))
+        return (query * key).sum(-1)
+
     def _run(self) -> None:
         spec = self.spec
-        summed = self.replay.region.positions(size_value(spec.d, self.sizes)).view(1, 1, 1, -1)
-        query, key = (self._element(number, c=summed) for number in (0, 1))
-        self.score = (query * key).sum(-1)
-        values = self._element(2)
+        if spec.mixing is not None:
+            self.out = (self._mixed_weights(spec.mixing) * self._element(2)).sum(-1)
+            return
+        self.score, values = self._raw_score(), self._element(2)
         self.positions = {SCORE: self.score.detach()}
         shape = (*torch.broadcast_shapes(self.score.shape[:2], (len(self.replay.region.keys), 1)), self.n_k)
         x, weight = (
@@ -104,6 +109,28 @@ class Program(Execution):
         plain = spec.normalizer is Normalizer.NONE
         weights = x * weight if plain else self.softmax(x, self.positions, weight)
         self.out = (weights * values).sum(-1)
+
+    def _mixed_weights(self, mixing: Mixing) -> Tensor:
+        """What V is multiplied by where heads are mixed: of every head, one after the other."""
+        axis, count = coord(f"b{mixing.axis}"), self.spec.batch[mixing.axis].integer
+        heads, own, scored = list(map(torch.tensor, range(count))), self.known[axis], []
+
+        def summed(matrix: Expr, values: list[Tensor]) -> Tensor:
+            return sum((self.value(matrix, {HEAD: h}) * v for h, v in zip(heads, values, strict=True)), torch.zeros(()))
+
+        def weights(head: Tensor) -> Tensor:
+            self.known[axis] = head
+            raw = self._raw_score() if mixing.scores is None else summed(mixing.scores, scored)
+            x, factor = (self.value(e, {SCORE: raw}).to(self.dtype) for e in (self.spec.score, self.spec.weight))
+            return self.softmax(x.expand(torch.broadcast_shapes(x.shape, raw.shape)), {SCORE: raw}, factor)
+
+        for self.known[axis] in heads if mixing.scores is not None else ():
+            scored.append(self.value(mixing.scored, {SCORE: self._raw_score()}))
+        if mixing.weights is None:
+            return weights(own)
+        every = list(map(weights, heads))
+        self.known[axis] = own
+        return self.value(mixing.weighted, {WEIGHT: summed(mixing.weights, every)})
 
     def index(self, entry: Expr) -> Tensor:
         """An entry of an index in b.., i and j, [worlds, 1, keys]."""

@@ -12,6 +12,7 @@ program (`program`) takes as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from torch.fx import Node
 from fusion.ir.sizes import size_value
 from fusion.passes import marks, nodes, pointwise
 from fusion.passes.folding import known
+from fusion.passes.heads import mixes_heads
 from fusion.passes.inplace import may_copy
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
@@ -106,6 +108,7 @@ class Replay:
         self.reads: list[Read] = []
         self._memo: dict[tuple, tuple[Tensor, Index]] = {}
         self.zero = torch.zeros((), dtype=torch.int64)
+        self.number = functools.cache(torch.tensor)
 
     def value(self, node: Node, index: Index, rank: int) -> Tensor:
         """The elements of `node` at `index`, as a tensor of `rank` axes."""
@@ -210,6 +213,8 @@ def rule_of(node: Node) -> Rule | None:
     if node.op != "call_function" or not nodes.is_tensor(node):
         return None
     packet = nodes.packet(node)
+    if mixes_heads(node):
+        return RULES["heads"]
     if (found := RULES.get(packet, RULES.get(node.target))) is not None:
         return found
     if packet is not None and (packet in pointwise.BUILDERS or torch.Tag.pointwise in node.target.tags):  # type: ignore

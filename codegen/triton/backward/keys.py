@@ -12,7 +12,8 @@ from fusion.codegen.triton.stages import Visit, listed
 from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
 from fusion.ir.expr import Expr
-from fusion.ir.spec import AttentionSpec, MaskFacts
+from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import KEYS, KEYS_ALONE, VALUES_ALONE
 

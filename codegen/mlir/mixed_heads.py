@@ -1,0 +1,349 @@
+"""The kernel for attention whose heads are mixed before or after the softmax (`fusion.ir.spec.Mixing`).
+
+A work item is a block of query rows of all heads: scores of one head cannot become weights without those of the others.
+The scores of its rows stay whole, [head][group][key][L], until the weights are multiplied with V:
+
+    for each head      pack K, V and Q, as far as needed;  S^T = K Q^T;  what is mixed of it
+    for each key       the scores of all heads, mixed
+    for each head      score program, maximum, exponentials and their sum
+    for each key       the weights of all heads, mixed
+    for each head      O^T = V^T P^T;  transpose, write
+
+So nothing is computed twice, no maximum is stale, and a thread holds n_k * H numbers for each of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.dense import DenseLoad
+from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
+from fusion.codegen.mlir.products import Groups, round_up, vector_products
+from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
+from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
+from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.transpose import transpose
+from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
+from fusion.ir.reads import dense_loads
+from fusion.ir.spec import AttentionSpec
+from fusion.lowering.rows import needs_maximum
+from fusion.lowering.score_programs import plain_scale
+from fusion.planning.register_tiles import planes_of
+
+KEYS_AT_ONCE = 4
+"""Keys whose heads are mixed at a time: a head's factor is read once for all of them."""
+KEY_SPAN = 512
+"""Keys whose products are added up before they join the others: long sums lose digits."""
+MODERATE = 2.0**24
+"""Scales of scores up to this, and from its reciprocal on, become one with what they are mixed by."""
+
+
+def emit_mixed_heads(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelText:
+    """The kernel of a spec with `mixing` whose Q and K have d columns and V d_v."""
+    return MixedHeadsKernel(spec, target, d, d_v).text()
+
+
+class MixedHeadsKernel(KernelFunction):
+    """Writes the function; see the module."""
+
+    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int):
+        super().__init__(spec, target, d, d_v, degree=5)
+        assert spec.mixing is not None
+        self.mixing, self.axis = spec.mixing, coord(f"b{spec.mixing.axis}")
+        self.heads = spec.batch[spec.mixing.axis].integer
+        self.products = p = vector_products(self.b, target, planes_of(spec, target) == 1 and target.pairs, d, d_v)
+        self.groups, self.row = p.group_step, 4 * self.lanes
+        # Accumulators of the sums over heads: half of the registers.
+        self.heads_at_once = 4 if target.tile_rows * target.tile_groups > 12 else 2
+        scale = plain_scale(self.mixing.scored) or 0.0
+        folds = 1 / MODERATE <= abs(scale) <= MODERATE
+        self.scored, self.scale = (SCORE, scale) if folds else (self.mixing.scored, 1.0)
+        self.dense = dense_loads(self.programs.masked, self.weight, self.mixing.scored)
+        self._areas()
+
+    def _areas(self) -> None:
+        p, heads = self.products, self.heads
+        matrix = 4 * heads * round_up(heads, self.heads_at_once)
+        self.matrices = {
+            name: self.area(matrix, name) for name in ("scores", "weights") if getattr(self.mixing, name) is not None
+        }
+        self.matrix_bytes = round_up(matrix, 64)
+        self.state = self.area(heads * STATE_BYTES, "state")
+        self.queries = self.area(self.groups * p.query_bytes(), "queries")
+        self.staging = self.area(8 * p.staging_elements(), "staging")
+        self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
+        self.maximum, self.total = self.area(self.row, "maximum"), self.area(self.row, "total")
+        self.row_factors = self.area(heads * self.groups * self.row, "row_factors")
+        self.mixed = self.area(heads * KEYS_AT_ONCE * self.row, "mixed")
+        self.output_bytes = p.e_padded * self.row
+        self.output, self.part = (self.area(self.groups * self.output_bytes, name) for name in ("output", "part"))
+        b, fixed = self.b, self.workspace_bytes
+        with b.at_entry():
+            self.steps = self.params[("key_steps",)]
+            p.note_key_steps(self.steps)
+            self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
+            self.packed_values = b.at(self.packed_keys, b.mul(self.steps, heads * p.key_bytes()), "i8", "packed_values")
+            after = b.at(self.packed_values, b.mul(self.steps, heads * p.value_bytes()), "i8", "scores")
+            self.scores, self.group_bytes = after, b.mul(self.steps, p.key_step * self.row, "group_bytes")
+            after = b.at(after, b.mul(self.group_bytes, heads * self.groups), "i8", "staged")
+            self.staged = [b.at(after, b.mul(self.group_bytes, n), "i8", "staged") for n in range(len(self.dense) + 1)]
+
+    @property
+    def step_bytes(self) -> int:
+        """Of a key step: packed keys and values, scores, dense loads and factors of the weights."""
+        p, rows = self.products, self.heads * self.groups + len(self.dense) + 1
+        return self.heads * (p.key_bytes() + p.value_bytes()) + rows * p.key_step * self.row
+
+    def text(self) -> KernelText:
+        b, p = self.b, self.products
+        top = self._top()
+        self.padded = b.mul(self.steps, p.key_step, "padded")
+        with b.loop(0, self.heads, hint="head") as head:
+            self._packed(head).clear()
+        for area in self.matrices.values():
+            self._zero(area, self.matrix_bytes)
+        with self._items() as item:
+            self._item(top, item)
+        return KernelText(
+            source=self.function(), slots=self.slots(), rows=self.groups * self.lanes, key_step=p.key_step,
+            fixed_bytes=self.workspace_bytes, step_bytes=self.step_bytes, may_flag=False,
+        )  # fmt: skip
+
+    def _item(self, top: Scope, number: Value) -> None:
+        b = self.b
+        blocks = self.params[("blocks",)]
+        scope = self._batch_scope(top, b.div(number, blocks), but=self.mixing.axis)
+        first = b.mul(b.rem(number, blocks, "block"), self.groups * self.lanes, "i0")
+        for name, area in self.matrices.items():
+            self._read_matrix(scope, getattr(self.mixing, name), area, self.scale if name == "scores" else 1.0)
+        with b.loop(0, self.heads, hint="head") as head:
+            self._score_head(self._of_head(scope, head), head, first)
+        with b.loop(0, self.groups, hint="g") as g:
+            start = b.add(first, b.mul(g, self.lanes), "row")
+            lanes = Lanes(coord=I, first=start, count=self.lanes, valid=self._valid(b.sub(self.n_q, start)))
+            with b.when(b.compare("slt", start, self.n_q)):
+                self._weigh(Scope(context=self.context, parent=scope, lanes=lanes), g)
+        with b.loop(0, self.heads, hint="head") as head:
+            self._finish(self._of_head(scope, head), head, first)
+
+    # --- heads --------------------------------------------------------------------------------------------------
+
+    def _of_head(self, scope: Scope, head: Value) -> Scope:
+        """The scope of one head, which knows all batch coordinates."""
+        batch = [coord(name) for name in self.batch_names]
+        known = {name: head if name is self.axis else scope.value(name) for name in batch}
+        return Scope(context=self.context, parent=scope, known=known)
+
+    def _packed(self, head: Value) -> PackedRows:
+        return PackedRows(self.b, self.b.at(self.state, self.b.mul(head, STATE_BYTES), "i8"))
+
+    def _rows(self, head: Value, g: Value | int) -> Value:
+        """Where the scores of a head and a group of queries lie, and later its weights."""
+        b = self.b
+        number = b.add(b.mul(head, self.groups), g)
+        return b.at(self.scores, b.mul(number, self.group_bytes), "i8", "rows")
+
+    def _key(self, rows: Value, key: Value | int) -> Value:
+        return self.b.at(rows, self.b.mul(key, self.lanes), "f32")
+
+    def _row_factors_of(self, head: Value, g: Value) -> Value:
+        """Where those of a head and a group lie."""
+        return self._key(self.row_factors, self.b.add(self.b.mul(head, self.groups), g))
+
+    def _read_matrix(self, scope: Scope, matrix: Expr, area: Value, scale: float) -> None:
+        """Copy what heads are mixed by: blocks of [h][`heads_at_once` results]."""
+        b, heads, width = self.b, self.heads, self.heads_at_once
+        with b.loop(0, heads, hint="to") as to, b.loop(0, heads, hint="of") as of:
+            inner = self._of_head(scope, to)
+            inner.known[HEAD] = of
+            place = b.add(b.mul(b.div(to, width), width * heads), b.add(b.mul(of, width), b.rem(to, width)))
+            b.store(
+                b.mul(inner.value(matrix), scale) if scale != 1.0 else inner.value(matrix), b.at(area, place, "f32")
+            )
+
+    def _mix(
+        self,
+        matrix: Value,
+        of: Callable[[Value, Value], Value],
+        put: Callable[[Value, Value, Sequence[Value]], None],
+    ) -> None:
+        """Sums over heads. of: (head, key) -> the vector that is mixed. put: takes (head, first of some keys, the
+        vectors of these)."""
+        b, heads, width, count = self.b, self.heads, self.heads_at_once, KEYS_AT_ONCE
+        with b.loop(0, self.padded, count, hint="j") as j:
+            with b.loop(0, heads, hint="of") as head:
+                for u in range(count):
+                    b.store(of(head, b.add(j, u)), self._key(self.mixed, b.add(b.mul(head, count), u)))
+            with b.loop(0, heads, width, hint="to") as to:
+                block, zero = b.at(matrix, b.mul(to, heads), "f32"), b.constant(0.0, self.vector)
+                with b.carry(0, heads, 1, [zero] * (width * count), hint="of") as (loop, head, sums):
+                    x = [b.load(self._key(self.mixed, b.add(b.mul(head, count), u)), self.vector) for u in range(count)]
+                    new = []
+                    for r in range(width):
+                        factor = b.load(b.at(block, b.add(b.mul(head, width), r), "f32"), "f32", "factor")
+                        factor = b.broadcast(factor, self.lanes)
+                        new += [b.fma(factor, x[u], sums[r * count + u]) for u in range(count)]
+                    loop.yields(*new)
+                for r in range(width):
+                    result = loop.results[r * count : (r + 1) * count]
+                    if heads % width == 0:
+                        put(b.add(to, r), j, result)
+                        continue
+                    with b.when(b.compare("slt", b.add(to, r), heads)):
+                        put(b.add(to, r), j, result)
+
+    # --- scores -------------------------------------------------------------------------------------------------
+
+    def _score_head(self, scope: Scope, head: Value, first: Value) -> None:
+        """The scores of a head, with everything packed that they are made of."""
+        b, p = self.b, self.products
+        readers, packed = self._readers(scope), self._packed(head)
+        keys, values = self._keys_of(head), self._values_of(head)
+        packed.note(readers[1:])
+
+        def pack(key: Value) -> None:
+            n = b.div(key, p.key_step)
+            p.pack_keys(readers[1], key, self.n_k, b.at(keys, b.mul(n, p.key_bytes()), "i8"), self.staging)
+            p.pack_values(readers[2], key, self.n_k, p.values_of(values, n), self.staging)
+
+        packed.extend(0, self.n_k, p.key_step, pack)
+        queries = [b.at(self.queries, g * p.query_bytes(), "i8") for g in range(self.groups)]
+        for g, place in enumerate(queries):
+            p.pack_queries(readers[0], b.add(first, g * self.lanes), self.n_q, place, self.staging)
+        rows = [self._rows(head, g) for g in range(self.groups)]
+        with b.loop(0, self.steps, hint="step") as step:
+            places = [self._key(at, b.mul(step, p.key_step)) for at in rows]
+            p.scores(b.at(keys, b.mul(step, p.key_bytes()), "i8"), queries, places, step)
+
+    def _keys_of(self, head: Value) -> Value:
+        at = self.b.mul(self.b.mul(head, self.steps), self.products.key_bytes())
+        return self.b.at(self.packed_keys, at, "i8", "keys")
+
+    def _values_of(self, head: Value) -> Value:
+        at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes())
+        return self.b.at(self.packed_values, at, "i8", "values")
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def _weigh(self, lanes: Scope, g: Value) -> None:
+        """From the scores of a group of queries to its weights, as the products take them."""
+        b, mixing = self.b, self.mixing
+        if mixing.scores is not None:
+            if self.scored is not SCORE:
+                with b.loop(0, self.heads, hint="head") as head:
+                    self._apply(self._of_head(lanes, head), head, g, self.scored, None)
+            self._mix(self.matrices["scores"], lambda head, key: self._at(head, g, key), self._put_scores(g))
+        with b.loop(0, self.heads, hint="head") as head:
+            self._exponentials(self._of_head(lanes, head), head, g)
+        if mixing.weights is not None:
+            put = self._put_weights(lanes, g)
+            self._mix(self.matrices["weights"], lambda head, key: self._weight_at(head, g, key), put)
+            return
+        with b.loop(0, self.heads, hint="head") as head, b.loop(0, self.padded, 2, hint="j") as key:
+            pair = (self._weight_at(head, g, b.add(key, u)) for u in range(2))
+            self.products.store_weights(self._rows(head, g), key, *pair)
+
+    def _at(self, head: Value, g: Value, key: Value) -> Value:
+        return self.b.load(self._key(self._rows(head, g), key), self.vector, "s", align=self.row)
+
+    def _weight_at(self, head: Value, g: Value, key: Value) -> Value:
+        factor = self.b.load(self._row_factors_of(head, g), self.vector, "factor")
+        return self._scaled(self._at(head, g, key), factor)
+
+    def _put_scores(self, g: Value) -> Callable[[Value, Value, Sequence[Value]], None]:
+        def put(head: Value, first: Value, values: Sequence[Value]) -> None:
+            rows = self._key(self._rows(head, g), first)
+            for u, value in enumerate(values):
+                self.b.store(value, self._key(rows, u), align=self.row)
+
+        return put
+
+    def _put_weights(self, lanes: Scope, g: Value) -> Callable[[Value, Value, Sequence[Value]], None]:
+        b, program = self.b, self.mixing.weighted
+
+        def put(head: Value, first: Value, values: Sequence[Value]) -> None:
+            if program is not WEIGHT:
+                scope = self._of_head(lanes, head)
+                scope.prepare(program, bound=self.batch_names)
+                values = [self._weighted(scope, b.add(first, u), value) for u, value in enumerate(values)]
+            for u in range(0, len(values), 2):
+                self.products.store_weights(self._rows(head, g), b.add(first, u), values[u], values[u + 1])
+
+        return put
+
+    def _weighted(self, scope: Scope, key: Value, value: Value) -> Value:
+        """The program behind the sums; 0 where there is no key."""
+        b = self.b
+        known = {WEIGHT: value, J: b.least(key, b.sub(self.n_k, 1))}
+        found = Scope(context=self.context, parent=scope, known=known).vector(self.mixing.weighted)
+        return b.select(b.broadcast(b.compare("slt", key, self.n_k), self.lanes), found, 0.0, "w")
+
+    def _softmax(self, head: Value, g: Value) -> GroupSoftmax:
+        rows = self._rows(head, g)
+        group = Group(
+            scores=rows, factors=None if self.weight is None else self.staged[-1], weights=rows, output=self.output,
+            maximum=self.maximum, total=self.total, rows=self.b.constant(0, "i64"),
+        )  # fmt: skip
+        block = KeyBlock(first=self.b.constant(0, "i64"), count=self.n_k, padded=self.padded)
+        return GroupSoftmax(self.context, group, block, self.exponent, needs_maximum(self.spec))
+
+    def _apply(self, scope: Scope, head: Value, g: Value, program: Expr, weight: Expr | None) -> Value:
+        """A program on a head's rows of scores, in place; their maxima."""
+        wanted, staged = dense_loads(program, weight), []
+        for expr, area in zip(self.dense, self.staged, strict=False):
+            if expr in wanted:
+                load = DenseLoad(self.context, scope, expr)
+                load.stage(scope, self.b.constant(0, "i64"), self.n_k, area)
+                staged.append((expr, lambda key, load=load, area=area: load.read(area, key)))
+        scope.prepare(program, weight, bound=self.batch_names | {"i"})
+        rows = RowProgram(program=program, weight=weight, scope=scope, staged=staged)
+        return self._softmax(head, g).apply(rows, 0, self.n_k, self.b.constant(float("-inf"), self.vector))
+
+    def _exponentials(self, scope: Scope, head: Value, g: Value) -> None:
+        """The score program and the weights of a head but for the factor of a row, which is kept."""
+        b, softmax, rows = self.b, self._softmax(head, g), self._rows(head, g)
+        b.store(self._apply(scope, head, g, self.programs.masked, self.weight), self.maximum)
+        b.store(b.constant(0.0, self.vector), self.total)
+        softmax.fill_beyond(float("-inf"))
+
+        def put(key: Value, first: Value, second: Value) -> None:
+            for u, weight in enumerate((first, second)):
+                b.store(weight, self._key(rows, b.add(key, u)), align=self.row)
+
+        softmax.exponentials(put, 0, self.padded)
+        m, total = (b.load(at, self.vector) for at in (self.maximum, self.total))
+        b.store(self._row_factor(scope, m, total), self._row_factors_of(head, g))
+
+    # --- the result ---------------------------------------------------------------------------------------------
+
+    def _finish(self, scope: Scope, head: Value, first: Value) -> None:
+        """The product of a head's weights with V, and its rows of the result."""
+        b, p, values = self.b, self.products, self._values_of(head)
+        size, stride = self.groups * self.output_bytes, self.output_bytes
+        self._zero(self.output, size)
+        span = KEY_SPAN // p.key_step
+        with b.loop(0, self.steps, span, hint="step") as step:
+            self._zero(self.part, size)
+            at = b.mul(step, p.weight_bytes(p.key_step))
+            weights = Groups(first=b.at(self._rows(head, 0), at, "i8"), stride=self.group_bytes)
+            count = b.least(b.sub(self.steps, step), span)
+            part = Groups(first=self.part, stride=stride)
+            p.accumulate_sets(p.values_of(values, step), count, weights, part, b.constant(1, "i64"))
+            with b.loop(0, size, self.row, hint="at") as place:
+                cells = [b.at(area, place, "i8") for area in (self.output, self.part)]
+                b.store(b.add(*(b.load(cell, self.vector, "o") for cell in cells)), cells[0])
+        with b.loop(0, self.groups, hint="g") as g:
+            self._write(scope, b.add(first, b.mul(g, self.lanes)), b.at(self.output, b.mul(g, stride), "i8"))
+
+    def _write(self, scope: Scope, start: Value, output: Value) -> None:
+        """The rows of a group, as far as there are any."""
+        b, padded, lanes = self.b, self.products.e_padded, self.lanes
+        with b.loop(0, padded, lanes, hint="e") as e:
+            cells = [b.load(self._key(output, b.add(e, r)), self.vector, "o") for r in range(lanes)]
+            for r, line in enumerate(transpose(b, cells)):
+                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        with b.loop(0, b.least(b.most(b.sub(self.n_q, start), 0), lanes), hint="r") as r:
+            target = self._row_address(scope, b.add(start, r))
+            self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), target)
