@@ -184,7 +184,7 @@ def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Equation:
+class Equation:
     """An einsum of two operands over one index: a letter for each dimension.
 
     inputs: of the operands.
@@ -197,7 +197,7 @@ class _Equation:
     summed: str
 
 
-def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> _Equation:
+def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> Equation:
     """The letters of an einsum whose operands and result have these ranks; raises `Unsupported` for other forms."""
     if len(ranks) != 2:
         raise Unsupported(Ground.PRODUCT_FORM, f"an einsum of {len(ranks)} operands")
@@ -213,13 +213,19 @@ def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> _Equation:
     if len(summed) != 1 or any(not summed <= set(term) or len(set(term)) != len(term) for term in inputs):
         message = f"the einsum {equation!r}, which does not sum over exactly one index of both operands"
         raise Unsupported(Ground.PRODUCT_FORM, message)
-    return _Equation(inputs=inputs, output=output, summed=summed.pop())
+    return Equation(inputs=inputs, output=output, summed=summed.pop())
+
+
+def einsum_letters(node: Node) -> tuple[Equation, list[Node]]:
+    """The letters of an einsum's dimensions, and its operands; raises `Unsupported` for forms that are not taken
+    apart."""
+    args = arguments(node)
+    ranks = tuple(len(shape(tensor)) for tensor in args["tensors"])
+    return _parsed(args["equation"], ranks, len(shape(node))), args["tensors"]
 
 
 def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
-    args = arguments(node)
-    tensors = args["tensors"]
-    equation = _parsed(args["equation"], tuple(len(shape(tensor)) for tensor in tensors), len(index))
+    equation, tensors = einsum_letters(node)
     where = dict(zip(equation.output, index, strict=True)) | {equation.summed: contracted}
     one, zero = integers.integer(1), integers.integer(0)
     broadcast = {letter for letter, extent in zip(equation.output, shape(node), strict=True) if extent is not one}

@@ -22,6 +22,7 @@ from fusion.passes import marks, nodes
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
+from fusion.passes.heads import head_sum
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
@@ -112,12 +113,13 @@ def _is_candidate(node: Node, met: Upstream) -> bool:
     """Whether a node may be the product with V: of an operand that was normalised since the last product."""
     if is_sdpa(node) or node.op != "call_function":
         return node.op == "call_function"
+    if Met.MIXED_HEADS in met[node] and head_sum(node) is not None:
+        return False
     if is_contraction(node):
         return bool(met.inputs(node) & NORMALISED)
     if met.is_hidden_product_with_values(node):
         return True
-    further = packet(node) in FURTHER_PRODUCTS and Met.MIXED_HEADS not in met[node]
-    return further and looks_like_attention(met.inputs(node))
+    return packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
 
 
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")

@@ -1,23 +1,24 @@
-"""Heads of scores or weights that a model mixes ("talking heads"): a linear layer whose features are the heads, or a
-convolution of one element whose channels they are.
+"""Heads of scores or weights that a model mixes ("talking heads"): a linear layer whose features are the heads, a
+convolution of one element whose channels they are, an einsum with a matrix.
 
-The value of head g is `mix(matrix[g, h], value[h])`, the sum over h of their product, where h is the coordinate that
-the node names: "h" and the number of sums that it stands in.
+The value of head g is `mix(matrix[g, h], value[h], g)`, the sum over h of the product of the first two, where h is the
+coordinate that the node names: "h" and the number of sums that it stands in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, Kind, coord, coordinates, node, substitute
+from fusion.ir.expr import HEAD, SCORE, WEIGHT, C, Expr, Kind, coord, coordinates, node, substitute
 from fusion.ir.ops import apply
-from fusion.passes.contractions import is_contraction
+from fusion.passes import nodes
+from fusion.passes.contractions import einsum_letters, factors, is_contraction
 from fusion.passes.nodes import Unsupported, arguments, is_tensor, packet, shape
 from fusion.passes.over_keys import depends_on_product
 from fusion.passes.shifts import has
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fusion.passes.recognize import Core
 
 aten = torch.ops.aten
+T = TypeVar("T")
 MOST_HEADS = 32
 """Kernels hold a row of scores of every head."""
 _MAX_STEPS = 16
@@ -39,12 +41,13 @@ _MAX_STEPS = 16
 class Mixed:
     """A sum over heads in the weights or scores of an attention.
 
-    head: the coordinate that is summed over.
+    head, to: the coordinate that is summed over, and that of the result.
     matrix: what each head is multiplied by.
     program: of scores what is mixed; of weights what becomes of the sum, in WEIGHT.
     """
 
     head: Expr
+    to: Expr
     matrix: Expr
     program: Expr
 
@@ -55,49 +58,94 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSum:
-    """Element [.., g, ..] of a linear layer: sum over h of matrix[matrix_index] * mixed[.., h, ..], plus bias[g]. dim:
-    of the heads."""
+    """A node whose element of head g is the sum over h of matrix[g, h] * mixed[h], plus bias[g].
+
+    dims: of each dimension of `mixed`, at which of the result it stands; None of h.
+    to: the dimension of g in the result.
+    order: of each dimension of the matrix, whether it is g ("to") or h ("of"); None of one of size 1.
+    """
 
     mixed: Node
-    dim: int
+    dims: tuple[int | None, ...]
     matrix: Node
-    rest: Index
-    bias: Node | None
+    order: tuple[str | None, ...]
+    to: int
+    bias: Node | None = None
+
+    @property
+    def extent(self) -> Expr:
+        """How many heads are mixed."""
+        return shape(self.mixed)[self.dims.index(None)]
+
+    def mixed_index(self, index: Sequence[T], head: T) -> tuple[T, ...]:
+        """Where a head's value of an element of the result stands."""
+        return tuple(head if place is None else index[place] for place in self.dims)
+
+    def matrix_index(self, index: Sequence[T], head: T, zero: T) -> tuple[T, ...]:
+        """Where its factor stands."""
+        return tuple({"to": index[self.to], "of": head, None: zero}[name] for name in self.order)
 
 
 def head_sum(here: Node) -> HeadSum | None:
-    """A linear layer, or a convolution of one element that is none; None for other nodes."""
-    if packet(here) is aten.linear:
-        args = arguments(here)
-        return HeadSum(mixed=args["input"], dim=-1, matrix=args["weight"], rest=(), bias=args["bias"])
-    if packet(here) is not aten.conv2d:
-        return None
+    """The sum over a batch dimension of a product, such as the heads of scores or weights, that a node is."""
+    return next((found for found in _sums(here) if _is_batch(found.mixed, found.dims.index(None))), None)
+
+
+def _sums(here: Node) -> Iterator[HeadSum]:
+    """A linear layer, a convolution of one element, or an einsum with a matrix as a sum over anything."""
+    kind = packet(here)
+    if kind is aten.linear and is_tensor(here):
+        args, last = arguments(here), len(shape(here)) - 1
+        order, dims = ("to", "of"), (*range(last), None)
+        yield HeadSum(mixed=args["input"], dims=dims, matrix=args["weight"], order=order, to=last, bias=args["bias"])
+    elif kind is aten.conv2d:
+        yield from _convolution(here)
+    elif kind is aten.einsum:
+        yield from _einsum(here)
+
+
+def _convolution(here: Node) -> Iterator[HeadSum]:
     args, one = arguments(here), integers.integer(1)
     moved = args["padding"] not in ("same", "valid") and any(args["padding"])
-    rest, alike = shape(args["weight"])[2:], shape(here)[2:] == shape(args["input"])[2:]
-    if rest != (one, one) or len(shape(here)) != 4 or args["groups"] != 1 or moved or not alike:
-        return None
-    first = integers.integer(0)
-    return HeadSum(mixed=args["input"], dim=1, matrix=args["weight"], rest=(first, first), bias=args["bias"])
+    kernel, alike = shape(args["weight"])[2:], shape(here)[2:] == shape(args["input"])[2:]
+    if kernel != (one, one) or len(shape(here)) != 4 or args["groups"] != 1 or moved or not alike:
+        return
+    order, dims = ("to", "of", None, None), (0, None, 2, 3)
+    yield HeadSum(mixed=args["input"], dims=dims, matrix=args["weight"], order=order, to=1, bias=args["bias"])
 
 
-def mixes_heads(here: Node) -> bool:
-    """Whether a node sums over a batch dimension of a product, such as the heads of scores or weights."""
-    return (found := head_sum(here)) is not None and _is_batch(found.mixed, found.dim)
+def _einsum(here: Node) -> Iterator[HeadSum]:
+    try:
+        equation, tensors = einsum_letters(here)
+    except Unsupported:
+        return
+    for (matrix, letters), (mixed, others) in (pairs := list(zip(tensors, equation.inputs, strict=True)), pairs[::-1]):
+        rest = [letter for letter in letters if letter != equation.summed]
+        if len(letters) != 2 or len(rest) != 1 or rest[0] in others or len(others) != len(equation.output):
+            continue
+        if any(shape(mixed)[k] is not shape(here)[equation.output.index(x)]
+               for k, x in enumerate(others) if x != equation.summed):  # fmt: skip
+            continue
+        dims = tuple(None if x == equation.summed else equation.output.index(x) for x in others)
+        order = tuple("of" if x == equation.summed else "to" for x in letters)
+        yield HeadSum(mixed=mixed, dims=dims, matrix=matrix, order=order, to=equation.output.index(rest[0]))
 
 
 def _is_batch(here: Node, dim: int) -> bool:
     """Whether a dimension of a tensor is one of the batch in the product that it is made of."""
-    if not is_tensor(here) or len(extents := shape(here)) < 3:
+    if not is_tensor(here):
         return False
-    index = tuple(coord(f"r{k}") for k in range(len(extents)))
+    extents = shape(here)
+    index: Index = tuple(coord(f"r{k}") for k in range(len(extents)))
     summed, bounds = index[dim].name, dict(zip(index, extents, strict=True))
     for _ in range(_MAX_STEPS):
+        mixing = next((found for found in _sums(here) if summed in coordinates(index[found.to])), None)
+        if mixing is not None and packet(here) is aten.einsum:
+            return _is_batch(mixing.mixed, mixing.dims.index(None))
         if is_contraction(here):
-            batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))
-            return summed in batch - rest
+            return _is_in_both(here, index, summed)
         if (moved := source(here, index, bounds)) is None:
-            alike = (p for p in here.all_input_nodes if is_tensor(p) and shape(p) == shape(here))
+            alike = (p for p in here.all_input_nodes if _has_dimension(p, here, index, summed))
             if here.op != "call_function" or (origin := next(alike, None)) is None:
                 return False
             moved = origin, index
@@ -105,24 +153,44 @@ def _is_batch(here: Node, dim: int) -> bool:
     return False
 
 
+def _is_in_both(product: Node, index: Index, name: str) -> bool:
+    """Whether a coordinate of a product's element is one of its batch."""
+    if packet(product) is not aten.einsum:
+        batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))
+        return name in batch - rest
+    try:
+        parts = factors(product, index, C)
+    except Unsupported:
+        return False
+    return all(name in set().union(*map(coordinates, at)) for at in (parts.left_index, parts.right_index))
+
+
+def _has_dimension(origin: Node, here: Node, index: Index, name: str) -> bool:
+    """Whether an input of an operation has the dimension, with as many elements, at which a coordinate stands."""
+    if not is_tensor(origin) or len(shape(origin)) != len(index):
+        return False
+    pairs = zip(shape(origin), shape(here), index, strict=True)
+    return all(own is its for own, its, entry in pairs if name in coordinates(entry))
+
+
 def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     """The element at an index of a node that mixes heads of scores or weights; None for any other node."""
-    if not mixes_heads(here):
+    if (found := head_sum(here)) is None:
         return None
-    found = head_sum(here)
-    assert found is not None
-    extent, dim = shape(found.mixed)[found.dim], found.dim % len(index)
-    if not extent.is_const or not extent.integer <= MOST_HEADS:
+    nodes.specialize(nodes.value(found.mixed).shape[found.dims.index(None)])
+    if not (extent := found.extent).is_const or not extent.integer <= MOST_HEADS:
         raise Unsupported(Ground.HEADS_MIXED, f"{extent} heads are mixed; kernels mix up to {MOST_HEADS}", None, here)
     within = {name for entry in index for name in coordinates(entry) if name.startswith("h")}
     head = coord(f"h{len(within)}")
     pullback.bounds[head] = extent
-    value = pullback.value(found.mixed, (*index[:dim], head, *index[dim + 1 :]))
-    matrix = pullback.value(found.matrix, (index[dim], head, *found.rest))
+    value = pullback.value(found.mixed, found.mixed_index(index, head))
+    matrix = pullback.value(found.matrix, found.matrix_index(index, head, integers.integer(0)))
     if not depends_on_product(value) or depends_on_product(matrix):
         return None
-    result = node("mix", (matrix, value), Kind.FLOAT, head.name)
-    return result if found.bias is None else apply("fadd", result, pullback.value(found.bias, (index[dim],)))
+    if index[found.to].op != "coord":
+        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is no dimension of heads by itself", None, here)
+    result = node("mix", (matrix, value, index[found.to]), Kind.FLOAT, head.name)
+    return result if found.bias is None else apply("fadd", result, pullback.value(found.bias, (index[found.to],)))
 
 
 # --- in what was pulled back --------------------------------------------------------------------------------------
@@ -133,22 +201,22 @@ def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
     where it cannot be told apart."""
     if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
         return None
-    matrix, value = mix.args
+    matrix, value, to = mix.args
     then = substitute(weight, {mix: WEIGHT})
     if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix"):
         raise Unsupported(Ground.HEADS_MIXED, "weights of mixed heads are added to others", weight)
-    return Mixed(head=coord(str(mix.attr)), matrix=matrix, program=then), value
+    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then), value
 
 
 def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
     """(the sum over heads before a softmax, the score program of what is summed up); None where there is none."""
     if (mix := _outermost(score)) is None:
         return None
-    matrix, value = mix.args
+    matrix, value, to = mix.args
     then = substitute(score, {mix: SCORE})
     if has(then, "dot", "mix") or has(value, "mix"):
         raise Unsupported(Ground.HEADS_MIXED, "scores of mixed heads are added to others, or mixed twice", score)
-    return Mixed(head=coord(str(mix.attr)), matrix=matrix, program=value), then
+    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value), then
 
 
 def _outermost(expr: Expr, *beyond: str) -> Expr | None:
@@ -168,41 +236,39 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
 
 
 def named(
-    core: Core, accesses: Sequence[Access], bounds: integers.Bounds
-) -> tuple[Core, tuple[Access, Access, Access], int]:
+    core: Core, accesses: tuple[Access, Access, Access], bounds: integers.Bounds
+) -> tuple[Core, tuple[Access, Access, Access], int | None]:
     """The core and its operands Q, K and V with heads named as in `fusion.ir.spec.Mixing`, and the batch coordinate
-    that they are. Raises `Unsupported` where it is not one of the batch."""
-    outer = core.mixed_weights or core.mixed_scores
-    assert outer is not None
-    query, key, value = accesses
-    inner = [*query.index, *key.index, *((core.score, *core.sinks) if core.mixed_weights else (outer.program,))]
-    seen = {name for entry in inner for name in coordinates(entry)}
-    found = [name for name in coordinates(outer.matrix) - seen if name.startswith("b")]
+    that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]
-    if len(found) != 1 or any(bounds[mixed.head] is not bounds[coord(found[0])] for mixed in every):
-        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is no dimension of heads, as many before as after")
-    own = dict.fromkeys([mixed.head for mixed in every], coord(found[0]))
+    if not every:
+        return core, accesses, None
+    query, key, value = accesses
+    axis, inner = every[0].to, [*query.index, *key.index, *_of_one_head(core)]
+    if any(axis.name in coordinates(entry) for entry in inner) or not axis.name.startswith("b"):
+        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is not made of single heads")
+    if any(bounds[mixed.head] is not bounds[axis] for mixed in every):
+        raise Unsupported(Ground.HEADS_MIXED, "heads are mixed to more or fewer of them")
+    own = dict.fromkeys([mixed.head for mixed in every], axis)
 
     def of_head(expr: Expr) -> Expr:
         return substitute(expr, own)
 
-    def mixed(part: Mixed | None, behind: bool) -> Mixed | None:
-        if part is None:
-            return None
-        matrix = substitute(part.matrix, own | {part.head: HEAD})
-        return replace(part, matrix=matrix, program=part.program if behind else of_head(part.program))
-
-    heads = replace(
-        core,
-        score=of_head(core.score),
-        weight=of_head(core.weight),
-        sinks=tuple(map(of_head, core.sinks)),
-        row_scale=core.row_scale and of_head(core.row_scale),
-        mixed_scores=mixed(core.mixed_scores, False),
-        mixed_weights=mixed(core.mixed_weights, True),
-    )
+    named = {}
+    for name in ("mixed_scores", "mixed_weights"):
+        if (mixed := getattr(core, name)) is not None:
+            matrix = substitute(mixed.matrix, own | {mixed.head: HEAD})
+            named[name] = replace(mixed, matrix=matrix, program=of_head(mixed.program))
     query, key = (
         replace(access, index=tuple(map(of_head, access.index)), value=access.value and of_head(access.value))
         for access in (query, key)
     )
-    return heads, (query, key, value), int(found[0][1:])
+    return replace(core.mapped(of_head), **named), (query, key, value), int(axis.name[1:])
+
+
+def _of_one_head(core: Core) -> list[Expr]:
+    """What belongs to a single head of those that are mixed last."""
+    if core.mixed_weights is None:
+        return [] if core.mixed_scores is None else [core.mixed_scores.program]
+    scale = [] if core.row_scale is None else [core.row_scale]
+    return [core.score, core.weight, *core.sinks, *scale]

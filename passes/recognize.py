@@ -8,6 +8,7 @@ linearity each is an attention of its own with the same V.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, walk
@@ -39,6 +40,16 @@ class Core:
     mixed_scores: Mixed | None = None
     mixed_weights: Mixed | None = None
     origin: Expr | None = None
+
+    def mapped(self, change: Callable[[Expr], Expr]) -> Core:
+        """With every expression changed, but for sums over heads."""
+        return replace(
+            self,
+            score=change(self.score),
+            weight=change(self.weight),
+            sinks=tuple(map(change, self.sinks)),
+            row_scale=self.row_scale and change(self.row_scale),
+        )
 
     @property
     def mixes_heads(self) -> bool:

@@ -89,30 +89,25 @@ def specify(
     if core.row_scale is not None and attention.pullback.partly_detached:
         message = "a normaliser that depends on the row's maximum, through which a part of its gradient is to flow"
         raise Unsupported(Ground.DETACHED_MAXIMUM, message)
-    main = products[_main_product(core.score if core.mixed_scores is None else core.mixed_scores.program, products)]
+    main = products[_main_product(core, products)]
     accesses = (main.query, main.key, attention.value)
     _require_float(accesses)
     operands = [access.node for access in accesses]
     resolve = _Resolver(products, main, attention.pullback, operands)
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve, block_mask)
-    axis = None
-    if core.mixes_heads:
-        core, accesses, axis = heads.named(core, accesses, attention.pullback.bounds)
+    core, accesses, axis = heads.named(core, accesses, attention.pullback.bounds)
     bounds = site.bounds | {J: attention.keys}
     further = tuple(decided(resolve(use.value), bounds) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
-    if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
-        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
-        raise Unsupported(Ground.NAN_GRADIENT, message)
-    if differentiable and core.mixes_heads:
-        raise Unsupported(Ground.HEADS_MIXED, "gradients are asked for, and heads are mixed; kernels have none of that")
+    if differentiable:
+        _require_gradient(core)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
-    spec = spec if axis is None else _with_mixed_heads(spec, core, axis, rename)
+    spec = _with_mixed_heads(spec, core, axis, rename)
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
@@ -126,6 +121,15 @@ def specify(
     )
 
 
+def _require_gradient(core: Core) -> None:
+    """Raise `Unsupported` where kernels have none of a core."""
+    if core.normalizer is Normalizer.ZERO_SOFTMAX:
+        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
+        raise Unsupported(Ground.NAN_GRADIENT, message)
+    if core.mixes_heads:
+        raise Unsupported(Ground.HEADS_MIXED, "gradients are asked for, which kernels that mix heads do not have")
+
+
 def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:
     wide = "float64" if any(o.dtype == "float64" for o in spec.operands) else "float32"
     dtype = str(nodes.dtype(use.node)).removeprefix("torch.") if use.is_whole else wide
@@ -135,22 +139,24 @@ def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:
 def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, block_mask: BlockMask | None) -> Core:
     """The core in terms of the spec's operands, under the user's own mask, with what the bounds decide decided."""
     bounds = site.bounds | {J: attention.keys}
-    score, weight = decided(resolve(core.score), bounds), decided(resolve(core.weight), bounds)
+    found = core.mapped(resolve)
+    score, weight = decided(found.score, bounds), decided(found.weight, bounds)
     if block_mask is not None:
         score = _under_block_mask(score, block_mask, site, bounds, core.normalizer, resolve)
-    return Core(
+    return replace(
+        found,
         score=score,
-        normalizer=core.normalizer,
         weight=weight,
-        sinks=tuple(map(resolve, core.sinks)),
-        row_scale=None if core.row_scale is None else resolve(core.row_scale),
         mixed_scores=core.mixed_scores and core.mixed_scores.mapped(resolve),
         mixed_weights=core.mixed_weights and core.mixed_weights.mapped(resolve),
     )
 
 
-def _with_mixed_heads(spec: AttentionSpec, core: Core, axis: int, rename: _Sizes) -> AttentionSpec:
-    """The spec whose heads, batch coordinate `axis`, are mixed. All keys count for what other heads see."""
+def _with_mixed_heads(spec: AttentionSpec, core: Core, axis: int | None, rename: _Sizes) -> AttentionSpec:
+    """The spec whose heads, batch coordinate `axis`, are mixed, if they are. All keys count for what other heads
+    see."""
+    if axis is None:
+        return spec
     scores, weights = (mixed and mixed.mapped(rename) for mixed in (core.mixed_scores, core.mixed_weights))
     matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
     programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
@@ -216,12 +222,13 @@ def _extent(site: Site, name: str) -> Expr:
     return next(extent for c, extent in site.bounds.items() if c.attr == name)
 
 
-def _main_product(score: Expr, products: list[Product]) -> int:
+def _main_product(core: Core, products: list[Product]) -> int:
     """The product that becomes the score; others in the same program are read from their tensors.
 
     One that no tensor holds must be it. Else the one with the widest reduction is taken: the most expensive to
     materialise.
     """
+    score = core.score if core.mixed_scores is None else core.mixed_scores.program
     numbers = sorted({part.operand for part in walk(score) if part.op == "dot"})
 
     def rank(number: int) -> tuple[bool, int, int]:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fusion.passes import nodes
 from fusion.passes.contractions import Factors, extended_factors, is_contraction, is_distance
-from fusion.passes.heads import mixes_heads
+from fusion.passes.heads import head_sum
 from fusion.passes.nodes import packet
 from fusion.passes.sdpa import is_sdpa
 
@@ -75,14 +75,13 @@ class Upstream:
 
     def _of(self, node: Node) -> Met:
         kind = packet(node)
+        if Met.PRODUCT in (met := self.inputs(node)) and head_sum(node) is not None:
+            return met | Met.MIXED_HEADS
         if is_contraction(node) or is_distance(node):
             return Met.PRODUCT
         if self.is_hidden_product_with_values(node):
             return Met.PRODUCT
-        if kind in LINEAR:
-            met = self.inputs(node)
-            return met | Met.MIXED_HEADS if Met.PRODUCT in met and mixes_heads(node) else _NOTHING
-        if is_sdpa(node) or kind is aten.layer_norm:
+        if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm:
             return _NOTHING
         met = self.inputs(node)
         if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights

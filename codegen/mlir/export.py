@@ -20,7 +20,8 @@ import torch
 from fusion.codegen.mlir.calling import bytes_per_thread, extents_function
 from fusion.codegen.mlir.compile import PIPELINE, openmp_library
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import span_of
+from fusion.codegen.mlir.launch import batch_of_items, span_of
+from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
@@ -105,7 +106,7 @@ def attention_function(
     out_shape = [extents[dim] for dim in spec.output.dims]
     operands = tuple(tensor_type(s, o.dtype) for s, o in zip(shapes, spec.operands, strict=True))
     writer = _Writer(name, spec, shapes, dict(zip(spec.sizes, sizes, strict=True)), out_shape, text)
-    body = writer.body(batch, n_q, n_k)
+    body = writer.body(batch_of_items(spec, batch), n_q, n_k)
     result = tensor_type(out_shape, spec.out_dtype)
     arguments = ", ".join(f"%t{number}: {type_}" for number, type_ in enumerate(operands))
     kernel = text.source.removeprefix(HEADER).removesuffix("}\n")
@@ -128,6 +129,8 @@ def attention_module(spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes
 def _kernel_text(spec: AttentionSpec, machine: Machine, n_q: int, d: int, d_v: int) -> KernelText:
     """The kernel for these sizes, of the first choice that never asks to be run again in another way."""
     target = target_of(machine)
+    if spec.mixing is not None:
+        return emit_mixed_heads(spec, target, d, d_v)
     if n_q <= FEW_QUERIES:
         return emit_rows(spec, target, d, d_v)
     texts = (emit(spec, tiling, target, d, d_v) for tiling in tilings_for(spec, target))

@@ -80,9 +80,8 @@ class Variant(CompiledKernel):
         """What runs all calls with these sizes (batch sizes.., n_q, n_k, d, d_v) and `values` of other parameters, keys
         in about `splits` parts. given: as in `launcher`."""
         *batch, n_q, n_k, d, d_v = extents
-        heads = 1
-        if (mixing := self.spec.mixing) is not None:  # an item has all of them
-            heads, batch[mixing.axis] = batch[mixing.axis], 1
+        heads = 1 if self.spec.mixing is None else batch[self.spec.mixing.axis]
+        batch = batch_of_items(self.spec, batch)
         text, rows = self.text, math.prod(batch) * n_q
         span, steps = n_q * self._together(*batch[-1:]), -(-n_k // text.key_step)
         # Rows of a tile are computed whether they exist or not.
@@ -123,6 +122,12 @@ stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
 def rows_together(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
     """How many rows that follow each other, in the order (batch coordinates.., query), read the same keys."""
     return n_q * spec.heads_per_key(batch[-1]) if batch else n_q
+
+
+def batch_of_items(spec: AttentionSpec, batch: Sequence[int]) -> list[int]:
+    """The extents of the batch coordinates that work items are told apart by: all but heads that are mixed."""
+    axis = -1 if spec.mixing is None else spec.mixing.axis
+    return [1 if k == axis else extent for k, extent in enumerate(batch)]
 
 
 def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:

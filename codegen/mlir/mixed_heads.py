@@ -33,7 +33,7 @@ from fusion.lowering.score_programs import plain_scale
 from fusion.planning.register_tiles import planes_of
 
 KEYS_AT_ONCE = 4
-"""Keys whose heads are mixed at a time: a head's factor is read once for all of them."""
+"""Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""
 KEY_SPAN = 512
 """Keys whose products are added up before they join the others: long sums lose digits."""
 MODERATE = 2.0**24
@@ -53,10 +53,11 @@ class MixedHeadsKernel(KernelFunction):
         assert spec.mixing is not None
         self.mixing, self.axis = spec.mixing, coord(f"b{spec.mixing.axis}")
         self.heads = spec.batch[spec.mixing.axis].integer
-        self.products = p = vector_products(self.b, target, planes_of(spec, target) == 1 and target.pairs, d, d_v)
+        self.products = p = vector_products(self.b, target, planes_of(spec, target) == 1 and target.bfloat16, d, d_v)
         self.groups, self.row = p.group_step, 4 * self.lanes
-        # Accumulators of the sums over heads: half of the registers.
+        # Sums over heads take half of the registers.
         self.heads_at_once = 4 if target.tile_rows * target.tile_groups > 12 else 2
+        self.keys_at_once = min(KEYS_AT_ONCE, p.key_step)
         scale = plain_scale(self.mixing.scored) or 0.0
         folds = 1 / MODERATE <= abs(scale) <= MODERATE
         self.scored, self.scale = (SCORE, scale) if folds else (self.mixing.scored, 1.0)
@@ -76,7 +77,7 @@ class MixedHeadsKernel(KernelFunction):
         self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
         self.maximum, self.total = self.area(self.row, "maximum"), self.area(self.row, "total")
         self.row_factors = self.area(heads * self.groups * self.row, "row_factors")
-        self.mixed = self.area(heads * KEYS_AT_ONCE * self.row, "mixed")
+        self.mixed = self.area(heads * self.keys_at_once * self.row, "mixed")
         self.output_bytes = p.e_padded * self.row
         self.output, self.part = (self.area(self.groups * self.output_bytes, name) for name in ("output", "part"))
         b, fixed = self.b, self.workspace_bytes
@@ -171,7 +172,7 @@ class MixedHeadsKernel(KernelFunction):
     ) -> None:
         """Sums over heads. of: (head, key) -> the vector that is mixed. put: takes (head, first of some keys, the
         vectors of these)."""
-        b, heads, width, count = self.b, self.heads, self.heads_at_once, KEYS_AT_ONCE
+        b, heads, width, count = self.b, self.heads, self.heads_at_once, self.keys_at_once
         with b.loop(0, self.padded, count, hint="j") as j:
             with b.loop(0, heads, hint="of") as head:
                 for u in range(count):

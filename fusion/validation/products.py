@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fusion.ir.sizes import size_value
 from fusion.passes import nodes
 from fusion.passes.heads import head_sum
 from fusion.validation.layouts import Index
@@ -98,16 +99,15 @@ def _heads(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     """Heads that are mixed, one after the other."""
     found = head_sum(node)
     assert found is not None
-    dim, dtype = found.dim % len(index), replay.dtype(nodes.dtype(node))
+    dtype = replay.dtype(nodes.dtype(node))
     wide = torch.promote_types(dtype, torch.float32)
     total = torch.zeros([1] * rank, dtype=wide)
-    for number in range(replay.region.shape(found.mixed)[found.dim]):
-        head = replay.number(number)
-        value = replay.value(found.mixed, (*index[:dim], head, *index[dim + 1 :]), rank)
-        factor = replay.value(found.matrix, (index[dim], head, *(replay.zero for _ in found.rest)), rank)
+    for head in map(replay.number, range(size_value(found.extent, replay.region.hints))):
+        value = replay.value(found.mixed, found.mixed_index(index, head), rank)
+        factor = replay.value(found.matrix, found.matrix_index(index, head, replay.zero), rank)
         total = total + value.to(wide) * factor.to(wide)
     if found.bias is not None:
-        total = total + replay.value(found.bias, (index[dim],), rank).to(wide)
+        total = total + replay.value(found.bias, (index[found.to],), rank).to(wide)
     return total.to(dtype)
 
 

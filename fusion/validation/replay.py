@@ -24,7 +24,7 @@ from torch.fx import Node
 from fusion.ir.sizes import size_value
 from fusion.passes import marks, nodes, pointwise
 from fusion.passes.folding import known
-from fusion.passes.heads import mixes_heads
+from fusion.passes.heads import head_sum
 from fusion.passes.inplace import may_copy
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
@@ -213,7 +213,7 @@ def rule_of(node: Node) -> Rule | None:
     if node.op != "call_function" or not nodes.is_tensor(node):
         return None
     packet = nodes.packet(node)
-    if mixes_heads(node):
+    if head_sum(node) is not None:
         return RULES["heads"]
     if (found := RULES.get(packet, RULES.get(node.target))) is not None:
         return found

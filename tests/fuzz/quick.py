@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from fusion.codegen import mlir
-from fusion.codegen.mlir import row_kernel, tile
+from fusion.codegen.mlir import mixed_heads, row_kernel, tile
 from fusion.codegen.mlir.backward import kernel as backward_kernel
 from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.launch import Kernel
@@ -108,7 +108,7 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         if not chosen.optimised:
             stack.enter_context(mock.patch.object(compiler, "_engine", _engine))
         stack.enter_context(emulation.compiling(chosen.target))
-        for module in (tile, row_kernel, backward_kernel):
+        for module in (tile, row_kernel, mixed_heads, backward_kernel):
             stack.enter_context(mock.patch.object(module, "KEY_SPAN", chosen.span))
         yield
 

@@ -32,12 +32,6 @@ def running_sum(q, k, v):
     return torch.softmax(s, -1) @ v
 
 
-def talking_heads(q, k, v):
-    s = q @ k.mT
-    s = torch.einsum("bhij,gh->bgij", s, torch.ones(3, 3))  # here
-    return torch.softmax(s, -1) @ v
-
-
 def also_averaged(q, k, v):
     s = q @ k.mT
     out = torch.softmax(s, -1) @ v
@@ -76,7 +70,6 @@ CASES = {
     tanh_of_weights: (Ground.NOT_LINEAR, "not linear in it", "aten.tanh"),
     other_axis: (Ground.NOT_POINTWISE, "do not come from a product", "aten.softmax"),
     running_sum: (Ground.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
-    talking_heads: (Ground.NOT_POINTWISE, "do not come from a product", "aten.einsum"),
     also_averaged: (Ground.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
     returned: (Ground.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
     constant_added: (Ground.WEIGHTS_ADDED, "added to the weights", "aten.add"),
@@ -99,17 +92,6 @@ def test_the_operation_and_its_line_are_named(function):
     assert lines[number - 1].endswith("# here"), site.stopped_at
     assert site.advice and site.advice in " ".join(str(report).split())
     assert f"stopped  by {site.stopped_by} at {site.stopped_at}" in str(report)
-
-
-def linear_over_heads(q, k, v):
-    s = torch.nn.functional.linear((q @ k.mT).permute(0, 2, 3, 1), torch.eye(3) + 0.1)  # here
-    return torch.softmax(s.permute(0, 3, 1, 2), -1) @ v
-
-
-def linear_over_heads_of_weights(q, k, v):
-    w = torch.softmax(q @ k.mT, -1)
-    w = torch.nn.functional.linear(w.permute(0, 2, 3, 1), torch.eye(3) + 0.1)  # here
-    return w.permute(0, 3, 1, 2) @ v
 
 
 def with_a_vector(q, k, v):
@@ -167,8 +149,6 @@ UNSEEN = {
     normalised_squares: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
     running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),
     running_sum_divided_late: (Ground.NOT_POINTWISE, "do not come from a product"),
-    linear_over_heads: (Ground.HEADS_MIXED, "a linear layer mixes the heads"),
-    linear_over_heads_of_weights: (Ground.HEADS_MIXED, "a linear layer mixes the heads"),
     with_a_vector: (Ground.PRODUCT_FORM, "aten.mv|a product with a vector"),
     many_sinks: (Ground.LIMIT, "5 columns of the softmax beside the keys, more than 4"),
     far_away: (Ground.LIMIT, "more than 64 operations one after the other"),

@@ -39,6 +39,11 @@ def heads_last(q, k, v):
     return (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2)
 
 
+def mixed_heads(q, k, v, matrix):
+    s = torch.nn.functional.conv2d(q @ k.mT / 4, matrix[:, :, None, None])
+    return torch.einsum("bhij,hg->bgij", s.softmax(-1), matrix) @ v
+
+
 def tensors(*shape, dtype=torch.float32):
     return [torch.randn(shape, dtype=dtype) for _ in range(3)]
 
@@ -50,6 +55,7 @@ CASES = {
     "causal with a bias": (biased_causal, [*tensors(2, 3, 67, 16), torch.randn(3, 67, 67)]),
     "padding": (padded, [*tensors(2, 3, 40, 16), torch.rand(2, 40) > 0.3]),
     "heads last": (heads_last, tensors(2, 50, 3, 16)),
+    "mixed heads": (mixed_heads, [*tensors(2, 3, 70, 16), torch.randn(3, 3)]),
     "bfloat16": (plain, tensors(1, 2, 33, 32, dtype=torch.bfloat16)),
 }
 

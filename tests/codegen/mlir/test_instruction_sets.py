@@ -4,12 +4,14 @@ with the limit to AVX2 LLVM itself uses nothing newer."""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen import mlir
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
@@ -19,10 +21,12 @@ from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_MAX
 from fusion.ir.spec import FurtherOutput
 from fusion.planning.choice import query_stationary
+from fusion.runtime import kernels
 from tests import emulation
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, assert_trains_as_exact_as_eager, case, draw
 from tests.fuzz import quick
-from tests.numerics import assert_same
+from tests.numerics import assert_runs_as_exact_as_eager, assert_same
+from tests.passes import test_mixed_heads as mixed_heads
 
 SETS = {"avx2": emulation.AVX2, "avx512": emulation.AVX512, "pairs": emulation.PAIRS, "amx": emulation.AMX}
 SIZES = {"B": 1, "H": 2, "Nq": 70, "Nk": 150}
@@ -75,6 +79,21 @@ def test_rows_that_share_keys(target: str, name: str, fields: dict, group: int) 
         for n_q, n_k in ((1, 5), (3, 150), (2, 333)):
             operands, sizes = draw(c, SIZES | {"Nq": n_q, "Nk": n_k}, "heads_inside")
             assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SETS)
+def test_mixed_heads(name: str, dtype: torch.dtype) -> None:
+    """Five heads fill no whole number of the blocks that are mixed together, and sums begin anew twice."""
+    inputs = mixed_heads.drawn(dtype, h=5, n_q=70, n_k=150)
+    function = mixed_heads.with_biases_behind
+    chosen = quick.Plan(target=SETS[name], tiling=None, schedule="", span=64, optimised=False)
+    apart = mock.patch.multiple(mlir, _kernels={}, target_of=lambda machine: SETS[name])
+    with quick.compiling_for(chosen), apart, torch.no_grad():
+        kernels.forget()
+        compiled = torch.compile(function, backend="fusion", options={"strict": True})
+        assert_runs_as_exact_as_eager(compiled, function, *inputs, dtype=dtype)
+    kernels.forget()
 
 
 def test_a_row_does_not_depend_on_others_that_share_its_keys() -> None:
