@@ -21,12 +21,13 @@ from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
+from fusion.passes.core import Core
 from fusion.passes.folding import forget
 from fusion.passes.heads import head_sum
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
-from fusion.passes.recognize import Core, attentions
+from fusion.passes.recognize import attentions
 from fusion.passes.sdpa import Found, is_sdpa, pull_back_sdpa
 from fusion.passes.upstream import (
     FURTHER_PRODUCTS,

@@ -7,7 +7,7 @@ coordinate that the node names: "h" and the number of sums that it stands in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +19,7 @@ from fusion.ir.expr import HEAD, SCORE, WEIGHT, C, Expr, Kind, coord, coordinate
 from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.contractions import einsum_letters, factors, is_contraction
+from fusion.passes.core import Core, Mixed
 from fusion.passes.nodes import Unsupported, arguments, is_tensor, packet, shape
 from fusion.passes.over_keys import depends_on_product
 from fusion.passes.shifts import has
@@ -28,32 +29,12 @@ from fusion.refusals import Ground
 if TYPE_CHECKING:
     from fusion.passes.operands import Access
     from fusion.passes.pullback import PullBack
-    from fusion.passes.recognize import Core
 
 aten = torch.ops.aten
 T = TypeVar("T")
 MOST_HEADS = 32
 """Kernels hold a row of scores of every head."""
 _MAX_STEPS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixed:
-    """A sum over heads in the weights or scores of an attention.
-
-    head, to: the coordinate that is summed over, and that of the result.
-    matrix: what each head is multiplied by.
-    program: of scores what is mixed; of weights what becomes of the sum, in WEIGHT.
-    """
-
-    head: Expr
-    to: Expr
-    matrix: Expr
-    program: Expr
-
-    def mapped(self, change: Callable[[Expr], Expr]) -> Mixed:
-        """With both expressions changed."""
-        return replace(self, matrix=change(self.matrix), program=change(self.program))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,8 +217,8 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
 
 
 def named(
-    core: Core, accesses: tuple[Access, Access, Access], bounds: integers.Bounds
-) -> tuple[Core, tuple[Access, Access, Access], int | None]:
+    core: Core, accesses: Sequence[Access], bounds: integers.Bounds
+) -> tuple[Core, Sequence[Access], int | None]:
     """The core and its operands Q, K and V with heads named as in `fusion.ir.spec.Mixing`, and the batch coordinate
     that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]

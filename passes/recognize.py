@@ -8,53 +8,19 @@ linearity each is an attention of its own with the same V.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
+from fusion.passes.core import Core
 from fusion.passes.dead_rows import as_exponents, may_be_far, quotient_kind, selected
-from fusion.passes.heads import Mixed, split_scores, split_weights
+from fusion.passes.heads import split_scores, split_weights
 from fusion.passes.nodes import Unsupported
 from fusion.passes.shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
 from fusion.refusals import Ground
 
 _DETACHED = apply("detach", ROW_MAX)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Core:
-    """A normalised function of scores: the fields are those of `AttentionSpec`, with "dot" leaves for products.
-
-    mixed_scores, mixed_weights: the sums over heads that the score program takes for the score, and behind the
-        normalised scores; None where there are none.
-    origin: the normalised score as it was found.
-    """
-
-    score: Expr
-    normalizer: Normalizer
-    weight: Expr
-    sinks: tuple[Expr, ...] = ()
-    row_scale: Expr | None = None
-    mixed_scores: Mixed | None = None
-    mixed_weights: Mixed | None = None
-    origin: Expr | None = None
-
-    def mapped(self, change: Callable[[Expr], Expr]) -> Core:
-        """With every expression changed, but for sums over heads."""
-        return replace(
-            self,
-            score=change(self.score),
-            weight=change(self.weight),
-            sinks=tuple(map(change, self.sinks)),
-            row_scale=self.row_scale and change(self.row_scale),
-        )
-
-    @property
-    def mixes_heads(self) -> bool:
-        """Whether there is any sum over heads."""
-        return self.mixed_scores is not None or self.mixed_weights is not None
 
 
 def attentions(weight: Expr) -> list[Core]:

@@ -14,10 +14,10 @@ from fusion.ir.expr import C, E, Expr, I, J, Kind, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.passes import casts, marks, nodes, pointwise
+from fusion.passes.core import Core
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, locate, scale_of_values
 from fusion.passes.pullback import Product, PullBack
-from fusion.passes.recognize import Core
 from fusion.passes.views import Index, broadcast_index
 from fusion.refusals import Ground
 

@@ -16,6 +16,7 @@ from fusion.ir.sizes import size_value
 from fusion.ir.spec import FurtherOutput, Mixing, Normalizer
 from fusion.passes import heads, marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
+from fusion.passes.core import Core
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
 from fusion.passes.key_sets import KeySet
@@ -23,7 +24,6 @@ from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
 from fusion.passes.operands import Access, scales_rows
 from fusion.passes.pullback import Product, PullBack
-from fusion.passes.recognize import Core
 from fusion.passes.tables import Table
 from fusion.refusals import Ground
 
