@@ -204,8 +204,12 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
     """The checkpointed graphs of a graph in which something was fused, by name, and what was found in all of them."""
     fused: dict[str, GraphModule] = {}
     whole = Report()
-    for name, (body, values) in checkpointing.bodies(module).items():
-        graph, report = _fuse(body, values, options)
+    for name, body in checkpointing.bodies(module).items():
+        if body.autocast is None:
+            whole.notes.append("a checkpointed function that is called in several regions of autocast stays as it is")
+            continue
+        with body.regions():
+            graph, report = _fuse(body.graph, body.values, options)
         whole.sites += report.sites
         whole.notes += [note for note in report.notes if note != NO_ATTENTION]
         if report.fused:

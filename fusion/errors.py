@@ -58,6 +58,10 @@ class ShardingError(FusionError, RuntimeError):
     """An attention of DTensors that no process could compute its part of."""
 
 
+class OperandError(FusionError, TypeError):
+    """A tensor is not of the dtype that an attention was found with."""
+
+
 class UnsupportedSizeError(FusionError, ValueError):
     """A size at run time is beyond what the integer arithmetic of kernels holds, or a kernel has more parameters than
     there is room for."""

@@ -8,6 +8,7 @@ would have cast. Casting an operation's arguments beforehand changes nothing els
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,17 +25,23 @@ def write_casts(graph: Graph) -> None:
     """Insert `aten.to` in front of every operation whose arguments autocast would cast, where the result shows that
     it did."""
     made: dict[tuple[Node, torch.dtype], Node] = {}
-    stack: list[States] = [{kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}]
+    ambient = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    for node, open_ in regions(graph):
+        if node.target in (enter, leave):
+            made.clear()
+        elif (dtype := _autocast_dtype(node, ambient | {str(r[0]): bool(r[2]) for r in open_})) is not None:
+            _cast_arguments(graph, node, dtype, made)
+
+
+def regions(graph: Graph) -> Iterator[tuple[Node, tuple[tuple[Any, ...], ...]]]:
+    """Every node, with the arguments of the regions of autocast that are open there: (device, dtype, enabled, ..)."""
+    stack: list[tuple[Any, ...]] = []
     for node in list(graph.nodes):
         if node.target is enter:
-            kind, _, enabled = (*node.args, *node.kwargs.values())[:3]
-            stack.append(stack[-1] | {str(kind): bool(enabled)})
-            made.clear()
+            stack.append((*node.args, *node.kwargs.values()))
         elif node.target is leave:
             stack.pop()
-            made.clear()
-        elif (dtype := _autocast_dtype(node, stack[-1])) is not None:
-            _cast_arguments(graph, node, dtype, made)
+        yield node, tuple(stack)
 
 
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:

@@ -6,7 +6,9 @@ others; the call around them stays as it is, so that the inner compiler recomput
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,18 +18,42 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_map
 
-from fusion.passes import dtensor, marks, nodes
+from fusion.passes import autocast, dtensor, marks, nodes
 from fusion.refusals import Ground
 
 
-def bodies(module: GraphModule) -> dict[str, tuple[GraphModule, list[Any]]]:
-    """The checkpointed graphs of a graph, by the name of the attribute, each with the values that it is called with."""
-    found: dict[str, tuple[GraphModule, list[Any]]] = {}
-    for node in module.graph.nodes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A checkpointed graph.
+
+    values: that it is called with.
+    autocast: the arguments of the regions of `torch.autocast` that are open around its calls, the outermost first; None
+        where they are not the same for all.
+    """
+
+    graph: GraphModule
+    values: list[Any]
+    autocast: tuple[tuple[Any, ...], ...] | None
+
+    @contextlib.contextmanager
+    def regions(self) -> Iterator[None]:
+        """As if it were called."""
+        with contextlib.ExitStack() as stack:
+            for region in self.autocast or ():
+                stack.enter_context(torch.amp.autocast(*region))
+            yield
+
+
+def bodies(module: GraphModule) -> dict[str, Body]:
+    """The checkpointed graphs of a graph, by the name of the attribute."""
+    found: dict[str, Body] = {}
+    for node, regions in autocast.regions(module.graph):
         if node.op == "call_function" and node.target is tag_activation_checkpoint:
             name = str(node.args[0].target)
             given = [nodes.value(a) if isinstance(a, Node) else a for a in node.args[1:]]
-            found.setdefault(name, (module.get_submodule(name), given))  # type: ignore[arg-type]
+            known = found.setdefault(name, Body(graph=module.get_submodule(name), values=given, autocast=regions))  # type: ignore[arg-type]
+            if known.autocast != regions:
+                found[name] = replace(known, autocast=None)
     return found
 
 

@@ -40,7 +40,7 @@ ADDING = {aten.baddbmm, aten.addmm}
 def is_contraction(node: Node) -> bool:
     """Whether this node is a product that `factors` may be able to take apart. `addmm` with a parameter is a linear
     layer."""
-    if node.op != "call_function":
+    if node.op != "call_function" or nodes.writes(node):
         return False
     if packet(node) is aten.addmm:
         return not is_parameter(arguments(node)["mat2"])

@@ -133,7 +133,7 @@ def may_hold_attention(module: GraphModule) -> bool:
 
     Checkpointed graphs within it count.
     """
-    if any(may_hold_attention(body) for body, _ in bodies(module).values()):
+    if any(may_hold_attention(body.graph) for body in bodies(module).values()):
         return True
     calls = [node for node in module.graph.nodes if node.op.startswith("call")]
     if any(node.op == "call_module" for node in calls):

@@ -216,9 +216,7 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
 # --- in a spec ------------------------------------------------------------------------------------------------------
 
 
-def named(
-    core: Core, accesses: Sequence[Access], bounds: integers.Bounds
-) -> tuple[Core, Sequence[Access], int | None]:
+def named(core: Core, accesses: Sequence[Access], bounds: integers.Bounds) -> tuple[Core, Sequence[Access], int | None]:
     """The core and its operands Q, K and V with heads named as in `fusion.ir.spec.Mixing`, and the batch coordinate
     that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]

@@ -11,12 +11,13 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float
+from fusion.ir.widths import LARGEST_SIZE
 from fusion.refusals import Ground, Refusal
 
 
@@ -104,10 +105,28 @@ def size_expr(extent: Any) -> Expr:
     if isinstance(extent, Node):
         extent = value(extent)
     if isinstance(extent, torch.SymInt):
+        _require_sizes(extent)
         return integers.integer(1) if _is_one(extent) else _from_sympy(extent.node.expr)
     if isinstance(extent, bool) or not isinstance(extent, int):
         raise Unsupported(Ground.SIZE, f"a size that is not an integer: {extent!r}")
     return integers.integer(extent)
+
+
+def _require_sizes(extent: torch.SymInt) -> None:
+    """Make sure that every symbol of an expression is what a `size` is, at least 0 and below `LARGEST_SIZE`. A Python
+    int that Dynamo made dynamic need not be: torch records that it is now, or its value where it is not."""
+    if extent.node.expr.is_number:
+        return
+    env = extent.node.shape_env
+    for symbol in extent.node.expr.free_symbols:
+        if env.bound_sympy(symbol).lower >= 0:
+            continue  # the size of a tensor; of such, kernels are called for none that is too large
+        if free_unbacked_symbols(symbol):
+            raise Unsupported(
+                Ground.RUN_TIME_SCALAR, f"an integer that is computed at run time and may be negative: {symbol}"
+            )
+        if not (env.evaluate_expr(symbol >= 0) and env.evaluate_expr(symbol < LARGEST_SIZE)):
+            env.evaluate_expr(symbol)
 
 
 def _is_one(extent: torch.SymInt) -> bool:
@@ -197,6 +216,11 @@ def specialize(extent: Any) -> None:
         for symbol in extent.node.expr.free_symbols:
             extent.node.shape_env.evaluate_expr(symbol)  # torch records the guard: another value compiles again
         raise Specialized
+
+
+def writes(node: Node) -> bool:
+    """Whether an ATen call writes into memory that it is given: `out=`, or in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def arguments(node: Node) -> dict[str, Any]:

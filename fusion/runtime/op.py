@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.errors import OperandError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
 from fusion.runtime import autograd, derivatives, executor, mapping
@@ -45,7 +46,16 @@ def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) 
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
-    return results.empty_result(AttentionSpec.from_json(spec), 0, operands[0], sizes)
+    """The result without its elements. A graph in which operands have other dtypes than kernels read is compiled no
+    further: these would read beyond their memory, and look at no dtype themselves."""
+    parsed = AttentionSpec.from_json(spec)
+    for tensor, operand in zip(operands, parsed.operands, strict=True):
+        if tensor.dtype is not operand.torch_dtype:
+            raise OperandError(
+                f"{operand.name} of {parsed} is {str(tensor.dtype).removeprefix('torch.')}, and its kernel reads "
+                f"{operand.dtype}: another part of the compiler has changed the graph since it was found"
+            )
+    return results.empty_result(parsed, 0, operands[0], sizes)
 
 
 def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fusion
+from fusion.errors import OperandError
 from fusion.passes.checkpointing import Checkpoints, bodies, lift_seeds
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import normalize
@@ -25,9 +28,10 @@ def function(x):
 
 def test_a_checkpointed_part_is_found_with_what_it_is_called_with():
     x = torch.randn(3, 4, requires_grad=True)
-    ((body, given),) = bodies(captured(function, x)).values()
-    assert any("softmax" in str(node.target) for node in body.graph.nodes)
-    assert {tuple(value.shape) for value in given if isinstance(value, torch.Tensor)} <= {(3, 4), (4, 3)} and given
+    (body,) = bodies(captured(function, x)).values()
+    assert any("softmax" in str(node.target) for node in body.graph.graph.nodes)
+    given = [value for value in body.values if isinstance(value, torch.Tensor)]
+    assert {tuple(value.shape) for value in given} <= {(3, 4), (4, 3)} and given and body.autocast == ()
 
 
 def test_a_graph_without_one_has_none():
@@ -36,8 +40,8 @@ def test_a_graph_without_one_has_none():
 
 def test_seeds_become_inputs():
     x = torch.randn(3, 4, requires_grad=True)
-    ((body, given),) = bodies(captured(function, x)).values()
-    traced = normalize(body, given)
+    (body,) = bodies(captured(function, x)).values()
+    traced = normalize(body.graph, body.values)
     seeds = [node for node in traced.graph.nodes if node.meta.get("is_seed")]
     assert len(seeds) == 1 and seeds[0].op != "placeholder"
     lift_seeds(traced)
@@ -99,6 +103,75 @@ def test_numbers_of_a_module(dynamic):
 def test_a_call_outside_of_a_trace_is_refused():
     x = torch.randn(3, 4, requires_grad=True)
     module = captured(function, x)
-    ((body, _),) = bodies(module).values()
+    (body,) = bodies(module).values()
     with pytest.raises(Unsupported, match="a checkpointed part outside of a trace"):
-        Checkpoints(module, {}).call((body, x), {})
+        Checkpoints(module, {}).call((body.graph, x), {})
+
+
+def attention(x, w):
+    q, k, v = (x @ w).chunk(3, -1)
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
+def under_autocast(x, w):
+    with torch.autocast("cpu", torch.bfloat16):
+        return checkpoint(attention, x, w, use_reentrant=False).float()
+
+
+def in_two_regions(x, w):
+    with torch.autocast("cpu", torch.bfloat16):
+        inner = checkpoint(attention, x, w, use_reentrant=False)
+        with torch.autocast("cpu", enabled=False):
+            return checkpoint(attention, x, w, use_reentrant=False) + inner.float()
+
+
+def in_the_ambient_region_and_out_of_it(x, w):
+    with torch.autocast("cpu", enabled=False):
+        inner = checkpoint(attention, x, w, use_reentrant=False)
+    return inner, checkpoint(attention, x, w, use_reentrant=False)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("function", [under_autocast, in_two_regions, in_the_ambient_region_and_out_of_it])
+def test_regions_of_autocast_around_a_call(function, trained):
+    """A kernel that took a region for float32 would read bfloat16 beyond its memory."""
+    torch._dynamo.reset()
+    x, w = torch.randn(3, 200, 48, requires_grad=trained), torch.randn(48, 144) / 20
+    ambient = torch.autocast("cpu", torch.bfloat16, enabled=function is in_the_ambient_region_and_out_of_it)
+
+    def results(run, x, w):
+        with ambient:
+            outputs = run(x, w)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not trained:
+            return outputs
+        return *outputs, *torch.autograd.grad(sum(out.float().square().sum() for out in outputs), [x])
+
+    with fusion.collect_reports() as reports:
+        got = results(torch.compile(function, backend="fusion"), x, w)
+    want, exact = results(function, x, w), results(function, *(t.detach().double().requires_grad_() for t in (x, w)))
+    assert reports[0].fused and [y.dtype for y in got] == [y.dtype for y in want]
+    assert_as_exact_as_eager(got, want, exact, torch.bfloat16)
+
+
+def test_a_kernel_that_reads_another_dtype_is_not_compiled():
+    """Whatever changes the graph after the analysis."""
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    spec, narrow = fusion.explain(F.scaled_dot_product_attention, q, k, v).sites[0].spec, k.bfloat16()
+    with FakeTensorMode() as mode, pytest.raises(OperandError, match="is bfloat16, and its kernel reads float32"):
+        operands = [mode.from_tensor(x) for x in (q, narrow, v)]
+        torch.ops.fusion.attention(operands, [1, 2, 8, 8], spec.to_json(), "auto")
+
+
+def test_what_is_called_in_other_regions_stays():
+    x = torch.randn(3, 4)
+
+    def twice(x):
+        inner = checkpoint(part, x, use_reentrant=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner, checkpoint(part, x, use_reentrant=False)
+
+    module = captured(twice, x)
+    calls = [node for node in module.graph.nodes if node.target is tag_activation_checkpoint]
+    calls[1].args = (calls[0].args[0], *calls[1].args[1:])  # as Dynamo would write it, did it know that they are equal
+    assert [body.autocast for body in bodies(module).values()] == [None]

@@ -95,3 +95,37 @@ def test_a_head_dimension_that_follows_from_another_size_is_made_static(packed):
         compiled = torch.compile(attend, backend="fusion", options={"inner": "eager"}, dynamic=True)
         assert_as_exact_as_eager(compiled(x), attend(x), attend(x.double()))
     assert [report.fused for report in reports] == [1]
+
+
+def shifted_thirds(i, j, w):
+    return (i + w) // 3 < j - w
+
+
+def remainders(i, j, w):
+    return (i * w) % 5 == j % 5
+
+
+def products(i, j, w):
+    return j > i * max(w, 0) + 3
+
+
+def distances(i, j, w):
+    return (j - i).abs() > w
+
+
+@pytest.mark.parametrize("dead", [shifted_thirds, remainders, products, distances])
+def test_integers_that_are_no_sizes(dead):
+    """A Python int that Dynamo makes dynamic may be negative, or larger than any size."""
+    torch._dynamo.reset()
+
+    def attend(q, k, v, w):
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        return torch.softmax((q @ k.mT * 0.25).masked_fill(dead(i, j, w), -math.inf), -1) @ v
+
+    inputs = [torch.randn(1, 2, 37, 16) for _ in range(3)]
+    compiled = torch.compile(attend, backend="fusion", options={"strict": True}, dynamic=True)
+    with fusion.collect_reports() as reports:
+        for w in (5, 3, -5, -2, 10**9, -(10**12), 4):
+            exact = attend(*(x.double() for x in inputs), w)
+            assert_as_exact_as_eager(compiled(*inputs, w), attend(*inputs, w), exact)
+    assert len(reports) <= 5  # 5, 3 and 4 are one
