@@ -121,8 +121,9 @@ def _is_batch(here: Node, dim: int) -> bool:
     summed, bounds = index[dim].name, dict(zip(index, extents, strict=True))
     for _ in range(_MAX_STEPS):
         mixing = next((found for found in _sums(here) if summed in coordinates(index[found.to])), None)
-        if mixing is not None and packet(here) is aten.einsum:
-            return _is_batch(mixing.mixed, mixing.dims.index(None))
+        if mixing is not None:  # heads that were mixed before
+            here, index = mixing.mixed, mixing.mixed_index(index, index[mixing.to])
+            continue
         if is_contraction(here):
             return _is_in_both(here, index, summed)
         if (moved := source(here, index, bounds)) is None:
@@ -158,7 +159,8 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     """The element at an index of a node that mixes heads of scores or weights; None for any other node."""
     if (found := head_sum(here)) is None:
         return None
-    nodes.specialize(nodes.value(found.mixed).shape[found.dims.index(None)])
+    for extent in (nodes.value(found.mixed).shape[found.dims.index(None)], nodes.value(here).shape[found.to]):
+        nodes.specialize(extent)
     if not (extent := found.extent).is_const or not extent.integer <= MOST_HEADS:
         raise Unsupported(Ground.HEADS_MIXED, f"{extent} heads are mixed; kernels mix up to {MOST_HEADS}", None, here)
     within = {name for entry in index for name in coordinates(entry) if name.startswith("h")}

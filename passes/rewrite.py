@@ -268,7 +268,8 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
 
 def _without_gradient(graph: Graph, root: Node, spec: AttentionSpec, operands: Sequence[Node]) -> list[Node]:
     """The operands, those detached that no gradient flows to: theirs is None then, as in eager mode, and not zero."""
-    programs = (spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further))
+    programs = [spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further)]
+    programs += spec.mixing.expressions() if spec.mixing is not None else ()
     found = reached(*(program for program in programs if program is not None))
     trained = {load.operand for load in found if load.op == "load"} | {2} | ({0, 1} if SCORE in found else set())
     return [

@@ -100,8 +100,9 @@ def specify(
     bounds = site.bounds | {J: attention.keys}
     further = tuple(decided(resolve(use.value), bounds) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
-    if differentiable:
-        _require_gradient(core)
+    if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
+        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
+        raise Unsupported(Ground.NAN_GRADIENT, message)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
@@ -119,15 +120,6 @@ def specify(
         tables=tuple(resolve.tables.items()),
         key_sets=resolve.key_sets(),
     )
-
-
-def _require_gradient(core: Core) -> None:
-    """Raise `Unsupported` where kernels have none of a core."""
-    if core.normalizer is Normalizer.ZERO_SOFTMAX:
-        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
-        raise Unsupported(Ground.NAN_GRADIENT, message)
-    if core.mixes_heads:
-        raise Unsupported(Ground.HEADS_MIXED, "gradients are asked for, which kernels that mix heads do not have")
 
 
 def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:

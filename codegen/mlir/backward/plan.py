@@ -140,6 +140,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
     """Why there are no backward kernels for this spec, or None."""
     if (reason := row_gradients.unsupported(spec)) is not None:
         return reason
+    if spec.mixing is not None:
+        return "heads are mixed"
     if spec.row_scale is not None and spec.sinks:
         return "rows with sinks are scaled by something else than the sum"
     if any(operand.dtype == "float64" for operand in spec.operands):
