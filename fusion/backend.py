@@ -23,7 +23,7 @@ from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
 from fusion.ir.sizes import size_value
 from fusion.options import Options
-from fusion.passes import cascades, checkpointing, graph_excerpt, nodes, transforms
+from fusion.passes import autocast, cascades, checkpointing, graph_excerpt, nodes, transforms
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.outline import sealed_softmaxes
@@ -205,10 +205,10 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
     fused: dict[str, GraphModule] = {}
     whole = Report()
     for name, body in checkpointing.bodies(module).items():
-        if body.autocast is None:
+        if body.around is None:
             whole.notes.append("a checkpointed function that is called in several regions of autocast stays as it is")
             continue
-        with body.regions():
+        with autocast.inside(body.around):
             graph, report = _fuse(body.graph, body.values, options)
         whole.sites += report.sites
         whole.notes += [note for note in report.notes if note != NO_ATTENTION]

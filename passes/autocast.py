@@ -8,6 +8,7 @@ would have cast. Casting an operation's arguments beforehand changes nothing els
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from fusion.passes import nodes
 aten = torch.ops.aten
 enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 States = dict[str, bool]
+Regions = tuple[tuple[Any, ...], ...]
+"""The arguments of regions of autocast, the outermost first: (device, dtype, enabled, whether casts are kept)."""
 
 
 def write_casts(graph: Graph) -> None:
@@ -26,22 +29,31 @@ def write_casts(graph: Graph) -> None:
     it did."""
     made: dict[tuple[Node, torch.dtype], Node] = {}
     ambient = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-    for node, open_ in regions(graph):
+    for node, around in regions(graph):
         if node.target in (enter, leave):
             made.clear()
-        elif (dtype := _autocast_dtype(node, ambient | {str(r[0]): bool(r[2]) for r in open_})) is not None:
+        elif (dtype := _autocast_dtype(node, ambient | {str(r[0]): bool(r[2]) for r in around})) is not None:
             _cast_arguments(graph, node, dtype, made)
 
 
-def regions(graph: Graph) -> Iterator[tuple[Node, tuple[tuple[Any, ...], ...]]]:
-    """Every node, with the arguments of the regions of autocast that are open there: (device, dtype, enabled, ..)."""
-    stack: list[tuple[Any, ...]] = []
+def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
+    """Every node, with the regions that it is in."""
+    around: dict[Node, tuple[Any, ...]] = {}
     for node in list(graph.nodes):
+        yield node, tuple(around.values())
         if node.target is enter:
-            stack.append((*node.args, *node.kwargs.values()))
+            around[node] = (*node.args, *node.kwargs.values())
         elif node.target is leave:
-            stack.pop()
-        yield node, tuple(stack)
+            around.pop(node.all_input_nodes[0])
+
+
+@contextlib.contextmanager
+def inside(around: Regions) -> Iterator[None]:
+    """In these regions."""
+    with contextlib.ExitStack() as stack:
+        for region in around:
+            stack.enter_context(torch.amp.autocast_mode.autocast(*region))
+        yield
 
 
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:

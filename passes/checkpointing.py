@@ -6,8 +6,7 @@ others; the call around them stays as it is, so that the inner compiler recomput
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,33 +26,24 @@ class Body:
     """A checkpointed graph.
 
     values: that it is called with.
-    autocast: the arguments of the regions of `torch.autocast` that are open around its calls, the outermost first; None
-        where they are not the same for all.
+    around: the regions of autocast around its calls; None where they are not the same for all.
     """
 
     graph: GraphModule
     values: list[Any]
-    autocast: tuple[tuple[Any, ...], ...] | None
-
-    @contextlib.contextmanager
-    def regions(self) -> Iterator[None]:
-        """As if it were called."""
-        with contextlib.ExitStack() as stack:
-            for region in self.autocast or ():
-                stack.enter_context(torch.amp.autocast(*region))
-            yield
+    around: autocast.Regions | None
 
 
 def bodies(module: GraphModule) -> dict[str, Body]:
     """The checkpointed graphs of a graph, by the name of the attribute."""
     found: dict[str, Body] = {}
-    for node, regions in autocast.regions(module.graph):
+    for node, around in autocast.regions(module.graph):
         if node.op == "call_function" and node.target is tag_activation_checkpoint:
             name = str(node.args[0].target)
             given = [nodes.value(a) if isinstance(a, Node) else a for a in node.args[1:]]
-            known = found.setdefault(name, Body(graph=module.get_submodule(name), values=given, autocast=regions))  # type: ignore[arg-type]
-            if known.autocast != regions:
-                found[name] = replace(known, autocast=None)
+            known = found.setdefault(name, Body(graph=module.get_submodule(name), values=given, around=around))  # type: ignore[arg-type]
+            if known.around != around:
+                found[name] = replace(known, around=None)
     return found
 
 

@@ -218,7 +218,9 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
 # --- in a spec ------------------------------------------------------------------------------------------------------
 
 
-def named(core: Core, accesses: Sequence[Access], bounds: integers.Bounds) -> tuple[Core, Sequence[Access], int | None]:
+def named(
+    core: Core, accesses: Sequence[Access], bounds: integers.Bounds
+) -> tuple[Core, Sequence[Access], Expr | None]:
     """The core and its operands Q, K and V with heads named as in `fusion.ir.spec.Mixing`, and the batch coordinate
     that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]
@@ -244,7 +246,7 @@ def named(core: Core, accesses: Sequence[Access], bounds: integers.Bounds) -> tu
         replace(access, index=tuple(map(of_head, access.index)), value=access.value and of_head(access.value))
         for access in (query, key)
     )
-    return replace(core.mapped(of_head), **named), (query, key, value), int(axis.name[1:])
+    return replace(core.mapped(of_head), **named), (query, key, value), axis
 
 
 def _of_one_head(core: Core) -> list[Expr]:

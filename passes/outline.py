@@ -24,8 +24,9 @@ from fusion.passes import dtensor, nodes, vmap
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
-_ENTER = ("_increment_nesting", "_saved_tensors_hooks_disable", "_enter_dual_level")
-_LEAVE = ("_decrement_nesting", "_saved_tensors_hooks_enable", "_exit_dual_level")
+_ENTER = ("_increment_nesting", "_enter_dual_level")
+_LEAVE = ("_decrement_nesting", "_exit_dual_level")
+_FORBID, _ALLOW = "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"
 _PREFIX = "outlined_"
 
 
@@ -85,17 +86,20 @@ def sealed_softmaxes(module: GraphModule) -> list[Node]:
 
 def _by_levels(graph: Graph) -> list[list[Node]]:
     found: list[list[Node]] = []
-    depth = 0
+    depth, hooks = 0, True  # whether hooks are allowed: inner levels forbid them again, the outermost allows them
     for node in graph.nodes:
-        entering = _name(node).endswith(_ENTER)
-        own_gradient = _name(node) == "autograd_function_apply" and torch.is_grad_enabled()
-        if depth == 0 and (entering or own_gradient):
+        name = _name(node)
+        entering = name.endswith(_ENTER) or name == _FORBID
+        own_gradient = name == "autograd_function_apply" and torch.is_grad_enabled()
+        outside = depth == 0 and hooks
+        if outside and (entering or own_gradient):
             found.append([])
-        if depth or entering or own_gradient:
+        if not outside or entering or own_gradient:
             found[-1].append(node)
         elif _unwraps(node):
             found.append([node])
-        depth += entering - _name(node).endswith(_LEAVE)
+        depth += name.endswith(_ENTER) - name.endswith(_LEAVE)
+        hooks = name != _FORBID and (hooks or name == _ALLOW)
     return found
 
 
@@ -159,7 +163,8 @@ def writes(node: Node, inside: set[Node]) -> bool:
 def traces_through(body: Graph) -> bool:
     """Whether an outlined part is a `vmap` with none of the others inside."""
     names = [getattr(node.target, "__name__", "") for node in body.nodes if node.op == "call_function"]
-    others = any(name == "autograd_function_apply" or (name.endswith(_ENTER) and "vmap" not in name) for name in names)
+    beyond = [name for name in names if name.endswith(_ENTER) and "vmap" not in name]
+    others = beyond or not {"autograd_function_apply", _FORBID}.isdisjoint(names)
     return vmap.is_outermost(body) and not others and not any(map(_unwraps, body.nodes))
 
 

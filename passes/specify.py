@@ -96,7 +96,7 @@ def specify(
     resolve = _Resolver(products, main, attention.pullback, operands)
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve, block_mask)
-    core, accesses, axis = heads.named(core, accesses, attention.pullback.bounds)
+    core, accesses, head = heads.named(core, accesses, attention.pullback.bounds)
     bounds = site.bounds | {J: attention.keys}
     further = tuple(decided(resolve(use.value), bounds) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
@@ -108,7 +108,7 @@ def specify(
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
-    spec = _with_mixed_heads(spec, core, axis, rename)
+    spec = _with_mixed_heads(spec, core, head, rename)
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
@@ -144,17 +144,17 @@ def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, 
     )
 
 
-def _with_mixed_heads(spec: AttentionSpec, core: Core, axis: int | None, rename: _Sizes) -> AttentionSpec:
-    """The spec whose heads, batch coordinate `axis`, are mixed, if they are. All keys count for what other heads
-    see."""
-    if axis is None:
+def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename: _Sizes) -> AttentionSpec:
+    """The spec whose heads, a batch coordinate, are mixed, if they are. All keys count for what other heads see."""
+    if head is None:
         return spec
     scores, weights = (mixed and mixed.mapped(rename) for mixed in (core.mixed_scores, core.mixed_weights))
     matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
     programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
     given = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
-    batch = tuple(rename.values[f"B{k}"] if k == axis else extent for k, extent in enumerate(spec.batch))
-    return replace(spec, batch=batch, mask=None, mixing=Mixing(axis=axis, **given))
+    mixing = Mixing(head=head, **given)
+    batch = tuple(rename.values[f"B{k}"] if k == mixing.axis else extent for k, extent in enumerate(spec.batch))
+    return replace(spec, batch=batch, mask=None, mixing=mixing)
 
 
 def _spec(

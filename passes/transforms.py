@@ -26,8 +26,6 @@ from fusion.passes.outline import parts, transforms, writes
 _OF_LEVELS = ("torch._functorch", "torch._C._functorch", "torch._C._autograd", "torch.autograd.forward_ad")
 _PREFIX = "transformed_"
 _VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-Casts = tuple[tuple[Any, Any], ...]
-"""The arguments of regions of autocast, the outermost first."""
 
 
 class Asked(enum.Enum):
@@ -46,7 +44,7 @@ class Run:
     inputs, outputs: what they read, and which of them are read behind them.
     body: the same as a graph.
     values: what it is called with.
-    casts: the regions of autocast around it.
+    around: the regions of autocast around it.
     asked: which derivatives are asked for.
     refusal: why it stays as it is.
     """
@@ -56,16 +54,14 @@ class Run:
     outputs: tuple[Node, ...]
     body: GraphModule
     values: tuple[Any, ...]
-    casts: Casts
+    around: autocast.Regions
     asked: Asked
     refusal: str | None
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
         """The modes that it runs in. A tangent is carried along whether or not gradients are recorded."""
-        with contextlib.ExitStack() as stack, torch.enable_grad():
-            for args, kwargs in self.casts:
-                stack.enter_context(torch.amp.autocast_mode.autocast(*args, **kwargs))
+        with autocast.inside(self.around), torch.enable_grad():
             yield
 
 
@@ -77,12 +73,11 @@ def runs(module: GraphModule) -> list[Run]:
     outside = torch.is_grad_enabled() and any(
         getattr(nodes.value(node), "requires_grad", False) for node in module.graph.nodes if node.op == "placeholder"
     )
-    levels, casts = {"jvp": 0, "grad": int(outside)}, dict[Node, tuple[Any, Any]]()
-    levels["trained"] = int(outside and _trains_tangents(module.graph))
-    around: Casts = ()
-    for node in module.graph.nodes:
+    levels = {"jvp": 0, "grad": int(outside), "trained": int(outside and _trains_tangents(module.graph))}
+    around: autocast.Regions = ()
+    for node, regions in autocast.regions(module.graph):
         if node in inside and not _is_of_levels(node):
-            around = around if members else tuple(casts.values())
+            around = around if members else regions
             members.append(node)
         elif members:
             if not any(writes(member, inside) for member in members):
@@ -91,10 +86,6 @@ def runs(module: GraphModule) -> list[Run]:
         name = getattr(node.target, "__name__", "")
         for kind in ("jvp", "grad"):
             levels[kind] += (name == f"_{kind}_increment_nesting") - (name == f"_{kind}_decrement_nesting")
-        if node.target is autocast.enter:
-            casts[node] = (node.args, node.kwargs)
-        elif node.target is autocast.leave:
-            casts.pop(node.all_input_nodes[0])
     return found
 
 
@@ -127,7 +118,7 @@ def _is_of_levels(node: Node) -> bool:
     return where.startswith(_OF_LEVELS) or name in ("_set_fwd_grad_enabled", "autograd_function_apply")
 
 
-def _taken(module: GraphModule, members: list[Node], casts: Casts, levels: Mapping[str, int]) -> list[Run]:
+def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
     """The run of these nodes; none where it is no graph of tensors and numbers. levels: how many of each kind are
     around."""
     inside, graph, made = set(members), Graph(), dict[Node, Node]()
@@ -154,7 +145,7 @@ def _taken(module: GraphModule, members: list[Node], casts: Casts, levels: Mappi
     return [
         Run(
             members=tuple(members), inputs=read, outputs=tuple(outputs), body=GraphModule(module, graph),
-            values=tuple(values), casts=casts, refusal=_refusal(members, levels["jvp"] > 0),
+            values=tuple(values), around=around, refusal=_refusal(members, levels["jvp"] > 0),
             asked=_asked(levels),
         )
     ]  # fmt: skip

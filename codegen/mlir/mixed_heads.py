@@ -51,7 +51,7 @@ class MixedHeadsKernel(KernelFunction):
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int):
         super().__init__(spec, target, d, d_v, degree=5)
         assert spec.mixing is not None
-        self.mixing, self.axis = spec.mixing, coord(f"b{spec.mixing.axis}")
+        self.mixing, self.axis = spec.mixing, spec.mixing.head
         self.heads = spec.batch[spec.mixing.axis].integer
         self.products = p = vector_products(self.b, target, planes_of(spec, target) == 1 and target.bfloat16, d, d_v)
         self.groups, self.row = p.group_step, 4 * self.lanes

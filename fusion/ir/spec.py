@@ -124,26 +124,30 @@ class Mixing:
         s[g] = sum over h of scores[g, h] * scored(s[h])      what the score program takes for the score
         w[g] = weighted(sum over h of weights[g, h] * w[h])   what V is multiplied by
 
-    axis: the batch coordinate that is the head; its extent is a constant.
+    head: the batch coordinate that is the head; its extent is a constant.
     scores, weights: FLOAT expressions in b.. and HEAD; None where nothing is mixed there.
     scored: a program in SCORE, b.., i and j of a single head.
     weighted: one in WEIGHT.
     """
 
-    axis: int
+    head: Expr
     scores: Expr | None = None
     scored: Expr = SCORE
     weights: Expr | None = None
     weighted: Expr = WEIGHT
 
+    @property
+    def axis(self) -> int:
+        """The number of the batch coordinate."""
+        return int(self.head.name[1:])
+
     def expressions(self) -> tuple[Expr, ...]:
         """All that are there."""
-        return tuple(e for e in (self.scores, self.scored, self.weights, self.weighted) if e is not None)
+        return tuple(e for name in _MIXED if (e := getattr(self, name)) is not None)
 
     def mapped(self, change: Callable[[Expr], Expr]) -> Mixing:
         """With every expression changed."""
-        matrices = {name: (m := getattr(self, name)) and change(m) for name in ("scores", "weights")}
-        return replace(self, scored=change(self.scored), weighted=change(self.weighted), **matrices)
+        return replace(self, **{name: (e := getattr(self, name)) and change(e) for name in _MIXED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +337,7 @@ class AttentionSpec:
 
 _EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")
 _EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
-_MIXED = ("scores", "scored", "weights", "weighted")
+_MIXED = ("head", "scores", "scored", "weights", "weighted")
 
 
 def _to_json(spec: AttentionSpec) -> str:
@@ -351,7 +355,7 @@ def _to_json(spec: AttentionSpec) -> str:
     if spec.further:
         document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in spec.further]
     if (mixing := spec.mixing) is not None:
-        document["mixing"] = [mixing.axis, *(ref(getattr(mixing, name)) for name in _MIXED)]
+        document["mixing"] = [ref(getattr(mixing, name)) for name in _MIXED]
     if spec.mask is not None:
         mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in MASK_EXPRESSIONS}
         document["mask"] = mask | {"fill": repr(spec.mask.fill)}
@@ -378,7 +382,7 @@ def _from_json(text: str) -> AttentionSpec:
         out_dtype=document["out_dtype"],
         output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
         mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
-        mixing=mixing and Mixing(axis=mixing[0], **dict(zip(_MIXED, map(at, mixing[1:]), strict=True))),
+        mixing=mixing and Mixing(**dict(zip(_MIXED, map(at, mixing), strict=True))),
         further=tuple(
             FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
             for v, d, t, r, o in document.get("further", ())

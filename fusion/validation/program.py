@@ -112,7 +112,7 @@ class Program(Execution):
 
     def _mixed_weights(self, mixing: Mixing) -> Tensor:
         """What V is multiplied by where heads are mixed: of every head, one after the other."""
-        axis, count = coord(f"b{mixing.axis}"), self.spec.batch[mixing.axis].integer
+        axis, count = mixing.head, self.spec.batch[mixing.axis].integer
         heads, own, scored = list(map(torch.tensor, range(count))), self.known[axis], []
 
         def summed(matrix: Expr, values: list[Tensor]) -> Tensor:

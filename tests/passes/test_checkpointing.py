@@ -31,7 +31,7 @@ def test_a_checkpointed_part_is_found_with_what_it_is_called_with():
     (body,) = bodies(captured(function, x)).values()
     assert any("softmax" in str(node.target) for node in body.graph.graph.nodes)
     given = [value for value in body.values if isinstance(value, torch.Tensor)]
-    assert {tuple(value.shape) for value in given} <= {(3, 4), (4, 3)} and given and body.autocast == ()
+    assert {tuple(value.shape) for value in given} <= {(3, 4), (4, 3)} and given and body.around == ()
 
 
 def test_a_graph_without_one_has_none():
@@ -174,4 +174,4 @@ def test_what_is_called_in_other_regions_stays():
     module = captured(twice, x)
     calls = [node for node in module.graph.nodes if node.target is tag_activation_checkpoint]
     calls[1].args = (calls[0].args[0], *calls[1].args[1:])  # as Dynamo would write it, did it know that they are equal
-    assert [body.autocast for body in bodies(module).values()] == [None]
+    assert [body.around for body in bodies(module).values()] == [None]

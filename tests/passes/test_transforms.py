@@ -96,6 +96,15 @@ def curvature(attend):
     return lambda q, k, v, b: hessian(lambda a: attend(q + a, k, v * a, b).sin().sum())(q[0, :, :1])
 
 
+def gradient_of_a_gradient(attend):
+    """The inner levels forbid hooks anew where they end."""
+
+    def inner(q, k, v, b):
+        return grad(lambda k: attend(q, k, v, b).sin().sum())(k)
+
+    return lambda q, k, v, b: grad(lambda q: inner(q, k, v, b).sin().sum())(q)
+
+
 def forward_jacobian(attend):
     return lambda q, k, v, b: jacfwd(lambda a: attend(q, k + a, v * a, b).sin().sum((1, 2)))(k[0, :, :1])
 
@@ -111,8 +120,8 @@ def per_sample(attend):
     return lambda *x: vmap(grad(loss, argnums=(0, 2)))(*x)
 
 
-TRANSFORMS = [tangents, tangents_of_queries, penalty, pulled_back, curvature, forward_jacobian, reverse_jacobian,
-              per_sample]  # fmt: skip
+TRANSFORMS = [tangents, tangents_of_queries, penalty, pulled_back, curvature, gradient_of_a_gradient, forward_jacobian,
+              reverse_jacobian, per_sample]  # fmt: skip
 
 
 def results(function, dtype, draws=1):

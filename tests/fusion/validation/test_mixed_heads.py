@@ -15,13 +15,12 @@ def test_a_wrong_matrix_is_found(function, monkeypatch):
     right = heads.named
 
     def turned(core, accesses, bounds):
-        core, accesses, axis = right(core, accesses, bounds)
-        head = heads.coord(f"b{axis}")
+        core, accesses, head = right(core, accesses, bounds)
         swapped = {heads.HEAD: head, head: heads.HEAD}
         names = [name for name in ("mixed_scores", "mixed_weights") if getattr(core, name) is not None]
         part = getattr(core, names[-1])
         part = heads.replace(part, matrix=heads.substitute(part.matrix, swapped))
-        return heads.replace(core, **{names[-1]: part}), accesses, axis
+        return heads.replace(core, **{names[-1]: part}), accesses, head
 
     torch._dynamo.reset()
     monkeypatch.setattr(heads, "named", turned)
