@@ -1,12 +1,14 @@
 """Heads of scores or weights that a model mixes ("talking heads"): a linear layer whose features are the heads, a
 convolution of one element whose channels they are, an einsum with a matrix.
 
-The value of head g is `mix(matrix[g, h], value[h], g)`, the sum over h of the product of the first two, where h is the
-coordinate that the node names: "h" and the number of sums that it stands in.
+The value of head g is `mix(matrix[g, h], value[h], g, value[g])`, the sum over h of the product of the first two, where
+h is the coordinate that the node names: "h" and the number of sums that it stands in.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -15,8 +17,8 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import HEAD, SCORE, WEIGHT, C, Expr, Kind, coord, coordinates, node, substitute
-from fusion.ir.ops import apply
+from fusion.ir.expr import HEAD, ONE, SCORE, WEIGHT, ZERO, C, Expr, Kind, coord, coordinates, node, rebuild, substitute
+from fusion.ir.ops import apply, where
 from fusion.passes import nodes
 from fusion.passes.contractions import einsum_letters, factors, is_contraction
 from fusion.passes.core import Core, Mixed
@@ -172,7 +174,8 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
         return None
     if index[found.to].op != "coord":
         raise Unsupported(Ground.HEADS_MIXED, "what is mixed is no dimension of heads by itself", None, here)
-    result = node("mix", (matrix, value, index[found.to]), Kind.FLOAT, head.name)
+    own = pullback.value(found.mixed, found.mixed_index(index, index[found.to]))
+    result = node("mix", (matrix, value, index[found.to], own), Kind.FLOAT, head.name)
     return result if found.bias is None else apply("fadd", result, pullback.value(found.bias, (index[found.to],)))
 
 
@@ -182,24 +185,51 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
 def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
     """(the sum over heads behind a softmax, the weights of one head); None where there is none. Raises `Unsupported`
     where it cannot be told apart."""
-    if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
+    weight, mix = _with_its_own(weight, _outermost(weight, "softmax", "scaled_softmax"))
+    if mix is None:
         return None
-    matrix, value, to = mix.args
+    matrix, value, to, _ = mix.args
     then = substitute(weight, {mix: WEIGHT})
-    if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix"):
-        raise Unsupported(Ground.HEADS_MIXED, "weights of mixed heads are added to others", weight)
+    if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix") or not has(value, "softmax", "scaled_softmax"):
+        message = "what is made of weights whose heads are mixed is no function of one of them"
+        raise Unsupported(Ground.HEADS_MIXED, message, weight)
     return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then), value
 
 
 def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
     """(the sum over heads before a softmax, the score program of what is summed up); None where there is none."""
-    if (mix := _outermost(score)) is None:
+    score, mix = _with_its_own(score, _outermost(score))
+    if mix is None:
         return None
-    matrix, value, to = mix.args
+    matrix, value, to, _ = mix.args
     then = substitute(score, {mix: SCORE})
     if has(then, "dot", "mix") or has(value, "mix"):
-        raise Unsupported(Ground.HEADS_MIXED, "scores of mixed heads are added to others, or mixed twice", score)
+        message = "what is made of scores whose heads are mixed is no function of one of them, or they are mixed twice"
+        raise Unsupported(Ground.HEADS_MIXED, message, score)
     return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value), then
+
+
+def _with_its_own(expr: Expr, mix: Expr | None) -> tuple[Expr, Expr | None]:
+    """A value that is added to its sum over heads, x + mix(x), as a part of the sum: (the expression, the sum)."""
+    if mix is None:
+        return expr, None
+    matrix, value, to, own = mix.args
+    same = where(apply("ieq", to, coord(str(mix.attr))), ONE, ZERO)
+    whole = node("mix", (apply("fadd", matrix, same), value, to, own), Kind.FLOAT, mix.attr)
+
+    def leaf(part: Expr) -> Expr | None:
+        terms = _addends(part)
+        if mix not in terms or own not in terms:
+            return None
+        terms.remove(own)
+        return functools.reduce(functools.partial(apply, "fadd"), (whole if term is mix else term for term in terms))
+
+    found = rebuild(expr, leaf)
+    return (expr, mix) if found is expr else (found, whole)
+
+
+def _addends(expr: Expr) -> list[Expr]:
+    return [term for arg in expr.args for term in _addends(arg)] if expr.op == "fadd" else [expr]
 
 
 def _outermost(expr: Expr, *beyond: str) -> Expr | None:
@@ -228,8 +258,9 @@ def named(
         return core, accesses, None
     query, key, value = accesses
     axis, inner = every[0].to, [*query.index, *key.index, *_of_one_head(core)]
-    if any(axis.name in coordinates(entry) for entry in inner) or not axis.name.startswith("b"):
-        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is not made of single heads")
+    apart = any(before.head is not behind.to for before, behind in itertools.pairwise(every))
+    if apart or any(axis.name in coordinates(entry) for entry in inner) or not axis.name.startswith("b"):
+        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is not made of single heads, the same before and after")
     if any(bounds[mixed.head] is not bounds[axis] for mixed in every):
         raise Unsupported(Ground.HEADS_MIXED, "heads are mixed to more or fewer of them")
     own = dict.fromkeys([mixed.head for mixed in every], axis)

@@ -32,7 +32,10 @@ def attentions(weight: Expr) -> list[Core]:
         )
     if (outer := split_weights(weight)) is not None:
         mixed, inner = outer
-        return [replace(core, mixed_weights=mixed) for core in attentions(inner)]
+        (core, *others) = attentions(inner)
+        if others or core.mixed_weights is not None or core.normalizer is Normalizer.NONE:
+            raise Unsupported(Ground.HEADS_MIXED, "heads are mixed that are not weights of one softmax", weight)
+        return [replace(core, mixed_weights=mixed)]
     if not has(weight, "softmax", "scaled_softmax"):
         return [_pointwise_core(weight)]
     return [_core(coefficient, core) for coefficient, core in _terms(weight)]
@@ -358,6 +361,8 @@ def _core(coefficient: Expr, core: Expr) -> Core:
 
 def _pointwise_core(weight: Expr) -> Core:
     """Weights that are a pointwise function of the score, with no normaliser."""
+    if has(weight, "mix"):
+        raise Unsupported(Ground.HEADS_MIXED, "heads are mixed of weights that have no softmax", weight)
     if has(weight, "reduce"):
         inner = next(part for part in walk(weight) if part.op == "reduce")
         raise Unsupported(

@@ -107,9 +107,10 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
             continue
         a0, b0 = a, b
         a, b = _group(new, old, a, b)
-        flat = integers.integer(0)
+        flat, one = integers.integer(0), integers.integer(1)
         for k in range(a0, a):
-            flat = integers.add(integers.mul(flat, new[k]), index[k])
+            if new[k] is not one:  # else the entry is 0, whatever it is called
+                flat = integers.add(integers.mul(flat, new[k]), index[k])
         result.extend(_unflatten(flat, old[b0:b], bounds))
     return tuple(result)
 

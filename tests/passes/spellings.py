@@ -391,11 +391,6 @@ def softmax_over_heads(q, k, v):
     return (q @ k.mT).softmax(1) @ v
 
 
-def heads_mixed(q, k, v):
-    mix = torch.randn(q.shape[1], q.shape[1], generator=torch.Generator().manual_seed(0)).to(q.dtype)
-    return torch.einsum("bhij,hg->bgij", _weights(q @ k.mT), mix) @ v
-
-
 def permuted_wrongly(q, k, v):
     return _weights(q @ k.permute(0, 2, 3, 1).reshape(k.shape).mT.sort(-1).values.cumsum(-1)).sort(-1).values @ v
 
@@ -428,6 +423,6 @@ def changed_before_it_is_read(q, k, v):
 LEFT = {value_added_to_the_product: "is added to another", rounded_to_a_decimal: "", padded_by_reflection: "",
         divided_by_another_sum: "needed elsewhere",
         scores_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
-        softmax_over_heads: "", heads_mixed: "", permuted_wrongly: "", squared_weights: "not linear",
+        softmax_over_heads: "", permuted_wrongly: "", squared_weights: "not linear",
         normalised_product_added: "added to the weights: s / sum(s)",
         linear_attention: "", doubles: "float64", changed_before_it_is_read: ""}  # fmt: skip

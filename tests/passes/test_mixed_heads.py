@@ -90,6 +90,14 @@ def with_a_sink(q, k, v, pre, pre_bias, post, post_bias):
     return layer(s.softmax(-1)[..., :-1], post) @ v
 
 
+def beside_the_mixed(q, k, v, pre, pre_bias, post, post_bias):
+    """As x-transformers: heads are added to what is mixed of them."""
+    s = q @ k.mT * D**-0.5
+    s = s + convolution(s, pre) + pre_bias[:, None, None]
+    w = causal(s).softmax(-1)
+    return (layer(w, post, post_bias) + w) @ v
+
+
 def by_hand(q, k, v, pre, pre_bias, post, post_bias):
     s = layer(q @ k.mT * D**-0.5, pre)
     e = torch.exp(s - s.amax(-1, keepdim=True))
@@ -130,7 +138,8 @@ def by_einsums_in_other_orders(q, k, v, pre, pre_bias, post, post_bias):
 
 SPELLINGS = (
     as_cait, by_convolutions, by_einsums, by_einsums_in_other_orders, by_constants, scores_alone, weights_alone,
-    with_a_bias_before, with_biases_behind, with_squares_mixed, with_padding, with_a_sink, by_hand,
+    with_a_bias_before, with_biases_behind, with_squares_mixed, with_padding, with_a_sink,
+    beside_the_mixed, by_hand,
     with_rows_without_a_key, with_heads_last,
 )  # fmt: skip
 
@@ -170,6 +179,12 @@ def test_numbers_of_heads(h):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes(n_q, n_k, d_v, dtype):
     run(with_biases_behind, *drawn(dtype, n_q=n_q, n_k=n_k, d_v=d_v), dtype=dtype)
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (1, 37), (37, 1)])
+@pytest.mark.parametrize("function", [by_einsums, by_convolutions, with_heads_last], ids=lambda f: f.__name__)
+def test_sizes_of_one(function, n_q, n_k):
+    run(function, *drawn(n_q=n_q, n_k=n_k))
 
 
 def test_heads_without_a_batch():
@@ -310,12 +325,47 @@ def heads_twice(q, k, v, pre, pre_bias, post, post_bias):
 
 def with_unmixed_weights(q, k, v, pre, pre_bias, post, post_bias):
     w = (q @ k.mT).softmax(-1)
-    return (w + layer(w, post)) @ v
+    return (w - layer(w, post)) @ v
 
 
 def with_unmixed_scores(q, k, v, pre, pre_bias, post, post_bias):
     s = q @ k.mT
-    return (s + layer(s, pre)).softmax(-1) @ v
+    return (s * layer(s, pre)).softmax(-1) @ v
+
+
+def of_two_softmaxes(q, k, v, pre, pre_bias, post, post_bias):
+    """What follows is linear in neither."""
+    w = (q @ k.mT * 0.2).softmax(-1) - 0.3 * (k @ q.mT * 0.2).softmax(-1)
+    return layer(w, 5 * post).clamp(-1, 1) @ v
+
+
+def weights_twice(q, k, v, pre, pre_bias, post, post_bias):
+    return layer(layer((q @ k.mT).softmax(-1), pre, pre_bias), post) @ v
+
+
+def over_two_dimensions(q, k, v, pre, pre_bias, post, post_bias):
+    """Scores over heads, weights over batches, of which there are as many."""
+    q, k, v = (x.repeat(H // B, 1, 1, 1) for x in (q, k, v))
+    s = F.linear((q @ k.mT).movedim(1, -1), pre).movedim(-1, 1)
+    return F.linear(s.softmax(-1).movedim(0, -1), post).movedim(-1, 0) @ v
+
+
+def gates_twice(q, k, v, pre, pre_bias, post, post_bias):
+    return layer(torch.relu(layer(torch.relu(q @ k.mT), pre)), post) @ v
+
+
+def gated_weights(q, k, v, pre, pre_bias, post, post_bias):
+    return layer(torch.sigmoid(q @ k.mT), post, post_bias) @ v
+
+
+def normalised_behind(q, k, v, pre, pre_bias, post, post_bias):
+    w = layer((q @ k.mT).softmax(-1), post.abs())
+    return w / w.sum(-1, keepdim=True) @ v
+
+
+def scaled_by_mixed_scores(q, k, v, pre, pre_bias, post, post_bias):
+    s = q @ k.mT * D**-0.5
+    return s.softmax(-1) * layer(s, pre) @ v
 
 
 def with_neighbours(q, k, v, pre, pre_bias, post, post_bias):
@@ -348,7 +398,8 @@ def over_keys(q, k, v, pre, pre_bias, post, post_bias):
 
 OTHERS = (
     more_heads_than_before, heads_twice, with_unmixed_weights, with_unmixed_scores, with_neighbours, moved_and_thinned,
-    in_two_groups, without_a_softmax, weights_that_are_returned, over_keys,
+    in_two_groups, without_a_softmax, weights_that_are_returned, over_keys, of_two_softmaxes, weights_twice,
+    over_two_dimensions, gates_twice, gated_weights, normalised_behind, scaled_by_mixed_scores,
 )  # fmt: skip
 
 
