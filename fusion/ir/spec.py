@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -217,7 +217,7 @@ class AttentionSpec:
         names = {number: operand.name for number, operand in enumerate(self.operands)}
         inner = to_text(self.score, names)
         if (mixing := self.mixing) is not None and mixing.scores is not None:
-            mixed = f"sum over h of {to_text(mixing.scores, names)} * ({to_text(mixing.scored, names)})"
+            mixed = f"sum over h of {_factor(mixing.scores, names)} * {_factor(mixing.scored, names)}"
             inner = f"{inner}, s = {mixed}"
         text = inner if self.normalizer is Normalizer.NONE else f"{self.normalizer.value}({inner})"
         if self.sinks:
@@ -227,7 +227,7 @@ class AttentionSpec:
         if self.row_scale is not None and self.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
             text += f", rows scaled by {to_text(self.row_scale, names)}"
         if mixing is not None and mixing.weights is not None:
-            mixed = f"sum over h of {to_text(mixing.weights, names)} * {text}"
+            mixed = f"sum over h of {_factor(mixing.weights, names)} * {text}"
             text = mixed if mixing.weighted is WEIGHT else f"{to_text(mixing.weighted, names)}, w = {mixed}"
         return text
 
@@ -333,6 +333,13 @@ class AttentionSpec:
     def from_json(text: str) -> AttentionSpec:
         """The spec that `to_json` wrote. Cached: equal text gives the same object."""
         return _from_json(text)
+
+
+def _factor(expr: Expr, names: Mapping[int, str]) -> str:
+    from fusion.ir.printing import to_text
+
+    text = to_text(expr, names)
+    return f"({text})" if " " in text else text
 
 
 _EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")
