@@ -23,8 +23,8 @@ class Ground(enum.Enum):
         "ignores |q|^2. It rounds otherwise than the difference does."
     )
     HEADS_MIXED = (
-        "Weights or scores of different heads are mixed between the two products. If that is meant, this is another "
-        "computation than attention and stays as it is."
+        "On CPUs heads can be mixed once before the softmax and once after it, by a linear layer, a convolution of one "
+        "element or an einsum with a matrix. Functions of one head at a time may stand before, between and behind."
     )
     NOT_LINEAR = (
         "Apply it before the softmax, or to the result of the product with V; products, masks and dropout may stay."

@@ -22,6 +22,7 @@ from fusion.ir.ops import apply, where
 from fusion.passes import nodes
 from fusion.passes.contractions import einsum_letters, factors, is_contraction
 from fusion.passes.core import Core, Mixed
+from fusion.passes.dead_rows import may_be_infinite
 from fusion.passes.nodes import Unsupported, arguments, is_tensor, packet, shape
 from fusion.passes.over_keys import depends_on_product
 from fusion.passes.shifts import has
@@ -210,10 +211,13 @@ def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
 
 
 def _with_its_own(expr: Expr, mix: Expr | None) -> tuple[Expr, Expr | None]:
-    """A value that is added to its sum over heads, x + mix(x), as a part of the sum: (the expression, the sum)."""
+    """A value that is added to its sum over heads, x + mix(x), as a part of the sum: (the expression, the sum). Not
+    scores that may be infinite: -inf and its double with another sign are NaN, a half of it is not."""
     if mix is None:
         return expr, None
     matrix, value, to, own = mix.args
+    if not has(own, "softmax", "scaled_softmax") and may_be_infinite(own, frozenset()):
+        return expr, mix
     same = where(apply("ieq", to, coord(str(mix.attr))), ONE, ZERO)
     whole = node("mix", (apply("fadd", matrix, same), value, to, own), Kind.FLOAT, mix.attr)
 

@@ -339,7 +339,7 @@ def _factor(expr: Expr, names: Mapping[int, str]) -> str:
     from fusion.ir.printing import to_text
 
     text = to_text(expr, names)
-    return f"({text})" if " " in text else text
+    return text if expr.op in ("load", "score") else f"({text})"
 
 
 _EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")

@@ -333,6 +333,12 @@ def with_unmixed_scores(q, k, v, pre, pre_bias, post, post_bias):
     return (s * layer(s, pre)).softmax(-1) @ v
 
 
+def beside_masked_scores(q, k, v, pre, pre_bias, post, post_bias):
+    """-inf and half of it with the other sign are NaN."""
+    s = (q @ k.mT * D**-0.5).masked_fill((torch.arange(H)[:, None, None] == 1) & (torch.arange(N) > 9), -INF)
+    return (s + layer(s, post.abs() - 1.5 * torch.eye(H, dtype=q.dtype))).softmax(-1) @ v
+
+
 def of_two_softmaxes(q, k, v, pre, pre_bias, post, post_bias):
     """What follows is linear in neither."""
     w = (q @ k.mT * 0.2).softmax(-1) - 0.3 * (k @ q.mT * 0.2).softmax(-1)
@@ -398,8 +404,8 @@ def over_keys(q, k, v, pre, pre_bias, post, post_bias):
 
 OTHERS = (
     more_heads_than_before, heads_twice, with_unmixed_weights, with_unmixed_scores, with_neighbours, moved_and_thinned,
-    in_two_groups, without_a_softmax, weights_that_are_returned, over_keys, of_two_softmaxes, weights_twice,
-    over_two_dimensions, gates_twice, gated_weights, normalised_behind, scaled_by_mixed_scores,
+    in_two_groups, without_a_softmax, weights_that_are_returned, over_keys, beside_masked_scores, of_two_softmaxes,
+    weights_twice, over_two_dimensions, gates_twice, gated_weights, normalised_behind, scaled_by_mixed_scores,
 )  # fmt: skip
 
 
