@@ -97,8 +97,7 @@ def specify(
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve, block_mask)
     core, accesses, head = heads.named(core, accesses, attention.pullback.bounds)
-    bounds = site.bounds | {J: attention.keys}
-    further = tuple(decided(resolve(use.value), bounds) for use in uses)
+    further = tuple(decided(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
         message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
