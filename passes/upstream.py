@@ -81,8 +81,8 @@ class Upstream:
             return Met.PRODUCT
         if self.is_hidden_product_with_values(node):
             return Met.PRODUCT
-        if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm:
-            return _NOTHING
+        if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm and Met.MIXED_HEADS not in met:
+            return _NOTHING  # heads may be normalised after they were mixed
         met = self.inputs(node)
         if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
             met = met | Met.PRODUCT if looks_like_attention(met) else Met.PRODUCT

@@ -94,6 +94,13 @@ def test_the_operation_and_its_line_are_named(function):
     assert f"stopped  by {site.stopped_by} at {site.stopped_at}" in str(report)
 
 
+def mixed_heads_normalised(q, k, v):
+    """As DeepViT."""
+    w = torch.einsum("bhij,hg->bgij", torch.softmax(q @ k.mT, -1), torch.eye(3) + 0.1)
+    w = torch.nn.functional.layer_norm(w.permute(0, 2, 3, 1), (3,)).permute(0, 3, 1, 2)
+    return w @ v
+
+
 def with_a_vector(q, k, v):
     w = torch.softmax(q[0, 0] @ k[0, 0].mT, -1)
     return w @ v[0, 0, :, 0]  # here
@@ -149,6 +156,7 @@ UNSEEN = {
     normalised_squares: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
     running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),
     running_sum_divided_late: (Ground.NOT_POINTWISE, "do not come from a product"),
+    mixed_heads_normalised: (Ground.NOT_POINTWISE, "do not come from a product"),
     with_a_vector: (Ground.PRODUCT_FORM, "aten.mv|a product with a vector"),
     many_sinks: (Ground.LIMIT, "5 columns of the softmax beside the keys, more than 4"),
     far_away: (Ground.LIMIT, "more than 64 operations one after the other"),
