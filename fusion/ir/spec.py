@@ -389,7 +389,7 @@ def _from_json(text: str) -> AttentionSpec:
         out_dtype=document["out_dtype"],
         output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
         mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
-        mixing=mixing and Mixing(**dict(zip(_MIXED, map(at, mixing), strict=True))),
+        mixing=mixing and Mixing(**dict(zip(_MIXED, map(at, mixing), strict=True))),  # type: ignore[arg-type]
         further=tuple(
             FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
             for v, d, t, r, o in document.get("further", ())
