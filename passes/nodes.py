@@ -282,8 +282,8 @@ def size_hints(graph: Graph) -> dict[str, int]:
     """The example value of every symbolic size of a graph."""
     hints: dict[str, int] = {}
     for node in graph.nodes:
-        held = value(node) if node.op == "placeholder" else None
-        extents = held.shape if isinstance(held, torch.Tensor) else [held]
+        held = value(node)  # of a tensor that is made here all sizes are known from others
+        extents = held.shape if isinstance(held, torch.Tensor) and node.op == "placeholder" else [held]
         for extent in extents:
             if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol and extent.node.has_hint():
                 hints[str(extent.node.expr)] = int(extent.node.hint)

@@ -129,3 +129,18 @@ def test_integers_that_are_no_sizes(dead):
             exact = attend(*(x.double() for x in inputs), w)
             assert_as_exact_as_eager(compiled(*inputs, w), attend(*inputs, w), exact)
     assert len(reports) <= 5  # 5, 3 and 4 are one
+
+
+def test_integers_that_tensors_hold():
+    """`capture_scalar_outputs` makes sizes of them, whose values no shape has."""
+    torch._dynamo.reset()
+
+    def attend(q, k, v, held):
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        return torch.softmax((q @ k.mT * 0.25).masked_fill(shifted_thirds(i, j, held.item()), -1e4), -1) @ v
+
+    inputs = [torch.randn(1, 2, 37, 16) for _ in range(3)]
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, backend="fusion", options={"strict": True})
+        for w in map(torch.tensor, (30, 5, -12)):
+            assert_as_exact_as_eager(compiled(*inputs, w), attend(*inputs, w), attend(*(x.double() for x in inputs), w))
