@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import rows as variants
-from fusion.codegen.mlir.backward.fused import FusedKernel, fuses
+from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.plan import unsupported as without_backward
@@ -125,8 +125,7 @@ def backward_texts(of: str, spec: AttentionSpec, problem: Problem) -> Iterator[T
     if spec.normalizer is not Normalizer.NONE:
         for name, kind in (("deltas", DeltaKernel), ("settling", DeltaErrorKernel)):
             yield f"{name}, {of}", kind(problem, (False,) * len(needs)).text().source
-    if fuses(problem.target, problem.tiling):
-        yield f"fused, {of}", FusedKernel(problem, needs).text().source
+    yield f"fused, {of}", FusedKernel(problem, needs).text().source
 
 
 def triton_texts(spec: AttentionSpec) -> Iterator[Text]:

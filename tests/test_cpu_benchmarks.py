@@ -32,6 +32,12 @@ def test_a_loop_holds_the_arrays_that_it_writes_into(monkeypatch):
     assert written() is None
 
 
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.py")), ids=lambda file: file.stem)
+def test_every_benchmark_finds_what_it_imports(file, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    importlib.import_module(file.stem)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
