@@ -30,7 +30,7 @@ from fusion.passes.outline import sealed_softmaxes
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
 from fusion.passes.upstream import escaping_weights
-from fusion.planning import cpu_training
+from fusion.planning import cpu_planner, cpu_training
 from fusion.planning.key_sets import sets_pay
 from fusion.planning.tile_map_cost import map_pays
 from fusion.refusals import Ground, Refusal
@@ -310,6 +310,8 @@ def _supports(options: Options) -> Callable[[Specified, torch.device, Sequence[i
     may_leave = not chosen and options.emitter == "auto" and options.inner == "inductor"
 
     def supports(part: Specified, device: torch.device, sizes: Sequence[int]) -> Refusal | None:
+        if may_leave and device.type == "cpu" and (reason := cpu_planner.too_few_rows(part.spec, sizes)) is not None:
+            return Refusal(Ground.HEADS_MIXED, reason)
         if may_leave and part.differentiable and device.type == "cpu" and part.has_fixed_lengths():
             machine = kernels.machine_of(part.device, options.request)
             if (reason := cpu_training.short(part.spec, sizes, machine)) is not None:

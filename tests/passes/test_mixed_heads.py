@@ -423,6 +423,13 @@ def test_too_many_heads():
     assert site.refusal.kind is Ground.HEADS_MIXED and "33 heads are mixed; kernels mix up to 32" in site.reason
 
 
+def test_few_rows_stay():
+    with torch.no_grad():
+        report = fusion.explain(as_cait, *drawn(n_q=3))
+        assert not report.fused and "pay from 12 rows on, and there are 3" in report.sites[0].reason, str(report)
+        assert fusion.explain(as_cait, *drawn(n_q=12)).fused
+
+
 def test_training_in_half_precision_stays():
     q, *rest = drawn(torch.bfloat16)
     report = fusion.explain(as_cait, q.requires_grad_(), *rest)
