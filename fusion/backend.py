@@ -310,9 +310,10 @@ def _supports(options: Options) -> Callable[[Specified, torch.device, Sequence[i
     may_leave = not chosen and options.emitter == "auto" and options.inner == "inductor"
 
     def supports(part: Specified, device: torch.device, sizes: Sequence[int]) -> Refusal | None:
-        if may_leave and device.type == "cpu" and (reason := cpu_planner.too_few_rows(part.spec, sizes)) is not None:
+        leaves = may_leave and device.type == "cpu"
+        if leaves and (reason := cpu_planner.too_few_rows(part.spec, sizes)) is not None:
             return Refusal(Ground.HEADS_MIXED, reason)
-        if may_leave and part.differentiable and device.type == "cpu" and part.has_fixed_lengths():
+        if leaves and part.differentiable and part.has_fixed_lengths():
             machine = kernels.machine_of(part.device, options.request)
             if (reason := cpu_training.short(part.spec, sizes, machine)) is not None:
                 return Refusal(Ground.SHORT_TRAINING, reason)

@@ -17,8 +17,8 @@ from fusion.planning.from_spec import problem_of, tile_times
 from fusion.planning.register_tiles import Target, planes_of, target_of
 
 WORTH_ALL_HEADS = 12
-"""Rows from which on a kernel that mixes heads, which packs K and V of all of them for a block of 48 rows, is as fast as
-the inner compiler's code: with 8 it takes 0.7 to 1.4 times as long, with 1 2 to 5 times (8 heads, 1024 keys)."""
+"""Rows from which on a kernel that mixes heads, which packs K and V of all of them for a block of 48 rows, is as fast
+as the inner compiler's code: with 8 it takes 0.7 to 1.4 times as long, with 1 2 to 5 times (8 heads, 1024 keys)."""
 WORTH_COMPILING = 2e-4
 """Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
 
@@ -89,9 +89,8 @@ def too_few_rows(spec: AttentionSpec, sizes: Sequence[int]) -> str | None:
     (n_q,) = size_function((spec.n_q,), spec.sizes)(sizes)
     if spec.mixing is None or n_q >= WORTH_ALL_HEADS:
         return None
-    return (
-        f"heads are mixed, for which kernels are predicted to pay from {WORTH_ALL_HEADS} rows on, and there are {n_q}"
-    )
+    least = WORTH_ALL_HEADS
+    return f"heads are mixed, for which kernels are predicted to pay from {least} rows on, and there are {n_q}"
 
 
 def all_heads_choice(target: Target, n_k: int) -> Choice:
