@@ -16,12 +16,14 @@ class Mixed:
     head, to: the coordinate that is summed over, and that of the result.
     matrix: what each head is multiplied by.
     program: of scores what is mixed; of weights what becomes of the sum, in WEIGHT.
+    adds: whether what is mixed of head `to` itself is added to the sum.
     """
 
     head: Expr
     to: Expr
     matrix: Expr
     program: Expr
+    adds: bool
 
     def mapped(self, change: Callable[[Expr], Expr]) -> Mixed:
         """With both expressions changed."""

@@ -17,12 +17,11 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import HEAD, ONE, SCORE, WEIGHT, ZERO, C, Expr, Kind, coord, coordinates, node, rebuild, substitute
-from fusion.ir.ops import apply, where
+from fusion.ir.expr import HEAD, SCORE, WEIGHT, C, Expr, Kind, contains, coord, coordinates, node, rebuild, substitute
+from fusion.ir.ops import apply
 from fusion.passes import nodes
 from fusion.passes.contractions import einsum_letters, factors, is_contraction
 from fusion.passes.core import Core, Mixed
-from fusion.passes.dead_rows import may_be_infinite
 from fusion.passes.nodes import Unsupported, arguments, is_tensor, packet, shape
 from fusion.passes.over_keys import depends_on_product
 from fusion.passes.shifts import has
@@ -186,50 +185,44 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
 def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
     """(the sum over heads behind a softmax, the weights of one head); None where there is none. Raises `Unsupported`
     where it cannot be told apart."""
-    weight, mix = _with_its_own(weight, _outermost(weight, "softmax", "scaled_softmax"))
-    if mix is None:
+    if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
         return None
+    then, adds = _without(weight, mix, WEIGHT)
     matrix, value, to, _ = mix.args
-    then = substitute(weight, {mix: WEIGHT})
     if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix") or not has(value, "softmax", "scaled_softmax"):
         message = "what is made of weights whose heads are mixed is no function of one of them"
         raise Unsupported(Ground.HEADS_MIXED, message, weight)
-    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then), value
+    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then, adds=adds), value
 
 
 def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
     """(the sum over heads before a softmax, the score program of what is summed up); None where there is none."""
-    score, mix = _with_its_own(score, _outermost(score))
-    if mix is None:
+    if (mix := _outermost(score)) is None:
         return None
+    then, adds = _without(score, mix, SCORE)
     matrix, value, to, _ = mix.args
-    then = substitute(score, {mix: SCORE})
     if has(then, "dot", "mix") or has(value, "mix"):
         message = "what is made of scores whose heads are mixed is no function of one of them, or they are mixed twice"
         raise Unsupported(Ground.HEADS_MIXED, message, score)
-    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value), then
+    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value, adds=adds), then
 
 
-def _with_its_own(expr: Expr, mix: Expr | None) -> tuple[Expr, Expr | None]:
-    """A value that is added to its sum over heads, x + mix(x), as a part of the sum: (the expression, the sum). Not
-    scores that may be infinite: -inf and its double with another sign are NaN, a half of it is not."""
-    if mix is None:
-        return expr, None
-    matrix, value, to, own = mix.args
-    if not has(own, "softmax", "scaled_softmax") and may_be_infinite(own, frozenset()):
-        return expr, mix
-    same = where(apply("ieq", to, coord(str(mix.attr))), ONE, ZERO)
-    whole = node("mix", (apply("fadd", matrix, same), value, to, own), Kind.FLOAT, mix.attr)
+def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
+    """(an expression with a leaf in the place of a sum over heads, whether the value of the head itself is a part of
+    that: x + mix(x), wherever it is added)."""
+    own, joined = mix.args[-1], []
 
-    def leaf(part: Expr) -> Expr | None:
+    def whole(part: Expr) -> Expr | None:
         terms = _addends(part)
         if mix not in terms or own not in terms:
             return None
         terms.remove(own)
-        return functools.reduce(functools.partial(apply, "fadd"), (whole if term is mix else term for term in terms))
+        joined.append(part)
+        return functools.reduce(functools.partial(apply, "fadd"), terms)
 
-    found = rebuild(expr, leaf)
-    return (expr, mix) if found is expr else (found, whole)
+    found = rebuild(expr, whole)
+    alone = len(joined) == 1 and contains(found, mix) and not has(substitute(found, {mix: leaf}), "mix", "dot")
+    return (substitute(found, {mix: leaf}), True) if alone else (substitute(expr, {mix: leaf}), False)
 
 
 def _addends(expr: Expr) -> list[Expr]:
@@ -255,7 +248,7 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
 def named(
     core: Core, accesses: Sequence[Access], bounds: integers.Bounds
 ) -> tuple[Core, Sequence[Access], Expr | None]:
-    """The core and its operands Q, K and V with heads named as in `fusion.ir.spec.Mixing`, and the batch coordinate
+    """The core and its operands Q, K and V with heads named as in `fusion.ir.mixing.Mixing`, and the batch coordinate
     that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]
     if not every:

@@ -11,9 +11,10 @@ from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output, integers
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
+from fusion.ir.mixing import Mixing
 from fusion.ir.ops import apply, where
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import FurtherOutput, Mixing, Normalizer
+from fusion.ir.spec import FurtherOutput, Normalizer
 from fusion.passes import heads, marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.core import Core
@@ -151,7 +152,8 @@ def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename
     matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
     programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
     given = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
-    mixing = Mixing(head=head, **given)
+    adds = {"own_score": bool(scores and scores.adds), "own_weight": bool(weights and weights.adds)}
+    mixing = Mixing(head=head, **given, **adds)
     batch = tuple(rename.values[f"B{k}"] if k == mixing.axis else extent for k, extent in enumerate(spec.batch))
     return replace(spec, batch=batch, mask=None, mixing=mixing)
 

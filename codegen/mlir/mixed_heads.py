@@ -1,4 +1,4 @@
-"""The kernel for attention whose heads are mixed before or after the softmax (`fusion.ir.spec.Mixing`).
+"""The kernel for attention whose heads are mixed before or after the softmax (`fusion.ir.mixing.Mixing`).
 
 A work item is a block of query rows of all heads: scores of one head cannot become weights without those of the others.
 The scores of its rows stay whole, [head][group][key][L], until the weights are multiplied with V:
@@ -169,9 +169,10 @@ class MixedHeadsKernel(KernelFunction):
         matrix: Value,
         of: Callable[[Value, Value], Value],
         put: Callable[[Value, Value, Sequence[Value]], None],
+        own: float = 0.0,
     ) -> None:
         """Sums over heads. of: (head, key) -> the vector that is mixed. put: takes (head, first of some keys, the
-        vectors of these)."""
+        vectors of these). own: how often what is mixed of a head is added to its sum."""
         b, heads, width, count = self.b, self.heads, self.heads_at_once, self.keys_at_once
         with b.loop(0, self.padded, count, hint="j") as j:
             with b.loop(0, heads, hint="of") as head:
@@ -188,12 +189,16 @@ class MixedHeadsKernel(KernelFunction):
                         new += [b.fma(factor, x[u], sums[r * count + u]) for u in range(count)]
                     loop.yields(*new)
                 for r in range(width):
-                    result = loop.results[r * count : (r + 1) * count]
-                    if heads % width == 0:
-                        put(b.add(to, r), j, result)
-                        continue
-                    with b.when(b.compare("slt", b.add(to, r), heads)):
-                        put(b.add(to, r), j, result)
+                    head, result = b.add(to, r), loop.results[r * count : (r + 1) * count]
+                    there = b.compare("slt", b.as_value(head, "i64"), heads) if heads % width else b.constant(1, "i1")
+                    with b.when(there):
+                        put(head, j, result if not own else self._with_own(head, result, own))
+
+    def _with_own(self, head: Value, sums: Sequence[Value], factor: float) -> list[Value]:
+        """The sums of a head for some keys, with what was mixed of it added."""
+        b, count = self.b, self.keys_at_once
+        places = [self._key(self.mixed, b.add(b.mul(head, count), u)) for u in range(count)]
+        return [b.fma(b.load(at, self.vector), factor, x) for at, x in zip(places, sums, strict=True)]
 
     # --- scores -------------------------------------------------------------------------------------------------
 
@@ -235,12 +240,14 @@ class MixedHeadsKernel(KernelFunction):
             if self.scored is not SCORE:
                 with b.loop(0, self.heads, hint="head") as head:
                     self._apply(self._of_head(lanes, head), head, g, self.scored, None)
-            self._mix(self.matrices["scores"], lambda head, key: self._at(head, g, key), self._put_scores(g))
+            own = self.scale * mixing.own_score
+            self._mix(self.matrices["scores"], lambda head, key: self._at(head, g, key), self._put_scores(g), own)
         with b.loop(0, self.heads, hint="head") as head:
             self._exponentials(self._of_head(lanes, head), head, g)
         if mixing.weights is not None:
             put = self._put_weights(lanes, g)
-            self._mix(self.matrices["weights"], lambda head, key: self._weight_at(head, g, key), put)
+            own = float(mixing.own_weight)
+            self._mix(self.matrices["weights"], lambda head, key: self._weight_at(head, g, key), put, own)
             return
         with b.loop(0, self.heads, hint="head") as head, b.loop(0, self.padded, 2, hint="j") as key:
             pair = (self._weight_at(head, g, b.add(key, u)) for u in range(2))

@@ -159,7 +159,7 @@ class Execution:
         plain = self.spec.normalizer is Normalizer.NONE
         weights = (x * weight) if plain else self.softmax(x, positions, weight)
         if (mixing := self.spec.mixing) is not None and mixing.weights is not None:
-            mixed = self.mixed(weights, mixing.weights)
+            mixed = self.mixed(weights, mixing.weights) + (weights if mixing.own_weight else 0.0)
             weights = self.value(mixing.weighted, positions | {WEIGHT: mixed}).to(self.dtype)
         found = [weights @ v]
         if self.spec.further:
@@ -203,7 +203,7 @@ class Execution:
         positions = {I: self.arange(first, count, axis), J: self.arange(0, self.n_k, axis + 1), SCORE: score}
         if (mixing := self.spec.mixing) is not None and mixing.scores is not None:
             scored = self.value(mixing.scored, positions).to(self.dtype).expand(score.shape)
-            score = positions[SCORE] = self.mixed(scored, mixing.scores)
+            score = positions[SCORE] = self.mixed(scored, mixing.scores) + (scored if mixing.own_score else 0.0)
         return self.value(self.spec.score, positions).to(self.dtype).expand(score.shape), positions
 
     def mixed(self, values: torch.Tensor, matrix: Expr) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 Knows no other part of the package. `expr` has the expression DAG, `integers` its exact integer arithmetic, `ops` the
 primitive operations of the score language, `spec` the `AttentionSpec` that emitters take, `mask_facts` what is known of
-its mask.
+its mask, `mixing` how its heads are mixed.
 """
 
 from fusion.ir.expr import Expr, Kind
 from fusion.ir.mask_facts import MaskFacts
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Mixing, Normalizer, Operand, Output, Reduction
+from fusion.ir.mixing import Mixing
+from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Operand, Output, Reduction
 
 __all__ = [
     "AttentionSpec",

@@ -160,7 +160,7 @@ WEIGHT = node("weight", (), Kind.FLOAT)
 I, J, C, E = coord("i"), coord("j"), coord("c"), coord("e")
 I0, I1, J0, J1 = coord("i0"), coord("i1"), coord("j0"), coord("j1")  # first and last row and key of a tile
 HEAD = coord("h")
-"""The head whose scores or weights are added to those of others (`fusion.ir.spec.Mixing`)."""
+"""The head whose scores or weights are added to those of others (`fusion.ir.mixing.Mixing`)."""
 TRUE, FALSE = const(True), const(False)
 ZERO, ONE = const(0.0), const(1.0)
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from fusion.ir.expr import ROW_SUM, SCORE, WEIGHT, Expr, Kind, const, coord, coordinates, load, loads, node
+from fusion.ir.expr import ROW_SUM, WEIGHT, Expr, Kind, const, coord, coordinates, load, loads, node
 from fusion.ir.mask_facts import MASK_EXPRESSIONS, MaskFacts
+from fusion.ir.mixing import PARTS_OF_MIXING, Mixing
 from fusion.ir.serial import dumped, loaded
 
 
@@ -118,39 +119,6 @@ class FurtherOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixing:
-    """Sums over heads before and after the softmax ("talking heads", 2003.02436, section 3): of head g
-
-        s[g] = sum over h of scores[g, h] * scored(s[h])      what the score program takes for the score
-        w[g] = weighted(sum over h of weights[g, h] * w[h])   what V is multiplied by
-
-    head: the batch coordinate that is the head; its extent is a constant.
-    scores, weights: FLOAT expressions in b.. and HEAD; None where nothing is mixed there.
-    scored: a program in SCORE, b.., i and j of a single head.
-    weighted: one in WEIGHT.
-    """
-
-    head: Expr
-    scores: Expr | None = None
-    scored: Expr = SCORE
-    weights: Expr | None = None
-    weighted: Expr = WEIGHT
-
-    @property
-    def axis(self) -> int:
-        """The number of the batch coordinate."""
-        return int(self.head.name[1:])
-
-    def expressions(self) -> tuple[Expr, ...]:
-        """All that are there."""
-        return tuple(e for name in _MIXED if (e := getattr(self, name)) is not None)
-
-    def mapped(self, change: Callable[[Expr], Expr]) -> Mixing:
-        """With every expression changed."""
-        return replace(self, **{name: (e := getattr(self, name)) and change(e) for name in _MIXED})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """One attention: see the module's docstring for its meaning.
 
@@ -217,7 +185,8 @@ class AttentionSpec:
         names = {number: operand.name for number, operand in enumerate(self.operands)}
         inner = to_text(self.score, names)
         if (mixing := self.mixing) is not None and mixing.scores is not None:
-            mixed = f"sum over h of {_factor(mixing.scores, names)} * {_factor(mixing.scored, names)}"
+            own = f"{to_text(mixing.scored, names)} + " if mixing.own_score else ""
+            mixed = f"{own}sum over h of {_factor(mixing.scores, names)} * {_factor(mixing.scored, names)}"
             inner = f"{inner}, s = {mixed}"
         text = inner if self.normalizer is Normalizer.NONE else f"{self.normalizer.value}({inner})"
         if self.sinks:
@@ -227,7 +196,8 @@ class AttentionSpec:
         if self.row_scale is not None and self.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
             text += f", rows scaled by {to_text(self.row_scale, names)}"
         if mixing is not None and mixing.weights is not None:
-            mixed = f"sum over h of {_factor(mixing.weights, names)} * {text}"
+            own = f"{text} + " if mixing.own_weight else ""
+            mixed = f"{own}sum over h of {_factor(mixing.weights, names)} * {text}"
             text = mixed if mixing.weighted is WEIGHT else f"{to_text(mixing.weighted, names)}, w = {mixed}"
         return text
 
@@ -344,7 +314,6 @@ def _factor(expr: Expr, names: Mapping[int, str]) -> str:
 
 _EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")
 _EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
-_MIXED = ("head", "scores", "scored", "weights", "weighted")
 
 
 def _to_json(spec: AttentionSpec) -> str:
@@ -362,7 +331,11 @@ def _to_json(spec: AttentionSpec) -> str:
     if spec.further:
         document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in spec.further]
     if (mixing := spec.mixing) is not None:
-        document["mixing"] = [ref(getattr(mixing, name)) for name in _MIXED]
+        document["mixing"] = [
+            *(ref(getattr(mixing, name)) for name in PARTS_OF_MIXING),
+            mixing.own_score,
+            mixing.own_weight,
+        ]
     if spec.mask is not None:
         mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in MASK_EXPRESSIONS}
         document["mask"] = mask | {"fill": repr(spec.mask.fill)}
@@ -389,7 +362,12 @@ def _from_json(text: str) -> AttentionSpec:
         out_dtype=document["out_dtype"],
         output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
         mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
-        mixing=mixing and Mixing(**dict(zip(_MIXED, map(at, mixing), strict=True))),  # type: ignore[arg-type]
+        mixing=mixing
+        and Mixing(
+            **{name: at(part) for name, part in zip(PARTS_OF_MIXING, mixing, strict=False)},
+            own_score=mixing[-2],
+            own_weight=mixing[-1],
+        ),  # type: ignore[arg-type]
         further=tuple(
             FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
             for v, d, t, r, o in document.get("further", ())

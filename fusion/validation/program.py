@@ -14,9 +14,10 @@ from torch import Tensor
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, J, Kind, coord, loads
+from fusion.ir.mixing import Mixing
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import Mixing, Normalizer
+from fusion.ir.spec import Normalizer
 from fusion.passes.specify import Specified
 from fusion.validation.replay import Replay, within
 
@@ -120,7 +121,10 @@ class Program(Execution):
 
         def weights(head: Tensor) -> Tensor:
             self.known[axis] = head
-            raw = self._raw_score() if mixing.scores is None else summed(mixing.scores, scored)
+            raw = self._raw_score()
+            if mixing.scores is not None:
+                single = self.value(mixing.scored, {SCORE: raw}) if mixing.own_score else 0.0
+                raw = summed(mixing.scores, scored) + single
             x, factor = (self.value(e, {SCORE: raw}).to(self.dtype) for e in (self.spec.score, self.spec.weight))
             return self.softmax(x.expand(torch.broadcast_shapes(x.shape, raw.shape)), {SCORE: raw}, factor)
 
@@ -129,8 +133,9 @@ class Program(Execution):
         if mixing.weights is None:
             return weights(own)
         every = list(map(weights, heads))
+        single = weights(own) if mixing.own_weight else 0.0
         self.known[axis] = own
-        return self.value(mixing.weighted, {WEIGHT: summed(mixing.weights, every)})
+        return self.value(mixing.weighted, {WEIGHT: summed(mixing.weights, every) + single})
 
     def index(self, entry: Expr) -> Tensor:
         """An entry of an index in b.., i and j, [worlds, 1, keys]."""

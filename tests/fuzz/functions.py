@@ -23,6 +23,11 @@ FURTHER = 0.08
 """The share of programs that return statistics, too."""
 FAR = 0.03
 """The share of programs whose Q or K are far from 1, and scaled back at some point."""
+MIXED = 0.05
+"""The share of programs that mix the heads of scores or weights."""
+MIXTURES = ("F.linear({x}.movedim(-3, -1), {m}, {m}[0]).movedim(-1, -3)", "torch.einsum('bhij,hg->bgij', {x}, {m})",
+            "F.linear({x}.permute(0, 2, 3, 1), {m}).permute(0, 3, 1, 2)", "F.conv2d({x}, {m}[..., None, None])",
+            "{x} + F.conv2d({x}, {m}[:, :, None, None], {m}[1 % len({m})])")  # fmt: skip
 SPECIALS = ("math.inf", "-math.inf", "math.nan", "1e30", "-3e4", "0.0", "-0.0", "1e-40")
 
 STATISTICS = ("{p}", "{p}.sum(-2)", "{p}.mean(dim=-2, keepdim=True)", "{p}.amax(-1)", "{p}.max(-1).values", "{p}.mT",
@@ -56,6 +61,8 @@ def program(seed: int | str) -> Program:
         emitter = more.choice([emitter, emitter, "auto"])
     if (more := random.Random(f"far {seed}")).random() < FAR and dtype != "float16":
         move_far(w, more)
+    if (more := random.Random(f"heads {seed}")).random() < MIXED and len(w.lead) == 2:
+        mix_heads(w, more)
     return Program(
         text=w.text(), trained=w.trained, route=route, emitter=emitter, intended=w.intended,
         kinds=tuple(sorted({*w.kinds, dtype, route, emitter, "training" if w.trained else "inference"})),
@@ -294,6 +301,17 @@ def move_far(w: Writer, rng: random.Random) -> None:
     name = rng.choice(moved)
     w.lines[made + 1 : made + 1] = [f"s = s * 1e{before - total}"] * (before != total)
     w.lines[made:made] = [f"{name} = {name} * 1e{-before}"] * (before != 0)
+
+
+def mix_heads(w: Writer, rng: random.Random) -> None:
+    """Sums over heads after a step that made scores or weights, by matrices that are inputs."""
+    for name in rng.choice([("s",), ("p",), ("s", "p")]):
+        made = [n for n, line in enumerate(w.lines) if line.startswith(f"{name} = ")]
+        if made:
+            w.note("mixed heads")
+            matrix = w.floats(f"mix_{name}", f"{w.lead[1]}, {w.lead[1]}")
+            mixed = rng.choice(MIXTURES).format(x=name, m=f"{matrix}.to({name}.dtype)")
+            w.lines.insert(rng.choice(made) + 1, f"{name} = {mixed}")
 
 
 def _written(w: Writer) -> list[str]:

@@ -1,0 +1,47 @@
+"""How heads are mixed before and after the softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fusion.ir.expr import SCORE, WEIGHT, Expr
+
+PARTS_OF_MIXING = ("head", "scores", "scored", "weights", "weighted")
+"""The fields of `Mixing` that are expressions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """Sums over heads before and after the softmax ("talking heads", 2003.02436, section 3): of head g
+
+        s[g] = sum over h of scores[g, h] * scored(s[h])      what the score program takes for the score
+        w[g] = weighted(sum over h of weights[g, h] * w[h])   what V is multiplied by
+
+    head: the batch coordinate that is the head; its extent is a constant.
+    scores, weights: FLOAT expressions in b.. and HEAD; None where nothing is mixed there.
+    scored: a program in SCORE, b.., i and j of a single head.
+    weighted: one in WEIGHT.
+    own_score, own_weight: whether what is mixed of head g itself is added to its sum.
+    """
+
+    head: Expr
+    scores: Expr | None = None
+    scored: Expr = SCORE
+    weights: Expr | None = None
+    weighted: Expr = WEIGHT
+    own_score: bool = False
+    own_weight: bool = False
+
+    @property
+    def axis(self) -> int:
+        """The number of the batch coordinate."""
+        return int(self.head.name[1:])
+
+    def expressions(self) -> tuple[Expr, ...]:
+        """All that are there."""
+        return tuple(e for name in PARTS_OF_MIXING if (e := getattr(self, name)) is not None)
+
+    def mapped(self, change: Callable[[Expr], Expr]) -> Mixing:
+        """With every expression changed."""
+        return replace(self, **{name: (e := getattr(self, name)) and change(e) for name in PARTS_OF_MIXING})
