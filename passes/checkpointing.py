@@ -62,7 +62,19 @@ def lift_seeds(body: GraphModule) -> None:
 
 
 class KnowingItems(Interpreter):
-    """Runs a graph on tensors without data: what Dynamo knows of an `item()` is told to the tensor."""
+    """Runs a graph on tensors without data. What Dynamo knows of an `item()` is told to the tensor; regions of autocast
+    are entered, where the graph's own calls would only be recorded, and are left at the latest with the graph."""
+
+    def __init__(self, module: GraphModule):
+        super().__init__(module)
+        self._regions: list[torch.amp.autocast_mode.autocast] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self._regions:
+                self._regions.pop().__exit__(None, None, None)
 
     def run_node(self, n: Node) -> Any:
         held = nodes.value(n)
@@ -71,6 +83,16 @@ class KnowingItems(Interpreter):
             if isinstance(tensor, FakeTensor):
                 tensor.item_memo = held
         return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is autocast.enter:  # the class sets the state as well as recording it
+            self._regions.append(torch.amp.autocast_mode.autocast(*args, **kwargs))
+            self._regions[-1].__enter__()
+            return self._regions[-1]
+        if target is autocast.leave:
+            self._regions.remove(args[0])
+            return args[0].__exit__(None, None, None)
+        return super().call_function(target, args, kwargs)
 
 
 class Checkpoints:

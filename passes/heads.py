@@ -214,15 +214,16 @@ def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
 
     def whole(part: Expr) -> Expr | None:
         terms = _addends(part)
-        if mix not in terms or own not in terms:
+        if terms.count(mix) != 1 or own not in terms:
             return None
         terms.remove(own)
         joined.append(part)
-        return functools.reduce(functools.partial(apply, "fadd"), terms)
+        return functools.reduce(functools.partial(apply, "fadd"), (leaf if term is mix else term for term in terms))
 
     found = rebuild(expr, whole)
-    alone = len(joined) == 1 and contains(found, mix) and not has(substitute(found, {mix: leaf}), "mix", "dot")
-    return (substitute(found, {mix: leaf}), True) if alone else (substitute(expr, {mix: leaf}), False)
+    if len(joined) == 1 and not contains(found, mix):
+        return found, True
+    return substitute(expr, {mix: leaf}), False
 
 
 def _addends(expr: Expr) -> list[Expr]:

@@ -114,7 +114,8 @@ def size_expr(extent: Any) -> Expr:
 
 def _require_sizes(extent: torch.SymInt) -> None:
     """Make sure that every symbol of an expression is what a `size` is, at least 0 and below `LARGEST_SIZE`. A Python
-    int that Dynamo made dynamic need not be: torch records that it is now, or its value where it is not."""
+    int that Dynamo made dynamic need not be: torch records that it is now, or its value where it is not. Nor is what it
+    divides by 0: a kernel would end the process where Python raises an error."""
     if extent.node.expr.is_number:
         return
     env = extent.node.shape_env
@@ -127,6 +128,9 @@ def _require_sizes(extent: torch.SymInt) -> None:
             )
         if not (env.evaluate_expr(symbol >= 0) and env.evaluate_expr(symbol < LARGEST_SIZE)):
             env.evaluate_expr(symbol)
+    for division in extent.node.expr.atoms(torch_sympy.FloorDiv, torch_sympy.Mod, torch_sympy.PythonMod):
+        if not env.evaluate_expr(sympy.Ne(division.args[1], 0)):
+            raise Unsupported(Ground.SIZE, f"a division by zero: {division}")
 
 
 def _is_one(extent: torch.SymInt) -> bool:

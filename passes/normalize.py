@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import autocast, dtensor, einsums, encoder, marks, nodes, varlen, vmap
+from fusion.passes import dtensor, einsums, encoder, marks, nodes, varlen, vmap
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints, KnowingItems
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
@@ -111,14 +111,6 @@ class _Retrace(KnowingItems):
             return self.checkpoints.call(args, kwargs)
         if (converted := dtensor.conversion(target, args)) is not None:
             return dtensor.convert(converted, args, kwargs)
-        if (
-            target is autocast.enter
-        ):  # the class sets the state as well as recording it: results are then what they will be
-            region = torch.amp.autocast_mode.autocast(*args, **kwargs)
-            region.__enter__()
-            return region
-        if target is autocast.leave:
-            return args[0].__exit__(None, None, None)
         decomposition = _DECOMPOSITIONS.get(target)
         result = NotImplemented if decomposition is None else decomposition(*args, **kwargs)
         if result is NotImplemented:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir import AttentionSpec
 from fusion.ir.derivative import reached
-from fusion.ir.expr import SCORE, J, walk
+from fusion.ir.expr import SCORE, WEIGHT, Expr, J, walk
+from fusion.ir.mixing import Mixing
 from fusion.ir.results import empty_result
 from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import MapSpec
@@ -269,8 +270,9 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
 def _without_gradient(graph: Graph, root: Node, spec: AttentionSpec, operands: Sequence[Node]) -> list[Node]:
     """The operands, those detached that no gradient flows to: theirs is None then, as in eager mode, and not zero."""
     programs = [spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further)]
-    programs += spec.mixing.expressions() if spec.mixing is not None else ()
     found = reached(*(program for program in programs if program is not None))
+    if spec.mixing is not None:
+        found = _reached_through(spec.mixing, found)
     trained = {load.operand for load in found if load.op == "load"} | {2} | ({0, 1} if SCORE in found else set())
     return [
         node
@@ -278,6 +280,16 @@ def _without_gradient(graph: Graph, root: Node, spec: AttentionSpec, operands: S
         else derived(graph, root, aten.detach.default, (node,))
         for number, node in enumerate(operands)
     ]
+
+
+def _reached_through(mixing: Mixing, of_head: Set[Expr]) -> Set[Expr]:
+    """What a gradient reaches that arrives at weights. of_head: what it reaches of a head that it does reach."""
+    behind = reached(mixing.weighted, *([] if mixing.weights is None else [mixing.weights]))
+    if WEIGHT not in behind:
+        return reached(mixing.weighted)
+    if mixing.scores is None or SCORE not in of_head:
+        return behind | of_head
+    return behind | (of_head - {SCORE}) | reached(mixing.scored, mixing.scores)
 
 
 def _call(

@@ -100,9 +100,8 @@ def specify(
     core, accesses, head = heads.named(core, accesses, attention.pullback.bounds)
     further = tuple(decided(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
-    if differentiable and core.normalizer is Normalizer.ZERO_SOFTMAX:
-        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
-        raise Unsupported(Ground.NAN_GRADIENT, message)
+    if differentiable:
+        _require_gradients(core, head is not None)
     batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
     rename = _Sizes(batch, _extent(site, "i"), attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
@@ -120,6 +119,16 @@ def specify(
         tables=tuple(resolve.tables.items()),
         key_sets=resolve.key_sets(),
     )
+
+
+def _require_gradients(core: Core, heads_mixed: bool) -> None:
+    """Raise where a row without a live key would have other gradients than in eager mode."""
+    if core.normalizer is Normalizer.ZERO_SOFTMAX:
+        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
+        raise Unsupported(Ground.NAN_GRADIENT, message)
+    if heads_mixed and core.row_scale is not None:
+        message = "the heads of weights are mixed that are normalised by a function of the row's sum, in training"
+        raise Unsupported(Ground.HEADS_MIXED, message)
 
 
 def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:

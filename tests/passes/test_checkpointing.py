@@ -131,8 +131,19 @@ def in_the_ambient_region_and_out_of_it(x, w):
     return inner, checkpoint(attention, x, w, use_reentrant=False)
 
 
+def with_a_region_inside(x, w):
+    def part(x, w):
+        with torch.autocast("cpu", enabled=False):
+            return attention(F.linear(x, w[:, :48].T), w)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        return checkpoint(part, x, w, use_reentrant=False)
+
+
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("function", [under_autocast, in_two_regions, in_the_ambient_region_and_out_of_it])
+@pytest.mark.parametrize(
+    "function", [under_autocast, in_two_regions, in_the_ambient_region_and_out_of_it, with_a_region_inside]
+)
 def test_regions_of_autocast_around_a_call(function, trained):
     """A kernel that took a region for float32 would read bfloat16 beyond its memory."""
     torch._dynamo.reset()
@@ -150,6 +161,7 @@ def test_regions_of_autocast_around_a_call(function, trained):
     with fusion.collect_reports() as reports:
         got = results(torch.compile(function, backend="fusion"), x, w)
     want, exact = results(function, x, w), results(function, *(t.detach().double().requires_grad_() for t in (x, w)))
+    assert not torch.is_autocast_enabled("cpu")
     assert reports[0].fused and [y.dtype for y in got] == [y.dtype for y in want]
     assert_as_exact_as_eager(got, want, exact, torch.bfloat16)
 

@@ -51,6 +51,37 @@ def detached_queries(q, k, v):
     return attention(q.detach(), k, v)
 
 
+def mixed(x):
+    return torch.einsum("hij,hg->gij", x, torch.tensor([[0.6, -0.4], [0.3, 0.9]], dtype=x.dtype))
+
+
+def detached_scores_mixed(q, k, v):
+    return mixed((q @ k.mT * 0.3).detach()).softmax(-1) @ v
+
+
+def mixed_scores_detached(q, k, v):
+    return mixed(mixed(q @ k.mT * 0.3).detach().softmax(-1)) @ v
+
+
+def detached_weights_mixed(q, k, v):
+    return mixed((q @ k.mT * 0.3).softmax(-1).detach()) @ v
+
+
+def mixed_weights_detached(q, k, v):
+    w = (q @ k.mT * 0.3).softmax(-1)
+    return (w + mixed(w)).detach() @ v
+
+
+def only_mixed_weights_detached(q, k, v):
+    w = (q @ k.mT * 0.3).softmax(-1)
+    return (w + mixed(w).detach()) @ v
+
+
+DETACHED_BESIDE_MIXED_HEADS = (
+    detached_scores_mixed, mixed_scores_detached, detached_weights_mixed, mixed_weights_detached,
+)  # fmt: skip
+
+
 def run(function):
     def results(call, given):
         out = call(*(x * 1 for x in given))
@@ -83,3 +114,30 @@ def test_what_no_gradient_flows_to_has_none(function):
     """Not zeros, which optimizers take for a gradient. `run` compares which operands have one."""
     (report,) = run(function)
     assert report.fused == 1
+
+
+@pytest.mark.parametrize("function", [*DETACHED_BESIDE_MIXED_HEADS, only_mixed_weights_detached])
+def test_what_no_gradient_flows_to_has_none_where_heads_are_mixed(function):
+    (report,) = run(function)
+    assert report.fused == (function is not only_mixed_weights_detached), report
+
+
+def test_heads_mixed_twice_and_added():
+    def function(q, k, v):
+        s = q @ k.mT * 0.3
+        m = mixed(s)
+        return (s + m + m).softmax(-1) @ v
+
+    (report,) = run(function)
+    assert "no function of one of them" in report.sites[0].reason
+
+
+def test_mixed_heads_normalised_by_hand_stay_in_training():
+    """The gradient of a row without a live key is 0 in eager mode."""
+
+    def function(q, k, v):
+        s = (q @ k.mT * 0.3).masked_fill(torch.arange(13) > torch.arange(13)[:, None] - 1, -1e4)
+        return mixed(torch.exp(s - torch.logsumexp(s, -1, keepdim=True))) @ v
+
+    (report,) = run(function)
+    assert not report.fused, report

@@ -131,6 +131,22 @@ def test_integers_that_are_no_sizes(dead):
     assert len(reports) <= 5  # 5, 3 and 4 are one
 
 
+def test_an_integer_that_divides_becomes_zero():
+    """Python raises an error, and so does the compiled function; a kernel that divided would end the process."""
+    torch._dynamo.reset()
+
+    def attend(q, k, v, w):
+        dead = torch.arange(k.shape[-2]) >= 24 // w
+        return torch.softmax((q @ k.mT * 0.25).masked_fill(dead, -math.inf), -1) @ v
+
+    inputs = [torch.randn(1, 2, 37, 16) for _ in range(3)]
+    compiled = torch.compile(attend, backend="fusion", options={"strict": True}, dynamic=True)
+    for w in (3, 5, 2):
+        assert_as_exact_as_eager(compiled(*inputs, w), attend(*inputs, w), attend(*(x.double() for x in inputs), w))
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        compiled(*inputs, 0)
+
+
 def test_integers_that_tensors_hold():
     """`capture_scalar_outputs` makes sizes of them, whose values no shape has."""
     torch._dynamo.reset()
