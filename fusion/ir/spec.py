@@ -331,11 +331,8 @@ def _to_json(spec: AttentionSpec) -> str:
     if spec.further:
         document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in spec.further]
     if (mixing := spec.mixing) is not None:
-        document["mixing"] = [
-            *(ref(getattr(mixing, name)) for name in PARTS_OF_MIXING),
-            mixing.own_score,
-            mixing.own_weight,
-        ]
+        parts = (ref(getattr(mixing, name)) for name in PARTS_OF_MIXING)
+        document["mixing"] = [*parts, mixing.own_score, mixing.own_weight]
     if spec.mask is not None:
         mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in MASK_EXPRESSIONS}
         document["mask"] = mask | {"fill": repr(spec.mask.fill)}
@@ -362,15 +359,16 @@ def _from_json(text: str) -> AttentionSpec:
         out_dtype=document["out_dtype"],
         output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
         mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
-        mixing=mixing
-        and Mixing(
-            **{name: at(part) for name, part in zip(PARTS_OF_MIXING, mixing, strict=False)},
-            own_score=mixing[-2],
-            own_weight=mixing[-1],
-        ),  # type: ignore[arg-type]
+        mixing=None if mixing is None else _mixing(at, *mixing),
         further=tuple(
             FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
             for v, d, t, r, o in document.get("further", ())
         ),
         **fields,  # type: ignore[arg-type]
     )
+
+
+def _mixing(at: Callable[[int | None], Expr | None], *fields: Any) -> Mixing:
+    *parts, own_score, own_weight = fields
+    named: dict[str, Any] = {name: at(part) for name, part in zip(PARTS_OF_MIXING, parts, strict=True)}
+    return Mixing(**named, own_score=own_score, own_weight=own_weight)
