@@ -2,9 +2,11 @@
 against Inductor, and against attention of the same shapes that mixes nothing.
 
     python benchmarks/mixed_heads.py [--dtype float32] [--seconds 4] [--cases 0 2] [--train]
+    python benchmarks/mixed_heads.py --models cait_xxs24_224 cait_s24_224 efficientformerv2_s0
 
 All run in turns within one process. "unmixed" is the same attention without the sums over heads, fused: what these
 cost. --train: a step, which ends with the gradients of q, k, v and of what heads are mixed by.
+--models: whole models of timm (which asks for torchvision) with random weights instead, two images, without gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 import torch._inductor.config
 import torch.nn.functional as F
 
+import fusion
 from benchmarks.measuring import Entry, interleave
 from fusion.machine import machine as find_machine
 
@@ -58,15 +61,41 @@ def contestants(tensors: list[torch.Tensor], train: bool) -> list[Entry]:
     return [Entry(name=name, call=call) for name, call in calls.items()]
 
 
+def whole(name: str) -> tuple[str, list[Entry]]:
+    """How much of a model of timm is fused, and what is timed, each run once."""
+    import timm
+
+    torch._dynamo.reset()
+    model = timm.create_model(name).eval()
+    images = torch.randn(2, *model.default_cfg["input_size"])
+    entries = []
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        for backend in ("fusion", "inductor"):
+            run = torch.compile(model, backend=backend, dynamic=False)
+            run(images)
+            entries.append(Entry(name=backend, call=lambda run=run: run(images)))
+    return f"{sum(r.fused for r in reports)} of {sum(len(r.sites) for r in reports)}", entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--cases", nargs="+", type=int, default=range(len(SHAPES)), help="numbers of shapes")
     parser.add_argument("--train", action="store_true", help="a training step")
+    parser.add_argument("--models", nargs="+", help="names in timm")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     print(f"{find_machine('cpu').name}, {torch.get_num_threads()} threads, torch {torch.__version__}, {chosen.dtype}\n")
+    if chosen.models:
+        print("| model | fused | fusion, ms | inductor | Inductor / fusion |\n|---|---:|---:|---:|---:|")
+        for name in chosen.models:
+            fused, entries = whole(name)
+            with torch.no_grad():
+                interleave(entries, seconds=chosen.seconds)
+            ours, theirs = (1e3 * (entry.median or 0.0) for entry in entries)
+            print(f"| {name} | {fused} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |", flush=True)
+        return
     print("| B, H, N, d | fusion, ms | unmixed | inductor | Inductor / fusion |\n|---|---:|---:|---:|---:|")
     for number in chosen.cases:
         b, h, n, d = SHAPES[number]

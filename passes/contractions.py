@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr
+from fusion.lowering.numbers import is_moderate
 from fusion.passes import marks, nodes
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.views import Index, broadcast_index
@@ -263,11 +264,6 @@ def products_above(node: Node) -> set[Node]:
         elif packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
             stack.extend(here.all_input_nodes)
     return found
-
-
-def is_moderate(scale: float) -> bool:
-    """Whether scores of ordinary size stay so when they are scaled last: overflow moves by 2**24 at most."""
-    return 2.0**-24 <= abs(scale) <= 2.0**24
 
 
 def strip_scale(node: Node) -> tuple[Node, float]:

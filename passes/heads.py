@@ -266,16 +266,16 @@ def named(
     def of_head(expr: Expr) -> Expr:
         return substitute(expr, own)
 
-    named = {}
+    sums = {}
     for name in ("mixed_scores", "mixed_weights"):
-        if (mixed := getattr(core, name)) is not None:
-            matrix = substitute(mixed.matrix, own | {mixed.head: HEAD})
-            named[name] = replace(mixed, matrix=matrix, program=of_head(mixed.program))
+        if (summed := getattr(core, name)) is not None:
+            matrix = substitute(summed.matrix, own | {summed.head: HEAD})
+            sums[name] = replace(summed, matrix=matrix, program=of_head(summed.program))
     query, key = (
         replace(access, index=tuple(map(of_head, access.index)), value=access.value and of_head(access.value))
         for access in (query, key)
     )
-    return replace(core.mapped(of_head), **named), (query, key, value), axis
+    return replace(core.mapped(of_head), **sums), (query, key, value), axis
 
 
 def _of_one_head(core: Core) -> list[Expr]:

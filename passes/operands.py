@@ -15,9 +15,10 @@ from torch.fx import Graph, Node
 
 from fusion.ir.expr import ONE, C, Expr, const, coordinates
 from fusion.ir.spec import Normalizer
+from fusion.lowering.numbers import is_moderate
 from fusion.passes import marks, nodes
 from fusion.passes.caches import linear_in, stored
-from fusion.passes.contractions import is_moderate, strip_scale
+from fusion.passes.contractions import strip_scale
 from fusion.passes.inplace import changes
 from fusion.passes.nodes import Unsupported
 from fusion.passes.views import Index

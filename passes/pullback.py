@@ -382,8 +382,7 @@ class PullBack:
 _OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.to: PullBack._cast, aten._to_copy: PullBack._cast, aten.type_as: PullBack._cast,
     aten.dropout: PullBack._dropout, aten.native_dropout: PullBack._dropout, aten.feature_dropout: PullBack._dropout,
-    aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS,
-    **over_keys.OPERATIONS,
+    aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
 }  # fmt: skip
 """Operation -> the element at an index of its result, or None where it is to be loaded; None stands for getitem."""
 

@@ -75,7 +75,8 @@ class Upstream:
 
     def _of(self, node: Node) -> Met:
         kind = packet(node)
-        if Met.PRODUCT in (met := self.inputs(node)) and head_sum(node) is not None:
+        met = self.inputs(node)
+        if Met.PRODUCT in met and head_sum(node) is not None:
             return met | Met.MIXED_HEADS
         if is_contraction(node) or is_distance(node):
             return Met.PRODUCT
@@ -83,7 +84,6 @@ class Upstream:
             return Met.PRODUCT
         if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm and Met.MIXED_HEADS not in met:
             return _NOTHING  # heads may be normalised after they were mixed
-        met = self.inputs(node)
         if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
             met = met | Met.PRODUCT if looks_like_attention(met) else Met.PRODUCT
         if kind in SOFTMAXES | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:

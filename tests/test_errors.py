@@ -29,7 +29,7 @@ from fusion.errors import (
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import const
 from fusion.ir.ops import apply
-from fusion.lowering.numbers import SIZE_LIMIT
+from fusion.ir.widths import LARGEST_SIZE
 from fusion.machine import Machine
 from fusion.planning.optimum import optimum
 from fusion.planning.problem import Problem
@@ -133,7 +133,7 @@ def test_of_emitters(spec):
 
 
 def test_of_sizes_beyond_the_kernels(spec, monkeypatch):
-    large, given = [1, 2, SIZE_LIMIT, 5], [torch.randn(1, 2, 5, 4)] * 3
+    large, given = [1, 2, LARGEST_SIZE, 5], [torch.randn(1, 2, 5, 4)] * 3
     with pytest.raises(UnsupportedSizeError, match="was met; CPU kernels take sizes below"):
         mlir.compile(spec)(given, large)
     trained = mlir.compile_training(spec)

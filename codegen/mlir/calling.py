@@ -17,7 +17,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.numbers import SIZE_LIMIT
+from fusion.ir.widths import LARGEST_SIZE
 
 PARAMETER_SLOTS = 256
 APART = 128
@@ -183,8 +183,8 @@ def operand_values(spec: AttentionSpec, strides: Iterable[Sequence[int]], sizes:
 
 def check_sizes(*sizes: int) -> None:
     """Raises UnsupportedSizeError where one is too large for the kernels."""
-    if (largest := max(sizes)) >= SIZE_LIMIT:
-        raise UnsupportedSizeError(f"a size of {largest} was met; CPU kernels take sizes below {SIZE_LIMIT}")
+    if (largest := max(sizes)) >= LARGEST_SIZE:
+        raise UnsupportedSizeError(f"a size of {largest} was met; CPU kernels take sizes below {LARGEST_SIZE}")
 
 
 def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int, ...]]:

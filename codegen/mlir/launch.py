@@ -162,10 +162,10 @@ class Kernel:
 
     def _choose(self, sizes: Sequence[int]) -> Choice:
         *_, n_q, n_k, _, _ = self._extents(sizes)
-        if self.spec.mixing is not None:
-            return all_heads_choice(self.target, n_k)
         if self.planner is not None:
             return self.planner.choose(sizes, self._made(sizes))
+        if self.spec.mixing is not None:
+            return all_heads_choice(self.target, n_k)
         schedule = query_stationary(self.spec)
         if n_q <= FEW_QUERIES:
             return rows_choice(schedule, self.target.lanes, n_k)

@@ -24,20 +24,18 @@ from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
 from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.numbers import is_moderate
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import plain_scale
 from fusion.planning.register_tiles import planes_of
 
 KEYS_AT_ONCE = 4
 """Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""
-KEY_SPAN = 512
-"""Keys whose products are added up before they join the others: long sums lose digits."""
-MODERATE = 2.0**24
-"""Scales of scores up to this, and from its reciprocal on, become one with what they are mixed by."""
 
 
 def emit_mixed_heads(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelText:
@@ -59,7 +57,7 @@ class MixedHeadsKernel(KernelFunction):
         self.heads_at_once = 4 if target.tile_rows * target.tile_groups > 12 else 2
         self.keys_at_once = min(KEYS_AT_ONCE, p.key_step)
         scale = plain_scale(self.mixing.scored) or 0.0
-        folds = 1 / MODERATE <= abs(scale) <= MODERATE
+        folds = is_moderate(scale)  # becomes one with what scores are mixed by
         self.scored, self.scale = (SCORE, scale) if folds else (self.mixing.scored, 1.0)
         self.dense = dense_loads(self.programs.masked, self.weight, self.mixing.scored)
         self._areas()

@@ -26,8 +26,8 @@ from fusion.errors import UnsupportedSizeError
 from fusion.ir.results import output_extents, result_names, statistics_shape
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
+from fusion.ir.widths import LARGEST_SIZE
 from fusion.kept import Made
-from fusion.lowering.numbers import SIZE_LIMIT
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
@@ -349,8 +349,8 @@ def list_tile(tile: Tile) -> Tile:
 
 def check_sizes(extents: Sequence[int]) -> None:
     """Raise UnsupportedSizeError where a size does not fit the kernels' 32-bit coordinates."""
-    if max(extents) >= SIZE_LIMIT:
-        raise UnsupportedSizeError(f"a size of {max(extents)} was met; GPU kernels take sizes below {SIZE_LIMIT}")
+    if max(extents) >= LARGEST_SIZE:
+        raise UnsupportedSizeError(f"a size of {max(extents)} was met; GPU kernels take sizes below {LARGEST_SIZE}")
 
 
 def fixed_constants(dtype: str, device: torch.device) -> dict[str, object]:

@@ -11,7 +11,7 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, walk
 
 LARGEST_SIZE = 2**25
-"""Run-time sizes are below this: kernels are called for no larger ones."""
+"""Run-time sizes are below this (launchers check), so that small multiples of coordinates fit in 32 bits."""
 
 _WIDE = (-(2**63), 2**63 - 1)
 _EXACT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

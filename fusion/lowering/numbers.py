@@ -8,6 +8,7 @@ import struct
 
 from fusion.ir.expr import Expr, Kind, walk
 from fusion.ir.primitives import is_step
+from fusion.ir.widths import LARGEST_SIZE
 
 LOG2E = math.log2(math.e)
 
@@ -23,16 +24,17 @@ def exponent_units(scale: float) -> tuple[float, float, float]:
     return factor, HUGE / factor, min(1.0, 2.0 ** math.floor(math.log2(factor)))
 
 
+def is_moderate(scale: float) -> bool:
+    """Whether scores of ordinary size stay so where they are scaled later: overflow moves by 2**24 at most."""
+    return 2.0**-24 <= abs(scale) <= 2.0**24
+
+
 @functools.cache
 def decided(*exprs: Expr | None) -> frozenset[Expr]:
     """The floats from which something is decided: those below a comparison or a rounding to integers, where a unit in
     the last place changes all that follows. They are computed as they are written."""
     deciding = [part for part in walk(*filter(None, exprs)) if is_step(part.op)]
     return frozenset(part for part in walk(*(arg for e in deciding for arg in e.args)) if part.kind is Kind.FLOAT)
-
-
-SIZE_LIMIT = 1 << 25
-"""Run-time sizes must stay below this (launchers check), so that small multiples of coordinates fit in 32 bits."""
 
 
 def in_float32(value: float) -> float:
@@ -47,12 +49,12 @@ def width(expr: Expr) -> float:
 
 
 def magnitude(expr: Expr) -> float:
-    """A bound on the absolute value of an INT expression for sizes below SIZE_LIMIT; infinite where nothing is
+    """A bound on the absolute value of an INT expression for sizes below LARGEST_SIZE; infinite where nothing is
     known."""
     if expr.op == "const":
         return abs(expr.value)
     if expr.op in ("coord", "size"):
-        return float(SIZE_LIMIT)
+        return float(LARGEST_SIZE)
     if expr.op == "load":
         return math.inf
     if expr.op == "bool_to_int":

@@ -10,8 +10,9 @@ import torch
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, const, coord, load, size
 from fusion.ir.ops import apply, evaluate
+from fusion.ir.widths import LARGEST_SIZE
 from fusion.lowering.gradients import Axes, summed_over, wanted_loads
-from fusion.lowering.numbers import SIZE_LIMIT, magnitude
+from fusion.lowering.numbers import magnitude
 
 HEAD = coord("b1")
 DISTANCE = integers.sub(I, J)
@@ -28,7 +29,7 @@ BOUNDED = {
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_magnitudes_are_bounds_at_the_largest_coordinates(name: str) -> None:
-    bound, largest = magnitude(BOUNDED[name]), SIZE_LIMIT - 1
+    bound, largest = magnitude(BOUNDED[name]), LARGEST_SIZE - 1
     assert math.isfinite(bound)
     for i in (0, 1, 17, largest):
         for j in (0, 5, largest):
@@ -38,7 +39,7 @@ def test_magnitudes_are_bounds_at_the_largest_coordinates(name: str) -> None:
 
 def test_nothing_is_known_of_what_is_read() -> None:
     assert magnitude(load(3, (I,), Kind.INT)) == math.inf
-    assert magnitude(size("N")) == SIZE_LIMIT
+    assert magnitude(size("N")) == LARGEST_SIZE
 
 
 @pytest.mark.parametrize(
