@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._inductor.config
@@ -67,7 +68,8 @@ def whole(name: str) -> tuple[str, list[Entry]]:
 
     torch._dynamo.reset()
     model = timm.create_model(name).eval()
-    images = torch.randn(2, *model.default_cfg["input_size"])
+    config: dict[str, Any] = model.default_cfg  # type: ignore[assignment]
+    images = torch.randn(2, *config["input_size"])
     entries = []
     with torch.no_grad(), fusion.collect_reports() as reports:
         for backend in ("fusion", "inductor"):
