@@ -74,9 +74,16 @@ def as_exact_as_eager(name: str, problem: Problem, device: Device) -> list[str]:
 
 
 def same_bits(name: str, problem: Problem, device: Device) -> list[str]:
-    """Repeated training steps: the output and the gradients of q, k and v. Those of captured tensors are sums by atomic
-    additions, unless torch is told to be deterministic."""
+    """Repeated training steps where torch is told to be deterministic: the output and the gradients of q, k and v."""
     torch._dynamo.reset()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return _differences(name, problem, device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _differences(name: str, problem: Problem, device: Device) -> list[str]:
     operands, grad = draw(name, problem, device)
     call = device.compiled(GPU_ROWS[name].plain, "fusion")
     first = gradients(call, operands, grad)[: 3 if GPU_ROWS[name].latent else 4]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.codegen.triton.backward import Keys, KeysAlone, Queries, ValuesAlone
+from fusion.codegen.triton.backward import Joint, Keys, KeysAlone, Queries, ValuesAlone, may_join
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.launch import Kernel
@@ -17,7 +17,7 @@ from fusion.machine import Machine
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import Extents, GpuPlanner
 from fusion.planning.gpu_clocks import BACKWARD
-from fusion.planning.gpu_model import TileModel
+from fusion.planning.gpu_model import PREPARE, WAYS, TileModel
 from offline.absent import absent, meta
 from offline.static_facts import StaticFacts, static_facts
 from rows import GPU_ROWS, Problem
@@ -28,6 +28,7 @@ B, H, N = 4, 16, 1024
 
 PRODUCTS = {
     Forward.name: (1, 1), Queries.name: (2, 1), Keys.name: (2, 2), KeysAlone.name: (2, 1), ValuesAlone.name: (1, 1),
+    Joint.name: (3, 2),
 }  # fmt: skip
 """Products of d, and of d_v, columns for each score, by kernel."""
 
@@ -73,12 +74,13 @@ class Settled:
     def forward(self, spec: AttentionSpec, machine: Machine, extents: Extents) -> Tile:
         return self.tiles.get(Forward.name) or TileModel().forward(spec, machine, extents)
 
-    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
-        chosen = TileModel().backward(spec, machine, d, d_v)
-        if alone := [tile for name, tile in self.tiles.items() if name in (KeysAlone.name, ValuesAlone.name)]:
-            chosen.pop(Keys.name, None)
-            chosen |= dict.fromkeys((KeysAlone.name, ValuesAlone.name), alone[0])
-        return chosen | dict(self.tiles)
+    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int, joint: bool) -> dict[str, Tile]:
+        chosen = TileModel().backward(spec, machine, d, d_v, joint)
+        settled = {name: tile for name, tile in self.tiles.items() if name in BACKWARD}
+        if settled.keys() - chosen.keys():
+            way = next(way for way in WAYS if settled.keys() <= set(way))
+            chosen = {PREPARE: chosen[PREPARE], **dict.fromkeys(way, next(iter(settled.values())))}
+        return chosen | settled
 
 
 def compiled(
@@ -101,16 +103,30 @@ def _backward(differentiable: Differentiable, operands, sizes, learned: bool) ->
     *batch, n_q, _, _, d_v = differentiable.kernel.planner(operands[0].device).extents(sizes)
     out = torch.empty([*batch, n_q, d_v], dtype=operands[0].dtype, device="meta")
     statistics = torch.empty([3, *batch, n_q], device="meta")
-    needs = tuple(tensor.is_floating_point() and (n < 3 or learned) for n, tensor in enumerate(operands))
-    differentiable.backward(torch.empty_like(out), out, statistics, operands, sizes, needs)
+    differentiable.backward(torch.empty_like(out), out, statistics, operands, sizes, needs_of(operands, learned))
+
+
+def needs_of(operands: Sequence[torch.Tensor], learned: bool) -> tuple[bool, ...]:
+    """Which operands' gradients are wanted. learned: those of captured tensors, too."""
+    return tuple(tensor.is_floating_point() and (n < 3 or learned) for n, tensor in enumerate(operands))
+
+
+def joins(cell: Cell) -> bool:
+    """Whether one kernel can make all gradients of a cell."""
+    return may_join(cell.spec, needs_of(operands_of(cell.name, cell.d, cell.dtype), GPU_ROWS[cell.name].learned))
+
+
+def backward_tiles(cell: Cell, machine: Machine) -> Mapping[str, Tile]:
+    """The tiles that are chosen for the kernels of a cell's backward."""
+    return TileModel().backward(cell.spec, machine, cell.spec.d.integer, cell.spec.d_v.integer, joins(cell))
 
 
 def tile_of(cell: Cell, kernel: str, machine: Machine) -> Tile:
     """The tile that is chosen for a kernel."""
-    d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
-    if kernel == Forward.name:
-        return GpuPlanner(cell.spec, machine, TileModel()).tile_for(GPU_ROWS[cell.name].queries or N, N, d, d_v, B * H)
-    return TileModel().backward(cell.spec, machine, d, d_v)[kernel]
+    if kernel != Forward.name:
+        return backward_tiles(cell, machine)[kernel]
+    planner, n_q = GpuPlanner(cell.spec, machine, TileModel()), GPU_ROWS[cell.name].queries or N
+    return planner.tile_for(n_q, N, cell.spec.d.integer, cell.spec.d_v.integer, B * H)
 
 
 def flop_of_trip(cell: Cell, kernel: str, tile: Tile) -> float:

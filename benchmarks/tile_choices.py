@@ -21,9 +21,9 @@ from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import BACKWARD, Work, kernel_clocks, redundancy, work_of
 from fusion.planning.gpu_feasible import Fact, fact_of, slowed
-from fusion.planning.gpu_model import USUAL, USUAL_HEADS, TileModel, best, extent_of, may_rotate
+from fusion.planning.gpu_model import USUAL, USUAL_HEADS, best, extent_of, may_rotate
 from rows import GPU_ROWS
-from static_cells import Cell
+from static_cells import Cell, backward_tiles
 from triton_static import FORWARD_ONLY
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -67,7 +67,7 @@ def choices() -> Iterator[Chosen]:
 def choices_of(cell: Cell, machine: Machine) -> Iterator[Chosen]:
     """Of a cell's kernels."""
     d, d_v = cell.spec.d.integer, cell.spec.d_v.integer
-    backward = () if cell.name in FORWARD_ONLY else TileModel().backward(cell.spec, machine, d, d_v)
+    backward = () if cell.name in FORWARD_ONLY else backward_tiles(cell, machine)
     for kernel in (Forward.name, *(name for name in backward if name in BACKWARD)):
         work = work_of(cell.spec, kernel, d, d_v)
         extent = extent_of(cell.spec, kernel, USUAL_HEADS, USUAL, USUAL)

@@ -24,11 +24,11 @@ from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
-from fusion.planning.gpu_clocks import BACKWARD, Work, registers, work_of
+from fusion.planning.gpu_clocks import BACKWARD, JOINT, Work, registers, work_of
 from fusion.planning.gpu_feasible import Fact, cell_of, fact_of, fits, most_registers, place_of, slowed, spills_known
 from fusion.planning.gpu_model import USUAL, USUAL_HEADS, all_tiles, extent_of, in_order, may_rotate
 from rows import GPU_ROWS
-from static_cells import Cell, compiled
+from static_cells import Cell, compiled, joins
 from triton_static import FORWARD_ONLY
 
 EXPLORED = 1.3
@@ -100,6 +100,8 @@ def main() -> None:
         for d in [576] if "latent" in name else options.widths:
             cell = Cell(name=name, d=d)
             found = [Forward.name] if name in FORWARD_ONLY else [Forward.name, *BACKWARD]
+            if JOINT in found and not (machine.additions and joins(cell)):
+                found.remove(JOINT)
             for kernel in (kernel for kernel in found if kernel in options.kernels):
                 key = cell_of(work_of_cell(cell, kernel), machine)
                 if options.renew and key not in begun:

@@ -20,7 +20,8 @@ from rich.progress import track
 import results
 from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
-from fusion.planning.gpu_clocks import BACKWARD
+from fusion.planning.gpu_clocks import BACKWARD, JOINT, work_of
+from fusion.planning.gpu_model import USUAL, extent_of, rounded_bytes
 from offline.static_facts import StaticFacts, static_facts
 from peer_loops import PEERS, compiled_peer
 from rows import GPU_ROWS
@@ -73,6 +74,13 @@ def whole_backward(kernel: str, variant: str, rate: float) -> str:
     return f"| {kernel}, all kernels | {variant} |" + " |" * (len(HEAD) - 3) + f" {rate / 1e12:.0f} |"
 
 
+def rounding(cell: Cell, device: Machine) -> float:
+    """Seconds for each score of long sequences that go to dQ's way through memory in float32."""
+    extent = extent_of(cell.spec, JOINT, 1, USUAL, USUAL)
+    work = work_of(cell.spec, JOINT, cell.spec.d.integer, cell.spec.d_v.integer)
+    return rounded_bytes(work) / device.main.bandwidth / (USUAL / 2 if extent.triangle else USUAL)
+
+
 def cell_lines(cell: Cell, device: Machine) -> list[str]:
     """Lines of a cell's kernels, and what the backward makes as a whole."""
     names = [Forward.name] if cell.name in FORWARD_ONLY else [Forward.name, *BACKWARD]
@@ -85,6 +93,8 @@ def cell_lines(cell: Cell, device: Machine) -> list[str]:
         flop = flop_of_trip(cell, name, tile)
         lines += lines_of(name, str(cell), str(tile), facts, flop)
         seconds[name] = flop / facts.rate(flop) / (tile.rows * tile.keys)
+        if name == JOINT:
+            seconds[name] += rounding(cell, device)
     if backward := [seconds[name] for name in BACKWARD if name in seconds]:
         d, d_v = int(cell.spec.d.attr), int(cell.spec.d_v.attr)  # type: ignore[arg-type]
         rate = 5.0 * (d + d_v) / sum(backward)

@@ -24,7 +24,7 @@ _UNITS = {
     "tensor": "HGMMA HMMA IMMA QGMMA UTCHMMA UTCQMMA",
     "fma": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 IMAD HFMA2 HADD2 HMUL2",
     "special": "MUFU I2F I2FP F2I F2F POPC FLO",
-    "memory": "LDS STS LDSM STSM LDG STG LDGSTS LDL STL LD ST LDC ULDC UTMALDG UTMASTG SHFL SYNCS RED ATOM ATOMG",
+    "memory": "LDS STS LDSM STSM LDG STG LDGSTS LDL STL LD ST LDC ULDC UTMALDG UTMASTG SHFL SYNCS RED REDG ATOM ATOMG",
     "control": "BRA BAR WARPSYNC NOP DEPBAR WARPGROUP EXIT BSYNC BSSY YIELD NANOSLEEP ELECT",
 }
 _UNIT = {name: unit for unit, names in _UNITS.items() for name in names.split()}  # others: alu
@@ -88,6 +88,14 @@ class Instruction:
         """How many groups of products may be unfinished after it, where it is a wait for them."""
         found = re.search(r"gsb0, 0x([0-9a-f]+)", self.operands) if self.name.startswith("WARPGROUP.DEPBAR") else None
         return int(found[1], 16) if found else None
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes of the numbers that it adds to memory for a warp."""
+        if self.base not in ("RED", "REDG"):
+            return 0
+        together = re.search(r"\.F32x(\d)", self.name)
+        return 32 * 4 * (int(together[1]) if together else 1)
 
     @property
     def shared_bytes(self) -> int:

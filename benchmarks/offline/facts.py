@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
-from fusion.codegen.triton.backward import Keys, Queries, backward_kernels
+from fusion.codegen.triton.backward import Queries, backward_kernels
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
@@ -126,7 +126,7 @@ def facts_of(
         listed = {KeyLists.name: Queries.name, RowLists.name: owner_of_keys(tiles)}  # by who visits the tiles
         tiles |= {name: list_tile(tiles[user]) for name, user in listed.items()}
         needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
-        kernels += backward_kernels(spec, d, d_v, needs, apart=Keys.name not in tiles)
+        kernels += backward_kernels(spec, d, d_v, needs, by_keys=tiles.keys())
     kernels += further_kernels(spec, d, d_v)
     tiles |= tiles_of_further(tiles)
     return compile_offline(spec, kernels, d, d_v, tiles, target)

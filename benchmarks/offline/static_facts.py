@@ -63,8 +63,11 @@ class StaticFacts:
         return clocks_of(loop or self.main, self.warps, rates, self.groups)
 
     def rate(self, flop: float, loop: Loop | None = None) -> float:
-        """Flop/s that are predicted of the machine where a trip does so many."""
-        return flop / self.clocks(loop).with_residents(self.residents) * self.machine.cores * SUSTAINED
+        """Flop/s that are predicted of the machine where a trip does so many; what it adds to memory counts where it
+        takes longer than the rest."""
+        seconds = self.clocks(loop).with_residents(self.residents) / SUSTAINED / self.machine.cores
+        added = self.warps * sum(instruction.added_bytes for instruction in (loop or self.main).body)
+        return flop / max(seconds, added / self.machine.additions if added else 0.0)
 
 
 def static_facts(kernel: Any, machine: Machine) -> StaticFacts:

@@ -19,7 +19,15 @@ from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
-from fusion.codegen.triton.backward import Keys, KeysAlone, Prepare, Queries, ValuesAlone, backward_kernels
+from fusion.codegen.triton.backward import (
+    WRITTEN,
+    Joint,
+    Prepare,
+    Queries,
+    backward_kernels,
+    may_join,
+    query_coordinates,
+)
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
 from fusion.codegen.triton.further import FurtherByKeys, FurtherByRows, further_kernels, tiles_of_further
@@ -37,6 +45,7 @@ from fusion.ir.expr import ZERO
 from fusion.ir.results import coordinate_extents, further_shape, no_statistics, size_of
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.strided import strided
 from fusion.kept import Made
 from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
@@ -45,15 +54,13 @@ from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BY_KEYS
 
 log = logging.getLogger(__name__)
-WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}}
-"""The operands whose gradients each kernel writes."""
 
 
 class Differentiable:
     """The outputs and gradients of one spec: see `emitter.TrainingKernel`.
 
-    dQ, dK and dV are deterministic. Gradients of captured tensors are summed by atomic additions in float32. tile: in
-    place of those that are planned. tuner: measures tiles. plan: see `Kernel`. arriving: the spec is one of
+    dK and dV are deterministic. dQ may be added up in float32 in no certain order, unless torch is told to be
+    deterministic; so are gradients of captured tensors. tile: in place of those that are planned. tuner: measures tiles. plan: see `Kernel`. arriving: the spec is one of
     `with_arriving`.
     """
 
@@ -153,8 +160,15 @@ class Differentiable:
             count = len(operands) - len(self.trained.further)
             spec, further = replace(self.trained, operands=self.trained.operands[:count]), operands[count:]
             return reference.backward(spec, grad, operands[:count], sizes, needs[:count], further=further)
+        joint = not torch.are_deterministic_algorithms_enabled() and may_join(self.trained, needs)
+        tiles = self.kernel.planner(operands[0].device).backward(d, d_v, joint)
         made = {n: self._memory(n, tensor) for n, tensor in enumerate(operands) if needs[n]}
-        self._launch(grad, out, statistics, operands, sizes, needs, made, (batch, n_q, n_k, d, d_v))
+        sums = None
+        if Joint.name in tiles:
+            sums = torch.zeros((*batch, n_q, d), dtype=torch.float32, device=made[0].device)
+        self._launch(grad, out, statistics, operands, sizes, needs, made, (batch, n_q, n_k, d, d_v), tiles, sums)
+        if sums is not None:
+            strided(made[0], self.trained.q, query_coordinates(self.trained), sums.shape).copy_(sums)
         return [made[n] for n in sorted(made)]
 
     def _memory(self, number: int, tensor: Tensor) -> Tensor:
@@ -162,14 +176,14 @@ class Differentiable:
         others float32."""
         return torch.zeros(tensor.shape, dtype=tensor.dtype if number < 3 else torch.float32, device=tensor.device)
 
-    def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents) -> None:
+    def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents, tiles, sums) -> None:
         batch, n_q, n_k, d, d_v = extents
         device = operands[0].device
-        planner = self.kernel.planner(device)
-        tiles = planner.backward(d, d_v)
-        made_for = (d, d_v, needs, device.type == "cpu", Keys.name not in tiles)
+        machine, by_keys = self.kernel.planner(device).machine, tuple(name for name in BY_KEYS if name in tiles)
+        made_for = (d, d_v, needs, device.type == "cpu", by_keys)
         variant = self._variant(*made_for)
         results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
+        results |= {} if sums is None else {"dq_sums": sums}
         shared = self._shared(batch, sizes)
         described = functools.partial(self._variant, *made_for, described=True)
         launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
@@ -179,7 +193,7 @@ class Differentiable:
                 variant=variant,
                 tile=self.tile or tiles[name],
                 launch=launch,
-                others=functools.partial(candidates, name, self.trained, extents[1:], tiles[name], planner.machine),
+                others=functools.partial(candidates, name, self.trained, extents[1:], tiles[name], machine),
                 results=[made[n] for n in sorted(made.keys() & WRITTEN.get(name, set()))],
             )
             for name, launch in launches.by_kernel.items()
@@ -191,7 +205,7 @@ class Differentiable:
             stages[0] = launches.prepared_for(autotune.settled(owner, call, self.tuner), stages[0])
 
         def reset() -> None:
-            for tensor in made.values():
+            for tensor in (*made.values(), *(() if sums is None else (sums,))):
                 tensor.zero_()
 
         def request() -> Request:
@@ -230,14 +244,20 @@ class Differentiable:
         return [extent // group for extent, group in zip(batch, groups, strict=True)]
 
     def _variant(
-        self, d: int, d_v: int, needs: tuple[bool, ...], interpreted: bool, apart: bool, described: bool = False
+        self,
+        d: int,
+        d_v: int,
+        needs: tuple[bool, ...],
+        interpreted: bool,
+        by_keys: tuple[str, ...],
+        described: bool = False,
     ) -> Variant:
         def make() -> Variant:
-            kernels = backward_kernels(self.trained, d, d_v, needs, described, apart)
+            kernels = backward_kernels(self.trained, d, d_v, needs, described, by_keys)
             read = set().union(*READ.values()) if described else ()
             return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
 
-        return self._made.of((d, d_v, needs, interpreted, apart, described), make)
+        return self._made.of((d, d_v, needs, interpreted, by_keys, described), make)
 
 
 class _Launches:

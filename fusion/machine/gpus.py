@@ -22,6 +22,10 @@ Sources of the named machines (dense rates, no sparsity):
 - `mi300x`: AMD CDNA 3 white paper: 304 CUs, 64 KiB LDS, 512 KiB vector registers, 1307.4 Tflop/s bf16/fp16, 2614.9
   fp8, 163.4 fp32, L2 4 MiB x 8, Infinity Cache 256 MiB at 17.2 TB/s, 5.3 TB/s; transcendentals at a quarter of 64
   lanes a clock and CU at 2.1 GHz.
+
+Additions to memory are what the fastest published backwards with one kernel make, which add a float32 number for each
+column of a query and block of 128 keys: 4 bytes for 5 * 2 * 128 flop. FlashAttention-3, 574.7 Tflop/s (d = 128, causal,
+8,192 queries and keys; pull request 1893 of its repository); FlashAttention-2, 63 % of an A100's peak (2307.08691, 4.1).
 """
 
 from __future__ import annotations
@@ -103,6 +107,7 @@ def _number(name: str) -> int:
 def _gpu(
     name: str, target: str, *, cores: int, l2: int, l2_bandwidth: float, memory: int, bandwidth: float,
     half: float, tf32: float, fp32: float, fp8: float, exp_rate: float, launch: float = 4e-6,
+    additions: float = 0.0,
 ) -> Machine:  # fmt: skip
     """A GPU from its data sheet: sizes in bytes, bandwidths in bytes/s, rates in flop/s. Triton's default float32
     product runs as tf32.
@@ -129,20 +134,21 @@ def _gpu(
         isa=limits.isa,
         shared_memory=limits.shared_memory,
         registers=limits.registers,
+        additions=additions,
     )
 
 
 _A100 = _gpu(
     "a100", "sm_80", cores=108, l2=40 * MIB, l2_bandwidth=5120 * 1.41e9, memory=80 * GIB, bandwidth=2.039e12,
-    half=312e12, tf32=156e12, fp32=19.5e12, fp8=0, exp_rate=108 * 16 * 1.41e9,
+    half=312e12, tf32=156e12, fp32=19.5e12, fp8=0, exp_rate=108 * 16 * 1.41e9, additions=196e12 / 320,
 )  # fmt: skip
 _H100 = _gpu(
     "h100", "sm_90", cores=132, l2=50 * MIB, l2_bandwidth=5.5e12, memory=80 * GIB, bandwidth=3.35e12,
-    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12,
+    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12, additions=574.7e12 / 320,
 )  # fmt: skip
 _H200 = _gpu(
     "h200", "sm_90", cores=132, l2=50 * MIB, l2_bandwidth=5.5e12, memory=141 * GIB, bandwidth=4.8e12,
-    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12,
+    half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12, exp_rate=3.9e12, additions=574.7e12 / 320,
 )  # fmt: skip
 _B200 = _gpu(
     "b200", "sm_100", cores=148, l2=126 * MIB, l2_bandwidth=10e12, memory=180 * GIB, bandwidth=7.7e12,

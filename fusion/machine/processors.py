@@ -83,6 +83,7 @@ class Machine:
     clock: Hz, of CPUs.
     shared_memory: bytes that one program of a GPU may use.
     registers: bytes of registers per core of a GPU.
+    additions: bytes/s of float32 numbers that a GPU's programs are known to add to memory; 0 where nothing is.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Machine:
     clock: float = 0.0
     shared_memory: int = 0
     registers: int = 0
+    additions: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "model"):

@@ -99,7 +99,8 @@ def _kernels_apart() -> Schedule:
 
 
 def _fused_kernel() -> Schedule:
-    """K, V blocks and their gradients at rest; dQ is read, added to and written once per key block."""
+    """K, V blocks and their gradients at rest; dQ is read, added to and written once per key block. On GPUs memory
+    itself adds, in no certain order."""
     keys = Phase(
         name="dK, dV, dQ",
         reads=N_k * DIMS + C * N_q * (2 * d + d_v + 2),
@@ -115,7 +116,7 @@ def _fused_kernel() -> Schedule:
         phases=(DELTA, keys),
         order="(N^2 d^2 + N d^3) / M",
         direction="backward",
-        kernels=("cpu",),
+        kernels=("cpu", "gpu"),
         colour="#56B4E9",
     )
 

@@ -48,8 +48,8 @@ class TilePolicy(Protocol):
         """Of the forward's kernel. Extents of queries, keys and heads are rounded up to powers of two."""
         ...
 
-    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> Mapping[str, Tile]:
-        """Of each kernel of the backward, by its name."""
+    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int, joint: bool) -> Mapping[str, Tile]:
+        """Of each kernel of the backward, by its name. joint: whether all gradients may come from one kernel."""
         ...
 
 
@@ -117,9 +117,9 @@ class GpuPlanner:
         spec = packed(self.spec, group)
         return GpuPlanner(spec, self.machine, self.policy, tile=self.tile, splits=self.splits, group=group)
 
-    def _backward(self, d: int, d_v: int) -> Mapping[str, Tile]:
-        """The tile of each kernel of the backward, by its name."""
-        return self.policy.backward(self.spec, self.machine, d, d_v)
+    def _backward(self, d: int, d_v: int, joint: bool = False) -> Mapping[str, Tile]:
+        """The tile of each kernel of the backward, by its name. joint: see `TilePolicy`."""
+        return self.policy.backward(self.spec, self.machine, d, d_v, joint)
 
     def splits_of(self, programs: int, sizes: Sequence[int], tile: Tile) -> int:
         """Into how many parts the keys are cut where the tile makes so many programs."""

@@ -22,27 +22,29 @@ if TYPE_CHECKING:
 
 FORWARD, QUERIES, KEYS = "attention_forward", "attention_backward_queries", "attention_backward_keys"
 KEYS_ALONE, VALUES_ALONE = "attention_backward_keys_alone", "attention_backward_values_alone"
-BY_KEYS = (KEYS, KEYS_ALONE, VALUES_ALONE)
-"""Kernels whose programs own keys: dK and dV in one, or each in its own."""
+JOINT = "attention_backward_joint"
+BY_KEYS = (KEYS, KEYS_ALONE, VALUES_ALONE, JOINT)
+"""Kernels whose programs own keys: dK and dV in one, each in its own, or both with dQ, which is added up in memory."""
 BACKWARD = (QUERIES, *BY_KEYS)
 
-SCORE_INSTRUCTIONS = {FORWARD: 4.5, QUERIES: 6.5, KEYS: 9.5, KEYS_ALONE: 9.5, VALUES_ALONE: 5.5}
+SCORE_INSTRUCTIONS = {FORWARD: 4.5, QUERIES: 6.5, KEYS: 9.5, KEYS_ALONE: 9.5, VALUES_ALONE: 5.5, JOINT: 11.0}
 """Of a thread for each of its scores: scale, maximum, exponential, sum, conversion; in the backward also the product's
-derivative, and for dK and dV the statistics of each row, which lie along a thread's scores there."""
+derivative, and for dK and dV the statistics of each row, which lie along a thread's scores there; of all three also
+the way of dQ's part to memory."""
 
-LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.5}
+LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.5, JOINT: 3.0}
 """Registers that a thread's score holds at the fullest point: scores, weights, and in the backward their
 derivatives."""
 
-EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85}
+EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85, JOINT: 1.2}
 """Share of a loop's instructions beside which no product runs, in the plain order. dP's runs beside exponentials, where
 nothing but it follows the scores. Read off `benchmarks/triton_static.py`: trips, less the products' clocks, over clocks
 of issue; d = 64 to 256, two warp groups. A single one is not credited with it: what it saves, its factors' way through
 shared memory takes, which the model does not count."""
 GROUP_WARPS = 4
 """Warps of a warp group."""
-EXPOSED_ROTATED = 0.45
-"""The same of dK and dV in the rotated order."""
+EXPOSED_ROTATED = {KEYS: 0.45, JOINT: 0.9}
+"""The same in the rotated order."""
 
 LOAD_INSTRUCTIONS = 8
 """For 16 bytes that a thread brings to shared memory, addresses included."""
@@ -129,7 +131,13 @@ class Work:
     @property
     def sums(self) -> int:
         """Columns of the sums that a program keeps in registers."""
-        return {KEYS: self.d + self.d_v, QUERIES: self.d, KEYS_ALONE: self.d}.get(self.kernel, self.d_v)
+        both = self.d + self.d_v
+        return {KEYS: both, JOINT: both, QUERIES: self.d, KEYS_ALONE: self.d}.get(self.kernel, self.d_v)
+
+    @property
+    def added(self) -> int:
+        """Columns that a program adds to memory for each query that it visits."""
+        return self.d if self.kernel == JOINT else 0
 
     @property
     def factors(self) -> int:
@@ -258,6 +266,7 @@ def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, inst
     own = rows * cols * times / threads  # scores of a thread
     scores = rows * cols * work.factors * times / rate * _slowdown(work, tile, machine)
     sums = rows * cols * work.sums / rate * _synchronous(rows, machine)
+    sums += rows * cols * work.added / rate * _synchronous(cols, machine)
     rescaled = rows * work.sums / threads if work.kernel == FORWARD else 0.0
     read = cols * work.loaded * work.size
     count = SCORE_INSTRUCTIONS[work.kernel] + work.instructions
@@ -269,14 +278,15 @@ def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, inst
     if tile.rotated and work.kernel == FORWARD:
         beside = max(sums, ROTATED * alone)
     else:
-        exposed = EXPOSED_ROTATED if tile.rotated else EXPOSED[work.kernel]
+        exposed = (EXPOSED_ROTATED if tile.rotated else EXPOSED)[work.kernel]
         beside = sums + max(alone * (exposed if warps > GROUP_WARPS else 1.0), special)
     waits = scores + beside
     waits += max(0.0, LATENCY - (tile.stages - 1) * waits)
     busiest = max(scores + sums, issue, special, _shared_clocks(work, tile, machine))
     hidden = HIDDEN if residents(work, tile, machine) > 1 else 0.0
     computed = (busiest + max(0.0, waits - busiest) * (1 - hidden)) / EFFICIENCY
-    return max(computed, read * machine.cores * clock / bandwidth)
+    added = 4 * cols * work.added / max(machine.additions, 1.0)  # s, of all multiprocessors together
+    return max(computed, read * machine.cores * clock / bandwidth, added * machine.cores * clock)
 
 
 def clock_of(machine: Machine) -> float:
@@ -310,6 +320,7 @@ def shared_bytes(work: Work, tile: Tile) -> int:
     scores = tile.rows * tile.keys
     stays = work.factors * work.size * work.outer(tile)
     exchanged = scores * work.size if work.kernel in BY_KEYS or work.score_bytes else 0
+    exchanged = max(exchanged, 4 * work.inner(tile) * work.added)
     return stays + exchanged + tile.stages * (work.inner(tile) * work.loaded * work.size + scores * work.score_bytes)
 
 

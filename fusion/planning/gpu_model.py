@@ -19,12 +19,14 @@ from fusion.planning.gpu_clocks import (
     BY_KEYS,
     FORWARD,
     GROUP_ROWS,
+    JOINT,
     KEYS,
     KEYS_ALONE,
     QUERIES,
     VALUES_ALONE,
     Extent,
     Work,
+    clock_of,
     kernel_clocks,
     shared_bytes,
     shares_values,
@@ -47,6 +49,10 @@ UNKNOWN = 1.3
 """By how much slower than estimated a tile is taken to be that was not compiled where others were: loops of wide heads
 have up to a third more instructions than the estimate."""
 
+WAYS = ((QUERIES, KEYS), (QUERIES, KEYS_ALONE, VALUES_ALONE), (JOINT,))
+"""The kernels that make all gradients. dK and dV have a kernel each where sums of wide heads leave too few registers
+for both in one. One kernel for all computes scores once; additions to memory come in no certain order."""
+
 USUAL = 4096
 """Queries and keys for which the backward's tiles are chosen."""
 USUAL_HEADS = 64
@@ -64,9 +70,9 @@ class TileModel:
         extent = extent_of(spec, FORWARD, extents.heads, power(extents.n_q), power(extents.n_k))
         return best(work, machine, extent, may_rotate(spec))
 
-    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
-        """The tile of each backward kernel by its name. dK and dV have a kernel each where that takes fewer clocks:
-        sums of wide heads leave too few registers for both in one."""
+    def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int, joint: bool = False) -> dict[str, Tile]:
+        """The tile of each backward kernel by its name, of the way that takes the fewest clocks. joint: whether all
+        gradients may come from one kernel."""
         if machine.interpreted:
             tiles = dict.fromkeys((QUERIES, KEYS), Tile(rows=32, keys=32, warps=4, stages=1))
         else:
@@ -75,25 +81,32 @@ class TileModel:
                 work = work_of(spec, kernel, d, d_v)
                 extent = extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
                 tiles[kernel] = best(work, machine, extent, may_rotate(spec, kernel))
-                clocks[kernel] = expected_clocks(work, tiles[kernel], machine, extent)
-            apart = clocks[KEYS_ALONE] + clocks[VALUES_ALONE] < clocks[KEYS]
-            for kernel in (KEYS,) if apart else (KEYS_ALONE, VALUES_ALONE):
-                del tiles[kernel]
+                rounding = USUAL_HEADS * USUAL * rounded_bytes(work) / machine.main.bandwidth
+                clocks[kernel] = expected_clocks(work, tiles[kernel], machine, extent) + rounding * clock_of(machine)
+            ways = WAYS if joint and machine.additions else [way for way in WAYS if JOINT not in way]
+            way = min(ways, key=lambda way: sum(clocks[kernel] for kernel in way))
+            tiles = {kernel: tiles[kernel] for kernel in way}
         return {PREPARE: Tile(rows=tiles[owner_of_keys(tiles)].rows, keys=LEAST, warps=4, stages=1), **tiles}
+
+
+def rounded_bytes(work: Work) -> int:
+    """Bytes that are moved for each query whose gradient is added up in float32: it is filled with zeros, read, and
+    written in Q's dtype."""
+    return work.added * (2 * 4 + work.size)
 
 
 def owner_of_keys(tiles: Container[str]) -> str:
     """The kernel of dK, of those with a tile."""
-    return KEYS if KEYS in tiles else KEYS_ALONE
+    return next(kernel for kernel in BY_KEYS if kernel in tiles)
 
 
 def may_rotate(spec: AttentionSpec, kernel: str = FORWARD) -> bool:
     """Whether there is a rotated order of a kernel's loop: there are exponentials, and in the forward a tile's
     neighbour is known (not from a list), and V is read on its own."""
-    if spec.normalizer is Normalizer.NONE or kernel not in (FORWARD, KEYS):
+    if spec.normalizer is Normalizer.NONE or kernel not in (FORWARD, KEYS, JOINT):
         return False
     listed = spec.mask is not None and spec.mask.tile_live is not None
-    return kernel == KEYS or not listed and not shares_values(spec)
+    return kernel != FORWARD or not listed and not shares_values(spec)
 
 
 def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) -> Extent:

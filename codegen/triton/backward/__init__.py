@@ -1,4 +1,5 @@
-"""The backward kernels: delta and dead rows first, then dQ by blocks of queries, dK and dV by blocks of keys.
+"""The backward kernels: delta and dead rows first, then dQ by blocks of queries, dK and dV by blocks of keys; or all three
+by blocks of keys.
 
 Scores are computed again from the operands and the forward's statistics of each row. `fusion.codegen.triton.gradients`
 has the formulas.
@@ -6,34 +7,70 @@ has the formulas.
 
 from __future__ import annotations
 
-from fusion.codegen.triton.backward.keys import Keys, KeysAlone, ValuesAlone
+from collections.abc import Collection
+
+from fusion.codegen.triton.backward.keys import Joint, Keys, KeysAlone, ValuesAlone
 from fusion.codegen.triton.backward.prepare import Prepare
 from fusion.codegen.triton.backward.queries import Queries
 from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.gradients import gradients_of
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists
+from fusion.ir.expr import C, Expr, I, coord
 from fusion.ir.spec import AttentionSpec
+from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
 
-__all__ = ["Keys", "KeysAlone", "Prepare", "Queries", "ValuesAlone", "backward_kernels"]
+__all__ = [
+    "Joint",
+    "Keys",
+    "KeysAlone",
+    "Prepare",
+    "Queries",
+    "ValuesAlone",
+    "backward_kernels",
+    "may_join",
+    "query_coordinates",
+]
+
+BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
+WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}, Joint.name: {1, 2}}
+"""The operands whose gradients each kernel writes (`Joint` adds to dQ)."""
+
+
+def may_join(spec: AttentionSpec, needs: tuple[bool, ...]) -> bool:
+    """Whether one kernel can make all gradients: those of Q, K and V are wanted, and of captured tensors at most those
+    that are summed over queries; and Q is a strided view."""
+    captured = gradients_of(spec, needs).captured
+    own = all(item.axes is Axes.QUERIES and item.sink is None for item in captured)
+    return own and all(needs[:3]) and is_strided(spec.q, query_coordinates(spec))
+
+
+def query_coordinates(spec: AttentionSpec) -> tuple[Expr, ...]:
+    """Of an element of Q: of the batch, the row and the column."""
+    return (*(coord(f"b{axis}") for axis in range(len(spec.batch))), I, C)
 
 
 def backward_kernels(
-    spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False, apart: bool = False
+    spec: AttentionSpec,
+    d: int,
+    d_v: int,
+    needs: tuple[bool, ...],
+    described: bool = False,
+    by_keys: Collection[str] = (Keys.name,),
 ) -> list[KernelText]:
     """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their
-    launch. described: their loops read tiles by tensor descriptors. apart: dK and dV have a kernel each."""
+    launch. described: their loops read tiles by tensor descriptors. by_keys: names of the kernels by keys that there may
+    be."""
     role = Role(spec, d, d_v, needs)
     by_key = {item.axes is Axes.QUERIES for item in role.gradients.captured}
     kernels = []
     if role.softmax:
         kernels.append(Prepare(spec, d, d_v, needs).text())
-    if needs[0] or False in by_key:
+    if (needs[0] or False in by_key) and Joint.name not in by_keys:
         kernels += [KeyLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs, described).text())
-    with_keys = needs[1] or True in by_key
-    if with_keys or needs[2]:
-        kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed else []
-        found = [KeysAlone] * with_keys + [ValuesAlone] * needs[2] if apart else [Keys]
-        kernels += [kind(spec, d, d_v, needs, described).text() for kind in found]
-    return kernels
+    wanted = {number for number, needed in ((1, needs[1] or True in by_key), (2, needs[2])) if needed}
+    found = [kind for kind in BY_KEYS if kind.name in by_keys and WRITTEN[kind.name] & wanted]
+    kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed and found else []
+    return [*kernels, *(kind(spec, d, d_v, needs, described).text() for kind in found)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.expressions import Level, Writer
-from fusion.codegen.triton.forward import place_factor, place_in_list
+from fusion.codegen.triton.forward import place_factor, place_in_list, place_of
 from fusion.codegen.triton.stages import Visit, listed
 from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
@@ -15,7 +15,7 @@ from fusion.ir.expr import Expr
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
-from fusion.planning.gpu_clocks import KEYS, KEYS_ALONE, VALUES_ALONE
+from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, VALUES_ALONE
 
 
 class Keys(Role):
@@ -78,6 +78,7 @@ class Keys(Role):
             self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", plain),
             rotated,
             *self.accumulated("dk", f"ds.to({self.dtype})", "q", 1),
+            *self.to_queries(),
         )
         rows = [
             "rows = block * ROWS + tl.arange(0, ROWS)",
@@ -103,6 +104,10 @@ class Keys(Role):
     def _notes_dead(self) -> bool:
         """Whether it is noted, by blocks, which rows met no live key: these have weights everywhere."""
         return self.skips and self.softmax and not self.listed
+
+    def to_queries(self) -> list[str]:
+        """Statements that add a tile's part to dQ."""
+        return []
 
     def _position(self) -> list[str]:
         groups = [self.writer.value(group) for group in self.gradients.groups]
@@ -235,3 +240,33 @@ class ValuesAlone(Keys):
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
         super().__init__(spec, d, d_v, tuple(needs[2] and n == 2 for n in range(len(needs))), described)
+
+
+class Joint(Keys):
+    """dK and dV as `Keys` makes them; what the block adds to dQ is added in memory, to float32 numbers [batch, Nq, d],
+    in no certain order."""
+
+    name = JOINT
+
+    def to_queries(self) -> list[str]:
+        """Keys that do not exist add nothing. Tiles with such need the mask; those of lists may be full all the same,
+        since a list says only whether rows are cut off."""
+        existing = "ds = tl.where(j_ok, ds, 0.0)"
+        existing = existing if self.listed else f"if MASKED:\n    {existing}"
+        width = self.columns[-1].extent
+        lines = [
+            existing,
+            f"to_dq = tl.trans(ds.to({self.dtype}))",
+            f"sums_at = dq_sums_ptr + (tl.cast({place_of(self.writer)}, tl.int64) * {self.n_q} + block * ROWS) * {width}",
+            f"sums_at += (row - block * ROWS) * {width}",
+        ]
+        for panel in self.columns:
+            inside = panel.inside("c")
+            mask = f", mask={inside}" if inside else ""
+            added = f"tl.dot(to_dq, k{panel.suffix}, input_precision=PRECISION)"
+            lines.append(f'tl.atomic_add(sums_at + c{panel.suffix}, {added}, sem="relaxed"{mask})')
+        return lines
+
+    def _rows(self) -> list[str]:
+        cut = f"full_stop = tl.where(first + KEYS <= {self.n_k}, full_stop, full_start)"
+        return super()._rows() if self.listed else [*super()._rows(), cut]

@@ -110,6 +110,7 @@ def count_traffic(monkeypatch) -> Traffic:
 
     found, running = Traffic(), [""]
     load, store, launch = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store, Variant.launch
+    add = InterpreterBuilder.create_atomic_rmw
 
     def elements(pointers, mask) -> int:
         return np.unique(pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]).size
@@ -123,11 +124,17 @@ def count_traffic(monkeypatch) -> Traffic:
         found.writes[running[0]] += elements(pointers, mask)
         return store(self, pointers, value, mask, *rest, **others)
 
+    def create_atomic_rmw(self, operation, pointers, value, mask, *rest):
+        found.reads[running[0]] += (count := elements(pointers, mask))
+        found.writes[running[0]] += count
+        return add(self, operation, pointers, value, mask, *rest)
+
     def launched(self, name, *arguments):
         running[0] = name
         launch(self, name, *arguments)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", create_masked_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", create_masked_store)
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw)
     monkeypatch.setattr(Variant, "launch", launched)
     return found

@@ -19,7 +19,7 @@ from fusion.ir.ops import apply, where
 from fusion.passes.masks import understand
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
-from fusion.planning.gpu_clocks import KEYS, KEYS_ALONE, QUERIES, VALUES_ALONE
+from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, QUERIES, VALUES_ALONE
 from fusion.planning.gpu_model import PREPARE
 from tests.codegen.mlir.cases import (
     BATCH,
@@ -52,6 +52,13 @@ class Apart:
     def backward(self, *_) -> dict[str, Tile]:
         rows_apart = {VALUES_ALONE: replace(SMALL, rows=2 * SMALL.rows)}
         return dict.fromkeys((PREPARE, QUERIES, KEYS_ALONE), SMALL) | rows_apart
+
+
+class Joined(Apart):
+    """The policy that makes all gradients in one kernel where that may be."""
+
+    def backward(self, spec, machine, d: int, d_v: int, joint: bool) -> dict[str, Tile]:
+        return dict.fromkeys((PREPARE, JOINT) if joint else (PREPARE, QUERIES, KEYS), SMALL)
 
 
 def check(
@@ -121,6 +128,34 @@ def test_a_kernel_each_for_dk_and_dv(monkeypatch, name: str, options: dict) -> N
     run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Apart()))
     check(c, shapes=SHAPES[-1:], run=run)
     assert {KEYS_ALONE, VALUES_ALONE} <= products.keys() and KEYS not in products
+
+
+JOINT_PROGRAMS = ["plain", "causal", "left_padded", "window", "soft_cap", "documents", "padding", "sine"]
+
+
+@pytest.mark.parametrize("options", [{}, {"group": 2}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("name", JOINT_PROGRAMS)
+def test_one_kernel_for_all(monkeypatch, name: str, options: dict) -> None:
+    """Neither number of keys fills its blocks; rows without a live key visit all."""
+    products, c = count_products(monkeypatch), case(name, **{"d": 16, **options})
+    run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Joined()))
+    check(c, run=run)
+    assert JOINT in products and not {KEYS, QUERIES} & products.keys()
+
+
+@pytest.mark.parametrize("options", [{"weight": True}, {"sinks": True}], ids=str)
+def test_gradients_that_are_sums_over_keys_have_rows_of_their_own(monkeypatch, options: dict) -> None:
+    products, c = count_products(monkeypatch), case("causal", d=16, **options)
+    run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Joined()))
+    check(c, run=run)
+    assert JOINT not in products
+
+
+def test_deterministic_algorithms_add_nothing_up_in_memory(monkeypatch) -> None:
+    products, c = count_products(monkeypatch), case("causal", d=16)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check(c, run=Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Joined())))
+    assert JOINT not in products
 
 
 @pytest.mark.parametrize("needs", [(False, True, False), (False, False, True), (True, False, True)], ids=str)

@@ -15,7 +15,7 @@ from fusion.planning.choice import Tile
 from fusion.planning.compiled import counts, phase_counts
 from fusion.planning.from_spec import problem_of
 from fusion.planning.gpu import GpuPlanner
-from fusion.planning.gpu_clocks import KEYS, KEYS_ALONE, QUERIES, VALUES_ALONE
+from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, QUERIES, VALUES_ALONE
 from fusion.planning.gpu_model import PREPARE
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import schedule
@@ -23,7 +23,7 @@ from fusion.planning.tiles import sizes_of
 from tests import emitters
 from tests.codegen.mlir.cases import case, draw
 from tests.codegen.triton.counting import count_traffic
-from tests.codegen.triton.test_backward import Apart
+from tests.codegen.triton.test_backward import Apart, Joined
 from tests.passes import test_caches as caches
 
 TILE = Tile(rows=32, keys=16, warps=4, stages=1)
@@ -53,29 +53,36 @@ def test_forward(monkeypatch, name: str, described: bool, shape: dict[str, int])
     assert traffic.writes["attention_forward"] == heads * round(float(expected.writes) - asked.n_q)
 
 
-@pytest.mark.parametrize("apart", [False, True])
+WAYS = {
+    "backward_split": (None, {PREPARE: "delta", QUERIES: "dQ", KEYS: "dK, dV"}),
+    "backward_apart": (Apart(), {PREPARE: "delta", QUERIES: "dQ", KEYS_ALONE: "dK", VALUES_ALONE: "dV"}),
+    "backward_fused": (Joined(), {PREPARE: "delta", JOINT: "dK, dV, dQ"}),
+}
+"""By the model's schedule: the policy that takes it, and the phase of each kernel."""
+
+
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients(monkeypatch, shape: dict[str, int], apart: bool) -> None:
+def test_gradients(monkeypatch, shape: dict[str, int], name: str) -> None:
     """The kernels keep a row's maximum and sum where the model has their log-sum-exp: one number more, of which the
-    first kernel reads the one and writes its logarithm."""
+    first kernel reads the one and writes its logarithm. What dQ is added to is filled with zeros before."""
+    policy, phases = WAYS[name]
     traffic, c = count_traffic(monkeypatch), case("plain", d=D, d_v=D_V)
     operands, sizes = draw(c, shape)
-    plan = (lambda machine: GpuPlanner(c.spec, machine, Apart())) if apart else None
+    plan = (lambda machine: GpuPlanner(c.spec, machine, policy)) if policy else None
     run = Differentiable(c.spec, TILE, plan=plan)
     out, statistics = run.outputs(operands, sizes)
     run.backward(torch.randn(out.shape), out, statistics, operands, sizes, (True, True, True))
     asked, heads = problem("plain", shape), shape["B"] * shape["H"]
     n, symbols = asked.n_q, sizes_of(asked, 1 << 20)
     tile = dict.fromkeys(("B_r", "B_o"), TILE.rows) | dict.fromkeys(("B_c", "B_p"), TILE.keys) | {"stages": 1}
-    name = "backward_apart" if apart else "backward_split"
     by_name = {phase.name: phase_counts(phase, symbols, tile) for phase in schedule(name).phases}
     by_keys = n * -(-asked.n_k // TILE.keys)
-    more_reads = {PREPARE: n, QUERIES: n, KEYS: by_keys, KEYS_ALONE: by_keys, VALUES_ALONE: by_keys}
-    phases = {PREPARE: "delta", QUERIES: "dQ"} | ({KEYS_ALONE: "dK", VALUES_ALONE: "dV"} if apart else {KEYS: "dK, dV"})
+    more_reads, more_writes = {PREPARE: n, QUERIES: n}, {PREPARE: n, JOINT: -n * D}
     for kernel, phase in phases.items():
-        expected, more_writes = by_name.pop(phase), n if kernel == PREPARE else 0
-        assert traffic.reads[kernel] == heads * (round(float(expected.reads)) + more_reads[kernel]), kernel
-        assert traffic.writes[kernel] == heads * (round(float(expected.writes)) + more_writes), kernel
+        expected = by_name.pop(phase)
+        assert traffic.reads[kernel] == heads * (round(float(expected.reads)) + more_reads.get(kernel, by_keys)), kernel
+        assert traffic.writes[kernel] == heads * (round(float(expected.writes)) + more_writes.get(kernel, 0)), kernel
     assert not by_name
     flash = counts("flash", symbols, tile)
     assert traffic.reads["attention_forward"] == heads * round(float(flash.reads))
