@@ -59,9 +59,13 @@ log = logging.getLogger(__name__)
 class Differentiable:
     """The outputs and gradients of one spec: see `emitter.TrainingKernel`.
 
-    dK and dV are deterministic. dQ may be added up in float32 in no certain order, unless torch is told to be
-    deterministic; so are gradients of captured tensors. tile: in place of those that are planned. tuner: measures tiles. plan: see `Kernel`. arriving: the spec is one of
-    `with_arriving`.
+    dK and dV are deterministic. dQ and gradients of captured tensors may be added up in float32 in no certain order,
+    unless torch is told to be deterministic.
+
+    tile: in place of those that are planned.
+    tuner: measures tiles.
+    plan: see `Kernel`.
+    arriving: the spec is one of `with_arriving`.
     """
 
     def __init__(

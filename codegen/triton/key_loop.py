@@ -9,6 +9,11 @@ so that the units of Hopper have work during the exponentials: the sum into O is
 carried in float32 and rounded where it is multiplied: carried in the products' dtype it would go through shared memory
 (seen in the compiled kernels of Triton 3.7). The weights of the last tile are multiplied after the loop, by
 `last_product`.
+
+Triton gives all warps rows of their own where a product with the weights follows the scores. Where a block has fewer
+rows than that takes, it computes scores twice. In the spread order what leads from scores to weights stands behind a
+condition that always holds, as only the last compiler finds out: Triton sees nothing that follows, and has the warps
+share the keys of a tile.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ class Order:
     """The form of the loop over the tiles of a kernel.
 
     rotated: the scores of the next tile are computed before the weights of this one are used
+    spread: warps share the keys of a tile, see above
     shared: V is the first columns of K, and is read once (latent attention)
     packed: query heads whose rows lie side by side in a block of rows
     described: K and V are read by tensor descriptors where they can be (`descriptors`)
@@ -43,6 +49,7 @@ class Order:
     """
 
     rotated: bool = False
+    spread: bool = False
     shared: bool = False
     packed: int = 1
     described: bool = False
@@ -70,6 +77,7 @@ class KeyLoop:
         self.spec, self.programs, self.writer, self.listed = spec, programs, writer, listed
         self.softmax = spec.normalizer is not Normalizer.NONE
         self.rotated, self.shared, self.specialized = order.rotated, order.shared, order.specialized
+        self.spread = order.spread
         # Where the first key is known at run time only, tiles are counted: ptxas serialises products otherwise (C7515).
         self.numbered = not listed and spec.mask is not None and spec.mask.key_lo is not None
         self.columns, self.values = panels(sizes[0]), panels(sizes[1])
@@ -135,6 +143,7 @@ class KeyLoop:
         v, tiles = self._value_parts(key, mask, self.rotated)
         loads, programs = self._programs_text()
         softmax = source.block(programs, self._statistics())
+        softmax = self._hidden(softmax) if self.spread else softmax
         steps = [*self._scaled(), *v, *self._products(), softmax] if self.rotated else [softmax, *v, *self._products()]
         loop = source.block(*k, loads, *self._scores(), *steps)
         end = self.writer.value(self.spec.n_k) if self.listed else "stop"
@@ -278,10 +287,17 @@ class KeyLoop:
     def _scores(self) -> list[str]:
         lines = []
         for panel in self.columns:
-            sum_ = ", s" if lines else ""
+            sum_ = ", s" if lines and not self.spread else ""
             pair = f"q{panel.suffix}, tl.trans(k{panel.suffix})"
-            lines.append(f"s = tl.dot({pair}{sum_}, input_precision=PRECISION)")
+            name = f"s{panel.suffix}" if self.spread else "s"
+            lines.append(f"{name} = tl.dot({pair}{sum_}, input_precision=PRECISION)")
         return lines
+
+    def _hidden(self, softmax: str) -> str:
+        """What leads from scores to weights behind the condition. A product of another panel is no summand of the
+        first one, or it would follow it; nor is their sum, which Triton makes one of."""
+        summed = [f"s = tl.fma(s{panel.suffix}, 1.0, s)" for panel in self.columns[1:]]
+        return source.block("p = s", "if (first | 1) != 0:", source.indented(source.block(*summed, softmax)))
 
     def _products(self) -> list[str]:
         weights = f"p.to({DTYPES[self.spec.dtype]})"

@@ -383,6 +383,7 @@ def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
     """
     return Order(
         rotated=tile.rotated and not shared,
+        spread=tile.spread,
         shared=shared,
         packed=packed,
         described=tile.described and not tile.specialized,

@@ -24,8 +24,9 @@ Sources of the named machines (dense rates, no sparsity):
   lanes a clock and CU at 2.1 GHz.
 
 Additions to memory are what the fastest published backwards with one kernel make, which add a float32 number for each
-column of a query and block of 128 keys: 4 bytes for 5 * 2 * 128 flop. FlashAttention-3, 574.7 Tflop/s (d = 128, causal,
-8,192 queries and keys; pull request 1893 of its repository); FlashAttention-2, 63 % of an A100's peak (2307.08691, 4.1).
+column of a query and block of 128 keys: 4 bytes for 5 * 2 * 128 flop. FlashAttention-3 makes 574.7 Tflop/s (d = 128,
+causal, 8,192 queries and keys; pull request 1893 of its repository), FlashAttention-2 63 % of an A100's peak
+(2307.08691, 4.1).
 """
 
 from __future__ import annotations

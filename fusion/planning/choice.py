@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from fusion.ir.spec import AttentionSpec
 
-FORM = ("rotated", "described", "persistent", "specialized")
+FORM = ("rotated", "spread", "described", "persistent", "specialized")
 """Fields of a tile that say what form the loop over it has."""
 
 
@@ -23,6 +23,8 @@ class Tile:
     stages: tiles in flight.
     rotated: a product runs beside exponentials: in the forward that with V of one tile beside the softmax of the next
         (software pipelining), for dK and dV that for dP, which that for dV follows.
+    spread: warps share the keys of a tile where there are more of them than its rows need, so that no score is computed
+        twice. Weights then go through shared memory.
     described: tiles are read by tensor descriptors (TMA).
     persistent: a program goes through several blocks of rows.
     specialized: warps have roles of their own (warp specialisation).
@@ -33,9 +35,15 @@ class Tile:
     warps: int = 1
     stages: int = 1
     rotated: bool = False
+    spread: bool = False
     described: bool = False
     persistent: bool = False
     specialized: bool = False
+
+    @property
+    def order(self) -> str:
+        """The order of the loop's operations."""
+        return "spread" if self.spread else "rotated" if self.rotated else "plain"
 
     def with_form_of(self, other: Tile) -> Tile:
         """This tile, with the form of another's loop."""

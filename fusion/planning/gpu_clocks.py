@@ -243,9 +243,9 @@ def program_kind(spec: AttentionSpec) -> str:
 
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
     """How often each score is computed: products whose results feed others in the same trip have their warps one below
-    the other."""
-    in_another_trip = tile.rotated and work.kernel == FORWARD
-    return 1.0 if "tcgen05" in machine.isa or in_another_trip else _abreast(work, tile)
+    the other, unless the loop's order hides that."""
+    apart = tile.spread or tile.rotated and work.kernel == FORWARD
+    return 1.0 if "tcgen05" in machine.isa or apart else _abreast(work, tile)
 
 
 def _abreast(work: Work, tile: Tile) -> float:
@@ -319,7 +319,7 @@ def shared_bytes(work: Work, tile: Tile) -> int:
     """Of a program: what stays there, and the tiles in flight."""
     scores = tile.rows * tile.keys
     stays = work.factors * work.size * work.outer(tile)
-    exchanged = scores * work.size if work.kernel in BY_KEYS or work.score_bytes else 0
+    exchanged = scores * work.size if work.kernel in BY_KEYS or work.score_bytes or tile.spread else 0
     exchanged = max(exchanged, 4 * work.inner(tile) * work.added)
     return stays + exchanged + tile.stages * (work.inner(tile) * work.loaded * work.size + scores * work.score_bytes)
 

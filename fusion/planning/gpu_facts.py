@@ -1,6 +1,6 @@
 """Facts of compiled GPU kernels, read from `gpu_facts.json`, which `benchmarks/tile_facts.py` writes.
 
-FACTS: (architecture, kernel, kind of program, d, d_v) -> (rows, keys, warps, stages, rotated) -> (bytes of shared
+FACTS: (architecture, kernel, kind of program, d, d_v) -> (rows, keys, warps, stages, order) -> (bytes of shared
 memory, registers of a thread, instructions of the main loop, those of them that spill, serialised products); 16-bit
 products, d and d_v as they are computed. `fusion.planning.gpu_feasible` reads them. TRITON: its version.
 """
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 Cell = tuple[str, str, str, int, int]
-Facts = dict[tuple[int, int, int, int, bool], tuple[int, int, int, int, bool]]
+Place = tuple[int, int, int, int, str]
+Facts = dict[Place, tuple[int, int, int, int, bool]]
 
 FILE = Path(__file__).with_suffix(".json")
 

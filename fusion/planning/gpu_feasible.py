@@ -39,6 +39,9 @@ MARGIN = 0.84
 ROTATED_COLUMNS = 128
 """Columns up to which the rotated order is trusted without being compiled: with more, ptxas serialises its products."""
 
+SPREAD_KEYS = 64
+"""Keys of a tile in the spread order from which on ptxas does not serialise products (C7515)."""
+
 MATRIX_STAGES = 2
 """Stages of a loop that reads a matrix of scores with which ptxas does not yet serialise products (C7515); one less for
 more columns of V than this."""
@@ -99,9 +102,9 @@ def fact_of(work: Work, tile: Tile, machine: Machine) -> Fact | None:
 def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether this kernel spills too much in a tile of this size with another number of stages, which moves registers
     little."""
-    *size, _, rotated = place_of(tile)
-    for (*other, _, order), fact in facts_of(work, machine).items():
-        if (other, order) == (size, rotated) and Fact(*fact).spilled > MOST_SPILLED:
+    *size, _, order = place_of(tile)
+    for (*other, _, its), fact in facts_of(work, machine).items():
+        if (other, its) == (size, order) and Fact(*fact).spilled > MOST_SPILLED:
             return True
     return False
 
@@ -118,14 +121,15 @@ def cell_of(work: Work, machine: Machine) -> gpu_facts.Cell:
     return machine.architecture, work.kernel, work.program, work.d, work.d_v
 
 
-def place_of(tile: Tile) -> tuple[int, int, int, int, bool]:
+def place_of(tile: Tile) -> gpu_facts.Place:
     """Where facts of a tile are among those of its kernel."""
-    return tile.rows, tile.keys, tile.warps, tile.stages, tile.rotated
+    return tile.rows, tile.keys, tile.warps, tile.stages, tile.order
 
 
 def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether a kernel is expected to run in a tile without spilling, with a margin."""
     serialised = tile.rotated and max(work.d, work.d_v) > ROTATED_COLUMNS
+    serialised |= tile.spread and tile.keys < SPREAD_KEYS
     stages = MATRIX_STAGES - (work.kernel == FORWARD and work.d_v > MATRIX_COLUMNS)
     serialised |= "wgmma" in machine.isa and work.score_bytes > 0 and tile.stages > stages
     by_keys = work.kernel in BY_KEYS and tile.stages > 1

@@ -28,6 +28,7 @@ from fusion.planning.gpu_clocks import (
     Work,
     clock_of,
     kernel_clocks,
+    redundancy,
     shared_bytes,
     shares_values,
     work_of,
@@ -174,3 +175,8 @@ def all_tiles(work: Work, machine: Machine, extent: Extent, rotates: bool) -> It
         asynchronous = "wgmma" in machine.isa and work.size == 2 and work.outer(tile) >= GROUP_ROWS
         if rotates and work.score_bytes == 0 and asynchronous:
             yield replace(tile, rotated=True)
+        # Where V is read on its own, the rotated order does as well, without going through shared memory; spread loops
+        # spill there (64 x 64), or have their products serialised (64 x 32).
+        shared = work.kernel == FORWARD and work.loaded < work.d + work.d_v
+        if asynchronous and shared and redundancy(work, tile, machine) > 1:
+            yield replace(tile, spread=True)

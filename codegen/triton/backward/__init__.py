@@ -1,5 +1,5 @@
-"""The backward kernels: delta and dead rows first, then dQ by blocks of queries, dK and dV by blocks of keys; or all three
-by blocks of keys.
+"""The backward kernels: delta and dead rows first, then dQ by blocks of queries, dK and dV by blocks of keys; or all
+three by blocks of keys.
 
 Scores are computed again from the operands and the forward's statistics of each row. `fusion.codegen.triton.gradients`
 has the formulas.
@@ -59,9 +59,11 @@ def backward_kernels(
     described: bool = False,
     by_keys: Collection[str] = (Keys.name,),
 ) -> list[KernelText]:
-    """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their
-    launch. described: their loops read tiles by tensor descriptors. by_keys: names of the kernels by keys that there may
-    be."""
+    """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their launch.
+
+    described: their loops read tiles by tensor descriptors.
+    by_keys: names of the kernels by keys that there may be.
+    """
     role = Role(spec, d, d_v, needs)
     by_key = {item.axes is Axes.QUERIES for item in role.gradients.captured}
     kernels = []

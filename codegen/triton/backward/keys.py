@@ -253,11 +253,11 @@ class Joint(Keys):
         since a list says only whether rows are cut off."""
         existing = "ds = tl.where(j_ok, ds, 0.0)"
         existing = existing if self.listed else f"if MASKED:\n    {existing}"
-        width = self.columns[-1].extent
+        width, place = self.columns[-1].extent, place_of(self.writer)
         lines = [
             existing,
             f"to_dq = tl.trans(ds.to({self.dtype}))",
-            f"sums_at = dq_sums_ptr + (tl.cast({place_of(self.writer)}, tl.int64) * {self.n_q} + block * ROWS) * {width}",
+            f"sums_at = dq_sums_ptr + (tl.cast({place}, tl.int64) * {self.n_q} + block * ROWS) * {width}",
             f"sums_at += (row - block * ROWS) * {width}",
         ]
         for panel in self.columns:

@@ -87,6 +87,21 @@ def test_the_rotated_order_of_other_normalisers(options: dict) -> None:
     check(case("left_padded_inf", d=16, **options), tile=ROTATED)
 
 
+SPREAD = dataclasses.replace(SMALL, spread=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("plain", {}), ("causal", {}), ("window", {}), ("left_padded_inf", {}), ("bias", {"weight": True}),
+     ("soft_cap", {"sinks": True}), ("clamp", {"normalizer": Normalizer.NONE})],
+)  # fmt: skip
+def test_the_spread_order(name: str, options: dict) -> None:
+    """Columns are in two panels, whose products are added up behind the condition."""
+    c = case(name, d=48, d_v=20, **options)
+    assert "if (first | 1) != 0:" in Forward(c.spec, 48, 20, order=Order(spread=True)).text().text
+    check(c, tile=SPREAD)
+
+
 def test_values_before_the_first_tile_are_not_read() -> None:
     """In the rotated order the first tile has none before it; an infinite value at a live key stays infinite."""
     c = case("window", d=16)
@@ -122,7 +137,7 @@ def test_which_heads_share_a_block() -> None:
 def test_values_that_are_columns_of_the_keys(name: str, d: int, d_v: int) -> None:
     """Latent attention: V is the first columns of K, which are read once; other tensors are read for themselves."""
     c = case(name, "bfloat16", d, d_v)
-    kernel = Kernel(c.spec, SMALL)
+    kernel = Kernel(c.spec, SPREAD if d > d_v else SMALL)
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 70, "Nk": 75})
     assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     operands[2] = operands[1][..., :d_v]

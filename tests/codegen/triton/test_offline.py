@@ -15,7 +15,7 @@ import fusion
 from benchmarks import offline
 from benchmarks.offline.facts import Facts, OfflineCompilationError, compile_offline, facts_of
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.launch import combining_tile, forward_kernels, split_kernels
+from fusion.codegen.triton.launch import combining_tile, forward_kernels, order_of, split_kernels
 from fusion.ir import integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM
 from fusion.ir.spec import FurtherOutput
@@ -113,7 +113,7 @@ def test_latent_attention_on_hopper(n_q: int) -> None:
     """Decoding with 128 query heads for one key head; V is read from K's tile."""
     spec = packed_rows.packed(case("plain", "bfloat16", 576, 512, group=128).spec, 128)
     tile = GpuPlanner(spec, of_target("sm_90")).tile_for(128 * n_q, 16384, 576, 512)
-    order = Order(shared=True, packed=128)
+    order = order_of(tile, split=False, shared=True, packed=128)
     tiles = {"attention_forward": tile, "attention_split": tile, "attention_combine": combining_tile(tile)}
     for kernels in (split_kernels(spec, 576, 512, False, order), forward_kernels(spec, 576, 512, False, order)):
         for fact in compile_offline(spec, kernels, 576, 512, tiles, "sm_90"):

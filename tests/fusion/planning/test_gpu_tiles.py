@@ -39,8 +39,9 @@ def known() -> Iterator[tuple[Work, Tile, Fact]]:
             kernel=kernel, d=d, d_v=d_v, size=2, score_bytes=2 if program == "matrix" else 0, instructions=0.0,
             specials=0.0, masked=program != "plain", program=program, loaded=d if d > d_v else d + d_v,
         )  # fmt: skip
-        for (rows, keys, warps, stages, rotated), fact in facts.items():
-            yield work, Tile(rows=rows, keys=keys, warps=warps, stages=stages, rotated=rotated), Fact(*fact)
+        for (rows, keys, warps, stages, order), fact in facts.items():
+            form = {} if order == "plain" else {order: True}
+            yield work, Tile(rows=rows, keys=keys, warps=warps, stages=stages, **form), Fact(*fact)
 
 
 def test_estimates_are_below_what_is_known() -> None:
