@@ -34,6 +34,10 @@ from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms
 
 
+ALWAYS = "(first | 1) != 0"
+"""A condition that holds, which LLVM finds out, and Triton does not."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """The form of the loop over the tiles of a kernel.
@@ -297,14 +301,17 @@ class KeyLoop:
         """What leads from scores to weights behind the condition. A product of another panel is no summand of the
         first one, or it would follow it; nor is their sum, which Triton makes one of."""
         summed = [f"s = tl.fma(s{panel.suffix}, 1.0, s)" for panel in self.columns[1:]]
-        return source.block("p = s", "if (first | 1) != 0:", source.indented(source.block(*summed, softmax)))
+        return source.block("p = s", f"if {ALWAYS}:", source.indented(source.block(*summed, softmax)))
 
     def _products(self) -> list[str]:
         weights = f"p.to({DTYPES[self.spec.dtype]})"
-        return [
+        lines = [
             f"acc{p.suffix} = tl.dot({weights}, v{p.suffix}, acc{p.suffix}, input_precision=PRECISION)"
             for p in self.values
         ]
+        if self.spread:  # waits for the product: ptxas serialises all of them where one is in flight as the loop ends
+            lines += [f"acc{p.suffix} = tl.where({ALWAYS}, acc{p.suffix}, 0.0)" for p in self.values]
+        return lines
 
     def _scaled(self) -> list[str]:
         return [f"acc{panel.suffix} = acc{panel.suffix} * alpha[:, None]" for panel in self.values]

@@ -39,16 +39,14 @@ MARGIN = 0.84
 ROTATED_COLUMNS = 128
 """Columns up to which the rotated order is trusted without being compiled: with more, ptxas serialises its products."""
 
-SPREAD_KEYS = 64
-"""Keys of a tile in the spread order from which on ptxas does not serialise products (C7515)."""
-
 MATRIX_STAGES = 2
 """Stages of a loop that reads a matrix of scores with which ptxas does not yet serialise products (C7515); one less for
 more columns of V than this."""
 MATRIX_COLUMNS = 128
 
 WIDE = 256
-"""Columns of V from which on addresses take twice the registers: columns are read in panels, and no loop is simple."""
+"""Columns of a V of its own from which on addresses take twice the registers: columns are read in panels, and no loop is
+simple."""
 
 FLOAT32_SCORES = 1 << 17
 """Of float32 products without matrix units: scores of a tile times columns, above which their factors spill; in the
@@ -129,7 +127,6 @@ def place_of(tile: Tile) -> gpu_facts.Place:
 def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether a kernel is expected to run in a tile without spilling, with a margin."""
     serialised = tile.rotated and max(work.d, work.d_v) > ROTATED_COLUMNS
-    serialised |= tile.spread and tile.keys < SPREAD_KEYS
     stages = MATRIX_STAGES - (work.kernel == FORWARD and work.d_v > MATRIX_COLUMNS)
     serialised |= "wgmma" in machine.isa and work.score_bytes > 0 and tile.stages > stages
     by_keys = work.kernel in BY_KEYS and tile.stages > 1
@@ -140,7 +137,7 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
         scores = tile.rows * tile.keys * max(work.d, work.d_v)
         small = max(tile.rows, tile.keys) <= 32 and tile.stages == 1 and scores <= FLOAT32_SCORES // 2
         return tile.warps == 8 and (small or work.kernel == FORWARD and scores <= FLOAT32_SCORES)
-    addresses = ADDRESSES * (2 if work.d_v > WIDE else 1)
+    addresses = ADDRESSES * (2 if work.d_v > WIDE and work.loaded > work.d else 1)
     return registers(work, tile, machine) + addresses <= MARGIN * most_registers(tile, machine)
 
 
