@@ -33,7 +33,6 @@ from fusion.lowering.numbers import exponent_units
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms
 
-
 ALWAYS = "(first | 1) != 0"
 """A condition that holds, which LLVM finds out, and Triton does not."""
 

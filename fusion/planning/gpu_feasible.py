@@ -45,8 +45,8 @@ more columns of V than this."""
 MATRIX_COLUMNS = 128
 
 WIDE = 256
-"""Columns of a V of its own from which on addresses take twice the registers: columns are read in panels, and no loop is
-simple."""
+"""Columns of a V of its own from which on addresses take twice the registers: columns are read in panels, and no loop
+is simple."""
 
 FLOAT32_SCORES = 1 << 17
 """Of float32 products without matrix units: scores of a tile times columns, above which their factors spill; in the
