@@ -129,7 +129,8 @@ class Modification(NamedTuple):
 
 def modification(expr: Expr, names: Sequence[Expr], dtype: torch.dtype) -> Modification:
     """What evaluates an expression. dtype: of floating-point numbers."""
-    reads = dict.fromkeys(_tensor(part) if part.op == "load" else part for part in walk(expr) if part.op in _READ)
+    from_call = (part for part in walk(expr) if part.op in ("load", "size"))
+    reads = dict.fromkeys(_tensor(part) if part.op == "load" else part for part in from_call)
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     given = {part: fx.Proxy(graph.placeholder(f"x{n}"), tracer) for n, part in enumerate((*names, *reads))}
@@ -141,7 +142,7 @@ def modification(expr: Expr, names: Sequence[Expr], dtype: torch.dtype) -> Modif
         return given[POSITIONS[0]].new_full((), torch.tensor(value, dtype=kind).item(), dtype=kind)
 
     def element(part: Expr, *index: Any) -> Any:
-        value = given[_tensor(part)]
+        value: Any = given[_tensor(part)]
         for dim in reversed(range(len(index))):  # a constant index is none that FlexAttention would understand
             value = value.select(dim, part.args[dim].integer) if part.args[dim].is_const else value
         index = tuple(at for at, arg in zip(index, part.args, strict=True) if not arg.is_const)
@@ -158,9 +159,6 @@ def modification(expr: Expr, names: Sequence[Expr], dtype: torch.dtype) -> Modif
             made.args = (made.args[0], dtype)
     graph.eliminate_dead_code()
     return Modification(fx.GraphModule({}, graph), tuple(reads))
-
-
-_READ = ("load", "size")
 
 
 def _tensor(part: Expr) -> Expr:
@@ -187,7 +185,7 @@ class Flex:
         self.live = None if live is None else modification(live, POSITIONS, dtype)
         self.varies = [live is not None and part.name in coordinates(live) for part in POSITIONS[:2]]
         self.floor = may_overflow(score)
-        self._kept, self._refused = Kept(64), ""
+        self._kept, self._refused = Kept(8), ""
         own = hashlib.sha256(spec.to_json().encode()).hexdigest()[:12]
         self._attend, self._mask = compiled(self.attend, own), compiled(self.block_mask, own)
 

@@ -97,7 +97,7 @@ def calls(spec: AttentionSpec, device: torch.device) -> Mapping[str, Call]:
     ) -> None:
         *batch, n_q, n_k, d, d_v = extents
         shapes = (*batch, n_q, d), (*batch, n_k, d), (*batch, n_k, d_v)
-        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+        with torch.no_grad():
             qkv = [view(x.detach(), shape) for view, x, shape in zip(views, operands, shapes, strict=False) if view]
             attend(qkv, out.permute(dims), operands, sizes)
 
