@@ -65,7 +65,7 @@ class Kernel:
         self._packing: dict[tuple[int, torch.device], Kernel] = {}  # by the number of heads
         self._may_share = may_share_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
-        self._peers = functools.cache(lambda: {} if (words := peers.said(spec)) is None else peers.calls(spec, words))
+        self._peers = functools.cache(functools.partial(peers.calls, spec))
         # Derived once: a call would spend more than 100 us on it.
         self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
         self._variants = Made()
@@ -176,8 +176,9 @@ class Kernel:
 
     def _beside_peers(self, stage: Stage, operands, sizes, out: torch.Tensor | None) -> Stage:
         """A stage with what else may compute it: not where statistics of rows are wanted."""
-        calls = {} if self.statistics else self._peers()
-        found = {name: functools.partial(call, operands, self.extents(sizes), out) for name, call in calls.items()}
+        calls = {} if self.statistics else self._peers(operands[0].device)
+        given = (operands, sizes, self.extents(sizes), out)
+        found = {name: functools.partial(call, *given) for name, call in calls.items()}
         return replace(stage, peers=found, trusted=lambda: peers.as_exact_as_eager(self.spec, operands, sizes, out))
 
     def _stage(
@@ -248,7 +249,7 @@ class Kernel:
             measured = self.tuner is not None and self.tuner.tile(stage, call) is not None
             choice = planner.in_tile(choice, autotune.settled(stage, call, self.tuner), sizes, measured)
             if self.tuner is not None:
-                stage = self._beside_peers(stage, (), sizes, None)
+                stage = self._beside_peers(stage, aligned, sizes, None)
                 choice = replace(choice, peer=self.tuner.peer(stage, call))
         return choice
 

@@ -1,4 +1,5 @@
-"""What else computes an attention: kernels of `scaled_dot_product_attention`, where it can say what a spec says.
+"""What else computes an attention: kernels of `scaled_dot_product_attention` and FlexAttention's, where these can say
+what a spec says.
 
 Autotune measures them beside the tiles of our own kernel. One is taken only where its results are as exact as eager's
 on rows of this call, and where it takes less time.
@@ -16,53 +17,92 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion.codegen.reference.forward import Execution
+from fusion.codegen.triton.flex import flex
 from fusion.exactness import errors
-from fusion.ir.expr import C, E, Expr, I, J, coord
+from fusion.ir.expr import C, E, Expr, I, J, const, coord
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.score_programs import plain_scale
 
-KERNELS = {
-    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-"""By the names that reports give them."""
-
 SAMPLED = 16
 """Rows of a block that is compared with float64; the first, the middle and the last block are."""
 
+Attend = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor], Sequence[int]], None]
+"""(Q, K and V as [B, H, n, columns], the output [B, H, n, columns] to be filled, operands, values of the spec's sizes);
+raises RuntimeError where there is no kernel for the tensors."""
 
 View = Callable[[Tensor, Sequence[int]], Tensor]
 """(a tensor, extents of b0, b1, rows and columns) -> [B, H, n, columns] of it."""
 
 
-class Said(NamedTuple):
-    """An attention in SDPA's words. views: of Q, K and V."""
+class Peer(NamedTuple):
+    """What may run in place of our own kernel.
 
-    scale: float
-    causal: bool
-    views: tuple[View, ...]
+    name: in reports.
+    of: how it computes a spec on a device; None where it cannot. It is asked only about specs that are `plain`.
+    """
+
+    name: str
+    of: Callable[[AttentionSpec, torch.device], Attend | None]
 
 
-def said(spec: AttentionSpec) -> Said | None:
-    """A spec in SDPA's words, or None where it has none for it."""
-    mask, plain = spec.mask, spec.score
+def sdpa(kind: SDPBackend, spec: AttentionSpec, device: torch.device) -> Attend | None:
+    """Kernels of `scaled_dot_product_attention`: for a scale, causal or not."""
+    mask, score = spec.mask, spec.score
     if mask is not None:
         if mask.live is not apply("ile", J, I):
             return None
-        plain = next((part for part in plain.args[1:] if part.op != "const"), plain) if plain.op == "where" else plain
-    if (scale := plain_scale(plain)) is None:
+        score = next((part for part in score.args[1:] if part.op != "const"), score) if score.op == "where" else score
+    if (scale := plain_scale(score)) is None or dead_rows_matter(spec) or len(spec.operands) != 3:
         return None
-    usual = spec.normalizer in (Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX) and not dead_rows_matter(spec)
-    if not usual or spec.sinks or spec.row_scale is not None or spec.weight.op != "const" or spec.weight.attr != 1:
-        return None
+
+    def attend(qkv: Sequence[Tensor], out: Tensor, operands: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        grouped = qkv[0].shape[1] != qkv[1].shape[1]
+        with sdpa_kernel(kind):
+            out.copy_(F.scaled_dot_product_attention(*qkv, is_causal=mask is not None, scale=scale, enable_gqa=grouped))
+
+    return attend
+
+
+PEERS = (
+    Peer("sdpa cudnn", functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
+    Peer("sdpa flash", functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
+    Peer("sdpa efficient", functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)),
+    Peer("flex flash", flex),
+)
+
+
+def plain(spec: AttentionSpec) -> bool:
+    """Whether a spec is nothing but softmax(program) @ V of two batch coordinates, in one dtype."""
     dtypes = {spec.dtype, spec.out_dtype, *(operand.dtype for operand in spec.operands[:3])}
-    if len(spec.operands) != 3 or len(dtypes) != 1 or len(spec.batch) != 2:
-        return None
+    others = (*spec.sinks, *spec.further, spec.row_scale, spec.mixing, spec.k_value, spec.v_value)
+    usual = spec.normalizer in (Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX) and spec.weight is const(1.0)
+    return usual and not any(other is not None for other in others) and len(dtypes) == 1 and len(spec.batch) == 2
+
+
+Call = Callable[[Sequence[Tensor], Sequence[int], Sequence[int], Tensor], None]
+"""(operands, values of the spec's sizes, extents of the batch, queries, keys and columns, the output to be filled)"""
+
+
+def calls(spec: AttentionSpec, device: torch.device) -> Mapping[str, Call]:
+    """What computes a spec on a device, by name."""
     views = [_view(index, axes) for index, axes in ((spec.q, (I, C)), (spec.k, (J, C)), (spec.v, (J, E)))]
-    return None if None in views else Said(scale, mask is not None, tuple(view for view in views if view is not None))
+    if None in views or not plain(spec):
+        return {}
+    dims = [spec.output.dims.index(name) for name in ("b0", "b1", "i", "e")]
+
+    def call(
+        attend: Attend, operands: Sequence[Tensor], sizes: Sequence[int], extents: Sequence[int], out: Tensor
+    ) -> None:
+        *batch, n_q, n_k, d, d_v = extents
+        shapes = (*batch, n_q, d), (*batch, n_k, d), (*batch, n_k, d_v)
+        with torch.no_grad():
+            qkv = [view(x.detach(), shape) for view, x, shape in zip(views, operands, shapes, strict=False) if view]
+            attend(qkv, out.permute(dims), operands, sizes)
+
+    found = {peer.name: attend for peer in PEERS if (attend := peer.of(spec, device)) is not None}
+    return {name: functools.partial(call, attend) for name, attend in found.items()}
 
 
 def _view(index: Sequence[Expr], axes: tuple[Expr, Expr]) -> View | None:
@@ -106,25 +146,6 @@ def _affine(expr: Expr) -> dict[Expr | None, int] | None:
         for variable, count in inner.items():
             total[variable] = total.get(variable, 0) + count
     return total
-
-
-def calls(spec: AttentionSpec, words: Said) -> Mapping[str, Callable[[Sequence[Tensor], Sequence[int], Tensor], None]]:
-    """(operands, extents of the batch, queries, keys and columns, output) -> None by name: each fills the output. They
-    raise where torch has no such kernel for the tensors."""
-    dims = [("b0", "b1", "i", "e").index(name) for name in spec.output.dims]
-
-    def call(kind: SDPBackend, operands: Sequence[Tensor], extents: Sequence[int], out: Tensor) -> None:
-        *batch, n_q, n_k, d, d_v = extents
-        shapes = (*batch, n_q, d), (*batch, n_k, d), (*batch, n_k, d_v)
-        q, k, v = (view(*given) for view, *given in zip(words.views, operands, shapes, strict=True))
-        grouped = k.shape[1] != q.shape[1]
-        with sdpa_kernel(kind):
-            found = F.scaled_dot_product_attention(
-                q, k, v, is_causal=words.causal, scale=words.scale, enable_gqa=grouped
-            )
-        out.copy_(found.permute(dims))
-
-    return {name: functools.partial(call, kind) for name, kind in KERNELS.items()}
 
 
 def as_exact_as_eager(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], out: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import torch
 
 from fusion import disk_cache
+from fusion.codegen.triton import flex
 from fusion.codegen.triton.candidates import MOST
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import power
@@ -27,7 +28,7 @@ def _header(digest: str, device: torch.device) -> dict[str, Any]:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = {"triton": triton.__version__, "torch": torch.__version__}  # torch's: of the peers
+    versions = {"triton": triton.__version__, "torch": torch.__version__, "flash": flex.installed()}  # of the peers
     return {"format": FORMAT, "module": digest, "device": name, **versions}
 
 

@@ -288,15 +288,21 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=torch.float64).to(dtype).double().item()
 
 
-def evaluate(expr: Expr, leaf: Callable[[Expr], Any], float_dtype: torch.dtype = torch.float32) -> Any:
-    """The value of an expression in torch: `leaf(node)` gives coordinates, sizes, loads, the score and row values."""
+def evaluate(
+    expr: Expr,
+    leaf: Callable[[Expr], Any],
+    float_dtype: torch.dtype = torch.float32,
+    constant: Callable[[Any, torch.dtype], Any] = lambda value, dtype: torch.tensor(value, dtype=dtype),
+) -> Any:
+    """The value of an expression in torch: `leaf(node)` gives coordinates, sizes, loads, the score and row values,
+    `constant(value, dtype)` constants."""
     from fusion.ir.expr import walk
 
     values: dict[Expr, Any] = {}
     dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
     for part in walk(expr):
         if part.op == "const":
-            values[part] = torch.tensor(part.attr, dtype=dtype[part.kind])
+            values[part] = constant(part.attr, dtype[part.kind])
         elif part.op in PRIMITIVES:
             args = [values[arg] for arg in part.args]
             result = PRIMITIVES[part.op].evaluate(*args[:2]) if part.op in ("add", "mul") else None

@@ -196,7 +196,7 @@ _INDICATOR = "<mrow><mo>[</mo>{0}<mo>]</mo></mrow>"
 PRIMITIVES: dict[str, Primitive] = {
     "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, mathml="<mo>−</mo>{0}", tame=True),
     "abs": _unary(torch.abs, "|{0}|", _of_abs, mathml=_MAGNITUDE, tame=True),
-    "detach": _unary(torch.Tensor.detach, "detach({0})", None, tame=True),
+    "detach": _unary(lambda x: x.detach(), "detach({0})", None, tame=True),
     "floor": _step(torch.floor, "floor({0})"),
     "ceil": _step(torch.ceil, "ceil({0})"),
     "trunc": _step(torch.trunc, "trunc({0})"),

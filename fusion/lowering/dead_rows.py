@@ -14,15 +14,22 @@ def dead_rows_matter(spec: AttentionSpec) -> bool:
     """Whether a row may need the keys that its mask lets a kernel skip.
 
     With a fill of -inf it never does: whether it sees them or not, a row without a live key has the maximum -inf and
-    the sum 0. With a finite fill eager averages over all keys, unless each row is known to have a live key (key 0, or
-    key i where there are as many queries as keys) and the fill is beyond what ordinary scores can be.
+    the sum 0. With a finite fill eager averages over all keys, unless each row is known to have a live key.
     """
     mask = spec.mask
     if mask is None or not mask.skips or spec.normalizer is Normalizer.NONE or mask.fill == -math.inf:
         return False
+    return not rows_live(spec)
+
+
+def rows_live(spec: AttentionSpec) -> bool:
+    """Whether each row is known to have a live key (key 0, or key i where there are as many queries as keys), with an
+    ordinary score, and the fill is beyond what these can be: dead keys have no weight in any row."""
+    mask = spec.mask
+    if mask is None or mask.full is None or not mask.fill < -1e30:
+        return False
     keys = [integers.integer(0)] + [I] * (spec.n_q is spec.n_k)
-    lives = any(substitute(mask.live, {J: key}) is TRUE for key in keys)
-    return not (lives and mask.fill < -1e30 and mask.full is not None and is_tame(mask.full))
+    return is_tame(mask.full) and any(substitute(mask.live, {J: key}) is TRUE for key in keys)
 
 
 def first_key_lives(spec: AttentionSpec) -> bool:

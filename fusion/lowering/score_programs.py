@@ -131,7 +131,7 @@ def _factor(expr: Expr, folded: bool) -> float | None:
     if expr is SCORE:
         return 1.0
     if (parts := _split(expr)) is not None:
-        if parts[0] > 1 and _may_overflow(parts[1]):
+        if parts[0] > 1 and may_overflow(parts[1]):
             return None
         inner = _factor(parts[1], folded)
         return parts[0] * (inner or 1.0) if folded or inner is not None else None
@@ -143,7 +143,7 @@ def _factor(expr: Expr, folded: bool) -> float | None:
     return None
 
 
-def _may_overflow(expr: Expr) -> bool:
+def may_overflow(expr: Expr) -> bool:
     """Whether a value may be a fill that a factor above 1 takes beyond float32. A load over the keys may."""
     return any(
         1e30 < abs(part.value) < math.inf if part.is_const else part.op == "load" and "j" in coordinates(part)

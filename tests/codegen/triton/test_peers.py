@@ -92,14 +92,17 @@ def test_a_single_wrong_row_is_seen() -> None:
 def anywhere(monkeypatch: pytest.MonkeyPatch, own_cache) -> None:
     """What CPUs have, too; beside one tile."""
     monkeypatch.setattr(launch, "candidates", lambda kernel, spec, extents, tile, machine: [tile])
-    monkeypatch.setattr(peers, "KERNELS", {"sdpa math": SDPBackend.MATH, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION})
+    kinds = {"sdpa math": SDPBackend.MATH, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
+    here = [peers.Peer(name, functools.partial(peers.sdpa, kind)) for name, kind in kinds.items()]
+    monkeypatch.setattr(peers, "PEERS", here)
 
 
 @pytest.mark.parametrize(
     "name", ["soft_cap", "alibi", "bias", "window", "documents", "left_padded", "chunks", "causal_last_key"]
 )
 def test_other_programs_are_not_sdpa_s(name: str) -> None:
-    assert peers.said(case(name, d=16).spec) is None
+    assert not peers.calls(case(name, d=16).spec, torch.device("cpu"))
+    assert peers.calls(case("causal", d=16).spec, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("faster", [True, False])
