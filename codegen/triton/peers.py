@@ -19,9 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fusion.codegen.reference.forward import Execution
 from fusion.codegen.triton.flex import flex
 from fusion.exactness import errors
+from fusion.ir import integers
 from fusion.ir.expr import C, E, Expr, I, J, const, coord
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.strided import is_strided, strided
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.score_programs import plain_scale
 
@@ -106,46 +108,20 @@ def calls(spec: AttentionSpec, device: torch.device) -> Mapping[str, Call]:
 
 
 def _view(index: Sequence[Expr], axes: tuple[Expr, Expr]) -> View | None:
-    """How a tensor that is read at these indices becomes [B, H, n, columns], where they are sums of multiples of
-    coordinates; fewer heads where groups of them share one."""
-    forms = [form for part in index if (form := _affine(part)) is not None]
-    variables = {variable for form in forms for variable in form} - {None}
-    heads = next((part for part in variables if part is not None and part.op == "floordiv"), coord("b1"))
-    group = heads.args[1].integer if heads.args else 1
+    """How a tensor that is read at these indices becomes [B, H, n, columns], if it is a strided view; fewer heads where
+    groups of them share one."""
+    atoms = [monomial[0] for part in index for monomial in integers.terms(part) if len(monomial) == 1]
+    heads = next((atom for atom in atoms if atom.op == "floordiv" and atom.args[0] is coord("b1")), coord("b1"))
     own = (coord("b0"), heads, *axes)
-    if len(forms) < len(index) or not variables <= set(own):
+    if not is_strided(index, own) or heads.args and not heads.args[1].is_const:
         return None
+    group = heads.args[1].integer if heads.args else 1
 
     def view(tensor: Tensor, extents: Sequence[int]) -> Tensor:
-        def step(variable: Expr | None) -> int:
-            return sum(form.get(variable, 0) * stride for form, stride in zip(forms, tensor.stride(), strict=True))
-
         batch, every, *rest = extents
-        shape = (batch, every // group, *rest)
-        return tensor.as_strided(shape, [step(variable) for variable in own], tensor.storage_offset() + step(None))
+        return strided(tensor, index, own, (batch, every // group, *rest))
 
     return view
-
-
-def _affine(expr: Expr) -> dict[Expr | None, int] | None:
-    """The multiples of coordinates (None: of 1) whose sum an index is; a quotient of heads by their group counts as a
-    coordinate."""
-    if expr.op == "const":
-        return {None: expr.integer}
-    if expr.op == "coord" or expr.op == "floordiv" and expr.args[0] is coord("b1") and expr.args[1].op == "const":
-        return {expr: 1}
-    if expr.op == "mul" and len(expr.args) == 2 and expr.args[0].op == "const":
-        inner = _affine(expr.args[1])
-        return inner and {variable: expr.args[0].integer * count for variable, count in inner.items()}
-    if expr.op != "add":
-        return None
-    total: dict[Expr | None, int] = {}
-    for arg in expr.args:
-        if (inner := _affine(arg)) is None:
-            return None
-        for variable, count in inner.items():
-            total[variable] = total.get(variable, 0) + count
-    return total
 
 
 def as_exact_as_eager(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], out: Tensor) -> bool:
