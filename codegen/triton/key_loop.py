@@ -33,8 +33,8 @@ from fusion.lowering.numbers import exponent_units
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms
 
-ALWAYS = "(first | 1) != 0"
-"""A condition that holds, which LLVM finds out, and Triton does not."""
+ALWAYS, ALWAYS_TOO = "(first | 1) != 0", "(first | 2) != 0"
+"""Conditions that hold, which LLVM finds out, and Triton does not. Triton 3.6 joins what has the same one, and fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +309,7 @@ class KeyLoop:
             for p in self.values
         ]
         if self.spread:  # waits for the product: ptxas serialises all of them where one is in flight as the loop ends
-            lines += [f"acc{p.suffix} = tl.where({ALWAYS}, acc{p.suffix}, 0.0)" for p in self.values]
+            lines += [f"acc{p.suffix} = tl.where({ALWAYS_TOO}, acc{p.suffix}, 0.0)" for p in self.values]
         return lines
 
     def _scaled(self) -> list[str]:
