@@ -16,6 +16,7 @@ with V: of a weight that errs by 2**-15 (|q.k| + 1), a third of what is counted 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 
 from fusion.codegen.triton import source
 from fusion.planning.head_dims import padded
@@ -224,7 +225,7 @@ def features_module(d: int, d_v: int, degree: int) -> str:
     return text
 
 
-def function(name: str, doc: str, parameters: str, body: str, texts: dict[str, str | int]) -> str:
+def function(name: str, doc: str, parameters: str, body: str, texts: Mapping[str, object]) -> str:
     """The function with this body, a template for `texts`. parameters: separated by spaces, constants in capitals."""
     given = [f"{p}: tl.constexpr" if p.isupper() else p for p in parameters.split()]
     return source.definition(name, given, doc, textwrap.dedent(body).strip().format(**texts) if texts else body)

@@ -105,8 +105,8 @@ def sparse_module(d: int, d_v: int) -> str:
         function("exponent", "The power of two that a score's weight is, relative to m.", "x m unit", EXPONENT, texts),
         function(
             "sparse_forward", "One block of ROWS rows of one head over the tiles that are listed for it.",
-            "q_ptr k_ptr v_ptr list_ptr counts_ptr out_ptr left_ptr computed_ptr q_head q_row k_head k_row v_head v_row "
-            "n_q n_k unit share ROWS KEYS CAUSAL", KERNEL, texts,
+            "q_ptr k_ptr v_ptr list_ptr counts_ptr out_ptr left_ptr computed_ptr q_head q_row k_head k_row v_head "
+            "v_row n_q n_k unit share ROWS KEYS CAUSAL", KERNEL, texts,
         ),
     ]  # fmt: skip
     text = "\n\n".join(parts) + "\n" + TAIL.format(d=d, d_v=d_v)

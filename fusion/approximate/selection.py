@@ -86,7 +86,7 @@ class Selection:
         """
         every, found = [*shares], {}
         for group in [every] if self.together else [[head] for head in every]:
-            found |= self._marks(*(chosen(x, group) for x in (q, k, v)), group, shares, fine)
+            found |= self._marks(chosen(q, group), chosen(k, group), chosen(v, group), group, shares, fine)
         return found
 
     def _marks(
@@ -146,8 +146,8 @@ class Selection:
         hopeful = (scores > total + math.log(self.epsilon / n_k)).float().mean((1, 2)) <= HOPEFUL
         if not (self.together or hopeful.any()):
             return hopeful
-        some_keys = k[:, : n_k // self.keys * self.keys].unflatten(1, (-1, self.keys))[:, ::SAMPLED_BLOCKS].flatten(1, 2)
-        blocks = Summaries(some_keys, self.keys)
+        whole = k[:, : n_k // self.keys * self.keys].unflatten(1, (-1, self.keys))
+        blocks = Summaries(whole[:, ::SAMPLED_BLOCKS].flatten(1, 2), self.keys)
         upper = torch.cat([some.clamp_min(0), some.clamp_max(0), -total], 2) @ blocks.boxes
         share = upper.add_(math.log(self.keys * SAMPLED_BLOCKS)).sort(-1).values.exp_().cumsum(-1)
         return hopeful & ((share > self.epsilon / 2).float().mean((1, 2)) <= WORTHWHILE)

@@ -30,7 +30,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,21 @@ def refusal(spec: AttentionSpec, plain: Plain, device: str, emitter: str) -> str
 
     found = mlir.supports(spec, Machine.detect())
     return None if found is None else found.message
+
+
+class SparseKernel(Protocol):
+    """Exact attention without tiles that do not matter (`SparseKernel` of `codegen/mlir` and `codegen/triton`).
+
+    rows, keys: of a tile; row tiles come in multiples of `sets`.
+    """
+
+    rows: int
+    keys: int
+    sets: int
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], marks: Tensor, share: float
+    ) -> tuple[Tensor, Tensor, Tensor] | None: ...
 
 
 class _Rounding(NamedTuple):
@@ -125,21 +140,22 @@ class SparseAttention:
         self.rounding = None
         if compiled and TwoPlanes.admits(spec, machine):
             self.rounding = TwoPlanes(spec, self.some.spec, plain.scale, machine)
-        self.kernel = self._compiled() if compiled else self._generated()
+        self.kernel = self._kernel(kernels)
         self.selection = Selection(
             rows=self.kernel.rows, keys=self.kernel.keys, sets=self.kernel.sets, scale=plain.scale,
             causal=plain.causal, epsilon=epsilon, always=always, together=not compiled,
         )  # fmt: skip
 
-    def _compiled(self):
-        from fusion.codegen.mlir.sparse_call import SparseKernel
+    def _kernel(self, kernels: str) -> SparseKernel:
+        if kernels == "mlir":
+            from fusion.codegen.mlir import sparse_call
 
-        return SparseKernel(canonical(self.some.spec, self.plain), self.machine)
+            return sparse_call.SparseKernel(canonical(self.some.spec, self.plain), self.machine)
+        from fusion.codegen.triton import sparse_call
 
-    def _generated(self):
-        from fusion.codegen.triton.sparse_call import SparseKernel
-
-        return SparseKernel(self.spec, self.plain.scale, self.plain.causal, interpreted=not torch.cuda.is_available())
+        spec, plain = self.spec, self.plain
+        widths = spec.d.integer, spec.d_v.integer
+        return sparse_call.SparseKernel(*widths, plain.scale, plain.causal, spec.dtype, spec.out_dtype)
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         if is_captured(METHOD, self.epsilon, operands):
@@ -258,15 +274,13 @@ class SparseAttention:
         some = [*parts.marks]
         marks, unseen = (torch.stack(found) for found in zip(*parts.marks.values(), strict=True))
         share = self.epsilon * MARGIN / 2 / heads.n_k
-        rows = (chosen(x, some) for x in parts.rows)
-        if (found := self.kernel(*rows, [*sizes, len(some)], marks.view(torch.uint8), share)) is None:
+        q, k, v = (chosen(x, some) for x in parts.rows)
+        if (found := self.kernel(q, k, v, [*sizes, len(some)], marks.view(torch.uint8), share)) is None:
             return None
         self._certify(heads, some, unseen + found[1] / MARGIN, found[2])
         return found[0]
 
-    def _certify(
-        self, heads: Heads, some: Sequence[int], errors: Tensor, computed: Tensor | None = None
-    ) -> None:
+    def _certify(self, heads: Heads, some: Sequence[int], errors: Tensor, computed: Tensor | None = None) -> None:
         """Record what is certified of some heads, read when it is asked for. computed: tiles of each; where not given,
         they ran in two planes."""
         shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
