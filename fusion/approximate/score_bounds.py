@@ -125,7 +125,7 @@ class Inspection:
     ) -> list[float]:
         """The share of some blocks of keys of each head that the bounds of their scores leave `gap` or more below the
         highest score of a query, tried on a few. sample: about so many queries, keys, blocks; keys in a block. Empty
-        where there is no whole block, or no kernel for these rows on a CPU."""
+        where there is no whole block, or on a CPU no kernel that reads these rows."""
 
         def make(d, q, k):
             from fusion.codegen.mlir.key_block_bounds import KeyBlockBoundsCall
@@ -134,9 +134,6 @@ class Inspection:
                 return None
             return KeyBlockBoundsCall(d, operands[0].dtype, q, k, sample, gap / self.scale, self.causal)
 
-        if not self.native:
-            with ieee_products():
-                return self._ruled_out(operands, sizes, sample, gap / self.scale)
         if not self.native:
             heads = self.gather(operands, sizes)
             if heads.n_k < sample[3]:
