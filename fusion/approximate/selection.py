@@ -6,6 +6,7 @@ On GPUs all heads are taken together, and all questions about them are read at o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,8 +78,8 @@ class Selection:
     def marks(
         self, q: Tensor, k: Tensor, v: Tensor, shares: Mapping[int, float], fine: bool
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Of the heads in which it pays: (bool [row tiles, key tiles], the tiles to look at; the share left out
-        unseen).
+        """Of the heads in which it pays, in their order: (bool [row tiles, key tiles], the tiles to look at; the share
+        left out unseen).
 
         q, k, v: [H, N_q, d], [H, N_k, d] and [H, N_k, d_v].
         shares: of the blocks that a glance could rule out, for the heads to be tried.
@@ -87,7 +88,7 @@ class Selection:
         every, found = [*shares], {}
         for group in [every] if self.together else [[head] for head in every]:
             found |= self._marks(chosen(q, group), chosen(k, group), chosen(v, group), group, shares, fine)
-        return found
+        return dict(sorted(found.items()))
 
     def _marks(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int], shares: Mapping[int, float], fine: bool
@@ -96,16 +97,16 @@ class Selection:
         row."""
         finite, ways, found = self._finite(q, k, v), {}, {}
         q, k = q.float() * self.scale, k.float()
-        blocks = Summaries(k, self.keys)
-        questions = {"finite": lambda: finite, "coarse": lambda: self._sampled(q, blocks, True)}
+        blocks = functools.cache(lambda: Summaries(k, self.keys))
+        questions = {"finite": lambda: finite, "coarse": lambda: self._sampled(q, blocks(), True)}
         if fine and not self.always:
-            questions |= {"bounded": lambda: self._bounded(q, k), "fine": lambda: self._sampled(q, blocks, False)}
+            questions |= {"bounded": lambda: self._bounded(q, k), "fine": lambda: self._sampled(q, blocks(), False)}
         answers = Answers(questions, self.together)
         for place, head in enumerate(heads):
             if (way := self._way(answers, place, shares[head], fine)) is not None:
                 ways.setdefault(way, []).append(place)
         for coarse, places in ways.items():
-            marks, dropped = self.select(chosen(q, places), blocks.of(places), coarse=coarse)
+            marks, dropped = self.select(chosen(q, places), blocks().of(places), coarse=coarse)
             found |= {heads[place]: (marks[n], dropped[n]) for n, place in enumerate(places)}
         return found
 

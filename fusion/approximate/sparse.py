@@ -176,7 +176,7 @@ class SparseAttention:
             if len(parts.rounded) == len(heads.q) and rounding.means is None:
                 assert self.rounding is not None
                 out = self.rounding.whole(operands, sizes)
-                self._certify(heads, parts.rounded, torch.tensor(rounding.errors))
+                self._certify(heads, parts.rounded, torch.tensor(rounding.errors, dtype=torch.float64))
                 return out
             if parts.marks or parts.rounded:
                 return self._run(heads, sizes, parts, UNCERTIFIED)
@@ -265,7 +265,7 @@ class SparseAttention:
             if runner is None:
                 record(self._exact(heads, every[some], reason))
             else:
-                self._certify(heads, some, torch.tensor(parts.rounding.errors)[some])
+                self._certify(heads, some, torch.tensor(parts.rounding.errors, dtype=torch.float64)[some])
         assert out is not None
         return heads.store(out)
 

@@ -214,6 +214,18 @@ def test_heads_together_are_judged_as_heads_alone(causal, n):
             assert_same(together[head][0], alone[0][0])
 
 
+def test_heads_bounded_by_tiles_and_by_rows_keep_their_places():
+    """The second head is chosen by bounds of whole tiles, the others by bounds of every row."""
+    q, k, v = inputs(0, 3, 3, 1024, 16, 16, (1.0,), "documents", torch.float32)
+    q[:, ::2] = torch.randn(2, 1024, 16)
+    spec = cached_spec(q, k, v, False)
+    run = selective_on_gpu(spec, 1e-3, always=True)
+    certificates.begin()
+    found = assert_certified(run([q, k, v], sizes_of(spec, q, k)), q, k, v, False, 1e-3)
+    live = {head[1]: c.live for c in found for head in c.heads}
+    assert live[1] < 0.2 < min(live[0], live[2])
+
+
 def test_gpus_are_sent_to_this_kernel(monkeypatch):
     """Where the machine is known, and for what the kernel can do."""
     spec = case("causal", "bfloat16", 64).spec
