@@ -157,8 +157,8 @@ def facts_of_sparse(d: int, d_v: int, target: str, *, causal: bool = False, dtyp
     from fusion.codegen.triton.sparse_kernel import sparse_module
 
     function, tile = module.load(sparse_module(d, d_v)).sparse_forward, sparse_tile(d, d_v, dtype)
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), _POINTERS[dtype])
-    pointers |= dict.fromkeys(("list_ptr", "counts_ptr", "computed_ptr"), "*i32")
+    pointers = {f"{name}_ptr": _POINTERS[dtype] for name in ("q", "k", "v", "out")}
+    pointers |= {f"{name}_ptr": "*i32" for name in ("list", "counts", "computed")}
     given = {"ROWS": tile.rows, "KEYS": tile.keys, "CAUSAL": causal}
     signature = _signature_by_names(function.arg_names, pointers, given, floats=("unit", "share"))
     return _facts(function, *signature, (tile.warps, tile.stages), target, f"certified sparse attention, d = {d}")
