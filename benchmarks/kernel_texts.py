@@ -44,6 +44,7 @@ from fusion.codegen.triton.features import features_module
 from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, split_kernels
+from fusion.codegen.triton.sparse_kernel import sparse_module
 from fusion.ir import AttentionSpec, Normalizer
 from tracing import traced
 
@@ -152,6 +153,7 @@ def approximate_texts() -> Iterator[Text]:
         yield f"mlir amx state {name} planes {planes}", emit_state(shape)[0]
         yield f"mlir amx readout {name} planes {planes}", emit_readout(shape)[0]
         yield f"triton features {name}", features_module(d, d_v, degree)
+        yield f"triton sparse {d} {d_v}", sparse_module(d, d_v)
     for d in (16, 40, 64, 100):
         for scalar in ("f32", "bf16", "f16"):
             yield f"mlir avx512 moments {d} {scalar}", Moments(d, scalar).text()

@@ -145,17 +145,40 @@ def facts_of_features(
     pointers = {"v_ptr": _POINTERS[dtype], "factors_ptr": "*i32", "owner_ptr": "*i32"}
     found = []
     for name, keys in (("polynomial_state", tile.keys), ("polynomial_readout", tile.near)):
-        function, signature, constants, attributes = getattr(loaded, name), {}, {}, {}
-        for position, parameter in enumerate(function.arg_names):
-            if parameter.isupper():
-                signature[parameter], constants[parameter] = "constexpr", (given | {"KEYS": keys})[parameter]
-            elif parameter.endswith("_ptr"):
-                signature[parameter] = pointers.get(parameter, "*fp32")
-                attributes[(position,)] = [["tt.divisibility", 16]]
-            else:
-                signature[parameter] = "i32"
-        found.append(_facts(function, signature, constants, attributes, (tile.warps, 1), target, f"degree {degree}"))
+        function = getattr(loaded, name)
+        signature = _signature_by_names(function.arg_names, pointers, given | {"KEYS": keys})
+        found.append(_facts(function, *signature, (tile.warps, 1), target, f"degree {degree}"))
     return found
+
+
+def facts_of_sparse(d: int, d_v: int, target: str, *, causal: bool = False, dtype: str = "bfloat16") -> Facts:
+    """The kernel of certified sparse attention, in the tile that it would run in. dtype: of all operands."""
+    from fusion.codegen.triton.sparse_call import sparse_tile
+    from fusion.codegen.triton.sparse_kernel import sparse_module
+
+    function, tile = module.load(sparse_module(d, d_v)).sparse_forward, sparse_tile(d, d_v, dtype)
+    pointers = {f"{name}_ptr": _POINTERS[dtype] for name in ("q", "k", "v", "out")}
+    pointers |= {f"{name}_ptr": "*i32" for name in ("list", "counts", "computed")}
+    given = {"ROWS": tile.rows, "KEYS": tile.keys, "CAUSAL": causal}
+    signature = _signature_by_names(function.arg_names, pointers, given, floats=("unit", "share"))
+    return _facts(function, *signature, (tile.warps, tile.stages), target, f"certified sparse attention, d = {d}")
+
+
+def _signature_by_names(
+    names: Sequence[str], pointers: Mapping[str, str], given: Mapping[str, int], floats: Sequence[str] = ()
+) -> tuple[dict, dict, dict]:
+    """Of a kernel whose constants are in capitals. pointers: to what is not float32; strides are multiples of 16."""
+    signature, constants, attributes = {}, {}, {}
+    for position, name in enumerate(names):
+        if name.isupper():
+            signature[name], constants[name] = "constexpr", given[name]
+        elif name.endswith("_ptr"):
+            signature[name] = pointers.get(name, "*fp32")
+        else:
+            signature[name] = "fp32" if name in floats else "i32"
+        if name.endswith(("_ptr", "_row", "_head")):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
 
 
 def _compile(spec: AttentionSpec, loaded, kernel: KernelText, sizes: tuple[int, int], tile: Tile, target: str) -> Facts:

@@ -16,6 +16,7 @@ with V: of a weight that errs by 2**-15 (|q.k| + 1), a third of what is counted 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 
 from fusion.codegen.triton import source
 from fusion.planning.head_dims import padded
@@ -154,8 +155,6 @@ out = out_ptr + (tl.cast(head, tl.int64) * n_q + rows[:, None]) * {d_v} + e[None
 tl.store(out, acc / l[:, None], mask=ok{e_rows})
 """
 
-CONSTANTS = ("ROWS", "KEYS", "PARENTS", "PLANES", "TOP_PLANES", "CAUSAL")
-
 
 def _features(d: int, degree: int) -> str:
     """The body of `features`: a tile of them from rows that are in memory, and in registers as x."""
@@ -169,7 +168,7 @@ def _features(d: int, degree: int) -> str:
     return "\n".join(lines)
 
 
-def _texts(d: int, d_v: int) -> dict[str, str | int]:
+def padded_texts(d: int, d_v: int) -> dict[str, str | int]:
     """What is put into the templates: sizes, and masks where these are not powers of two."""
     columns, values = padded(d) != d, padded(d_v) != d_v
     return {
@@ -189,33 +188,33 @@ def _texts(d: int, d_v: int) -> dict[str, str | int]:
 
 def features_module(d: int, d_v: int, degree: int) -> str:
     """The module with the kernels `polynomial_state` and `polynomial_readout`."""
-    texts = _texts(d, d_v)
+    texts = padded_texts(d, d_v)
     parts = [
         HEAD.format(degree=degree, factors=max(1, degree - 1), **texts),
-        _function("multiply", "acc + a b, with a and b in so many bf16 planes.", "a b acc PLANES", MULTIPLY, texts),
-        _function(
+        function("multiply", "acc + a b, with a and b in so many bf16 planes.", "a b acc PLANES", MULTIPLY, texts),
+        function(
             "features", "Some parents times every coordinate of x, the rows at `row`.",
             "row ok x factors_ptr parents parent ROWS PARENTS", _features(d, degree), {},
         ),
-        _function(
+        function(
             "state_of", "Of a block of features over the keys start <= j < stop: with V; without; of V alone.",
             "k_head v_head factors_ptr parents block start stop KEYS PARENTS PLANES", STATE_OF, texts,
         ),
-        _function(
+        function(
             "polynomial_state", "The state of one block of features of one head over one piece of its keys.",
             "k_ptr v_ptr factors_ptr state_ptr sums_ptr values_ptr n_k parents blocks low_blocks pieces piece_keys "
             "KEYS PARENTS TOP_PLANES", STATE, texts,
         ),
-        _function(
+        function(
             "add_features", "Numerator and normaliser with the blocks start..stop of features added.",
             "acc l row ok q factors_ptr parents weights_head state_piece sums_piece start stop ROWS PARENTS PLANES",
             ADD_FEATURES, texts,
         ),
-        _function(
+        function(
             "add_keys", "The same with the keys start <= j < stop up to each row's own, and the exponential itself.",
             "acc l q rows k_head v_head start stop ROWS KEYS", ADD_KEYS, texts,
         ),
-        _function(
+        function(
             "polynomial_readout", "One block of ROWS rows of one head.",
             "q_ptr k_ptr v_ptr factors_ptr weights_ptr constant_ptr owner_ptr state_ptr sums_ptr values_ptr out_ptr "
             "n_q n_k parents blocks low_blocks pieces piece_keys ROWS KEYS PARENTS TOP_PLANES CAUSAL", READOUT, texts,
@@ -226,6 +225,7 @@ def features_module(d: int, d_v: int, degree: int) -> str:
     return text
 
 
-def _function(name: str, doc: str, parameters: str, body: str, texts: dict[str, str | int]) -> str:
-    given = [f"{p}: tl.constexpr" if p in CONSTANTS else p for p in parameters.split()]
+def function(name: str, doc: str, parameters: str, body: str, texts: Mapping[str, object]) -> str:
+    """The function with this body, a template for `texts`. parameters: separated by spaces, constants in capitals."""
+    given = [f"{p}: tl.constexpr" if p.isupper() else p for p in parameters.split()]
     return source.definition(name, given, doc, textwrap.dedent(body).strip().format(**texts) if texts else body)

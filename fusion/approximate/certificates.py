@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 LIMIT = 4096
@@ -123,6 +124,15 @@ def note_exact(method: str, epsilon: float, operands: Sequence[Tensor], reason: 
             n_q=q.shape[-2] if q.dim() > 1 else 1, n_k=k.shape[-2] if k.dim() > 1 else 1,
         )
     )  # fmt: skip
+
+
+def is_captured(method: str, epsilon: float, operands: Sequence[Tensor]) -> bool:
+    """Whether a call is captured in a CUDA graph: then it runs exact, which is recorded. A decision that the host reads
+    from the data would be that of the capture."""
+    if not (operands[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    note_exact(method, epsilon, operands, "a CUDA graph is being captured, which no look at data fits into")
+    return True
 
 
 def last_certificates() -> tuple[Certificate, ...]:

@@ -35,6 +35,8 @@ CANDIDATES = 2
 """Blocks of keys whose scores bound a row's normaliser from below."""
 SELECTION, EXPONENTIAL = 6.5e-9, 8e-10
 """Seconds on two threads, beside products: of a row's bound of a key block, and of a weight that is computed."""
+SELECTION_PASSES = 8
+"""How often tensor operations on a GPU move each of these."""
 UNIT = 2.0**-8
 """Relative error of rounding to bf16."""
 MAX_FEATURES = 60000
@@ -58,9 +60,13 @@ def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, 
     """Of bounding the scores of all blocks of `keys` keys, for tiles of `rows` queries or, where `fine`, for all
     queries."""
     queries, flops, threads = problem.problems * problem.n_q, machine.flops("float32"), machine.cores / 2
-    seconds = queries * CANDIDATES * keys * (EXPONENTIAL / threads + 2 * problem.d / flops)
+    weights = queries * CANDIDATES * keys
     bounds = queries * -(-problem.n_k // keys) * (1 if fine else 4 / rows)
-    return seconds + bounds * (SELECTION / threads + 6 * (problem.d + 1) / flops)
+    products = weights * 2 * problem.d + bounds * 6 * (problem.d + 1)
+    if machine.kind == "gpu":
+        moved = 4 * SELECTION_PASSES * (weights + bounds) / machine.main.bandwidth
+        return products / (GPU_RATE * flops) + moved + GPU_ROUND_TRIP
+    return products / flops + (weights * EXPONENTIAL + bounds * SELECTION) / threads
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:

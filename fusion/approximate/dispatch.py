@@ -30,11 +30,9 @@ def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:
     assert request.approximation is not None
     if request.approximation.method == "polynomial":
         return None if device == "cpu" else _unsupported(spec)
-    if device == "cuda":
-        return "there are no selective kernels for GPUs"
     from fusion.approximate import sparse
 
-    return sparse.refusal(spec, found, request.emitter)
+    return sparse.refusal(spec, found, device, request.emitter)
 
 
 def _unsupported(spec: AttentionSpec) -> str | None:
@@ -62,18 +60,19 @@ def build(
         return Exact(allowed, exact, reason)
     admitted = plain(spec)
     assert isinstance(admitted, Plain)
+    try:
+        here = machine if device == "cpu" else find_machine(device)
+    except UnknownMachineError as problem:
+        return Exact(allowed, exact, f"times cannot be predicted ({problem})")
     if allowed.method == "polynomial":
         from fusion.approximate.polynomial import PolynomialAttention
 
-        try:
-            here = machine if device == "cpu" else find_machine(device)
-        except UnknownMachineError as problem:
-            return Exact(allowed, exact, f"times cannot be predicted ({problem})")
         kernels = _kernels(here) if request.emitter != "reference" else None
         return PolynomialAttention(spec, admitted, exact, build_exact, here, allowed.epsilon, kernels=kernels)
     from fusion.approximate.sparse import SparseAttention
 
-    return SparseAttention(spec, admitted, exact, build_exact, machine, allowed.epsilon)
+    kernels = "mlir" if device == "cpu" else "triton"
+    return SparseAttention(spec, admitted, exact, build_exact, here, allowed.epsilon, kernels=kernels)
 
 
 def _kernels(machine: Machine) -> str | None:

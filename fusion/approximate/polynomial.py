@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusion.approximate import cost
-from fusion.approximate.certificates import Certificate, note_exact, output_error, record
+from fusion.approximate.certificates import Certificate, is_captured, output_error, record
 from fusion.approximate.chunks import Chunks
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
@@ -105,10 +105,7 @@ class PolynomialAttention:
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            note_exact(
-                METHOD, self.epsilon, operands, "a CUDA graph is being captured, which no look at data fits into"
-            )
+        if is_captured(METHOD, self.epsilon, operands):
             return self.exact(operands, sizes)
         known = self._known.get(tuple(sizes)) or self._bounds_from_sizes(operands, sizes)
         if known.exact is not None or not (self.always or self._any_bounded(operands, sizes, known)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusion.approximate.cost import CAUSAL_CHUNK
 from fusion.approximate.head_batches import KEPT, HeadPacker, ieee_products
+from fusion.codegen.reference import key_block_bounds
 from fusion.codegen.reference.moments import moments
 from fusion.kept import Kept
 
@@ -124,7 +125,7 @@ class Inspection:
     ) -> list[float]:
         """The share of some blocks of keys of each head that the bounds of their scores leave `gap` or more below the
         highest score of a query, tried on a few. sample: about so many queries, keys, blocks; keys in a block. Empty
-        where there is no kernel for that, or no whole block."""
+        where there is no whole block, or on a CPU no kernel that reads these rows."""
 
         def make(d, q, k):
             from fusion.codegen.mlir.key_block_bounds import KeyBlockBoundsCall
@@ -133,9 +134,19 @@ class Inspection:
                 return None
             return KeyBlockBoundsCall(d, operands[0].dtype, q, k, sample, gap / self.scale, self.causal)
 
-        if (call := self._call(("boxes", sample, gap), operands, sizes, make)) is None:
+        if not self.native:
+            heads = self.gather(operands, sizes)
+            if heads.n_k < sample[3]:
+                return []
+            with ieee_products():
+                counts = key_block_bounds.ruled_out(
+                    heads.q, heads.k, heads.owner, sample, gap / self.scale, self.causal
+                )
+            found = counts.flatten().tolist()
+        elif (call := self._call(("boxes", sample, gap), operands, sizes, make)) is not None:
+            found = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)
+        else:
             return []
-        found = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)
         return [found[n] / max(1.0, found[n + 1]) for n in range(0, len(found), 2)]
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:

@@ -293,7 +293,7 @@ def _certified_sparse() -> Schedule:
         phases=(summaries, attend),
         order="N d + (s + 1 / B_c) N^2 d^2 / M",
         exact=False,
-        kernels=("cpu",),
+        kernels=("cpu", "gpu"),
         closed_form=False,
     )
 

@@ -12,7 +12,7 @@ from fusion.approximate.polynomial import PolynomialAttention
 from fusion.approximate.sparse import SparseAttention
 from fusion.codegen import mlir
 from fusion.codegen.mlir import polynomial as kernels
-from fusion.machine import machine
+from fusion.machine import INTERPRETER, machine
 from fusion.runtime import kernels as built
 from tests.numerics import allowance, assert_within, wide
 
@@ -36,6 +36,15 @@ def cached_spec(q, k, v, causal):
     if key not in _specs:  # from a length of its own: one of 1 would be specialised
         _specs[key] = spec_of(*(x[:, :, :1].repeat(1, 1, 40, 1) for x in (q, k, v)), causal)
     return _specs[key]
+
+
+def selective_on_gpu(spec, epsilon, **given):
+    """Certified sparse attention with Triton's kernel, in the interpreter; heads that run exact by the reference."""
+
+    def build(other):
+        return built.executor(other.to_json(), "cpu", "reference")
+
+    return SparseAttention(spec, plain(spec), build(spec), build, INTERPRETER, epsilon, kernels="triton", **given)
 
 
 def executor(kind, spec, epsilon, amx=True):

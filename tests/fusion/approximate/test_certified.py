@@ -160,10 +160,10 @@ def test_bounds_of_tiles_are_above_those_of_rows_and_both_above_what_blocks_add(
     weights = torch.softmax(scores, -1)
     live = []
     for coarse in (False, True):
-        marks, dropped = run.select(q, Summaries(k, run.kernel.keys), coarse=coarse)
-        seen = marks.repeat_interleave(run.kernel.rows, 0)[:n].repeat_interleave(run.kernel.keys, 1)[:, :n]
+        marks, dropped = run.selection.select(q[None], Summaries(k[None], run.kernel.keys), coarse=coarse)
+        seen = marks[0].repeat_interleave(run.kernel.rows, 0)[:n].repeat_interleave(run.kernel.keys, 1)[:, :n]
         assert float((weights * (seen == 0)).sum(-1).max()) <= float(dropped) <= epsilon / 2
-        live.append(float(marks[: n // run.kernel.rows].float().mean()))
+        live.append(float(marks[0, : n // run.kernel.rows].float().mean()))
     assert live[0] <= live[1] < 1  # how much is left out depends on the rows of a tile, and these on the processor
 
 

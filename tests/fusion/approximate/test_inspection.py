@@ -70,9 +70,13 @@ def test_a_glance_counts_blocks_that_their_boxes_rule_out(causal):
     q[1, 1] *= 9
     k[1, 1, :] = k[1, 1, ::8].repeat_interleave(8, 0)  # boxes that are points
     spec, gap = cached_spec(q, k, k, causal), 20.0
-    found = Inspection(HeadPacker(spec), 0.5, causal, True).ruled_out(
-        [q, k, k], sizes_of(spec, q, k), (16, 128, 4, 8), gap
+    found, by_torch = (
+        Inspection(HeadPacker(spec), 0.5, causal, native).ruled_out(
+            [q, k, k], sizes_of(spec, q, k), (16, 128, 4, 8), gap
+        )
+        for native in (True, False)
     )
+    assert found == by_torch
     step, block_step = 42, 704 // 8 // 4 * 8  # queries at places of the keys 0, 6, 12, ..
     q, k = q[:, :, ::step][:, :, :16].flatten(0, 1).double(), k.flatten(0, 1).double()
     rows = torch.arange(16) * step
