@@ -300,7 +300,7 @@ class KeyLoop:
         """What leads from scores to weights behind the condition. A product of another panel is no summand of the
         first one, or it would follow it; nor is their sum, which Triton makes one of."""
         summed = [f"s = tl.fma(s{panel.suffix}, 1.0, s)" for panel in self.columns[1:]]
-        return source.block("p = s", f"if {ALWAYS}:", source.indented(source.block(*summed, softmax)))
+        return source.block(*summed, "p = s", f"if {ALWAYS}:", source.indented(softmax))
 
     def _products(self) -> list[str]:
         weights = f"p.to({DTYPES[self.spec.dtype]})"
