@@ -3,7 +3,7 @@ has shown of them; with --before beside earlier choices, with the reasons of dif
 
     python benchmarks/tile_choices.py [--json FILE] [--before FILE] [--out FILE.md]
 
-Nothing is compiled, and nothing was timed: the facts are those of `fusion/planning/gpu_facts.json`, clocks are those of
+Nothing is compiled, and nothing was timed: the facts are those of `fusion.planning.gpu_facts`, clocks are those of
 `fusion.planning.gpu_clocks`. --json writes the choices, which another commit's run takes as --before.
 """
 

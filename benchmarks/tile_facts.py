@@ -4,8 +4,8 @@ found as data of the planner.
     python benchmarks/tile_facts.py [--targets sm_80 gfx942] [--rows causal] [--widths 64 128 256]
         [--kernels attention_forward] [--most 8] [--renew]
 
-The data (`fusion/planning/gpu_facts.json`) are facts, not choices: shared memory, registers, spills inside the main
-loop, serialised products. `fusion.planning.gpu_model` chooses by them. Facts that are there already are kept, those
+The data (`fusion/planning/gpu_facts-<version of Triton>.json`) are facts, not choices: shared memory, registers, spills
+inside the main loop, serialised products. `fusion.planning.gpu_model` chooses by them. Facts that are there already are kept, those
 compiled now are added; --renew begins the cells named again, which is needed where their kernels have changed. Run it
 after every update of Triton. Needs no GPU.
 """
@@ -91,9 +91,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="tiles compiled for a kernel")
     parser.add_argument("--renew", action="store_true", help="begin the cells named again")
     options = parser.parse_args()
-    if gpu_facts.TRITON != triton.__version__:
-        gpu_facts.FACTS.clear()  # facts of another version count for nothing
-        gpu_facts.TRITON = triton.__version__
     begun: set[tuple] = set()
     for name, target in itertools.product(options.rows, options.targets):
         machine = of_target(target)
@@ -108,7 +105,7 @@ def main() -> None:
                     gpu_facts.FACTS.pop(key, None)
                 begun.add(key)
                 explore(cell, kernel, machine, options.most)
-            gpu_facts.FILE.write_text(gpu_facts.to_json(triton.__version__, gpu_facts.FACTS))
+            gpu_facts.file_of(triton.__version__).write_text(gpu_facts.to_json(gpu_facts.FACTS))
 
 
 if __name__ == "__main__":

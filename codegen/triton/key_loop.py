@@ -34,7 +34,8 @@ from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms
 
 ALWAYS, ALWAYS_TOO = "(first | 1) != 0", "(first | 2) != 0"
-"""Conditions that hold, which LLVM finds out, and Triton does not. Triton 3.6 joins what has the same one, and fails."""
+"""Conditions that hold, which LLVM finds out, and Triton does not. Triton 3.6 joins what has the same one, and
+fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

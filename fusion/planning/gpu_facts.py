@@ -1,35 +1,55 @@
-"""Facts of compiled GPU kernels, read from `gpu_facts.json`, which `benchmarks/tile_facts.py` writes.
-
-FACTS: (architecture, kernel, kind of program, d, d_v) -> (rows, keys, warps, stages, order) -> (bytes of shared
-memory, registers of a thread, instructions of the main loop, those of them that spill, serialised products); 16-bit
-products, d and d_v as they are computed. `fusion.planning.gpu_feasible` reads them. TRITON: its version.
+"""Facts of compiled GPU kernels, for each version of Triton that they were made with, which
+`benchmarks/tile_facts.py` writes. `fusion.planning.gpu_feasible` reads them.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 Cell = tuple[str, str, str, int, int]
+"""Architecture, kernel, kind of program, d and d_v as they are computed; products are of 16 bits."""
+
 Place = tuple[int, int, int, int, str]
+"""Rows, keys, warps, stages and order of a tile."""
+
 Facts = dict[Place, tuple[int, int, int, int, bool]]
+"""Bytes of shared memory, registers of a thread, instructions of the main loop, those of them that spill, and whether
+products are serialised."""
 
-FILE = Path(__file__).with_suffix(".json")
+NEWEST = "3.7.1"
 
 
-def to_json(triton: str, facts: Mapping[Cell, Facts]) -> str:
-    """The file's text: a cell's names and widths in a row, then a row a tile, of its sizes and its facts."""
+def file_of(version: str) -> Path:
+    """Where the facts of a version of Triton are, if there are any."""
+    return Path(__file__).with_name(f"gpu_facts-{version}.json")
+
+
+def read(version: str) -> dict[Cell, Facts]:
+    """The facts of a version of Triton."""
+    if not (file := file_of(version)).exists():
+        return {}
+    held = json.loads(file.read_text())
+    return {tuple(cell): {tuple(row[:5]): tuple(row[5:]) for row in rows} for *cell, rows in held}
+
+
+def to_json(facts: Mapping[Cell, Facts]) -> str:
+    """A file's text: a cell's names and widths in a row, then a row a tile, of its sizes and its facts."""
     rows = [[*cell, [[*tile, *fact] for tile, fact in sorted(found.items())]] for cell, found in sorted(facts.items())]
     lines = ",\n".join(json.dumps(row) for row in rows)
-    return f'{{"triton": "{triton}", "facts": [\n{lines}\n]}}\n'
+    return f"[\n{lines}\n]\n"
 
 
-def from_json(text: str) -> tuple[str, dict[Cell, Facts]]:
-    """(version of Triton, facts) of a text that `to_json` wrote."""
-    held = json.loads(text)
-    facts = {tuple(cell): {tuple(row[:5]): tuple(row[5:]) for row in rows} for *cell, rows in held["facts"]}
-    return held["triton"], facts
+def _installed() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return NEWEST
 
 
-TRITON, FACTS = from_json(FILE.read_text())
+TRITON = _installed()
+"""The version here, the newest one where there is none."""
+
+FACTS = read(TRITON)

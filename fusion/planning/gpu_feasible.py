@@ -7,8 +7,6 @@ known (a test compares).
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -109,9 +107,7 @@ def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
 
 def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
     """What compiling this kernel has shown, by tile."""
-    if work.size != 2 or not _known_version():
-        return {}
-    return gpu_facts.FACTS.get(cell_of(work, machine), {})
+    return gpu_facts.FACTS.get(cell_of(work, machine), {}) if work.size == 2 else {}
 
 
 def cell_of(work: Work, machine: Machine) -> gpu_facts.Cell:
@@ -149,12 +145,3 @@ def most_registers(tile: Tile, machine: Machine) -> int:
 def fits(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether a program's shared memory is expected to exist."""
     return shared_bytes(work, tile) <= machine.shared_memory
-
-
-@functools.cache
-def _known_version() -> bool:
-    """Whether Triton is the one that the facts were made with, or none is here."""
-    try:
-        return importlib.metadata.version("triton") == gpu_facts.TRITON
-    except importlib.metadata.PackageNotFoundError:
-        return True

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fusion.machine import Machine, machine, of_target
-from fusion.planning import gpu_facts, gpu_feasible
+from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import Extents
 from fusion.planning.gpu_clocks import BACKWARD, FORWARD, Work, redundancy, shared_bytes, work_of
@@ -56,7 +56,7 @@ def test_estimates_are_below_what_is_known() -> None:
 @pytest.mark.parametrize("d", [64, 128])
 def test_tiles_on_hopper_are_known_to_be_good(name: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, without spills that count, and no score is computed twice."""
-    monkeypatch.setattr(gpu_feasible, "_known_version", lambda: True)
+    monkeypatch.setattr(gpu_facts, "FACTS", gpu_facts.read(gpu_facts.NEWEST))
     for work, tile in tiles(name, d, HOPPER):
         fact = fact_of(work, tile, HOPPER)
         assert fact is not None and fact.slowed < 1.1, (work, tile)
@@ -79,7 +79,7 @@ def test_every_device_has_tiles_that_are_expected_to_fit(name: str, target: str)
 def test_facts_of_another_version_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     work, tile, _ = next(known())
     assert fact_of(work, tile, HOPPER) is not None
-    monkeypatch.setattr(gpu_feasible, "_known_version", lambda: False)
+    monkeypatch.setattr(gpu_facts, "FACTS", gpu_facts.read("3.5.0"))
     assert fact_of(work, tile, HOPPER) is None
 
 
