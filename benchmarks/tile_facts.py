@@ -5,9 +5,9 @@ found as data of the planner.
         [--kernels attention_forward] [--most 8] [--renew]
 
 The data (`fusion/planning/gpu_facts-<version of Triton>.json`) are facts, not choices: shared memory, registers, spills
-inside the main loop, serialised products. `fusion.planning.gpu_model` chooses by them. Facts that are there already are kept, those
-compiled now are added; --renew begins the cells named again, which is needed where their kernels have changed. Run it
-after every update of Triton. Needs no GPU.
+inside the main loop, serialised products. `fusion.planning.gpu_model` chooses by them. Facts that are there already are
+kept, those compiled now are added; --renew begins the cells named again, which is needed where their kernels have
+changed. Run it for every version of Triton. Needs no GPU.
 """
 
 from __future__ import annotations
