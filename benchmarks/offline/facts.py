@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
-from fusion.codegen.triton.backward import Queries, backward_kernels
+from fusion.codegen.triton.backward import Queries, backward_kernels, may_join
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward, KernelText
@@ -108,6 +108,7 @@ def facts_of(
     target: str,
     *,
     training: bool = False,
+    apart: bool = False,
     n: int = 4096,
     changed: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Facts]:
@@ -115,20 +116,21 @@ def facts_of(
     and keys; where V can be the first columns of K (latent attention), it is.
 
     training: also the statistics, and the backward kernels with gradients of every floating-point operand but float8.
+    apart: gradients have kernels of their own, as where torch is told to be deterministic.
     changed: fields of the forward's tile, in place of the table's.
     """
     d, d_v = spec.d.integer, spec.d_v.integer
     planner = GpuPlanner(spec, of_target(target))
     tile = replace(planner.tile_for(n, n, d, d_v, HEADS), **changed)
     kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=shares_values(spec), packed=1))
-    tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **planner.backward(d, d_v)}
+    tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **tiles_of_further(planner.backward(d, d_v))}
     if training:
-        listed = {KeyLists.name: Queries.name, RowLists.name: owner_of_keys(tiles)}  # by who visits the tiles
-        tiles |= {name: list_tile(tiles[user]) for name, user in listed.items()}
         needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
-        kernels += backward_kernels(spec, d, d_v, needs, by_keys=tiles.keys())
+        tiles |= (chosen := planner.backward(d, d_v, not apart and may_join(spec, needs)))
+        listed = {KeyLists.name: Queries.name, RowLists.name: owner_of_keys(chosen)}  # by who visits the tiles
+        tiles |= {name: list_tile(tiles[user]) for name, user in listed.items() if user in tiles}
+        kernels += backward_kernels(spec, d, d_v, needs, by_keys=chosen.keys())
     kernels += further_kernels(spec, d, d_v)
-    tiles |= tiles_of_further(tiles)
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 

@@ -43,8 +43,8 @@ more columns of V than this."""
 MATRIX_COLUMNS = 128
 
 WIDE = 256
-"""Columns of a V of its own from which on addresses take twice the registers: columns are read in panels, and no loop
-is simple."""
+"""Columns of V from which on addresses take twice the registers: columns are read in panels, and no loop is simple; but
+in the spread order, where V is not read."""
 
 FLOAT32_SCORES = 1 << 17
 """Of float32 products without matrix units: scores of a tile times columns, above which their factors spill; in the
@@ -133,7 +133,7 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
         scores = tile.rows * tile.keys * max(work.d, work.d_v)
         small = max(tile.rows, tile.keys) <= 32 and tile.stages == 1 and scores <= FLOAT32_SCORES // 2
         return tile.warps == 8 and (small or work.kernel == FORWARD and scores <= FLOAT32_SCORES)
-    addresses = ADDRESSES * (2 if work.d_v > WIDE and work.loaded > work.d else 1)
+    addresses = ADDRESSES * (2 if work.d_v > WIDE and not tile.spread else 1)
     return registers(work, tile, machine) + addresses <= MARGIN * most_registers(tile, machine)
 
 
