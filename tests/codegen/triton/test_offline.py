@@ -139,13 +139,17 @@ def test_loops_do_not_spill_where_tiles_are_listed(d: int, apart: bool) -> None:
     facts = {fact.kernel: fact for fact in facts_of(reports[0].sites[0].spec, "sm_90", training=True, apart=apart)}
     assert {"attention_tiles", "attention_row_blocks", *(["attention_key_tiles"] if apart else [])} < facts.keys()
     for name, fact in facts.items():
-        assert fact.fits and fact.spilled < 0.01 and not fact.lost and not fact.warnings, fact
-        assert bool(fact.matrix["wgmma"]) == (name.split("_")[-1] in ("forward", "queries", "keys", "alone")), fact
+        # C7519 says of dQ's product that an instruction was put before it; no product waits for another.
+        expected = ("C7519",) if name == "attention_backward_joint" else ()
+        assert fact.fits and fact.spilled < 0.01 and not fact.lost and fact.warnings == expected, fact
+        assert bool(fact.matrix["wgmma"]) == (name.split("_")[-1] in ("forward", "queries", "keys", "alone", "joint"))
 
 
-def test_atomic_additions_survive() -> None:
-    facts = facts_of(case("bucket_table", "bfloat16", 64).spec, "sm_90", training=True)
+@pytest.mark.parametrize("name", ["bucket_table", "causal"])
+def test_atomic_additions_survive(name: str) -> None:
+    facts = facts_of(case(name, "bfloat16", 64).spec, "sm_90", training=True)
     assert not any(fact.lost for fact in facts), facts
+    assert name != "causal" or facts[-1].kernel == "attention_backward_joint"
 
 
 @LONG
