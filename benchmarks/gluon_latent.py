@@ -1,7 +1,7 @@
 """Latent attention of 576 and 512 columns by hand in Gluon for Hopper: 64 rows share keys, whose first 512 are V.
 
-`together`: eight warps share the keys of a tile for the scores and the columns of V for the sums; weights go through
-shared memory, and exponentials run beside the product with V of the tile before. `apart`: two groups of warps compute
+`one_tile`: eight warps share the keys of a tile for the scores and the columns of V for the sums; weights go through
+shared memory, and exponentials run beside the product with V of the tile before. `tile_each`: two groups of warps compute
 the scores of a tile each, hand each other their maxima and weights, and sum 256 columns each (after FlashMLA); a warp
 loads. Weights lie where the last 64 columns of their keys were. See `gluon_loops`.
 """
@@ -104,6 +104,15 @@ def write(acc, l, out_at, first_row, first_column, layout: Constant):
 
 
 @gluon.jit
+def traded(maxima, there, own, slot, phase, GROUP: Constant, layout: Constant):
+    """The other group's number of each row, for one's own."""
+    maxima.index(slot + GROUP).store(own)
+    mbarrier.arrive(there.index(GROUP))
+    mbarrier.wait(there.index(1 - GROUP), phase)
+    return maxima.index(slot + 1 - GROUP).load(layout)
+
+
+@gluon.jit
 def group(q, q_full, ring, exchange, turns, scale, out_at, first_row, ROWS: Constant, KEYS: Constant, GROUP: Constant):
     """One of two groups of warps, whose tile is every other one; `exchange`: maxima, and barriers that open when a
     group's maxima, and its weights, are there."""
@@ -121,10 +130,8 @@ def group(q, q_full, ring, exchange, turns, scale, out_at, first_row, ROWS: Cons
         mbarrier.wait(full.index(GROUP), phase)
         s = warpgroup_mma_wait(0, deps=[scores(q, ring, GROUP, KEYS, S_LAYOUT)])
         own = gl.max(s, 1) * scale
-        maxima.index(phase * 2 + GROUP).store(own)
-        mbarrier.arrive(maxima_there.index(GROUP))
-        mbarrier.wait(maxima_there.index(1 - GROUP), phase)
-        m_new = gl.maximum(m, gl.maximum(own, maxima.index(phase * 2 + 1 - GROUP).load(ROW)))
+        other = traded(maxima, maxima_there, own, phase * 2, phase, GROUP, ROW)
+        m_new = gl.maximum(m, gl.maximum(own, other))
         alpha = gl.exp2(m - m_new)
         p = gl.exp2(s * scale - gl.expand_dims(m_new, 1))
         l = l * alpha + gl.sum(p, 1)
@@ -141,10 +148,8 @@ def group(q, q_full, ring, exchange, turns, scale, out_at, first_row, ROWS: Cons
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(GROUP))
         mbarrier.arrive(empty.index(1 - GROUP))
-    maxima.index(GROUP).store(l)
-    mbarrier.arrive(maxima_there.index(GROUP))
-    mbarrier.wait(maxima_there.index(1 - GROUP), turns & 1)
-    write(acc, l + maxima.index(1 - GROUP).load(ROW), out_at, first_row, GROUP * HALF, O_LAYOUT)
+    l += traded(maxima, maxima_there, l, 0, turns & 1, GROUP, ROW)
+    write(acc, l, out_at, first_row, GROUP * HALF, O_LAYOUT)
 
 
 @gluon.jit
@@ -158,7 +163,7 @@ def load(ring, turns):
 
 
 @gluon.jit
-def apart(q_at, k_at, out_at, scale, N, ROWS: Constant, KEYS: Constant):
+def tile_each(q_at, k_at, out_at, scale, N, ROWS: Constant, KEYS: Constant):
     """Of an even number of tiles."""
     first_row, turns = gl.program_id(0) * ROWS, gl.cdiv(N, 2 * KEYS)
     maxima = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -177,7 +182,8 @@ def apart(q_at, k_at, out_at, scale, N, ROWS: Constant, KEYS: Constant):
 
 
 @gluon.jit
-def together(q_at, k_at, out_at, scale, N, ROWS: Constant, KEYS: Constant, STAGES: Constant):
+def one_tile(q_at, k_at, out_at, scale, N, ROWS: Constant, KEYS: Constant, STAGES: Constant):
+    """Of any number of tiles, but whole ones."""
     S_LAYOUT: Constant = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16])
     O_LAYOUT: Constant = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     ROW: Constant = gl.SliceLayout(1, S_LAYOUT)

@@ -83,14 +83,14 @@ def forwards() -> Iterator[Written]:
 
 def latents() -> Iterator[Written]:
     """Kernels of 576 and 512 columns."""
-    apart = {"ROWS": 64, "KEYS": 64}
+    each = {"ROWS": 64, "KEYS": 64}
     yield Written(
-        name="Gluon apart", function=gluon_latent.apart, constants=apart, tile="64 x 2 x 64, 2 x 4 + 1 warps",
+        name="Gluon, a tile each", function=gluon_latent.tile_each, constants=each, tile="64 x 2 x 64, 2 x 4 + 1 warps",
         warps=4, trip=128, columns=(576, 512),
     )  # fmt: skip
     for keys, stages in ((64, 2), (32, 4)):
         yield Written(
-            name="Gluon together", function=gluon_latent.together,
+            name="Gluon, one tile", function=gluon_latent.one_tile,
             constants={"ROWS": 64, "KEYS": keys, "STAGES": stages}, tile=f"64 x {keys}, 8 warps, stages {stages}",
             warps=8, trip=keys, columns=(576, 512),
         )  # fmt: skip
