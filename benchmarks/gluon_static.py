@@ -5,7 +5,8 @@ table from machine code alone.
 
 The kernels are those of `gluon_loops` and `gluon_latent`; the model of clocks is `offline.timeline`'s. Of kernels whose
 groups of warps work independently there are two rates: with the groups apart, one's exponentials beside the other's
-products, and in step, as if all warps did the same at once. What the device makes of it lies between. Needs no GPU.
+products, and in step, as if all warps did the same at once. FlashAttention-3's published rates lie between the two of
+its loop. Of two groups whose code differs, the longer loop is shown. Needs no GPU.
 """
 
 from __future__ import annotations
