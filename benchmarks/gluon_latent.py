@@ -2,8 +2,8 @@
 
 `one_tile`: eight warps share the keys of a tile for the scores and the columns of V for the sums; weights go through
 shared memory, and exponentials run beside the product with V of the tile before. `tile_each`: two groups of warps
-compute the scores of a tile each, hand each other their maxima and weights, and sum 256 columns each (after FlashMLA); a
-warp loads. Weights lie where the last 64 columns of their keys were. See `gluon_loops`.
+compute the scores of a tile each, hand each other their maxima and weights, and sum 256 columns each (after FlashMLA),
+while a warp loads. Weights lie where the last 64 columns of their keys were. See `gluon_loops`.
 """
 
 # What Gluon's functions are given and return is known to its compiler alone.
