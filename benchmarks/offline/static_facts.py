@@ -17,6 +17,7 @@ _LAYOUT = re.compile(
     re.MULTILINE,
 )
 _PRODUCT = re.compile(r"(?:warp_group_dot|tt\.dot)\b[^\n]*-> tensor<(\d+)x(\d+)x\w+, #(\w+)>")
+_ROLE = re.compile(r"^ +(?:default \{|partition\d+\(.* num_warps\((\d+)\) \{)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +74,16 @@ class StaticFacts:
 def static_facts(kernel: Any, machine: Machine) -> StaticFacts:
     """kernel: of Triton's compiler."""
     metadata = kernel.metadata
-    specialized = "ttg.warp_specialize" in kernel.asm["ttgir"]
+    groups = multiplying(kernel.asm["ttgir"]) or [metadata.num_warps]
     text, registers = _machine_code(kernel)
-    warps = 2 * metadata.num_warps if specialized else metadata.num_warps
-    every = 3 * metadata.num_warps if specialized else metadata.num_warps
     return StaticFacts(
         kernel=metadata.name,
         shared=metadata.shared,
         registers=registers,
-        warps=warps,
-        groups=2 if specialized else 1,
+        warps=sum(groups),
+        groups=len(groups),
         redundancy=redundancy(kernel.asm["ttgir"]),
-        residents=residents(metadata.shared, registers, every, machine),
+        residents=residents(metadata.shared, registers, metadata.num_warps, machine),
         loops=tuple(inner_loops(text)),
         machine=machine,
     )
@@ -96,6 +95,18 @@ def _machine_code(kernel: Any) -> tuple[str, int]:
         text = kernel.asm["amdgcn"]
         return text, amd_number(text, "vgpr_count")
     return disassemble(kernel.asm["cubin"]), registers_of(kernel.asm["cubin"])
+
+
+def multiplying(text: str) -> list[int]:
+    """Warps of each group of a specialised program that multiplies; none of other programs. (The metadata's number of
+    warps is that of all groups.) text: Triton's form for GPUs."""
+    before, specialized, roles = text.partition("ttg.warp_specialize(")
+    if not specialized:
+        return []
+    usual = re.search(r'"ttg.num-warps" = (\d+)', before)
+    assert usual is not None
+    pieces = _ROLE.split(roles)  # what leads up to the first role, then of each its warps and its text
+    return [int(warps or usual[1]) for warps, body in zip(pieces[1::2], pieces[2::2], strict=True) if "_dot " in body]
 
 
 def redundancy(text: str) -> float:
