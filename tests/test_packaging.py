@@ -1,5 +1,6 @@
 """The wheel holds every package, and `fusion` alone at its top level; the lists kept by hand agree with the folders."""
 
+import fnmatch
 import importlib
 import re
 import shutil
@@ -76,7 +77,9 @@ def test_wheel(tmp_path: Path) -> None:
     data = {name for name in names if not name.endswith(".py")}
     assert set(names) - data == expected
     listed = PROJECT["tool"]["setuptools"]["package-data"].items()
-    assert data == {f"{package.replace('.', '/')}/{file}" for package, files in listed for file in files}
+    patterns = [f"{package.replace('.', '/')}/{pattern}" for package, files in listed for pattern in files]
+    assert all(data & set(fnmatch.filter(names, pattern)) for pattern in patterns)
+    assert data == {str(file.relative_to(ROOT)) for pattern in patterns for file in ROOT.glob(pattern)}
     assert {name.split("/")[0] for name in names} == {"fusion"}
 
 

@@ -61,22 +61,7 @@ SPLIT_TRIPS = 4
 MASK_INSTRUCTIONS = 5.0
 """For each score of a tile in which the mask is evaluated."""
 
-_SPECIAL = {
-    "exp",
-    "exp2",
-    "log",
-    "tanh",
-    "sigmoid",
-    "sin",
-    "cos",
-    "erf",
-    "div",
-    "sqrt",
-    "pow",
-    "log1p",
-    "expm1",
-    "atan",
-}
+_SPECIAL = frozenset("exp exp2 log tanh sigmoid sin cos erf div sqrt pow log1p expm1 atan".split())
 _COSTLY = 8.0  # instructions of such a function
 _UNIT = 1.0  # of a tanh that is rounded to bfloat16, which has one
 EFFICIENCY = 0.76
@@ -131,8 +116,8 @@ class Work:
     @property
     def sums(self) -> int:
         """Columns of the sums that a program keeps in registers."""
-        both = self.d + self.d_v
-        return {KEYS: both, JOINT: both, QUERIES: self.d, KEYS_ALONE: self.d}.get(self.kernel, self.d_v)
+        columns = {QUERIES: self.d, KEYS: self.d + self.d_v, KEYS_ALONE: self.d, JOINT: self.d + self.d_v}
+        return columns.get(self.kernel, self.d_v)
 
     @property
     def added(self) -> int:
