@@ -64,7 +64,8 @@ class Forward:
         self.order = order or Order()
         self.indent = 8 if self.order.persistent else 4
         self.columns, self.values = panels(d), panels(d_v)
-        self.programs: ScorePrograms = score_programs(spec)
+        # Folding constants rounds scores otherwise than the backward does: by far less than 16 bits, but not than 32.
+        self.programs: ScorePrograms = score_programs(spec, folded=spec.dtype != "float32")
         if self.whole_rows and first_key_lives(spec):  # each row has an ordinary score from the first tile on
             self.programs = replace(self.programs, guarded=False)
         self.softmax = spec.normalizer is not Normalizer.NONE
