@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="tiles compiled for a kernel")
     parser.add_argument("--renew", action="store_true", help="begin the cells named again")
     options = parser.parse_args()
+    if same := gpu_facts.SAME_CODE.keys() & set(options.targets):
+        parser.error(f"facts of others count for {', '.join(sorted(same))}: {gpu_facts.SAME_CODE}")
     begun: set[tuple] = set()
     for name, target in itertools.product(options.rows, options.targets):
         machine = of_target(target)

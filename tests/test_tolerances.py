@@ -19,7 +19,6 @@ EXCEPTIONS = {
     "codegen/triton/test_offline.py::test_gradients_of_wide_heads_on_hopper": MOVES,
     "codegen/triton/test_key_sets.py::test_kernels_do_not_spill": MOVES,
     "codegen/triton/test_offline.py::test_loops_do_not_spill_where_tiles_are_listed": MOVES,
-    "codegen/triton/test_static_facts.py::test_what_a_training_step_compiles_on_hopper": (MOVES),
     "examples/test_distributed.py::test_losses_and_gradients_are_those_of_one_eager_process": (
         "the example's own tolerance for sums that two processes make in another order"
     ),

@@ -51,7 +51,7 @@ class Instruction:
     @property
     def unit(self) -> str:
         """The unit that executes it, of `LANES`."""
-        return "tensor" if self.name.startswith("v_mfma") else _UNIT.get(self.base, "alu")
+        return "tensor" if self.name.startswith(("v_mfma", "v_wmma")) else _UNIT.get(self.base, "alu")
 
     @property
     def spills(self) -> bool:

@@ -97,8 +97,8 @@ class Facts:
 def compile_offline(
     spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int, tiles: Mapping[str, Tile], target: str
 ) -> list[Facts]:
-    """Every kernel, with the tile of its name, compiled for `target`: sm_80, sm_90, sm_100 or gfx942. Strides are taken
-    to be multiples of 16, inner ones 1."""
+    """Every kernel, with the tile of its name, compiled for `target`: NVIDIA's from sm_80, AMD's with matrix units. (Of
+    sm_75 Triton 3.7 uses none.) Strides are taken to be multiples of 16, inner ones 1."""
     loaded = module.load(module.module_text(spec, kernels, d, d_v))
     return [_compile(spec, loaded, kernel, (d, d_v), tiles[kernel.name], target) for kernel in kernels]
 
@@ -314,7 +314,7 @@ def _amd(text: str) -> dict:
     return {
         "registers": amd_number(text, "vgpr_count"),
         "spills": spills,
-        "matrix": {"mfma": len(re.findall(r"v_mfma", text))},
+        "matrix": {kind: len(re.findall(f"v_{kind}", text)) for kind in ("mfma", "wmma")},
         "spilled": loops[0].spills / len(loops[0].body) if loops else 0.0,
     }
 

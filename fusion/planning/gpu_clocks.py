@@ -1,9 +1,9 @@
 """How many clocks a GPU kernel takes in a tile: a model of matrix units, instruction issue and special functions.
 
 Of one trip of a kernel's loop, one tile of scores, the model knows each product's shape, how Triton lays it out over
-warps, and about how many instructions a score costs. `benchmarks/offline/timeline.py` does the same for kernels that
-are compiled, instruction by instruction, with the same constants of overlap. Instruction counts were read from
-disassembled kernels (`benchmarks/triton_static.py`).
+warps, and about how many instructions a score costs (read from disassembled kernels, `benchmarks/triton_static.py`).
+`benchmarks/offline/timeline.py` does the same instruction by instruction for compiled kernels, with the same constants
+of overlap.
 """
 
 from __future__ import annotations

@@ -11,7 +11,21 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusion.planning import gpu_facts
-from fusion.planning.gpu_clocks import ADDRESSES, BY_KEYS, FORWARD, Work, registers, shared_bytes
+from fusion.planning.gpu_clocks import (
+    ADDRESSES,
+    BACKWARD,
+    BY_KEYS,
+    FORWARD,
+    HELD,
+    JOINT,
+    KEYS,
+    KEYS_ALONE,
+    QUERIES,
+    Work,
+    redundancy,
+    registers,
+    shared_bytes,
+)
 
 if TYPE_CHECKING:
     from fusion.machine import Machine
@@ -33,6 +47,13 @@ chosen: nothing has been timed, and what spills cost is an assumption."""
 
 MARGIN = 0.84
 """Share of a thread's registers that an estimate may reach."""
+
+LOADED_MARGIN = {32: 1.0, 64: 0.95}
+"""The same, by lanes of a wave, where tiles that a trip loads are counted (`loaded_registers`). CDNA's registers are two
+files, between which it moves them. Read off compiled kernels of gfx950 and gfx1100."""
+
+TWICE = {QUERIES: (2, 1), KEYS: (2, 2), KEYS_ALONE: (2, 1), JOINT: (2, 2)}
+"""How many products of a trip read the tile of d columns that it loads and that of d_v; else one each."""
 
 ROTATED_COLUMNS = 128
 """Columns up to which the rotated order is trusted without being compiled: with more, ptxas serialises its products."""
@@ -112,7 +133,8 @@ def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
 
 def cell_of(work: Work, machine: Machine) -> gpu_facts.Cell:
     """Where facts of a kernel are."""
-    return machine.architecture, work.kernel, work.program, work.d, work.d_v
+    known = gpu_facts.SAME_CODE.get(machine.architecture, machine.architecture)
+    return known, work.kernel, work.program, work.d, work.d_v
 
 
 def place_of(tile: Tile) -> gpu_facts.Place:
@@ -134,7 +156,23 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
         small = max(tile.rows, tile.keys) <= 32 and tile.stages == 1 and scores <= FLOAT32_SCORES // 2
         return tile.warps == 8 and (small or work.kernel == FORWARD and scores <= FLOAT32_SCORES)
     addresses = ADDRESSES * (2 if work.d_v > WIDE and not tile.spread else 1)
-    return registers(work, tile, machine) + addresses <= MARGIN * most_registers(tile, machine)
+    used, most = registers(work, tile, machine) + addresses, most_registers(tile, machine)
+    if machine.architecture.startswith("gfx") and work.kernel in BACKWARD:
+        staged = machine.wave == 32 and tile.stages > 1  # takes more than the tiles: 40 registers, of dV at d = 128
+        return not staged and used + loaded_registers(work, tile, machine) <= LOADED_MARGIN[machine.wave] * most
+    return used <= MARGIN * most
+
+
+def loaded_registers(work: Work, tile: Tile, machine: Machine) -> float:
+    """Of a thread, for what AMD's products read. All factors come from registers there. The tiles of a trip are loaded
+    at once, for each product in its own layout; of the factor that stays nothing is read again; and tiles of later
+    stages wait in registers."""
+    threads, rows, inner = tile.warps * machine.wave, work.outer(tile), work.inner(tile)
+    words = work.size / 4
+    of_d, of_v = TWICE.get(work.kernel, (1, 1))
+    read = inner * (of_d * work.d + of_v * work.d_v) * words / machine.wave
+    stays = (1 - HELD) * rows * work.factors * words * redundancy(work, tile, machine) / threads
+    return read + stays + (tile.stages - 1) * inner * work.loaded * words / threads
 
 
 def most_registers(tile: Tile, machine: Machine) -> int:

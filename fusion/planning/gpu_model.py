@@ -33,7 +33,7 @@ from fusion.planning.gpu_clocks import (
     shares_values,
     work_of,
 )
-from fusion.planning.gpu_feasible import fact_of, facts_of, slowed
+from fusion.planning.gpu_feasible import fact_of, facts_of, fits, slowed
 from fusion.planning.head_dims import power
 
 if TYPE_CHECKING:
@@ -72,20 +72,22 @@ class TileModel:
         return best(work, machine, extent, may_rotate(spec))
 
     def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int, joint: bool = False) -> dict[str, Tile]:
-        """The tile of each backward kernel by its name, of the way that takes the fewest clocks. joint: whether all
-        gradients may come from one kernel."""
+        """The tile of each backward kernel by its name, of the way with the fewest kernels of which no tile is
+        feasible, and then of fewest clocks. joint: whether all gradients may come from one kernel."""
+        tiles: dict[str, Tile]
         if machine.interpreted:
             tiles = dict.fromkeys((QUERIES, KEYS), Tile(rows=32, keys=32, warps=4, stages=1))
         else:
-            tiles, clocks = {}, {}
+            tiles, clocks, unfit = {}, {}, {}
             for kernel in BACKWARD:
                 work = work_of(spec, kernel, d, d_v)
                 extent = extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
-                tiles[kernel] = best(work, machine, extent, may_rotate(spec, kernel))
+                tiles[kernel] = tile = best(work, machine, extent, may_rotate(spec, kernel))
+                unfit[kernel] = slowed(work, tile, machine) == math.inf
                 rounding = USUAL_HEADS * USUAL * rounded_bytes(work) / machine.main.bandwidth
-                clocks[kernel] = expected_clocks(work, tiles[kernel], machine, extent) + rounding * clock_of(machine)
+                clocks[kernel] = expected_clocks(work, tile, machine, extent) + rounding * clock_of(machine)
             ways = WAYS if joint and machine.additions else [way for way in WAYS if JOINT not in way]
-            way = min(ways, key=lambda way: sum(clocks[kernel] for kernel in way))
+            way = min(ways, key=lambda way: (sum(unfit[k] for k in way), sum(clocks[k] for k in way)))
             tiles = {kernel: tiles[kernel] for kernel in way}
         return {PREPARE: Tile(rows=tiles[owner_of_keys(tiles)].rows, keys=LEAST, warps=4, stages=1), **tiles}
 
@@ -120,11 +122,13 @@ def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) 
 @functools.cache
 def best(work: Work, machine: Machine, extent: Extent, rotates: bool = False) -> Tile:
     """The cheapest feasible tile; where there is none the one that needs the least shared memory, which the launch
-    makes smaller where it has to."""
+    makes smaller where it has to, on AMD's devices of those that compute scores least often: all spill alike there."""
     every = list(all_tiles(work, machine, extent, rotates))
     found = [tile for tile in every if slowed(work, tile, machine) < math.inf]
     if not found:
-        return min(every, key=lambda tile: shared_bytes(work, tile))
+        again = machine.architecture.startswith("gfx") and work.size == 2
+        every = [tile for tile in every if fits(work, tile, machine)] or every
+        return min(every, key=lambda t: (redundancy(work, t, machine) * again, shared_bytes(work, t)))
     return in_order(work, machine, extent, found)[0]
 
 

