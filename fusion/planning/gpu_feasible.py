@@ -49,8 +49,8 @@ MARGIN = 0.84
 """Share of a thread's registers that an estimate may reach."""
 
 LOADED_MARGIN = {32: 1.0, 64: 0.95}
-"""The same, by lanes of a wave, where tiles that a trip loads are counted (`loaded_registers`). CDNA's registers are two
-files, between which it moves them. Read off compiled kernels of gfx950 and gfx1100."""
+"""The same, by lanes of a wave, where tiles that a trip loads are counted (`loaded_registers`). CDNA's registers are
+two files, between which it moves them. Read off compiled kernels of gfx950 and gfx1100."""
 
 TWICE = {QUERIES: (2, 1), KEYS: (2, 2), KEYS_ALONE: (2, 1), JOINT: (2, 2)}
 """How many products of a trip read the tile of d columns that it loads and that of d_v; else one each."""
