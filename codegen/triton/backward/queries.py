@@ -116,13 +116,16 @@ class Queries(Role):
         corrections = self._corrections()
         if corrections:
             lines.append("missing += tl.sum(dx, 1)")
-        for n, _, gradient in self.gradients_of_tile(full, Axes.KEYS, Axes.BOTH):
-            value = self.bound(gradient, lines)
-            lines.append(f"sum_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
+        for n, item, gradient in self.gradients_of_tile(full, Axes.KEYS, Axes.BOTH):
+            sums = {f"sum_{n}": gradient}
             if f"share_{n}" in corrections:
-                item = self.gradients.captured[n]
-                value = self.bound(substitute(item.full, {UPSTREAM: SHARE, WEIGHT_UPSTREAM: ZERO}), lines)
-                lines.append(f"share_{n} += tl.sum({source.spread(value, '[ROWS, KEYS]')}, 1)")
+                sums[f"share_{n}"] = substitute(item.full, {UPSTREAM: SHARE, WEIGHT_UPSTREAM: ZERO})
+            for name, part in sums.items():
+                value = source.spread(self.bound(part, lines), "[ROWS, KEYS]")
+                if found := self.existing("part", part):
+                    lines += [f"part = {value}", *found]
+                    value = "part"
+                lines.append(f"{name} += tl.sum({value}, 1)")
         for _, item, gradient in self.gradients_of_tile(full, Axes.NEITHER):
             value = self.bound(gradient, lines)
             lines += self.add(item, source.spread(value, "[ROWS, KEYS]"), "rows_ok & j_ok")

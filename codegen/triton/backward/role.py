@@ -14,11 +14,12 @@ from fusion.codegen.triton.matrices import Matrix, sum_of
 from fusion.codegen.triton.stages import Visit
 from fusion.codegen.triton.tiles import Tiles, load_where
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import WEIGHT, ZERO, Expr, const, coord
+from fusion.ir.expr import WEIGHT, ZERO, Expr, const, coord, substitute
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E
+from fusion.lowering.score_programs import is_tame
 
 
 class Role(Tiles):
@@ -176,8 +177,17 @@ class Role(Tiles):
             lines.append(f"w = {self.bound(self.spec.weight, lines)}")
         after = self.summed(full)  # before ds: then fewer values are held at a time
         after.append(f"ds = {source.spread(self.bound(gradient, after), shape)}")
+        after += self.existing("ds", gradient)
         w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
         return source.block(*lines), source.block(*after)
+
+    def existing(self, name: str, gradient: Expr) -> list[str]:
+        """Statements that make a gradient 0 where a key does not exist: what arrives there is 0, but a derivative may
+        be infinite, of a score that is 0 or of nothing loaded."""
+        arrives = dict.fromkeys((UPSTREAM, WEIGHT_UPSTREAM), const(1.0))
+        if self.inner == "i" or is_tame(substitute(gradient, arrives)):
+            return []
+        return [f"if MASKED:\n    {name} = tl.where(j_ok, {name}, 0.0)"]
 
     def summed(self, full: bool) -> list[str]:
         """Statements that add a tile's gradients of captured tensors."""
