@@ -91,8 +91,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="tiles compiled for a kernel")
     parser.add_argument("--renew", action="store_true", help="begin the cells named again")
     options = parser.parse_args()
-    if same := gpu_facts.SAME_CODE.keys() & set(options.targets):
-        parser.error(f"facts of others count for {', '.join(sorted(same))}: {gpu_facts.SAME_CODE}")
     begun: set[tuple] = set()
     for name, target in itertools.product(options.rows, options.targets):
         machine = of_target(target)
@@ -102,10 +100,11 @@ def main() -> None:
             if JOINT in found and not (machine.additions and joins(cell)):
                 found.remove(JOINT)
             for kernel in (kernel for kernel in found if kernel in options.kernels):
-                key = cell_of(work_of_cell(cell, kernel), machine)
+                key = (machine.architecture, *cell_of(work_of_cell(cell, kernel), machine)[1:])
                 if options.renew and key not in begun:
                     gpu_facts.FACTS.pop(key, None)
                 begun.add(key)
+                gpu_facts.FACTS.setdefault(key, {})  # its own, even if facts of another count
                 explore(cell, kernel, machine, options.most)
             gpu_facts.file_of(triton.__version__).write_text(gpu_facts.to_json(gpu_facts.FACTS))
 

@@ -2,8 +2,7 @@
 
 Of one trip of a kernel's loop, one tile of scores, the model knows each product's shape, how Triton lays it out over
 warps, and about how many instructions a score costs (read from disassembled kernels, `benchmarks/triton_static.py`).
-`benchmarks/offline/timeline.py` does the same instruction by instruction for compiled kernels, with the same constants
-of overlap.
+`benchmarks/offline/timeline.py` does the same by instructions of compiled kernels, with the same constants of overlap.
 """
 
 from __future__ import annotations

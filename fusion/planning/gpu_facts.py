@@ -23,8 +23,8 @@ SAME_CODE = {
     **dict.fromkeys(("sm_86", "sm_87", "sm_89", "sm_120", "sm_121"), "sm_80"),
     **dict.fromkeys(("sm_103", "sm_110"), "sm_100"),
 }
-"""Architectures whose kernels are made of the same instructions as another's: facts of that one count for them, up to
-the shared memory of their own. A test compiles what is chosen so."""
+"""Architectures whose kernels are made of the same instructions as another's: facts of that one count, where they have
+none of their own, up to their own shared memory. Tests compile what is chosen so."""
 
 NEWEST = "3.7.1"
 

@@ -49,8 +49,8 @@ MARGIN = 0.84
 """Share of a thread's registers that an estimate may reach."""
 
 LOADED_MARGIN = {32: 1.0, 64: 0.95}
-"""The same, by lanes of a wave, where tiles that a trip loads are counted (`loaded_registers`). CDNA's registers are
-two files, between which it moves them. Read off compiled kernels of gfx950 and gfx1100."""
+"""The same, by lanes of a wave, where tiles that a trip loads are counted (`loaded_registers`). CDNA has two files of
+registers and moves between them. Read off compiled kernels of gfx950 and gfx1100."""
 
 TWICE = {QUERIES: (2, 1), KEYS: (2, 2), KEYS_ALONE: (2, 1), JOINT: (2, 2)}
 """How many products of a trip read the tile of d columns that it loads and that of d_v; else one each."""
@@ -132,9 +132,10 @@ def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
 
 
 def cell_of(work: Work, machine: Machine) -> gpu_facts.Cell:
-    """Where facts of a kernel are."""
-    known = gpu_facts.SAME_CODE.get(machine.architecture, machine.architecture)
-    return known, work.kernel, work.program, work.d, work.d_v
+    """Where facts of a kernel are: under its own architecture, if there are any, or under one with the same code."""
+    own, *kernel = machine.architecture, work.kernel, work.program, work.d, work.d_v
+    shared = gpu_facts.SAME_CODE.get(own, own)
+    return (own if (own, *kernel) in gpu_facts.FACTS else shared, *kernel)
 
 
 def place_of(tile: Tile) -> gpu_facts.Place:

@@ -28,6 +28,7 @@ from tests.codegen.mlir.cases import (
     HEAD,
     PROGRAMS,
     Case,
+    Program,
     assert_gradients_as_exact_as_eager,
     beside_eager,
     case,
@@ -35,6 +36,7 @@ from tests.codegen.mlir.cases import (
     eager_gradients,
     masked,
     read,
+    tensor,
 )
 from tests.codegen.triton.counting import count_products
 from tests.numerics import assert_as_exact_over_draws
@@ -128,6 +130,25 @@ def test_a_kernel_each_for_dk_and_dv(monkeypatch, name: str, options: dict) -> N
     run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Apart()))
     check(c, shapes=SHAPES[-1:], run=run)
     assert {KEYS_ALONE, VALUES_ALONE} <= products.keys() and KEYS not in products
+
+
+SQUARE = apply("fmul", SCORE, SCORE)
+INFINITE_AT_ZERO = {
+    "power": Program(eager=lambda s, i, j: (s * s) ** 0.6, score=lambda _: apply("pow", SQUARE, const(0.6))),
+    "learned": Program(
+        eager=lambda s, i, j, t: t[:, None, None] * torch.log(s * s), operands=(tensor("t", 1),),
+        score=lambda _: apply("fmul", read(HEAD), apply("log", SQUARE)), tensors=lambda n: [torch.full((n["H"],), 0.3)],
+    ),
+}  # fmt: skip
+"""Programs with derivatives that are infinite where K is filled with zeros, behind the last key."""
+
+
+@pytest.mark.parametrize("policy", [Apart, Joined])
+@pytest.mark.parametrize("name", INFINITE_AT_ZERO)
+def test_derivatives_where_no_key_is(monkeypatch, name: str, policy: type[Apart]) -> None:
+    monkeypatch.setitem(PROGRAMS, name, INFINITE_AT_ZERO[name])
+    c = case(name, d=16)
+    check(c, run=Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, policy())))
 
 
 JOINT_PROGRAMS = ["plain", "causal", "left_padded", "window", "soft_cap", "documents", "padding", "sine"]
