@@ -31,7 +31,7 @@ from fusion.ir.expr import C, E, Expr, J, const, coordinates
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import exponent_units
 from fusion.lowering.rows import needs_maximum
-from fusion.lowering.score_programs import ScorePrograms
+from fusion.lowering.score_programs import ScorePrograms, is_tame
 
 ALWAYS, ALWAYS_TOO = "(first | 1) != 0", "(first | 2) != 0"
 """Conditions that hold, which LLVM finds out, and Triton does not. Triton 3.6 joins what has the same one, and
@@ -334,6 +334,8 @@ class KeyLoop:
             lines = [f"x = {source.spread(value, '[ROWS, KEYS]')}"]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.writer.value(self.spec.weight)}")
+            if not is_tame(self.spec.weight):  # may be infinite where no key is, and p is 0
+                lines.append("if BOUNDED:\n    w = tl.where(j_ok, w, 0.0)")
         loads, others = source.loads_first([*self.writer.lines[Level.TILE], *lines])
         self.writer.forget(Level.TILE)
         return source.block(*loads), source.block(*others)

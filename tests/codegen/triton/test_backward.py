@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.gradients import unsupported_gradient
+from fusion.codegen.triton.launch import Kernel
 from fusion.ir import Kind, Normalizer, Operand, integers
 from fusion.ir.expr import ROW_SUM, SCORE, I, J, const
 from fusion.ir.ops import apply, where
@@ -39,7 +40,7 @@ from tests.codegen.mlir.cases import (
     tensor,
 )
 from tests.codegen.triton.counting import count_products
-from tests.numerics import assert_as_exact_over_draws
+from tests.numerics import assert_as_exact_as_eager, assert_as_exact_over_draws
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=1)
 SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 40}, {"B": 1, "H": 2, "Nq": 17, "Nk": 75})
@@ -132,12 +133,14 @@ def test_a_kernel_each_for_dk_and_dv(monkeypatch, name: str, options: dict) -> N
     assert {KEYS_ALONE, VALUES_ALONE} <= products.keys() and KEYS not in products
 
 
-SQUARE = apply("fmul", SCORE, SCORE)
 INFINITE_AT_ZERO = {
-    "power": Program(eager=lambda s, i, j: (s * s) ** 0.6, score=lambda _: apply("pow", SQUARE, const(0.6))),
+    "power": Program(
+        eager=lambda s, i, j: (s * s) ** 0.6, score=lambda s: apply("pow", apply("fmul", s, s), const(0.6))
+    ),
     "learned": Program(
         eager=lambda s, i, j, t: t[:, None, None] * torch.log(s * s), operands=(tensor("t", 1),),
-        score=lambda _: apply("fmul", read(HEAD), apply("log", SQUARE)), tensors=lambda n: [torch.full((n["H"],), 0.3)],
+        score=lambda s: apply("fmul", read(HEAD), apply("log", apply("fmul", s, s))),
+        tensors=lambda n: [torch.full((n["H"],), 0.3)],
     ),
 }  # fmt: skip
 """Programs with derivatives that are infinite where K is filled with zeros, behind the last key."""
@@ -149,6 +152,28 @@ def test_derivatives_where_no_key_is(monkeypatch, name: str, policy: type[Apart]
     monkeypatch.setitem(PROGRAMS, name, INFINITE_AT_ZERO[name])
     c = case(name, d=16)
     check(c, run=Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, policy())))
+
+
+def weighed(q, k, v, numbers):
+    return torch.softmax(q @ k.mT * 0.25, -1).mul(torch.log(numbers)) @ v
+
+
+def test_factors_of_weights_where_no_key_is(emits) -> None:
+    """Nothing is loaded behind the last key, and its logarithm is infinite."""
+    emits(lambda spec: Kernel(spec, SMALL), lambda spec: Differentiable(spec, SMALL))
+    given = [torch.randn(1, 2, 75, 16) for _ in range(3)] + [torch.rand(75) + 0.5]
+    grad = torch.randn(1, 2, 75, 16)
+
+    def found(function, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in given]
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, grad.to(dtype))]
+
+    torch._dynamo.reset()
+    run = torch.compile(weighed, backend="fusion", options={"inner": "eager", "strict": True})
+    results = found(run, torch.float32), found(weighed, torch.float32), found(weighed, torch.float64)
+    for ours, eager, exact in zip(*results, strict=True):
+        assert_as_exact_as_eager(ours, eager, exact, torch.float32)
 
 
 JOINT_PROGRAMS = ["plain", "causal", "left_padded", "window", "soft_cap", "documents", "padding", "sine"]
