@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fusion
 from fusion.codegen.triton.autotune import agree
+from fusion.codegen.triton.backward import may_join
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.forward import Forward
@@ -75,13 +76,18 @@ class Trial:
             kernel = Kernel(self.spec, plan=planner)
             return lambda: [kernel.forward(given, self.sizes)[0]]
         training = Differentiable(self.spec, plan=planner)
-        needs = tuple(at < (2 if self.place.definition.latent else 3) for at in range(len(given)))
+        needs = _needs(self.place, self.spec)
         if given[0].is_meta:
             out, statistics = _results(training, given, self.sizes)
         else:
             out, statistics = training.outputs(given, self.sizes)
         grad = torch.empty_like(out).normal_() if not out.is_meta else torch.empty_like(out)
         return lambda: training.backward(grad, out, statistics, given, self.sizes, needs)
+
+
+def _needs(place: Place, spec: AttentionSpec) -> tuple[bool, ...]:
+    """Which operands' gradients are wanted: those of Q, K and V."""
+    return tuple(at < (2 if place.definition.latent else 3) for at in range(len(spec.operands)))
 
 
 def _results(training: Differentiable, given: Operands, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -100,8 +106,8 @@ def trials(place: Place, device: Device) -> Iterator[Trial]:
     *batch, n_q, n_k, d, d_v = planner.extents(sizes)
     times = tile_clocks(spec, machine)
     tiles = {Forward.name: planner.tile_for(n_q, n_k, d, d_v, torch.Size(batch).numel())}
-    if place.direction == "backward":
-        chosen = planner.backward(d, d_v)
+    if place.direction == "backward":  # in one kernel and in several
+        chosen = {**planner.backward(d, d_v), **planner.backward(d, d_v, may_join(spec, _needs(place, spec)))}
         tiles = {name: chosen[name] for name in (*BY_KEYS, QUERIES) if name in chosen}
     for kernel, planned in tiles.items():
         with mock.patch.dict(os.environ, FUSION_UNTRIED="1"):

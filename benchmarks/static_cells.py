@@ -75,8 +75,10 @@ class Settled:
         return self.tiles.get(Forward.name) or TileModel().forward(spec, machine, extents)
 
     def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int, joint: bool) -> dict[str, Tile]:
-        chosen = TileModel().backward(spec, machine, d, d_v, joint)
         settled = {name: tile for name, tile in self.tiles.items() if name in BACKWARD}
+        chosen = TileModel().backward(spec, machine, d, d_v, joint)
+        if settled.keys() - chosen.keys():
+            chosen = TileModel().backward(spec, machine, d, d_v)
         if settled.keys() - chosen.keys():
             way = next(way for way in WAYS if settled.keys() <= set(way))
             chosen = {PREPARE: chosen[PREPARE], **dict.fromkeys(way, next(iter(settled.values())))}

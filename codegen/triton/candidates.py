@@ -84,10 +84,7 @@ def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, m
 def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     found = boxes(spec, d, d_v).keys()
     reads: list[dict] = [{}]
-    orders = [
-        {"rotated": rotated}
-        for rotated in ((tile.rotated, not tile.rotated) if may_rotate(spec, kernel) else (tile.rotated,))
-    ]
+    orders = [tile.rotated, not tile.rotated] if may_rotate(spec, kernel) else [tile.rotated]
     if kernel != FORWARD:
         reads += [{"described": True}] if found & READ.get(kernel, set()) else []
     elif found & {"k", "v"}:
@@ -95,7 +92,7 @@ def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Til
     specializes = kernel == FORWARD and may_specialize(spec, d, d_v)
     if specializes and "wgmma" in machine.isa and tile.rows >= 64:
         reads += [{"specialized": True, "warps": 4}, {"specialized": True, "persistent": True, "warps": 4}]
-    return [order | read for order, read in itertools.product(orders, reads)]
+    return [{"rotated": rotated, **read} for rotated, read in itertools.product(orders, reads)]
 
 
 def _distance(tile: Tile, other: Tile) -> int:
