@@ -1,10 +1,13 @@
 """Side-by-side timing in one process, and the rule that decides whether a result may be timed at all."""
 
 import gc
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -116,3 +119,12 @@ def interleave(entries: list[Entry], *, seconds: float, rounds: int = 5, settle:
             turn += 1
     finally:
         gc.enable()
+
+
+def load_example(name: str) -> ModuleType:
+    """The module of an example, examples/<name>.py."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

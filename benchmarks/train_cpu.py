@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.util
 import math
 import os
 import random
@@ -28,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 if "--example" in sys.argv:  # as the example itself: whole models alternate between Inductor's OpenMP and torch's
@@ -39,6 +38,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 
 import fusion
+from measuring import load_example
 
 torch._inductor.config.compile_threads = 1  # workers that start up would disturb the first cases
 
@@ -134,15 +134,6 @@ def peak_elsewhere(name: str, case: str, length: int, arguments: argparse.Namesp
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
-def load_example() -> ModuleType:
-    """examples/train.py."""
-    spec = importlib.util.spec_from_file_location("train", Path(__file__).parents[1] / "examples" / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def with_sdpa(attention: Any, x: torch.Tensor) -> torch.Tensor:
     """The forward of the example's attention, [B, N, WIDTH], by `scaled_dot_product_attention`."""
     n = x.shape[1]
@@ -154,7 +145,7 @@ def with_sdpa(attention: Any, x: torch.Tensor) -> torch.Tensor:
 
 def measure_example(seconds: float) -> None:
     """Print median times of a training step and how far losses are from eager's."""
-    example = load_example()
+    example = load_example("train")
     text, characters = example.read_text()
     names = ("fusion", "inductor", "sdpa + inductor", "eager")
     runs = {name: example.Run(name if name in ("fusion", "inductor") else None, characters) for name in names}
