@@ -134,10 +134,10 @@ def test_a_kernel_each_for_dk_and_dv(monkeypatch, name: str, options: dict) -> N
 
 
 INFINITE_AT_ZERO = {
-    "power": Program(
+    "root of a square": Program(
         eager=lambda s, i, j: (s * s) ** 0.6, score=lambda s: apply("pow", apply("fmul", s, s), const(0.6))
     ),
-    "learned": Program(
+    "logarithm times a parameter": Program(
         eager=lambda s, i, j, t: t[:, None, None] * torch.log(s * s), operands=(tensor("t", 1),),
         score=lambda s: apply("fmul", read(HEAD), apply("log", apply("fmul", s, s))),
         tensors=lambda n: [torch.full((n["H"],), 0.3)],
