@@ -83,6 +83,10 @@ class Differentiable:
             spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
         )
         self._made = Made()
+        # Derived once: a call would spend 70 to 400 us on each.
+        self._unsupported = functools.cache(lambda needs: unsupported_gradient(self.trained, needs))
+        self._joins = functools.cache(lambda needs: may_join(self.trained, needs))
+        self._groups = functools.cache(self._groups_function)
 
     def source(self, sizes: Sequence[int]) -> str:
         """The text of the forward's module (see `Kernel.source`)."""
@@ -151,7 +155,7 @@ class Differentiable:
 
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
         """Why gradients are left to the reference interpreter, or None."""
-        if (reason := unsupported_gradient(self.trained, needs)) is not None:
+        if (reason := self._unsupported(needs)) is not None:
             return reason
         if torch.are_deterministic_algorithms_enabled() and gradients_of(self.trained, needs).captured:
             return "deterministic algorithms are asked for, and gradients of captured tensors are summed atomically"
@@ -164,7 +168,7 @@ class Differentiable:
             count = len(operands) - len(self.trained.further)
             spec, further = replace(self.trained, operands=self.trained.operands[:count]), operands[count:]
             return reference.backward(spec, grad, operands[:count], sizes, needs[:count], further=further)
-        joint = not torch.are_deterministic_algorithms_enabled() and may_join(self.trained, needs)
+        joint = not torch.are_deterministic_algorithms_enabled() and self._joins(needs)
         tiles = self.kernel.planner(operands[0].device).backward(d, d_v, joint)
         made = {n: self._memory(n, tensor) for n, tensor in enumerate(operands) if needs[n]}
         sums = None
@@ -243,9 +247,12 @@ class Differentiable:
 
     def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """How many values of each batch coordinate K and V tell apart."""
+        return [extent // group for extent, group in zip(batch, self._groups()(sizes), strict=True)]
+
+    def _groups_function(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """Values of `spec.sizes` -> how many values of each batch coordinate share keys."""
         none = (False,) * len(self.spec.operands)
-        groups = size_function(gradients_of(self.trained, none).groups, self.spec.sizes)(sizes)
-        return [extent // group for extent, group in zip(batch, groups, strict=True)]
+        return size_function(gradients_of(self.trained, none).groups, self.spec.sizes)
 
     def _variant(
         self,
