@@ -19,19 +19,19 @@ item merges them, in the order of the keys, so that results do not depend on who
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_products import STEP, Source, Stretch, Widths
 from fusion.codegen.mlir.row_tiles import row_products
-from fusion.codegen.mlir.rows import SharedRows
+from fusion.codegen.mlir.rows import SharedRows, runs
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
-from fusion.ir.expr import SCORE, I, J, coord
+from fusion.ir.expr import SCORE, I, J, coord, coordinates, loads
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.planning.cpu_rows import MOST_ROWS
 
@@ -148,7 +148,7 @@ class _RowKernel(KernelFunction):
     def _may_skip(self) -> bool:
         mask = self.spec.mask
         bounded = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
-        return bounded and self.spec.normalizer is not Normalizer.NONE
+        return (bounded or self._looks()) and self.spec.normalizer is not Normalizer.NONE
 
     def _row_scope(self, top: Scope, row: Value) -> tuple[Scope, Scope, Value]:
         """(scope of the row, of its batch element, its query i); row: number in the order (batch coordinates.., i)."""
@@ -167,9 +167,48 @@ class _RowKernel(KernelFunction):
         b, mask = self.b, self.spec.mask
         source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.products.staging)
         self.products.store_query(source, r)
-        low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, 1)
+        step = self.lanes if any(runs(index, J)[0] > 1 for index in (self.spec.k, self.spec.v)) else 1
+        low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, step)
         first = b.mul(part, self.params[("part_keys",)])
-        self._clear(r, b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)])))
+        low, high = b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)]))
+        self._clear(r, low, high)
+        if self._looks():
+            self._trim(scope, r)
+
+    def _looks(self) -> bool:
+        """Whether only data says which keys are live."""
+        return self.spec.mask is not None and any(J.name in coordinates(x) for x in loads(self.spec.mask.live))
+
+    def _trim(self, scope: Scope, r: Value) -> None:
+        """Leave out keys at both ends of row r's, a vector at a time, as long as none of them is live: padding, or the
+        room that a cache has left. Looking costs next to nothing where there are none, and less than they do else."""
+        b, lanes = self.b, self.lanes
+        assert self.spec.mask is not None
+        live, ends = self.spec.mask.live, b.at(self.ranges, b.mul(r, 2), "i64")
+
+        def first(low: Value, high: Value) -> Value:
+            return low
+
+        def last(low: Value, high: Value) -> Value:
+            return b.add(low, b.mul(b.div(b.sub(b.sub(high, low), 1), lanes), lanes), "last")
+
+        def stop(start: Callable[[Value, Value], Value]) -> Value:
+            """Not 0 where no keys are left, or some of the vector is live."""
+            low, high = self._range(r)
+
+            def alive() -> Value:
+                at = start(low, high)
+                lane = Lanes(coord=J, first=at, count=lanes, valid=self._valid(b.sub(high, at)))
+                here = Scope(context=self.context, parent=scope, lanes=lane).vector(live)
+                found = b.reduce("or", b.binary("arith.andi", here, lane.valid), "alive")
+                return b.convert("arith.extui", found, "i64")
+
+            return b.either(b.compare("slt", low, high), alive, lambda: b.constant(1, "i64"), "i64")
+
+        with b.taking(lambda: stop(first), b.constant(1, "i64")):
+            b.store(b.add(self._range(r)[0], lanes), ends)
+        with b.taking(lambda: stop(last), b.constant(1, "i64")):
+            b.store(last(*self._range(r)), b.at(ends, 1, "i64"))
 
     def _clear(self, r: Value, low: Value, high: Value) -> None:
         b, lanes = self.b, self.lanes

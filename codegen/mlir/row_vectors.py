@@ -25,14 +25,16 @@ from fusion.codegen.mlir.row_products import (
     Turns,
     Widths,
 )
-from fusion.codegen.mlir.rows import Rows, SharedRows, load_f32, load_line, load_pair
+from fusion.codegen.mlir.rows import Rows, SharedRows, in_line, load_f32, load_line, load_pair, runs
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import BF16, LANES, Avx512
+from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import planes_of
 
+RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
 SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a stretch: they are asked for a product ahead
 
@@ -43,6 +45,11 @@ class VectorRows(RowProducts):
     While K is multiplied, V of the same stretch is asked for, and while V is, K of the next one. So memory is read all
     the time, not only while the processor waits for it.
     """
+
+    @classmethod
+    def reads(cls, spec: AttentionSpec, number: int) -> bool:
+        index = (spec.k, spec.v)[number - 1]
+        return spec.values[number] is None and (in_line(index, J) or runs(index, J)[0] % RUN == 0)
 
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         super().__init__(b, spec, target, widths, area)

@@ -9,13 +9,15 @@ or is put in order once for all that read it (`SharedRows`).
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import SIZE, Builder, Value, vector_of
 from fusion.codegen.mlir.elements import Elements
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, coordinates, load
+from fusion.ir.expr import Expr, Kind, coord, coordinates, load, substitute, walk
 
 LINE = 64  # bytes of a line of the caches
 
@@ -54,8 +56,25 @@ def in_line(index: tuple[Expr, ...], row: Expr) -> bool:
     return all(part is not None and row.name not in coordinates(part[0]) for part in found)
 
 
+def runs(index: tuple[Expr, ...], row: Expr) -> tuple[int, tuple[Expr, ...]]:
+    """(n, steps): rows from a multiple of n on, n of them, are `steps` apart from each other, by dimension, as those of
+    a page are whose rows a table finds. (1, ()) where rows may lie anywhere."""
+    page, own = coord("page"), coord("own")
+    divisions = [part for part in walk(*index) if part.op in ("floordiv", "mod") and part.args[0] is row]
+    if not divisions or not all(part.args[1].is_const for part in divisions):
+        return 1, ()
+    within = {part: page if part.op == "floordiv" else integers.add(page, own) for part in divisions}
+    found = [integers.linear(substitute(entry, within | {row: integers.add(page, own)}), own) for entry in index]
+    steps = tuple(part[0] for part in found if part is not None)
+    if len(steps) < len(index) or not all(name.startswith("b") for step in steps for name in coordinates(step)):
+        return 1, ()
+    return math.gcd(*(part.args[1].integer for part in divisions)), steps
+
+
 class RowReader:
     """Reads rows of one operand within one work item. Make it in the item's scope: it writes the strides there."""
+
+    run_stride: Value | int = 0
 
     def __init__(self, context: Context, scope: Scope, access: Access):
         self.context, self.scope, self.access = context, scope, access
@@ -64,6 +83,10 @@ class RowReader:
         self.dtype = context.operands[access.operand].dtype if self.made is None else "float32"
         self.memory = MEMORY_TYPE[self.dtype]
         self.base, self.row_stride, self.column_stride = self._strides()
+        self.run, steps = runs(access.index, access.row)
+        for dim, step in enumerate(steps):
+            stride = context.params[("stride", access.operand, dim)]
+            self.run_stride = context.b.add(self.run_stride, context.b.mul(scope.integer(step), stride), "run_stride")
 
     def _strides(self) -> tuple[Value | int | None, Value | int | None, Value | int | None]:
         """(offset of element (0, 0), row stride, column stride), or Nones where the map is not linear with scalar
@@ -118,21 +141,24 @@ class RowReader:
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
     def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
-        """Ask for rows that will be read soon. Those from `limit` on may not exist."""
+        """Ask for rows that will be read soon; first: as in `apart`. Those from `limit` on may not exist."""
         if self.made is not None:
             return
         b, together = self.context.b, count if isinstance(count, int) else 1
+        run = math.gcd(self.run, together)
         with b.loop(first, b.add(first, count), together, hint="row") as row:
-            for r in range(together):
+            for r in range(0, together, run):
                 position = b.add(row, r)
                 line = self._line(position if self.base is not None else b.least(position, b.sub(limit, 1)))[0]
-                for column in range(0, width, LINE // SIZE[self.memory]):
+                lines = [b.at(line, b.mul(self.run_stride, n), self.memory) for n in range(run)]
+                for line, column in itertools.product(lines, range(0, width, LINE // SIZE[self.memory])):
                     b.prefetch(b.at(line, column, self.memory))
 
     def apart(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
-        """The same rows, where they may lie anywhere: a table says where. They are read in place, too."""
-        b = self.context.b
-        positions = [b.least(b.add(first, r), b.sub(limit, 1)) for r in range(count)]
+        """The same rows, where they may lie anywhere: a table says where. They are read in place, too. Where rows come
+        in runs, the number of the first is a multiple of `count`."""
+        b, run = self.context.b, math.gcd(self.run, count)
+        positions = [b.least(b.add(first, r), b.sub(limit, 1)) for r in range(0, count, run)]
         found = [self._line(position) for position in positions] if self.base is None and self.made is None else []
         stride = found[0][1] if found else None
         if stride is None or padded != width:
@@ -142,9 +168,12 @@ class RowReader:
         with b.when(b.binary("arith.xori", direct, b.constant(1, "i1"), "staged")):
             self._stage(first, count, limit, width, padded, staging)
         lines = [
-            b.select(direct, line, b.at(staging, r * padded, self.memory), "line") for r, (line, _) in enumerate(found)
+            b.select(direct, line, b.at(staging, r * run * padded, self.memory), "line")
+            for r, (line, _) in enumerate(found)
         ]
-        return Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype, lines=tuple(lines))
+        stride = b.select(direct, b.as_value(self.run_stride, "i64"), b.constant(padded, "i64"), "stride")
+        lines = [b.at(line, b.mul(stride, r), self.memory) for line in lines for r in range(run)]
+        return Rows(pointer=lines[0], stride=stride, memory=self.memory, dtype=self.dtype, lines=tuple(lines))
 
     def _stage(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> None:
         """Write what is there, and zeros."""
