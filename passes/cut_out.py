@@ -11,9 +11,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fusion.passes import graph_excerpt, marks
+from fusion.passes import graph_excerpt, marks, nodes
 from fusion.passes.find import Site
-from fusion.passes.normalize import is_active_dropout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ def cut_out(site: Site) -> CutOut | None:
     """The region of a site that was recognised; None where it draws random numbers, and is not the same twice. Call
     before the rewrite. Equal regions have equal graphs, names included."""
     region = _feeding(site.root, graph_excerpt.inside(site))
-    if any(is_active_dropout(node) for node in region):
+    if any(nodes.is_active_dropout(node) for node in region):
         return None
     inputs = sorted({parent for node in region for parent in node.all_input_nodes} - region)
     graph = Graph()

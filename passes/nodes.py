@@ -235,12 +235,26 @@ def arguments(node: Node) -> dict[str, Any]:
     return {name: number(argument) for name, argument in (bound | node.kwargs).items()}
 
 
+def is_active_dropout(node: Node) -> bool:
+    """Whether a node drops elements at random: dropout in training, or SDPA with a probability."""
+    if node.op != "call_function":
+        return False
+    if packet(node) is torch.ops.aten.dropout:
+        return True  # inactive ones are gone
+    if packet(node) is not torch.ops.aten.scaled_dot_product_attention:
+        return False
+    p = arguments(node)["dropout_p"]
+    return not isinstance(p, (int, float)) or p > 0
+
+
 def impurity() -> Callable[[Node], bool]:
-    """`Node.is_impure`, which is asked once for each operator."""
+    """`Node.is_impure`, asked once for each operator. SDPA, which torch takes for random, is so with dropout only."""
     of_operator = functools.cache(lambda target: torch._library.utils.is_impure(target))
 
     def impure(node: Node) -> bool:
         whole = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+        if packet(node) is torch.ops.aten.scaled_dot_product_attention:
+            return is_active_dropout(node)
         return of_operator(node.target) if whole else node.is_impure()
 
     return impure

@@ -212,7 +212,7 @@ def seed_dropout(graph: torch.fx.Graph) -> None:
     by `drop_seeds`.
     """
     for node in list(graph.nodes):
-        if not is_active_dropout(node):
+        if not nodes.is_active_dropout(node):
             continue
         held = nodes.value(node)
         with graph.inserting_before(node):
@@ -221,18 +221,6 @@ def seed_dropout(graph: torch.fx.Graph) -> None:
         seed.meta["val"] = held.new_empty([1], dtype=torch.int64)
         marks.is_seed.set(seed, True)
         marks.seed.set(node, seed)
-
-
-def is_active_dropout(node: Node) -> bool:
-    """Whether a node drops elements at random: dropout in training, or SDPA with a probability."""
-    if node.op != "call_function":
-        return False
-    if nodes.packet(node) is aten.dropout:
-        return True  # inactive ones are gone
-    if nodes.packet(node) is not aten.scaled_dot_product_attention:
-        return False
-    p = nodes.arguments(node)["dropout_p"]
-    return not isinstance(p, (int, float)) or p > 0
 
 
 def drop_seeds(graph: torch.fx.Graph) -> None:

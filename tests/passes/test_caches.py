@@ -150,6 +150,22 @@ def test_nothing_of_the_size_of_a_cache_is_made(keys):
     assert not large(report.graph_after), site.spec
 
 
+def test_nothing_is_left_where_the_result_is_moved():
+    """As transformers does: what is replaced ends behind SDPA."""
+
+    def moved(keys, g):
+        return attention(keys, g).transpose(1, 2).contiguous()
+
+    given = draw(torch.float32)
+    torch._dynamo.reset()
+    with fusion.collect_reports() as reports, torch.no_grad():
+        out = torch.compile(moved, backend="fusion", options={"inner": "eager", "strict": True})(paged, given)
+    assert_as_exact_as_eager(out, moved(paged, given), moved(paged, wide(given)))
+    graph = reports[0].graph_after
+    assert not large(graph)
+    assert aten.scaled_dot_product_attention.default not in {node.target for node in graph.graph.nodes}
+
+
 @pytest.mark.parametrize("queries", [1, 21])
 @pytest.mark.parametrize("keys", SPELLINGS, ids=lambda f: f.__name__)
 def test_kernels(keys, queries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -68,6 +69,16 @@ def test_inactive_dropout_is_gone_and_active_has_a_seed():
     assert dropout.meta["seed"] is seed
     drop_seeds(traced.graph)
     assert not any(node.meta.get("is_seed") for node in traced.graph.nodes), "nothing reads it"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_attention_that_nothing_uses_is_gone_unless_it_draws_random_numbers(p):
+    def function(x):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=p)
+        return x + 1
+
+    traced = normalized(function, torch.randn(1, 2, 8, 16))
+    assert ("aten.scaled_dot_product_attention.default" in targets(traced)) == (p > 0)
 
 
 def test_casts_of_autocast_are_written_out():
