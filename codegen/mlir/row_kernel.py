@@ -2,7 +2,8 @@
 
 Packing K and V pays off only over many queries. Here a work item is a few rows that read the same keys: those of one
 head, or of all heads that share its keys (grouped queries). They take turns at a stretch of keys that a cache holds, so
-that K and V come from memory once for all of them, in their own dtype. For a row
+that K and V come from memory once for all of them, in their own dtype, through a table where they are in pages. Keys
+at the ends of a row that a mask of data leaves out are not visited. For a row
 
     x = K q           for every L keys L dot products, their partial sums added across by a transposition that adds
     score program     with the key as the lane coordinate, statistics for the whole row
