@@ -29,6 +29,7 @@ from fusion.passes.normalize import normalize
 from fusion.passes.outline import sealed_softmaxes
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
+from fusion.passes.unread_rows import skip_unread_rows
 from fusion.passes.upstream import escaping_weights
 from fusion.planning import cpu_planner, cpu_training
 from fusion.planning.key_sets import sets_pay
@@ -125,7 +126,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
         note = f"left to the inner compiler: {first if intended else f'{type(problem).__name__}: {first}'}"
         log.warning("%s%s", note, "" if intended else f"; {dump.where}")
         return module, Report(notes=[note])
-    report.notes = _unseen(module, graph, report)
+    report.notes += _unseen(module, graph, report)
     report.sites = inside.sites + report.sites
     report.notes += inside.notes
     log.info("fused %d of %d attentions in %.3f s", report.fused, len(report.sites), time.perf_counter() - started)
@@ -162,6 +163,7 @@ def _rewritten(
     """(the rewritten graph, the report of its attentions, the products for which it was changed in vain). but: those
     for which it is not to be changed."""
     graph = normalize(module, example_inputs, bodies)
+    notes = skip_unread_rows(graph.graph) if options.block_mask is None else []
     dump.stage("normalized", graph)
     reads = functools.partial(kernels.reads, request=options.request)
     wanted = "never" if options.block_mask is not None else options.cascades
@@ -186,6 +188,7 @@ def _rewritten(
     report = report_of(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     for site, told in zip(sites, report.sites, strict=True):
         told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
+    report.notes = notes
     return graph, report, set()
 
 

@@ -23,11 +23,11 @@ from fusion.refusals import Ground
 aten = torch.ops.aten
 
 
-def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...]) -> Node:
+def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
     """A call at the graph's insertion point, with its value, and where it comes from."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     nodes.copy_provenance(origin, node)
-    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.value))
+    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.value), **kwargs)
     return node
 
 

@@ -152,6 +152,12 @@ def _split(value: Expr, divisor: Expr) -> tuple[Expr, Expr]:
     return from_terms(quotient), from_terms(rest)
 
 
+def quotient(value: Expr, divisor: Expr) -> Expr | None:
+    """value / divisor where the divisor, positive, is a factor of every term; else None."""
+    found, rest = _split(value, divisor)
+    return found if rest is integer(0) else None
+
+
 def floordiv(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> Expr:
     """floor(value / divisor) for a positive divisor."""
     value, divisor = integer(value), integer(divisor)
