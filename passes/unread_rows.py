@@ -28,7 +28,6 @@ from fusion.ir.expr import Expr, contains, coord
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.nodes import Unsupported, arguments, normalize_dim, packet, shape
-from fusion.passes.normalize import is_active_dropout
 from fusion.passes.views import is_view, source
 
 aten = torch.ops.aten
@@ -146,7 +145,7 @@ def _is_returned(node: Node) -> bool:
 
 def _row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
     """What a node reads for these rows of its result."""
-    if node.op != "call_function" or marks.mutations.on(node) or marks.dtensor(node) or is_active_dropout(node):
+    if node.op != "call_function" or marks.mutations.on(node) or marks.dtensor(node) or nodes.is_active_dropout(node):
         raise Whole
     if nodes.is_tensor(node):
         for extent in rows.within(shape(node)):

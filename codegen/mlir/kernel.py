@@ -35,6 +35,7 @@ from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1, J0, J1, Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
+from fusion.lowering.dead_rows import dead_rows_need_keys
 
 
 def emit(
@@ -197,14 +198,14 @@ class AttentionKernel(OverlappingKernel):
         self.packed.extend(low, high, p.key_step, pack)
 
     def _attend(self, item: Item, low: Value | int, high: Value) -> None:
-        """All key blocks; a second time over all keys where the mask let keys be skipped and a row met none that is
-        live."""
+        """All key blocks; a second time over all keys where the mask let keys be skipped, and a row that met none that
+        is live needs them."""
         b, mask = self.b, self.spec.mask
         if mask is None or not mask.skips:
             self._visit(item, KeyRange(low=low, high=high))
             return
         yes = b.constant(1, "i1")
-        if self.spec.normalizer is Normalizer.NONE:  # dead keys have no weight, whatever the others have
+        if not dead_rows_need_keys(self.spec):
             self._visit(item, KeyRange(low=low, high=high, skipping=yes))
             return
         with b.carry(0, 2, 1, [b.as_value(low, "i64"), high, yes], hint="attempt") as (loop, attempt, (lo, hi, needed)):

@@ -34,6 +34,7 @@ from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import SCORE, I, J, coord, coordinates, loads
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.cpu_rows import MOST_ROWS
 
 
@@ -92,7 +93,7 @@ class _RowKernel(KernelFunction):
             self._sum_in(self.sums)
             with b.when(cut):
                 self._merge(item, count)
-            if self._may_skip():
+            if self._repeats():
                 # Rows for which all the keys that the mask leaves are dead count every key.
                 with b.loop(0, count, hint="r") as r:
                     self._begin_again(r)
@@ -146,10 +147,10 @@ class _RowKernel(KernelFunction):
                 b.store(m_new, self._own(own[1], r, lanes))
         self.outputs, self.maxima, self.totals = own
 
-    def _may_skip(self) -> bool:
+    def _repeats(self) -> bool:
         mask = self.spec.mask
         bounded = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
-        return (bounded or self._looks()) and self.spec.normalizer is not Normalizer.NONE
+        return (bounded or self._looks()) and dead_rows_need_keys(self.spec)
 
     def _row_scope(self, top: Scope, row: Value) -> tuple[Scope, Scope, Value]:
         """(scope of the row, of its batch element, its query i); row: number in the order (batch coordinates.., i)."""

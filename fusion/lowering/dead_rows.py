@@ -11,15 +11,17 @@ from fusion.lowering.score_programs import is_tame
 
 
 def dead_rows_matter(spec: AttentionSpec) -> bool:
-    """Whether a row may need the keys that its mask lets a kernel skip.
+    """Whether a row may be without a live key, and then need those that its mask lets a kernel skip."""
+    return spec.mask is not None and spec.mask.skips and dead_rows_need_keys(spec) and not rows_live(spec)
 
-    With a fill of -inf it never does: whether it sees them or not, a row without a live key has the maximum -inf and
-    the sum 0. With a finite fill eager averages over all keys, unless each row is known to have a live key.
+
+def dead_rows_need_keys(spec: AttentionSpec) -> bool:
+    """Whether a row without a live key needs its dead ones.
+
+    With a fill of -inf it does not: whether it sees them or not, its maximum is -inf and its sum 0. With a finite fill
+    eager averages over all keys.
     """
-    mask = spec.mask
-    if mask is None or not mask.skips or spec.normalizer is Normalizer.NONE or mask.fill == -math.inf:
-        return False
-    return not rows_live(spec)
+    return spec.mask is not None and spec.mask.fill != -math.inf and spec.normalizer is not Normalizer.NONE
 
 
 def rows_live(spec: AttentionSpec) -> bool:

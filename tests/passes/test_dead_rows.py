@@ -344,3 +344,18 @@ def test_gradients_of_dead_rows(function, emitter):
 
     exact = gradients(function, [x.detach().double().requires_grad_() for x in given])
     assert_as_exact_as_eager(gradients(compiled, given), gradients(function, given), exact, torch.float32)
+
+
+@pytest.mark.parametrize(("fill", "rows"), [(-math.inf, 48), (-math.inf, 4), (-1e9, 48), (-1e9, 4)])
+def test_keys_are_visited_again_where_dead_rows_need_them(fill, rows):
+    def masked(q, k, v):
+        i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+        return (q @ k.mT).masked_fill((j > i) | (j < 9), fill).softmax(-1).nan_to_num(0.0) @ v
+
+    given = [torch.randn(1, 2, n, 16) for n in (rows, 48, 48)]
+    (site,) = fusion.explain(masked, *given).sites
+    again = any(word in source for source in site.sources for word in ("again", "%alive"))
+    assert again == (fill != -math.inf)
+    torch._dynamo.reset()
+    actual = torch.compile(masked, backend="fusion", options={"inner": "eager", "strict": True})(*given)
+    assert_as_exact_as_eager(actual, masked(*given), masked(*(x.double() for x in given)))
