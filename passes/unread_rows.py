@@ -115,27 +115,25 @@ def _reads(graph: Graph) -> tuple[dict[Node, Rows | None], dict[Node, Inputs]]:
 
 
 def _selected(node: Node) -> Rows | None:
-    """The rows of its input that a slice or a selection reads; None where it is neither, or reads all."""
+    """The rows of its input that a slice or a selection reads; None where it is neither, and where it reads more than
+    half: to take these out may cost what it saves."""
     if packet(node) not in (aten.slice, aten.select) or _is_returned(node):
         return None
     args = arguments(node)
-    if packet(node) is aten.select:
-        start, end, step = args["index"], args["index"] + 1 or END if isinstance(args["index"], int) else None, 1
-    else:
-        start, end, step = args["start"] or 0, END if args["end"] is None else args["end"], args["step"]
-    if step != 1 or not isinstance(start, int) or not isinstance(end, int):
+    start = args["index"] if packet(node) is aten.select else args["start"] or 0
+    if not isinstance(start, int) or args.get("step", 1) != 1:
         return None
     try:
-        extents, own = shape(args["self"]), shape(node)
+        extents = shape(args["self"])
+        dim = normalize_dim(args["dim"], len(extents))
+        extent, count = extents[dim], ONE if packet(node) is aten.select else shape(node)[dim]
     except Unsupported:
         return None
-    dim = normalize_dim(args["dim"], len(extents))
-    extent, count = extents[dim], ONE if packet(node) is aten.select else own[dim]
-    if count is extent:
+    if not count.is_const or (extent.is_const and 2 * count.integer > extent.integer):
         return None
-    if extent.is_const:
-        start, end, _ = slice(start, end).indices(extent.integer)
-    return Rows(dim=dim, start=start, end=end, extent=extent, count=count)
+    if start < 0 and extent.is_const:
+        start = max(start + extent.integer, 0)
+    return Rows(dim=dim, start=start, end=start + count.integer or END, extent=extent, count=count)
 
 
 def _is_returned(node: Node) -> bool:
