@@ -339,8 +339,7 @@ def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Nod
             elif node in inputs and (origin := node.all_input_nodes[0]) in made:
                 node.replace_all_uses_with(_selection(graph, node, made[origin]))
                 graph.erase_node(node)
-    for node in filter(lambda node: not node.users, reversed(made)):
-        graph.erase_node(node)  # (as dead code FX would keep what may draw random numbers)
+    graph.eliminate_dead_code(nodes.impurity())
 
 
 def _part(graph: Graph, origin: Node, rows: Rows, symbols: Symbols) -> Node:
