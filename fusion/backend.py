@@ -17,7 +17,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fusion import logs
+from fusion import dynamo, logs
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
@@ -44,6 +44,7 @@ from fusion.validation import Verdict, calls, key_sets, validate
 
 log = logging.getLogger(__name__)
 logs.configure()
+dynamo.register()
 
 
 def fusion(

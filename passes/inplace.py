@@ -192,7 +192,7 @@ MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_a
 
 def _is_view(node: Node) -> bool:
     target = node.target
-    if node.op != "call_function":
+    if node.op not in ("call_function", "call_method"):
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return True  # getitem and the like: assume it aliases

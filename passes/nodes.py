@@ -49,6 +49,11 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(value(node), torch.Tensor)
 
 
+def is_nested(held: Any) -> bool:
+    """Whether a value is a nested tensor, of which Dynamo has jagged ones only."""
+    return isinstance(held, torch.Tensor) and held.is_nested
+
+
 def with_gradients(graph: Graph) -> Iterator[tuple[Node, bool]]:
     """The nodes, and whether autograd records what each does."""
     enabled = torch.is_grad_enabled()
@@ -301,8 +306,15 @@ def size_hints(graph: Graph) -> dict[str, int]:
     hints: dict[str, int] = {}
     for node in graph.nodes:
         held = value(node)  # of a tensor that is made here all sizes are known from others
-        extents = held.shape if isinstance(held, torch.Tensor) and node.op == "placeholder" else [held]
+        extents = _extents(held) if isinstance(held, torch.Tensor) and node.op == "placeholder" else [held]
         for extent in extents:
-            if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol and extent.node.has_hint():
+            if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol and isinstance(extent.node.hint, int):
                 hints[str(extent.node.expr)] = int(extent.node.hint)
     return hints
+
+
+def _extents(held: torch.Tensor) -> tuple[Any, ...]:
+    """The sizes of a tensor, or of what a nested tensor is made of: its own is of another kind."""
+    if not is_nested(held):
+        return tuple(held.shape)
+    return (*held._values.shape, *held._offsets.shape)  # type: ignore[attr-defined]

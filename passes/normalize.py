@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.passes import dtensor, einsums, encoder, marks, nodes, varlen, vmap
+from fusion.passes import dtensor, einsums, encoder, marks, nested, nodes, varlen, vmap
 from fusion.passes.autocast import write_casts
 from fusion.passes.checkpointing import Checkpoints, KnowingItems
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
@@ -39,8 +39,8 @@ def normalize(
     bodies: what to call in the place of its checkpointed graphs, by the names of their attributes.
     """
     dtensor.refuse_absent(module)
-    _refuse_nested(module)
     outlined = outline(module)
+    nested.refuse_unknown(outlined)
     try:
         traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {})
     except vmap.Untraceable:
@@ -99,6 +99,9 @@ class _Retrace(KnowingItems):
     def run_node(self, n: Node) -> Any:
         if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
             return again
+        if nested.involved(n):
+            with self._set_current_node(n):
+                return nested.traced(n.target, *self.fetch_args_kwargs_from_env(n))
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,14 +143,6 @@ class _Retrace(KnowingItems):
             if isinstance(held := self.env.get(node), (Given, Later)):
                 self.env[node] = held.made()
         return super().map_nodes_to_values(args, n)
-
-
-def _refuse_nested(module: GraphModule) -> None:
-    """The trace cannot follow nested tensors, whose sizes are no numbers."""
-    for node in module.graph.nodes:
-        value = nodes.value(node)
-        if isinstance(value, torch.Tensor) and value.is_nested:
-            raise nodes.Unsupported(Ground.NESTED, f"the graph has nested tensors ({node.name})", None, node)
 
 
 def _refuse_fake_constants(traced: GraphModule) -> None:
@@ -236,7 +231,7 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
     for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
             marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))
-        elif node.op == "call_function" and node.target is not torch._C._set_grad_enabled:
+        elif node.op in ("call_function", "call_method") and node.target is not torch._C._set_grad_enabled:
             origins = [parent for parent in node.all_input_nodes if marks.requires_grad(parent)]
             origins = origins if enabled or not origins else _returned(node)
             detached = nodes.packet(node) in (aten.detach, aten.detach_)

@@ -123,7 +123,7 @@ def _unwraps(node: Node) -> bool:
 
 
 def _wraps(held: Any) -> bool:
-    return is_traceable_wrapper_subclass(held) and not dtensor.is_dtensor(held)
+    return is_traceable_wrapper_subclass(held) and not (dtensor.is_dtensor(held) or nodes.is_nested(held))
 
 
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:

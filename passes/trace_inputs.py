@@ -64,7 +64,7 @@ def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[lis
     for found, given in zip(recorded, example_inputs, strict=True):
         chosen = dtensor.real(given if found is None else found)
         plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, FakeTensor)
-        plain = plain and not dtensor.is_dtensor(chosen)
+        plain = plain and not (dtensor.is_dtensor(chosen) or nodes.is_nested(chosen))
         fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
     sources = (ConstantSource(f"input{number}") for number in range(len(fakes)))
     return [

@@ -207,9 +207,23 @@ def example(node: Node) -> str:
     """An expression that makes an input like the one the graph was traced with."""
     held = node.meta.get("val", node.meta.get("example_value"))
     if isinstance(held, (torch.SymInt, torch.SymFloat)):
-        return repr(held.node.hint)
+        hint = held.node.hint
+        return repr(hint if isinstance(hint, (int, float)) else None)  # the length of a nested tensor is no number
     if not isinstance(held, torch.Tensor):
         return repr(held)
+    if held.is_nested:
+        return _nested_example(held)
+    return _example(held)
+
+
+def _nested_example(held: Any) -> str:
+    """All rows in the first sequence."""
+    rows, sequences = (_hint(n) for n in (held._values.shape[held._ragged_idx - 1], held.shape[0]))
+    offsets = f"torch.tensor([0] + [{rows}] * {sequences})"
+    return f"torch.nested.nested_tensor_from_jagged({_example(held._values)}, {offsets}, jagged_dim={held._ragged_idx})"
+
+
+def _example(held: torch.Tensor) -> str:
     size, stride = (json.dumps([_hint(n) for n in ns]) for ns in (held.shape, held.stride()))
     made = f"torch.empty_strided({size}, {stride}, dtype={held.dtype}, device={str(held.device)!r})"
     if held.is_floating_point():

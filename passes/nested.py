@@ -1,0 +1,118 @@
+"""Jagged nested tensors in a graph: calls on them stay whole, and attention of them is written over what they hold.
+
+`torch.nested.nested_tensor(..., layout=torch.jagged)` holds all sequences behind one another, its `values`, and where
+each begins, its `offsets`. Its sizes are no numbers, and the analysis sees nothing of it but the tensors that are taken
+out of it. Attention is one over all sequences, whose mask gives each query the keys of its own sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fusion.passes import nodes, outline
+from fusion.refusals import Ground
+
+
+def _asked(target: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+
+
+def attention(
+    query: Any, key: Any, value: Any, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, ask: Callable[..., Any] = _asked,
+) -> Any:  # fmt: skip
+    """`scaled_dot_product_attention` of nested tensors [B, H, j, D], j ragged, that `reason_against` says nothing of.
+
+    A query whose sequence has no key has the output 0. ask: how a nested tensor is asked for something.
+    """
+    q, k, v = (ask("values", x) for x in (query, key, value))  # [H, T, D]
+    of_queries, of_keys = (ask("offsets", x) for x in (query, key))
+    rows, columns = (torch.arange(x.shape[1], device=x.device) for x in (q, k))
+    sequence = torch.searchsorted(of_queries[1:-1], rows, right=True)
+    first, last = of_keys[sequence], of_keys[sequence + 1]
+    if is_causal:
+        last = torch.minimum(last, rows + 1)
+    live = (first[:, None] <= columns) & (columns < last[:, None])
+    out = F.scaled_dot_product_attention(
+        q[None], k[None], v[None], live, dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
+    return ask(with_sequences_of, out[0].transpose(0, 1).contiguous(), query)
+
+
+def with_sequences_of(values: Tensor, other: Any) -> Any:
+    """Values [T, H, D] as a nested tensor [B, H, j, D] of the sequences of another."""
+    extremes = {"min_seqlen": other._maybe_min_seqlen, "max_seqlen": other._maybe_max_seqlen}
+    return nested_view_from_values_offsets(values, other.offsets(), **extremes).transpose(1, 2)
+
+
+def reason_against(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> str | None:  # fmt: skip
+    """Why `attention` does not stand for a call of `scaled_dot_product_attention`; None where it does."""
+    given = (query, key, value)
+    if not all(map(nodes.is_nested, given)):
+        return "not all of the tensors are nested"
+    if any(x.device.type != "cpu" for x in given):
+        return "torch has kernels for it there"
+    if any(x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None for x in given):
+        return "a form other than [B, H, j, D], or with holes"
+    if attn_mask is not None:
+        return "a mask"
+    if len({x.dtype for x in given}) > 1 or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "a dtype"
+    if key._size[2] != value._size[2] or query._size[0] != key._size[0]:
+        return "other lengths"
+    if is_causal and query._size[2] != key._size[2]:
+        return "a causal mask between sequences of different lengths"
+    return None
+
+
+def involved(node: Node) -> bool:
+    """Whether a call takes or makes a nested tensor."""
+    return node.op in ("call_function", "call_method") and _has_nested(node)
+
+
+def _has_nested(node: Node) -> bool:
+    held = [nodes.value(node), *(nodes.value(given) for given in node.all_input_nodes)]
+    return any(map(nodes.is_nested, tree_leaves(held)))
+
+
+def traced(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trace a call that is `involved`: that of attention as what it is made of, any other as one call."""
+    return attention(*args, **kwargs, ask=_recorded) if target is attention else _recorded(target, *args, **kwargs)
+
+
+def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a call on nested tensors, as it stands; what happens in it is not."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise nodes.Unsupported(Ground.DEFECT, "a call on nested tensors outside of a trace")
+    with disable_proxy_modes_tracing():
+        result = _asked(target, *args, **kwargs)
+    tracer = mode.tracer
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    call = tracer.create_proxy(kind, target, *tree_map(tracer.unwrap_proxy, (args, kwargs)))
+    return track_tensor_tree(result, call, constant=None, tracer=tracer)
+
+
+def refuse_unknown(module: GraphModule) -> None:
+    """Raise `Unsupported` where nested tensors are used in a way that cannot be recorded: changed in place, under what
+    was taken out of them, or given to a graph of their own."""
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output") or not _has_nested(node):
+            continue
+        if outline.writes(node, set()):
+            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor is changed in place ({node.name})", None, node)
+        if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            message = f"nested tensors are given to a part of the graph that stays whole ({node.name})"
+            raise nodes.Unsupported(Ground.NESTED, message, None, node)
