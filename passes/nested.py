@@ -7,12 +7,14 @@ out of it. Attention is one over all sequences, whose mask gives each query the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets
@@ -97,22 +99,31 @@ def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
     mode = get_proxy_mode()
     if mode is None:
         raise nodes.Unsupported(Ground.DEFECT, "a call on nested tensors outside of a trace")
-    with disable_proxy_modes_tracing():
-        result = _asked(target, *args, **kwargs)
     tracer = mode.tracer
     kind = "call_method" if isinstance(target, str) else "call_function"
     call = tracer.create_proxy(kind, target, *tree_map(tracer.unwrap_proxy, (args, kwargs)))
-    return track_tensor_tree(result, call, constant=None, tracer=tracer)
+    with disable_proxy_modes_tracing(), _without_guards():
+        return track_tensor_tree(_asked(target, *args, **kwargs), call, constant=None, tracer=tracer)
+
+
+def _without_guards() -> contextlib.AbstractContextManager[None]:
+    """What a call asks of sizes is not asked of later calls: Dynamo has asked it, and a nested tensor that is made in
+    the graph has a length of its own in each trace, which no guard can name."""
+    mode = active_fake_mode()
+    return contextlib.nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 def refuse_unknown(module: GraphModule) -> None:
-    """Raise `Unsupported` where nested tensors are used in a way that cannot be recorded: changed in place, under what
-    was taken out of them, or given to a graph of their own."""
+    """Raise `Unsupported` where nested tensors are used in a way that cannot be recorded: with holes, changed in place,
+    under what was taken out of them, or given to a graph of their own."""
     for node in module.graph.nodes:
+        held = [found for found in tree_leaves(nodes.value(node)) if nodes.is_nested(found)]
+        if any(found.lengths() is not None for found in held):
+            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor has holes between its sequences ({node.name})")
         if node.op in ("placeholder", "output") or not _has_nested(node):
             continue
         if outline.writes(node, set()):
-            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor is changed in place ({node.name})", None, node)
+            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor is changed in place ({node.name})")
         if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
             message = f"nested tensors are given to a part of the graph that stays whole ({node.name})"
-            raise nodes.Unsupported(Ground.NESTED, message, None, node)
+            raise nodes.Unsupported(Ground.NESTED, message)
