@@ -46,6 +46,7 @@ def _register() -> None:
         return import_module("fusion.backend").fusion(module, example_inputs, **keywords)
 
     register_backend(fusion)
+    import_module("fusion.dynamo").register()
 
 
 _register()

@@ -23,7 +23,7 @@ from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
 from fusion.ir.sizes import size_value
 from fusion.options import Options
-from fusion.passes import autocast, cascades, checkpointing, graph_excerpt, nodes, transforms
+from fusion.passes import autocast, cascades, checkpointing, graph_excerpt, nested, nodes, transforms
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.outline import sealed_softmaxes
@@ -163,6 +163,8 @@ def _rewritten(
 ) -> tuple[GraphModule, Report, set[str]]:
     """(the rewritten graph, the report of its attentions, the products for which it was changed in vain). but: those
     for which it is not to be changed."""
+    if options.block_mask is not None and nested.attends(module):
+        raise nodes.Unsupported(Ground.NESTED, "it has no positions in the sequences of nested tensors")
     graph = normalize(module, example_inputs, bodies)
     notes = skip_unread_rows(graph.graph) if options.block_mask is None else []
     dump.stage("normalized", graph)

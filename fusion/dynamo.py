@@ -32,20 +32,28 @@ def register() -> None:
     except (ImportError, AttributeError):
         log.info("attention of nested tensors stays torch's: Dynamo's table of functions is not where it was")
         return
-    torch._dynamo.allow_in_graph(nested.attention)
     handlers.setdefault(torch._C._nn.scaled_dot_product_attention, _attention)
 
 
 def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """What Dynamo has of the call's result; None where it is to treat the call as any other."""
-    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.utils import proxy_args_kwargs
+    from torch._dynamo.variables.builder import wrap_fx_proxy
 
     if not _is_ours(tx.output.compiler_fn):
         return None
     given, named = [_known(x) for x in args], {name: _known(x) for name, x in kwargs.items()}
-    if not any(map(nodes.is_nested, (*given, *named.values()))) or nested.reason_against(*given, **named) is not None:
+    if not any(map(nodes.is_nested, (*given, *named.values()))):
         return None
-    return VariableTracker.build(tx, nested.attention).call_function(tx, list(args), kwargs)
+    try:
+        reason = nested.reason_against(*given, **named)
+    except TypeError:  # arguments that attention does not have
+        return None
+    if reason is not None:
+        log.info("attention of nested tensors stays torch's: %s", reason)
+        return None
+    call = tx.output.create_proxy("call_function", nested.attention, *proxy_args_kwargs(args, kwargs))
+    return wrap_fx_proxy(tx, call)
 
 
 def _is_ours(backend: Any) -> bool:

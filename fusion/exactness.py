@@ -75,11 +75,12 @@ def norms(value: Tensor) -> tuple[float, float]:
 def errors(
     actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype | None = None, condition: float = 1.0
 ) -> Errors:
-    """Compares one floating-point tensor.
+    """Compares one floating-point tensor, of nested ones the values.
 
     dtype: that the computation ran in, where that is coarser than its own.
     condition: of the computation, by which eps is multiplied.
     """
+    actual, eager, reference = (t.values() if t.is_nested else t for t in (actual, eager, reference))
     wide = torch.complex128 if eager.is_complex() else torch.float64
     finite = eager.isfinite() & reference.isfinite()
     eps = condition * max(torch.finfo(t).eps for t in (eager.dtype, dtype or eager.dtype))

@@ -88,7 +88,10 @@ class Ground(enum.Enum):
     DISTRIBUTED_DROPOUT = "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."
     OTHER_PROCESSES = "Compile on the processes of its mesh only."
     LOST_TENSOR = "Pass the tensor in as an argument, or register it as a buffer."
-    NESTED = "Pass values and offsets of the sequences to torch.nn.attention.varlen_attn, which is fused."
+    NESTED = (
+        "Make a new nested tensor in the place of changing one, and none with holes; or pass values and offsets of the "
+        "sequences to torch.nn.attention.varlen_attn, which is fused."
+    )
     HOOK = "Register the hook outside of what is compiled, or on a parameter."
     DEFECT = "This is a defect of ours; please report it with the message and the model's code."
 

@@ -63,20 +63,25 @@ def reason_against(
     """Why `attention` does not stand for a call of `scaled_dot_product_attention`; None where it does."""
     given = (query, key, value)
     if not all(map(nodes.is_nested, given)):
-        return "not all of the tensors are nested"
+        return "not all of its tensors are nested"
     if any(x.device.type != "cpu" for x in given):
         return "torch has kernels for it there"
     if any(x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None for x in given):
-        return "a form other than [B, H, j, D], or with holes"
+        return "its tensors are not of the form [batch, heads, sequence, columns], or have holes"
     if attn_mask is not None:
-        return "a mask"
-    if len({x.dtype for x in given}) > 1 or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return "a dtype"
-    if key._size[2] != value._size[2] or query._size[0] != key._size[0]:
-        return "other lengths"
+        return "it has a mask"
+    if {x.dtype for x in given} - {query.dtype} or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "its tensors are not all in float32, bfloat16 or float16"
+    if query._size[0] != key._size[0] or key._size[2] != value._size[2]:
+        return "its tensors do not have the same sequences"
     if is_causal and query._size[2] != key._size[2]:
-        return "a causal mask between sequences of different lengths"
+        return "it is causal, between sequences of different lengths"
     return None
+
+
+def attends(module: GraphModule) -> bool:
+    """Whether there is attention of nested tensors in a graph."""
+    return any(node.target is attention for node in module.graph.nodes)
 
 
 def involved(node: Node) -> bool:

@@ -8,6 +8,7 @@ that is possible (`fusion.passes.vmap`).
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any
 
@@ -28,6 +29,8 @@ _ENTER = ("_increment_nesting", "_enter_dual_level")
 _LEAVE = ("_decrement_nesting", "_exit_dual_level")
 _FORBID, _ALLOW = "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"
 _PREFIX = "outlined_"
+_AUGMENTED = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+              "ilshift", "irshift", "imatmul")  # fmt: skip
 
 
 def outline(module: GraphModule) -> GraphModule:
@@ -156,8 +159,17 @@ def _text(body: Graph) -> str:
 def writes(node: Node, inside: set[Node]) -> bool:
     """Whether a node changes a tensor that was made before its part."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    changing = name in ("setitem", "iadd", "imul") or (name.endswith("_") and not name.endswith("__"))
+    changing = name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or _asks_for_it(node)
     return changing and any(given not in inside and nodes.is_tensor(given) for given in node.all_input_nodes[:1])
+
+
+def _asks_for_it(node: Node) -> bool:
+    """Whether a call has an argument `inplace` that is true."""
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a method, or a function without a signature
+        return False
+    return bound.arguments.get("inplace") is True
 
 
 def traces_through(body: Graph) -> bool:
