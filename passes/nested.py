@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
-from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets
+from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.passes import nodes, outline
@@ -44,9 +44,7 @@ def attention(
     if is_causal:
         last = torch.minimum(last, rows + 1)
     live = (first[:, None] <= columns) & (columns < last[:, None])
-    out = F.scaled_dot_product_attention(
-        q[None], k[None], v[None], live, dropout_p, scale=scale, enable_gqa=enable_gqa
-    )
+    out = F.scaled_dot_product_attention(q[None], k[None], v[None], live, dropout_p, scale=scale, enable_gqa=enable_gqa)
     return ask(with_sequences_of, out[0].transpose(0, 1).contiguous(), query)
 
 
