@@ -47,7 +47,7 @@ def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         return None
     try:
         reason = nested.reason_against(*given, **named)
-    except TypeError:  # arguments that attention does not have
+    except (AttributeError, TypeError):  # another version of torch; arguments that attention does not have
         return None
     if reason is not None:
         log.info("attention of nested tensors stays torch's: %s", reason)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
@@ -74,12 +75,34 @@ def reason_against(
         return "its tensors do not have the same sequences"
     if is_causal and query._size[2] != key._size[2]:
         return "it is causal, between sequences of different lengths"
+    if any(_is_of_graph(x._size[2]) for x in (query, key)):
+        return "its sequences are made in the graph"
     return None
+
+
+def _is_of_graph(length: Any) -> bool:
+    """Whether a length of sequences is that of no input. Torch 2.13 cannot guard on such, and raises an error for a
+    LayerNorm of them: what follows the attention is better off behind a graph break."""
+    sources = length.node.shape_env.var_to_sources[length.node.expr]
+    return all(source.is_ephemeral() for source in sources)
 
 
 def attends(module: GraphModule) -> bool:
     """Whether there is attention of nested tensors in a graph."""
     return any(node.target is attention for node in module.graph.nodes)
+
+
+def alike(held: Any, mode: FakeTensorMode) -> Any:
+    """A nested tensor of the same form that is no view, made of tensors without data. (Torch would make a view from its
+    base again, with sizes that nothing is known of.)"""
+    names, context = held.__tensor_flatten__()
+    with mode:
+        parts = {name: _empty_like(getattr(held, name)) for name in names}
+    return type(held).__tensor_unflatten__(parts, context, held.size(), held.stride())
+
+
+def _empty_like(held: Tensor) -> Tensor:
+    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
 
 
 def involved(node: Node) -> bool:
@@ -117,10 +140,13 @@ def _without_guards() -> contextlib.AbstractContextManager[None]:
 
 
 def refuse_unknown(module: GraphModule) -> None:
-    """Raise `Unsupported` where nested tensors are used in a way that cannot be recorded: with holes, changed in place,
-    under what was taken out of them, or given to a graph of their own."""
+    """Raise `Unsupported` where nested tensors are there for something else than attention, or are used in a way that
+    cannot be recorded: with holes, changed in place, under what was taken out of them, or given to a graph of their
+    own."""
     for node in module.graph.nodes:
         held = [found for found in tree_leaves(nodes.value(node)) if nodes.is_nested(found)]
+        if held and not attends(module):
+            raise nodes.Unsupported(Ground.NESTED, f"the graph has nested tensors ({node.name})")
         if any(found.lengths() is not None for found in held):
             raise nodes.Unsupported(Ground.NESTED, f"a nested tensor has holes between its sequences ({node.name})")
         if node.op in ("placeholder", "output") or not _has_nested(node):

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.proxy import Proxy
 
-from fusion.passes import dtensor, nodes
+from fusion.passes import dtensor, nested, nodes
 
 _PRE_DISPATCH = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
 
@@ -67,10 +67,14 @@ def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[lis
         plain = plain and not (dtensor.is_dtensor(chosen) or nodes.is_nested(chosen))
         fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
     sources = (ConstantSource(f"input{number}") for number in range(len(fakes)))
-    return [
-        mode.from_tensor(fake, source=source) if isinstance(fake, torch.Tensor) and not _is_known(fake) else fake
-        for fake, source in zip(fakes, sources, strict=True)
-    ], mode
+    return [_of_mode(mode, fake, source) for fake, source in zip(fakes, sources, strict=True)], mode
+
+
+def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
+    """Tensors whose sizes are known are made where a call asks for them."""
+    if nodes.is_nested(fake):
+        return nested.alike(fake, mode)
+    return mode.from_tensor(fake, source=source) if isinstance(fake, torch.Tensor) and not _is_known(fake) else fake
 
 
 def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
