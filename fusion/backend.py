@@ -191,7 +191,7 @@ def _rewritten(
     report = report_of(sites, specified, drawn, nodes.size_hints(graph.graph), options)
     for site, told in zip(sites, report.sites, strict=True):
         told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
-    report.notes = notes
+    report.notes = notes if report.fused else []  # else the graph stays as it was
     return graph, report, set()
 
 

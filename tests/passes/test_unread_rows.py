@@ -179,6 +179,14 @@ def test_all_rows_are_computed_where_more_is_read(why):
     assert rows_of(reports) == [N, N] and not any("rows are computed" in note for note in reports[0].notes)
 
 
+def test_nothing_is_said_of_a_graph_that_stays():
+    def relative(q, k, v):  # scores in another form than attention has them
+        return F.linear((q @ k.mT).softmax(-1).sort(-1).values @ v, torch.ones(8, 8))[:, :, -1:].relu()
+
+    report = fusion.explain(relative, *(torch.randn(1, 2, 9, 8) for _ in range(3)))
+    assert not report.fused and not any("rows are computed" in note for note in report.notes)
+
+
 MODELS = {
     "bert": (transformers.BertForSequenceClassification, {}),
     "vit": (transformers.ViTForImageClassification, {}),
