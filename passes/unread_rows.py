@@ -145,12 +145,14 @@ def _row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
     """What a node reads for these rows of its result."""
     if node.op != "call_function" or marks.mutations.on(node) or marks.dtensor(node) or nodes.is_active_dropout(node):
         raise Whole
+    rule = _RULES.get(packet(node))
     if nodes.is_tensor(node):
         for extent in rows.within(shape(node)):
             symbols.require(extent)
+    elif rule is None:
+        raise Whole
     if _is_pointwise(node):
         return _broadcast(node, node.all_input_nodes, rows)
-    rule = _RULES.get(packet(node))
     found = _of_view(node, rows) if rule is None else rule(node, arguments(node), rows)
     given = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
     for origin, wanted in found.items():
