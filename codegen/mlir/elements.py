@@ -96,8 +96,6 @@ class Elements:
             return b.convert("arith.extui" if dtype == "uint8" else "arith.extsi", found, "i32")
         return found if memory == "i32" else widen(b, found, expr.kind, dtype)
 
-    # Integers of 32 bits
-
     def _is_word(self, expr: Expr) -> bool:
         """Whether an integer, and all that it is made of, has 32 bits."""
 

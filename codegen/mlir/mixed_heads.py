@@ -127,8 +127,6 @@ class MixedHeadsKernel(KernelFunction):
         with b.loop(0, self.heads, hint="head") as head:
             self._finish(self._of_head(scope, head), head, first)
 
-    # --- heads --------------------------------------------------------------------------------------------------
-
     def _of_head(self, scope: Scope, head: Value) -> Scope:
         """The scope of one head, which knows all batch coordinates."""
         batch = [coord(name) for name in self.batch_names]
@@ -198,8 +196,6 @@ class MixedHeadsKernel(KernelFunction):
         places = [self._key(self.mixed, b.add(b.mul(head, count), u)) for u in range(count)]
         return [b.fma(b.load(at, self.vector), factor, x) for at, x in zip(places, sums, strict=True)]
 
-    # --- scores -------------------------------------------------------------------------------------------------
-
     def _score_head(self, scope: Scope, head: Value, first: Value) -> None:
         """The scores of a head, with everything packed that they are made of."""
         b, p = self.b, self.products
@@ -228,8 +224,6 @@ class MixedHeadsKernel(KernelFunction):
     def _values_of(self, head: Value) -> Value:
         at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes())
         return self.b.at(self.packed_values, at, "i8", "values")
-
-    # --- weights ------------------------------------------------------------------------------------------------
 
     def _weigh(self, lanes: Scope, g: Value) -> None:
         """From the scores of a group of queries to its weights, as the products take them."""
@@ -321,8 +315,6 @@ class MixedHeadsKernel(KernelFunction):
         softmax.exponentials(put, 0, self.padded)
         m, total = (b.load(at, self.vector) for at in (self.maximum, self.total))
         b.store(self._row_factor(scope, m, total), self._row_factors_of(head, g))
-
-    # --- the result ---------------------------------------------------------------------------------------------
 
     def _finish(self, scope: Scope, head: Value, first: Value) -> None:
         """The product of a head's weights with V, and its rows of the result."""

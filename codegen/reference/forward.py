@@ -66,8 +66,6 @@ class Execution:
         shape[axis] = count
         return torch.arange(first, first + count, device=self.device).view(shape)
 
-    # --- expressions --------------------------------------------------------------------------------------------
-
     def value(self, expr: Expr, extra: dict[Expr, torch.Tensor]) -> torch.Tensor:
         known = self.axes | extra
 
@@ -122,8 +120,6 @@ class Execution:
         for axis, extent in zip(sorted(named), tensor.shape, strict=True):
             shape[axis] = extent
         return tensor.view(shape) if tensor.is_contiguous() else tensor.reshape(shape)
-
-    # --- the attention ------------------------------------------------------------------------------------------
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q [b.., i, c], K [b.., j, c] and V [b.., j, e], indexed as the spec says."""

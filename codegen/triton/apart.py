@@ -111,9 +111,6 @@ def _environment() -> dict[str, str]:
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-# -- tensors on their way ----------------------------------------------------------------------------------------------
-
-
 def _packed(request: Request) -> dict[str, Any]:
     """What torch can save: memory that tensors share is saved once, and its gaps too."""
     memory: list[Tensor] = []
@@ -162,9 +159,6 @@ def _unpacked(saved: dict[str, Any]) -> Request:
     ]
     count = saved["given"]["operands"]
     return Request(**saved["given"] | {"operands": tensors[:count], "backward": tensors[count:]})
-
-
-# -- the other process -------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -36,53 +36,16 @@ class Level(enum.IntEnum):
     TILE = 2
 
 
-_FUNCTIONS = {
-    "abs": "tl.abs",
-    "floor": "tl.floor",
-    "ceil": "tl.ceil",
-    "sqrt": "tl.sqrt_rn",
-    "rsqrt": "tl.rsqrt",
-    "exp": "tl.exp",
-    "log": "tl.log",
-    "sin": "tl.sin",
-    "cos": "tl.cos",
-    "erf": "tl.erf",
-    "iabs": "tl.abs",
-    "imin": "tl.minimum",
-    "imax": "tl.maximum",
-    "where": "tl.where",
-    "iwhere": "tl.where",
-}
-_HELPERS = {
-    "tanh": "tanh",
-    "sigmoid": "sigmoid",
-    "expm1": "expm1",
-    "log1p": "log1p",
-    "atan": "atan",
-    "trunc": "trunc",
-    "round": "round_half_even",
-    "pow": "power",
-    "hash": "hashed",
-}
+_FUNCTIONS = {name: f"tl.{name}" for name in "abs floor ceil rsqrt exp log sin cos erf where".split()}
+_FUNCTIONS |= {"sqrt": "tl.sqrt_rn", "iabs": "tl.abs", "imin": "tl.minimum", "imax": "tl.maximum", "iwhere": "tl.where"}
+_HELPERS = {name: name for name in "tanh sigmoid expm1 log1p atan trunc".split()}
+_HELPERS |= {"round": "round_half_even", "pow": "power", "hash": "hashed"}
 _ROUNDED = {"round_bfloat16": "tl.bfloat16", "round_float16": "tl.float16"}
-_INFIX = {
-    "fadd": (" + ", 5),
-    "add": (" + ", 5),
-    "fsub": (" - ", 5),
-    "fmul": (" * ", 6),
-    "mul": (" * ", 6),
-    "div": (" / ", 6),
-    "and": (" & ", 3),
-    "or": (" | ", 1),
-    "feq": (" == ", 0),
-    "ieq": (" == ", 0),
-    "fne": (" != ", 0),
-    "ine": (" != ", 0),
-    "flt": (" < ", 0),
-    "ilt": (" < ", 0),
-    "fle": (" <= ", 0),
-    "ile": (" <= ", 0),
-}
+_SIGNS = {
+    "+": ("fadd add", 5), "-": ("fsub", 5), "*": ("fmul mul", 6), "/": ("div", 6), "&": ("and", 3), "|": ("or", 1),
+    "==": ("feq ieq", 0), "!=": ("fne ine", 0), "<": ("flt ilt", 0), "<=": ("fle ile", 0),
+}  # fmt: skip
+_INFIX = {op: (f" {sign} ", precedence) for sign, (ops, precedence) in _SIGNS.items() for op in ops.split()}
 _ATOM = 9
 
 OUTER_FIRST = coord("first of the block")
@@ -202,8 +165,6 @@ class Writer:
         limits = self.limits if limits is None else limits
         return dataclasses.replace(self, known=known | values, mask=mask or self.mask, limits=limits)
 
-    # -- texts -------------------------------------------------------------------------------------------------------
-
     def _assign(self, expr: Expr, text: str, hint: str, level: Level) -> str:
         name = self.fresh(hint)
         self.lines[level].append(f"{name} = {text}")
@@ -291,18 +252,13 @@ class Writer:
     def _infix(self, op: str, args: list[tuple[str, int]]) -> tuple[str, int]:
         sign, level = _INFIX[op]
         comparison = level == 0
-        shown = [
-            f"({text})"
-            if own < level
-            or comparison
-            and own < 4
-            or (own == level and position and op in ("fsub", "div", "fadd", "fmul", "mul"))
-            else text
-            for position, (text, own) in enumerate(args)
-        ]
-        return sign.join(shown).replace(" + -1 * ", " - ").replace(" + -", " - ") if op == "add" else sign.join(
-            shown
-        ), level
+        ordered = op in ("fsub", "div", "fadd", "fmul", "mul")
+        shown = []
+        for position, (text, own) in enumerate(args):
+            bracketed = own < level or comparison and own < 4 or own == level and position and ordered
+            shown.append(f"({text})" if bracketed else text)
+        joined = sign.join(shown)
+        return joined.replace(" + -1 * ", " - ").replace(" + -", " - ") if op == "add" else joined, level
 
     def _division(self, expr: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
         if integers.is_nonnegative(expr.args[0]):
@@ -314,8 +270,6 @@ class Writer:
     def _helper(self, name: str) -> str:
         self.helpers.add(name)
         return name
-
-    # -- loads -------------------------------------------------------------------------------------------------------
 
     def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
         at = self.address(expr, level, self.operand(expr.operand))

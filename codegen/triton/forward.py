@@ -89,8 +89,6 @@ class Forward:
     def _doc(self) -> str:
         return (self.__doc__ or "").strip().splitlines()[0]
 
-    # -- the kernel --------------------------------------------------------------------------------------------------
-
     def _kernel(self) -> str:
         load_q = self._load_queries()
         range_text = self._key_range()
@@ -220,8 +218,6 @@ class Forward:
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
             source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", n_k, deeper))),
         )
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> str:
         lines = self._row_factor() if self.softmax else []

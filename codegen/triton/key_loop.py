@@ -139,8 +139,6 @@ class KeyLoop:
             lines += [box.describe(self.writer, panel, n_k) for box in found for panel in box.panels]
         return lines
 
-    # -- the functions -----------------------------------------------------------------------------------------------
-
     def _visit(self) -> Visit:
         k, tiles_of_k = self._key_parts()
         key, mask = ("key_before", "before_ok") if self.rotated else ("key", "key_ok")
@@ -204,8 +202,6 @@ class KeyLoop:
         if not self.listed:
             return []
         return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
-
-    # -- reading K and V ---------------------------------------------------------------------------------------------
 
     def _of(self, column: Expr, panel: Panel, key: str = "key", mask: str = "key_ok") -> Writer:
         """The writer for a panel's columns of the keys `key`, of which those exist that `mask` says."""
@@ -285,8 +281,6 @@ class KeyLoop:
         if not part.rows and not part.both and not part.columns:  # one element for all
             lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {panel.width}])")
         return lines
-
-    # -- from scores to weights --------------------------------------------------------------------------------------
 
     def _scores(self) -> list[str]:
         lines = []

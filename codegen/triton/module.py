@@ -39,7 +39,7 @@ def module_text(spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v:
     parts = [
         f'"""{_title(spec, d, d_v)}\n{GLOSSARY}"""',
         "import triton\nimport triton.language as tl",
-        *(HELPERS[name].strip("\n") for name in helpers),
+        *(HELPERS[name] for name in helpers),
         *(source.wrapped(kernel.text.rstrip()) for kernel in kernels),
         f"SPEC = r'''\n{textwrap.fill(spec.to_json(), 118, break_on_hyphens=False, drop_whitespace=False)}\n'''",
     ]
