@@ -32,14 +32,7 @@ from fusion.planning.choice import Planner
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
 
-__all__ = [
-    "Kernel",
-    "KernelCompilationError",
-    "compile",
-    "compile_training",
-    "supports",
-    "unavailable",
-]
+__all__ = ["Kernel", "KernelCompilationError", "compile", "compile_training", "supports", "unavailable"]
 
 
 def reads(dtype: torch.dtype, machine: Machine) -> bool:

@@ -77,11 +77,7 @@ def tensor_type(shape: Sequence[int], dtype: str) -> str:
 
 
 def attention_function(
-    name: str,
-    spec: AttentionSpec,
-    shapes: Sequence[Sequence[int]],
-    sizes: Sequence[int],
-    public: bool = False,
+    name: str, spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes: Sequence[int], public: bool = False
 ) -> AttentionFunction:
     """The function of a spec.
 

@@ -15,16 +15,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.row_products import (
-    STEP,
-    Ask,
-    Columns,
-    RowProducts,
-    Source,
-    Stretch,
-    Turns,
-    Widths,
-)
+from fusion.codegen.mlir.row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
 from fusion.codegen.mlir.rows import Rows, SharedRows, load_f32, load_line, load_pair
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import sum_rows

@@ -18,14 +18,7 @@ from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.calling import (
-    CompiledKernel,
-    Launch,
-    address,
-    check_sizes,
-    empty_strided,
-    extents_function,
-)
+from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, check_sizes, empty_strided, extents_function
 from fusion.codegen.mlir.further import IDENTITY
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.kernel import emit

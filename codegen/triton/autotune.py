@@ -111,11 +111,7 @@ def call_of(
 
 
 def run(
-    stages: Sequence[Stage],
-    call: Call,
-    tuner: Tuner | None,
-    reset: Callable[[], None],
-    request: Callable[[], Request],
+    stages: Sequence[Stage], call: Call, tuner: Tuner | None, reset: Callable[[], None], request: Callable[[], Request]
 ) -> None:
     """Launch the stages, each in its tile.
 

@@ -187,10 +187,7 @@ class Forward:
         """The calls of `visit_keys`."""
         lines, stages = self.loop.initial(), []
         if self.listed:
-            stages += [
-                ("0", "full_count", False, False),
-                ("tiles_across - partial_count", "tiles_across", True, True),
-            ]
+            stages += [("0", "full_count", False, False), ("tiles_across - partial_count", "tiles_across", True, True)]
         elif self.single:
             stages.append(("start", "stop", True, True))
         else:

@@ -104,10 +104,7 @@ class KeyLoop:
         if self.softmax:
             lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
         if self.rotated:
-            lines += [
-                "p = tl.full([ROWS, KEYS], 0.0, tl.float32)",
-                "alpha = tl.full([ROWS], 1.0, tl.float32)",
-            ]
+            lines += ["p = tl.full([ROWS, KEYS], 0.0, tl.float32)", "alpha = tl.full([ROWS], 1.0, tl.float32)"]
         return lines
 
     def text(self) -> str:

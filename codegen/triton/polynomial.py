@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.reference.polynomial import Monomials, monomials
-from fusion.codegen.triton import interpret, module
+from fusion.codegen.triton import module
+from fusion.codegen.triton.check import report
 from fusion.codegen.triton.features import features_module
 from fusion.codegen.triton.launch import machine_of
 from fusion.planning.head_dims import padded
@@ -68,9 +67,8 @@ class FeatureKernels:
 
     def __init__(self, d: int, d_v: int, degree: int, planes: int, interpreted: bool, tile: FeatureTile):
         self.d, self.d_v, self.degree, self.planes, self.tile = d, d_v, degree, planes, tile
-        self.source, self.interpreted = features_module(d, d_v, degree), interpreted
-        with interpret.decorating() if interpreted else contextlib.nullcontext():
-            self.module: ModuleType = module.load(self.source)
+        self.source = features_module(d, d_v, degree)
+        self.module = module.load(self.source, interpreted)
         self.table = ParentTable(monomials(d, degree), tile.parents)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -137,13 +135,8 @@ class FeatureKernels:
         return self._tables[device]
 
     def _launch(self, name: str, programs: int, given: tuple, **constants: int | bool) -> None:
-        function = getattr(self.module, name)
-        if self.interpreted:
-            with interpret.running():
-                function[(programs,)](*given, **constants)
-            return
-        with torch.cuda.device(given[0].device):
-            function[(programs,)](*given, **constants, num_warps=self.tile.warps, num_stages=1)
+        options = {"num_warps": self.tile.warps, "num_stages": 1}
+        module.run(getattr(self.module, name), programs, given[0].device, given, constants, options)
 
 
 class ParentTable:
@@ -199,6 +192,4 @@ def check_module(d: int, d_v: int, degree: int) -> None:
         found = run.attend(q, k, v, torch.arange(2), powers, chunk)
         expected = reference.attend(q.cpu().double(), k.cpu().double(), v.cpu().double(), powers, chunk)
         error, allowed = float((found.cpu() - expected).abs().max()), 1e-3 * float(v.abs().max())
-        print(f"{device}, {'causal' if chunk else 'full'}: error {error:.3g}, allowed {allowed:.3g}")
-        if not error <= allowed:
-            raise SystemExit(1)
+        report(f"{device}, {'causal' if chunk else 'full'}", error, allowed, error <= allowed)

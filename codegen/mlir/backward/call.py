@@ -14,14 +14,7 @@ from fusion.codegen.mlir.backward.derived import Derived, Step, result
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.plan import (
-    BackwardPlan,
-    Form,
-    LaneAxis,
-    LoadGradient,
-    column_dimension,
-    normalized,
-)
+from fusion.codegen.mlir.backward.plan import BackwardPlan, Form, LaneAxis, LoadGradient, column_dimension, normalized
 from fusion.codegen.mlir.backward.queries import (
     DeltaErrorKernel,
     DeltaKernel,
