@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import Groups, InterleavedWork, round_up
+from fusion.codegen.mlir.products import Groups, InterleavedWork, MultiplyAdd, round_up, vector_products
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
+from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import sum_rows, transpose
+from fusion.codegen.mlir.work_items import Tiling
 from fusion.codegen.mlir.x86 import BF16, F32, WORDS, Avx512, TileUnit
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
@@ -46,8 +48,8 @@ class Amx:
         planes: int,
         key_capacity: int,
         worst: Value | None,
-        exact_pairs: bool = False,
-        mirrored: bool = False,
+        exact_pairs: bool,
+        mirrored: bool,
     ):
         self.exact_pairs, self.mirrored = exact_pairs, mirrored
         self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
@@ -335,3 +337,15 @@ class Amx:
             loop.yields(*self.unit.multiply(sums, left, right, self.planes, pieces=pieces))
         for cell, tile in zip(cells, loop.results, strict=True):
             self.unit.store(tile, cell)
+
+
+Products = Amx | MultiplyAdd
+
+
+def products_of(
+    b: Builder, target: Target, tiling: Tiling, d: int, e: int, worst: Value | None, exact_pairs: bool, mirrored: bool
+) -> Products:
+    """The products of a tiling with d columns of Q and K and e of V. worst, exact_pairs, mirrored: see `Amx`."""
+    if tiling.planes and target.amx:
+        return Amx(b, d, e, tiling.planes, tiling.keys, worst, exact_pairs, mirrored)
+    return vector_products(b, target, tiling.planes > 0, d, e)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
@@ -59,46 +58,11 @@ class Groups:
         return b.at(self.first, b.mul(number, self.stride), "i8")
 
 
-class Products(Protocol):
-    """What the kernel needs of a strategy. Sizes in elements are static; `*_bytes` are sizes of packed operands.
-
-    overlaps: whether products run beside vector work, on a unit of their own; only then is a `beside` taken.
-    note_key_steps: how many key steps a head's packed operands have, before any of its values is packed
-    values_of: where a head's packed values have those of key step `step`
-    """
-
-    overlaps: bool
-    key_step: int
-    group_step: int
-    d_padded: int
-    e_padded: int
-
-    def query_bytes(self) -> int: ...
-    def key_bytes(self) -> int: ...
-    def value_bytes(self) -> int: ...
-    def note_key_steps(self, count: Value) -> None: ...
-    def values_of(self, values: Value, step: Value) -> Value: ...
-    def weight_bytes(self, keys: int) -> int: ...
-    def staging_elements(self) -> int: ...
-    def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
-    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
-    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
-    def scores(
-        self,
-        keys: Value,
-        queries: Sequence[Value],
-        target: Sequence[Value],
-        step: Value | None = None,
-        beside: InterleavedWork | None = None,
-    ) -> None: ...
-    def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None: ...
-    def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
-
-
 class MultiplyAdd:
     """float32 vectors. One key step is `tile_rows` keys (a multiple of 2)."""
 
     overlaps = False
+    """Whether products run beside vector work, on a unit of their own; only then is a `beside` taken."""
     word = "f32"
     """What stands for so many (`per_word`) elements along the reduction: 4 bytes."""
     per_word = 1
@@ -120,10 +84,11 @@ class MultiplyAdd:
         return self.key_step // self.per_word
 
     def note_key_steps(self, count: Value) -> None:
-        """Sets the distance between columns of packed values."""
+        """How many a head's packed operands have, before any of its values is packed."""
         self.column_words = self.b.mul(count, self.words_of_step)
 
     def values_of(self, values: Value, step: Value) -> Value:
+        """Where a head's packed values have those of a key step."""
         return self.b.at(values, self.b.mul(step, self.words_of_step * self.tile_rows), self.word)
 
     def query_bytes(self) -> int:

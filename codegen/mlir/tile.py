@@ -15,11 +15,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from fusion.codegen.mlir.amx import Amx
+from fusion.codegen.mlir.amx import products_of
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.further import FurtherOutputs
-from fusion.codegen.mlir.products import Groups, InterleavedWork, Products, vector_products
+from fusion.codegen.mlir.products import Groups, InterleavedWork
 from fusion.codegen.mlir.relative_bias import DistanceTable
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
@@ -51,12 +51,8 @@ class TileKernel(KernelFunction):
         self.dense = dense_loads(*whole, but=self.by_distance)
         self.may_flag = tiling.planes > 1
         self.worst = self.area(64, "worst") if self.may_flag else None
-        self.products: Products
-        if tiling.planes and target.amx:
-            exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
-            self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, self.worst, exact_pairs)
-        else:
-            self.products = vector_products(self.b, target, tiling.planes > 0, d, d_v)
+        exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
+        self.products = products_of(self.b, target, tiling, d, d_v, self.worst, exact_pairs, mirrored=False)
         self.statistics = TrainingStatistics(self, tiling.groups) if with_statistics else None
         self.further = FurtherOutputs(self, tiling.groups) if spec.further else None
         self._tile_areas()

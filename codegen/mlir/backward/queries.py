@@ -6,11 +6,11 @@ import contextlib
 import functools
 from collections.abc import Sequence
 
+from fusion.codegen.mlir.amx import Products
 from fusion.codegen.mlir.backward.kernel import OUTPUT, OUTPUT_GRADIENT, BackwardKernel
 from fusion.codegen.mlir.backward.plan import STATISTICS, LaneAxis, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.products import Products
 from fusion.codegen.mlir.rows import load_f32
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.transpose import transpose

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fusion.codegen.mlir.amx import Amx
+from fusion.codegen.mlir.amx import Products, products_of
 from fusion.codegen.mlir.backward.centring import CentredKeys
 from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
 from fusion.codegen.mlir.backward.loads import GradientSink
@@ -20,7 +20,7 @@ from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
-from fusion.codegen.mlir.products import Groups, Products, vector_products
+from fusion.codegen.mlir.products import Groups
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.target import Target
@@ -146,7 +146,10 @@ class BackwardTile(KernelFunction):
         return self.tiling.groups * self.lanes
 
     def _areas(self) -> None:
-        products = self._products(self.d), self._products(self.d_v)
+        mirrored = self.axis is LaneAxis.KEYS
+        products = tuple(
+            products_of(self.b, self.target, self.tiling, n, n, self.worst, True, mirrored) for n in (self.d, self.d_v)
+        )
         groups, rows, row = self.tiling.groups, self.tiling.keys, 4 * self.lanes
         lanes = [self.area(groups * p.query_bytes(), f"packed_{side}") for p, side in zip(products, "ab", strict=True)]
         tiles = [self.area(groups * rows * row, name) for name in ("scores", "slopes")]
@@ -174,13 +177,6 @@ class BackwardTile(KernelFunction):
             for n in ((0,) if self.sums_further else (0, 1))
         )  # fmt: skip
         self.score_half, self.value_half = self.halves[0], self.halves[-1]
-
-    def _products(self, width: int) -> Products:
-        t = self.tiling
-        if t.planes and self.target.amx:
-            mirrored = self.axis is LaneAxis.KEYS
-            return Amx(self.b, width, width, t.planes, t.keys, self.worst, exact_pairs=True, mirrored=mirrored)
-        return vector_products(self.b, self.target, t.planes > 0, width, width)
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         """Areas behind the fixed ones, whose lengths follow the number of rows: C and D, each packed in two ways."""
