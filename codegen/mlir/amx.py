@@ -18,7 +18,7 @@ from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import sum_rows, transpose
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.codegen.mlir.x86 import BF16, F32, WORDS, Avx512, TileUnit
+from fusion.codegen.mlir.x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
 
@@ -247,21 +247,17 @@ class Amx:
             # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of the
             # last place added first halves what remains, and with it the products that are left out.
             low, high = (self._upper(x) for x in (first, second))
-            found.append(self._joined(low, high))
+            found.append(joined(b, low, high))
             first, second = b.sub(first, b.bitcast(low, F32), "rest"), b.sub(second, b.bitcast(high, F32), "rest")
         if self.exact_pairs:
             return [*found, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
         # Rounded half up. A NaN may come out as a number here; the row's sum is NaN then, and so is the result.
-        return [*found, self._joined(self._upper(first), self._upper(second))]
+        return [*found, joined(b, self._upper(first), self._upper(second))]
 
     def _upper(self, x: Value) -> Value:
         """x rounded to a bf16, half up, in the upper half of a word."""
         near = self.b.add(self.b.bitcast(x, WORDS), 0x8000, "near")
         return self.b.binary("arith.andi", near, -0x10000, "upper")
-
-    def _joined(self, low: Value, high: Value) -> Value:
-        """The upper halves of two words as one."""
-        return self.b.binary("arith.ori", self.b.binary("arith.shrui", low, 16), high, "pair")
 
     def store_powers(
         self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool

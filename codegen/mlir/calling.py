@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import threading
 from array import array
@@ -173,6 +174,11 @@ class CompiledKernel:
             return not (may_flag and mine.flagged())
 
         return launch
+
+
+def float_bits(x: float) -> int:
+    """x in float32 as a parameter."""
+    return struct.unpack("<i", struct.pack("<f", min(x, 3e38) if x < math.inf else x))[0]
 
 
 def operand_values(spec: AttentionSpec, strides: Iterable[Sequence[int]], sizes: Sequence[int]) -> dict[tuple, int]:

@@ -67,7 +67,7 @@ class DenseLoad:
                 b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
         with b.loop(end, count, hint="j") as j:
             b.store(
-                self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)),
+                self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory), self.row_stride),
                 b.at(target, b.mul(j, lanes), "f32"),
             )
 
@@ -100,11 +100,11 @@ class DenseLoad:
             return [b.bitcast(half, self.vector) for half in halves]
         return [b.binary("arith.andi", b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
 
-    def _gather(self, scope: Scope, start: Value) -> Value:
+    def _gather(self, scope: Scope, start: Value, stride: Value | int) -> Value:
         b, lanes = self.b, self.context.lanes
         assert scope.lanes is not None
         steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
-        offsets = b.mul(steps, b.broadcast(b.as_value(self.row_stride, "i64"), lanes))
+        offsets = b.mul(steps, b.broadcast(b.as_value(stride, "i64"), lanes))
         addresses = b.addresses(start, offsets, self.memory)
         return self._widen(b.gather(addresses, scope.lanes.valid, vector_of(self.memory, lanes)))
 

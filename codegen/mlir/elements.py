@@ -50,7 +50,7 @@ class Elements:
         with b.loop(0, whole, lanes, hint="c") as c:
             store(self._vector(row, c, every, True), c)
         with b.loop(whole, padded, lanes, hint="c") as c:
-            left = b.op(f"arith.trunci {b.sub(b.constant(width, 'i64'), c)} : i64 to i32", "i32", "left")
+            left = b.convert("arith.trunci", b.sub(b.constant(width, "i64"), c), "i32", "left")
             valid = b.compare("slt", self._numbers(), b.broadcast(left, lanes), "valid")
             store(b.select(valid, self._vector(row, c, valid, False), 0.0), c)
 

@@ -34,7 +34,7 @@ from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.x86 import F32, WORDS, Avx512, TileUnit
+from fusion.codegen.mlir.x86 import F32, WORDS, Avx512, TileUnit, joined
 
 BLOCK = 128
 """Keys or queries whose parents are in the cache at a time."""
@@ -120,8 +120,7 @@ class _Kernel(ThreadFunction):
             with b.loop(0, self.block, 64, hint="lane") as lane:
                 for part in range(0, 64, 16):
                     at = b.add(lane, part)
-                    value = b.mul(*(b.load(b.at(row, at, "f32"), F32, "x", align=64) for row in (parent, variable)))
-                    b.store(value, b.at(target, at, "f32"), align=64)
+                    b.store(self._product((parent, variable), at), b.at(target, at, "f32"), align=64)
 
     def _product(self, rows: tuple[Value, Value], lane: Value | int) -> Value:
         return self.b.mul(*(self.b.load(self.b.at(row, lane, "f32"), F32, "x", align=64) for row in rows))
@@ -146,7 +145,7 @@ class _Kernel(ThreadFunction):
                 rest = []
                 for x, half in ((low, 0), (high, 16)):
                     words = b.shuffle(bits, bits, range(half, half + 16))
-                    wide = b.op(f"arith.extui {words} : vector<16xi16> to {WORDS}", WORDS)
+                    wide = b.convert("arith.extui", words, "i32", "t")
                     rest.append(b.sub(x, b.bitcast(b.binary("arith.shli", wide, 16), F32), "rest"))
                 low, high = rest
         return found
@@ -206,7 +205,7 @@ class _State(_Kernel):
                     read = [b.add(x, one) for x in read]  # on a zero
                 even, odd = (self.split(x, 2) for x in read)
                 for plane in (0, 1):
-                    words = b.binary("arith.ori", b.binary("arith.shrui", even[plane], 16), odd[plane], "pair")
+                    words = joined(b, even[plane], odd[plane])
                     b.store(words, b.at(place, column // 16 * 1024 + plane * 512, "bf16"), align=64)
 
     def _chunk(self, head: Value, chunk: Value, planes: int) -> None:
@@ -289,7 +288,7 @@ class _Readout(_Kernel):
             for group in range(groups):
                 even, odd = (self.split(self._product(rows, 16 * group), planes) for rows in sources)
                 for plane in range(planes):
-                    words = b.binary("arith.ori", b.binary("arith.shrui", even[plane], 16), odd[plane], "pair")
+                    words = joined(b, even[plane], odd[plane])
                     b.store(words, b.at(place, (group * 2 + plane) * 512, "bf16"), align=64)
         tiles = self.shape.e // 16
         chunks = self.params[("chunks",)]

@@ -29,7 +29,6 @@ from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1, J0, J1, Expr
@@ -375,14 +374,7 @@ class AttentionKernel(OverlappingKernel):
         if self.further is not None:
             self.further.finish(item, g, rows, factor)
         padded = self.products.e_padded
-        with b.loop(0, padded, lanes, hint="e") as e:
-            cells = [
-                b.load(b.at(memory.output, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)
-            ]
-            if factor is not None:
-                cells = [self._scaled(cell, factor) for cell in cells]
-            for r, line in enumerate(transpose(b, cells)):
-                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        self._turn(memory.output, padded, lambda cell: cell if factor is None else self._scaled(cell, factor))
         remaining = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)
         with b.loop(0, remaining, hint="r") as r:
             target = self._row_address(item.scope, b.add(b.add(item.first, b.mul(g, lanes)), r))

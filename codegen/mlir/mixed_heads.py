@@ -25,7 +25,6 @@ from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
-from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec
@@ -200,7 +199,8 @@ class MixedHeadsKernel(KernelFunction):
         """The scores of a head, with everything packed that they are made of."""
         b, p = self.b, self.products
         readers, packed = self._readers(scope), self._packed(head)
-        keys, values = self._keys_of(head), self._values_of(head)
+        first_step = b.mul(b.mul(head, self.steps), p.key_bytes())
+        keys, values = b.at(self.packed_keys, first_step, "i8", "keys"), self._values_of(head)
         packed.note(readers[1:])
 
         def pack(key: Value) -> None:
@@ -216,10 +216,6 @@ class MixedHeadsKernel(KernelFunction):
         with b.loop(0, self.steps, hint="step") as step:
             places = [self._key(at, b.mul(step, p.key_step)) for at in rows]
             p.scores(b.at(keys, b.mul(step, p.key_bytes()), "i8"), queries, places, step)
-
-    def _keys_of(self, head: Value) -> Value:
-        at = self.b.mul(self.b.mul(head, self.steps), self.products.key_bytes())
-        return self.b.at(self.packed_keys, at, "i8", "keys")
 
     def _values_of(self, head: Value) -> Value:
         at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes())
@@ -338,10 +334,7 @@ class MixedHeadsKernel(KernelFunction):
     def _write(self, scope: Scope, start: Value, output: Value) -> None:
         """The rows of a group, as far as there are any."""
         b, padded, lanes = self.b, self.products.e_padded, self.lanes
-        with b.loop(0, padded, lanes, hint="e") as e:
-            cells = [b.load(self._key(output, b.add(e, r)), self.vector, "o") for r in range(lanes)]
-            for r, line in enumerate(transpose(b, cells)):
-                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        self._turn(output, padded)
         with b.loop(0, b.least(b.most(b.sub(self.n_q, start), 0), lanes), hint="r") as r:
             target = self._row_address(scope, b.add(start, r))
             self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), target)

@@ -24,10 +24,7 @@ class DistanceTable:
         b, lanes = self.b, self.context.lanes
         count = b.add(b.sub(b.sub(last_row, first_key), b.sub(first_row, last_key)), 1)
         with b.loop(0, count, lanes, hint="at") as at:
-            remaining = b.least(b.sub(count, at), lanes)
-            limit = b.op(f"arith.trunci {remaining} : i64 to i32", "i32", "limit")
-            order = b.dense(range(lanes), vector_of("i32", lanes), "lane")
-            valid = b.compare("slt", order, b.broadcast(limit, lanes), "valid")
+            valid = b.first_lanes(b.sub(count, at), lanes)
             lane = Lanes(coord=I, first=b.add(first_row, at), count=lanes, valid=valid)
             here = Scope(context=self.context, parent=scope, lanes=lane, known={J: last_key})
             value = here.vector(self.part)

@@ -190,7 +190,7 @@ class _RowKernel(KernelFunction):
         m = b.load(self._own(self.maxima, r, self.lanes), self.vector, "m")
         assert self.spec.mask is not None
         alive = self._alive(m, self.spec.mask.fill)
-        alive = b.op(f"vector.extract {alive}[0] : i1 from {alive.type}", "i1", "alive")
+        alive = b.extract(alive, 0, "alive")
         with b.when(b.binary("arith.xori", alive, b.constant(1, "i1"))):
             self._clear(r, nothing, self.n_k)
 

@@ -8,7 +8,6 @@ call that wants figures alone makes no tensor.
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import threading
 from collections.abc import Sequence
@@ -59,7 +58,7 @@ class RowStatisticsKernel(ThreadFunction):
         raise NotImplementedError
 
     def _float(self, x: Value) -> Value:
-        return self.b.op(f"arith.uitofp {x} : i64 to f32", "f32", "count")
+        return self.b.convert("arith.uitofp", x, "f32", "count")
 
     def _row(self, address: Value) -> list[Value]:
         """A row in memory as vectors of float32, with zeros behind its end."""
@@ -75,7 +74,7 @@ class RowStatisticsKernel(ThreadFunction):
                 )
                 x = b.masked_load(at, valid, f"vector<{LANES}x{word}>", "x")
             if word == "i16":
-                x = b.op(f"arith.extui {x} : {x.type} to vector<{LANES}xi32>", f"vector<{LANES}xi32>", "wide")
+                x = b.convert("arith.extui", x, "i32", "wide")
                 x = b.bitcast(b.binary("arith.shli", x, 16), F32)
             found.append(b.convert("arith.extf", x, "f32"))
         return found
@@ -189,8 +188,3 @@ class RowStatisticsCode:
 
 def scalar_of(dtype: torch.dtype) -> str:
     return MEMORY_TYPE[str(dtype)[6:]]
-
-
-def bits(x: float) -> int:
-    """x in float32 as a parameter."""
-    return struct.unpack("<i", struct.pack("<f", min(x, 3e38) if x < math.inf else x))[0]

@@ -80,7 +80,7 @@ class TileRows(RowProducts):
             words = b.bitcast(load_line(b, source, 0, b.mul(chunk, PAIRED), BF16), WORDS)
             column = b.at(b.at(self.queries, b.mul(chunk, TILE_ELEMENTS), "bf16"), r, "i32")
             for pair in range(LANES):
-                word = b.op(f"vector.extract {words}[{pair}] : i32 from {WORDS}", "i32", "word")
+                word = b.extract(words, pair, "word")
                 b.store(word, b.at(column, LANES * pair, "i32"))
 
     def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:

@@ -53,6 +53,10 @@ class Params:
                 self._values[key] = self.b.op(f"llvm.load {address} : !llvm.ptr -> {type_}", type_, hint)
         return self._values[key]
 
+    def float32(self, name: str) -> Value:
+        """A parameter that is the bits of a float32."""
+        return self.b.bitcast(self.b.convert("arith.trunci", self[(name,)], "i32", f"{name}_bits"), "f32", name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
@@ -170,8 +174,6 @@ class Scope:
             return self.context.params[("size", expr.name)]
         if expr.op == "load":
             return self._load(expr)
-        if expr.op == "coord" and self.lanes is None:
-            raise KeyError(f"coordinate {expr} is not bound here")
         if expr.kind is Kind.INT:
             return self._integer(expr)
         if expr.op in ("ilt", "ile", "ieq", "ine"):
@@ -255,7 +257,7 @@ class Scope:
         if (form := self.affine(expr)) is not None:
             base = b.as_value(form[0], "i64")
             if scalar == "i32":
-                base = b.op(f"arith.trunci {base} : i64 to i32", "i32", "base")
+                base = b.convert("arith.trunci", base, "i32", "base")
             steps = b.dense([form[1] * lane for lane in range(self.context.lanes)], type_, "lane_steps")
             return b.add(b.broadcast(base, self.context.lanes), steps)
         if expr.op == "to_int":
@@ -326,7 +328,7 @@ class Scope:
                 return b.broadcast(b.compare(predicate, b.as_value(a, "i64"), b.as_value(c, "i64")), lanes)
             if max(map(abs, steps)) < 1 << 30:
                 limit = b.least(b.most(b.as_value(b.sub(c, a), "i64"), -(1 << 30)), 1 << 30)
-                limit = b.op(f"arith.trunci {limit} : i64 to i32", "i32", "limit")
+                limit = b.convert("arith.trunci", limit, "i32", "limit")
                 return b.compare(
                     predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes)
                 )
@@ -341,12 +343,8 @@ class Scope:
             offset: Value | int = 0
             for index, stride in zip(expr.args, strides, strict=True):
                 offset = self.b.add(offset, self.b.mul(self.integer(index), stride))
-            return widen(
-                self.b,
-                self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}"),
-                expr.kind,
-                self.context.operands[number].dtype,
-            )
+            element = self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}")
+            return widen(self.b, element, expr.kind, self.context.operands[number].dtype)
         return self._gather(expr, pointer, strides, memory)
 
     def _gather(self, expr: Expr, pointer: Value, strides: list[Value], memory: str) -> Value:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Value, vector_of
@@ -15,6 +15,7 @@ from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.softmax import Exponent
 from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.thread_function import ThreadFunction
+from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
@@ -68,6 +69,8 @@ class KernelFunction(ThreadFunction):
     """
 
     header = HEADER
+    finished: Value
+    """Memory of L rows of the result."""
 
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False):
         super().__init__()
@@ -98,10 +101,6 @@ class KernelFunction(ThreadFunction):
         super()._identify()
         self.threads = self.number_of("omp_get_num_threads", "threads")
 
-    def _entry_integer(self, top: Scope, expr: Expr) -> Value | int:
-        with self.b.at_entry():
-            return top.integer(expr)
-
     def function(self) -> str:
         if self.modes is not None:
             restore_mode(self.b, self.modes)
@@ -122,7 +121,8 @@ class KernelFunction(ThreadFunction):
     def _top(self) -> Scope:
         """The scope of the function, with the numbers of queries and keys."""
         top = Scope(context=self.context)
-        sizes = [self._entry_integer(top, n) for n in (self.spec.n_q, self.spec.n_k)]
+        with self.b.at_entry():
+            sizes = [top.integer(n) for n in (self.spec.n_q, self.spec.n_k)]
         self.n_q, self.n_k = (self.b.as_value(n, "i64") for n in sizes)
         return top
 
@@ -190,11 +190,7 @@ class KernelFunction(ThreadFunction):
         return functools.reduce(lambda x, e: b.binary("arith.andi", x, scope.value(e)), conditions, b.constant(1, "i1"))
 
     def _valid(self, remaining: Value) -> Value:
-        b, lanes = self.b, self.lanes
-        limit = b.op(f"arith.trunci {b.least(remaining, lanes)} : i64 to i32", "i32", "limit")
-        return b.compare(
-            "slt", b.dense(range(lanes), vector_of("i32", lanes), "lane"), b.broadcast(limit, lanes), "valid"
-        )
+        return self.b.first_lanes(remaining, self.lanes)
 
     def _alive(self, m: Value, fill: float) -> Value:
         """Whether a maximum, in units of the programs' scale, is that of a live key."""
@@ -211,15 +207,27 @@ class KernelFunction(ThreadFunction):
         return b.at(self.params[("ptr", "out")], offset, MEMORY_TYPE[self.spec.out_dtype])
 
     def _write_row(self, source: Value, target: Value) -> None:
-        """d_v elements: vectors where the output is contiguous along them."""
-        memory = MEMORY_TYPE[self.spec.out_dtype]
-        b, lanes, stride = self.b, self.lanes, self.params[("out_stride", "e")]
+        """d_v elements of the result."""
+        stride = self.params[("out_stride", "e")]
+        self._copy_row(source, target, MEMORY_TYPE[self.spec.out_dtype], self.d_v, stride)
+
+    def _copy_row(self, source: Value, target: Value, memory: str, width: int, stride: Value) -> None:
+        """`width` elements, by vectors where they are contiguous in the target."""
+        b, lanes = self.b, self.lanes
         unit = b.compare("eq", stride, 1)
-        whole = b.select(unit, b.constant(self.d_v // lanes * lanes, "i64"), b.constant(0, "i64"))
+        whole = b.select(unit, b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
         with b.loop(0, whole, lanes, hint="e") as e:
             b.store(self._narrow(b.load(b.at(source, e, "f32"), self.vector), memory), b.at(target, e, memory))
-        with b.loop(whole, self.d_v, hint="e") as e:
+        with b.loop(whole, width, hint="e") as e:
             b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.at(target, b.mul(e, stride), memory))
+
+    def _turn(self, source: Value, padded: int, change: Callable[[Value], Value] = lambda x: x) -> None:
+        """[`padded` columns][L] as the rows of `finished`, each vector changed."""
+        b, lanes = self.b, self.lanes
+        with b.loop(0, padded, lanes, hint="e") as e:
+            cells = [b.load(b.at(source, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)]
+            for r, line in enumerate(transpose(b, [change(cell) for cell in cells])):
+                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
 
     def _narrow(self, x: Value, memory: str) -> Value:
         if memory == "f32":

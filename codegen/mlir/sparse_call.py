@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from fusion.codegen.mlir.calling import float_bits
 from fusion.codegen.mlir.launch import Variant, addresses_of, call_values
-from fusion.codegen.mlir.sparse_kernel import emit_sparse, share_bits
+from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.target import target_of
 from fusion.ir.spec import AttentionSpec
@@ -43,7 +44,7 @@ class SparseKernel:
         out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))
         skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
         values = call_values(self.spec, sizes, [x.stride() for x in (q, k, v)], out.stride())
-        values[("share",)] = share_bits(share)
+        values[("share",)] = float_bits(share)
         tensors = dict(zip(addresses_of(self.spec), (q, k, v, out), strict=True))
         tensors |= {("ptr", "marks"): marks, ("ptr", "skipped"): skipped}
         launch = variant.launch_for((heads, n_q, n_k, d, d_v), values, [*tensors])

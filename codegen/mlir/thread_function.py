@@ -41,7 +41,7 @@ class ThreadFunction:
     def number_of(self, function: str, hint: str) -> Value:
         """What OpenMP says of the calling thread."""
         number = self.b.op(f"llvm.call @{function}() : () -> i32", "i32", hint)
-        return self.b.op(f"arith.extsi {number} : i32 to i64", "i64", hint)
+        return self.b.convert("arith.extsi", number, "i64", hint)
 
     def area(self, size: int, hint: str) -> Value:
         """A new part of the thread's workspace, on a cache line; size: bytes."""

@@ -160,7 +160,7 @@ class VectorMath:
         offset = b.sub(bits, 0x3F3504F3)
         exponent = b.binary("arith.shrsi", offset, 23)
         mantissa = b.bitcast(b.add(b.binary("arith.andi", offset, 0x7FFFFF), 0x3F3504F3), x.type)
-        e = b.op(f"arith.sitofp {exponent} : {integer} to {x.type}", x.type, "e")
+        e = b.convert("arith.sitofp", exponent, "f32", "e")
         e = e if shift is None else b.add(e, shift)
         f = b.sub(mantissa, 1.0, "f")
         square = b.mul(f, f)
@@ -191,7 +191,7 @@ class VectorMath:
             return b.op(f"llvm.call @{function}({x}) : (f32) -> f32", "f32", function)
         result = x
         for lane in range(lanes):
-            element = b.op(f"vector.extract {x}[{lane}] : f32 from {x.type}", "f32", "lane")
+            element = b.extract(x, lane, "lane")
             element = b.op(f"llvm.call @{function}({element}) : (f32) -> f32", "f32", function)
             result = b.op(f"vector.insert {element}, {result}[{lane}] : f32 into {x.type}", x.type, function)
         return result

@@ -39,6 +39,11 @@ def restore_mode(b: Builder, modes: Value) -> None:
     b.intrinsic("x86.sse.ldmxcsr", modes)
 
 
+def joined(b: Builder, low: Value, high: Value) -> Value:
+    """The upper halves of two words as one; the lower half of `high` is 0."""
+    return b.binary("arith.ori", b.binary("arith.shrui", low, 16), high, "pair")
+
+
 class Avx512:
     """Functions of vectors of 16 float32."""
 

@@ -33,10 +33,7 @@ class LaneLoad(DenseLoad):
             with b.when(unit):
                 b.store(self._widen(b.masked_load(start, mask, type_, "line")), place, align=4 * lanes)
             with b.otherwise():
-                steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
-                offsets = b.mul(steps, b.broadcast(b.as_value(self.key_stride, "i64"), lanes))
-                found = b.gather(b.addresses(start, offsets, self.memory), mask, type_)
-                b.store(self._widen(found), place, align=4 * lanes)
+                b.store(self._gather(scope, start, self.key_stride), place, align=4 * lanes)
 
 
 class GradientSink:
@@ -104,7 +101,6 @@ class GradientSink:
         mask = row.lanes.valid
         total, term = b.select(mask, total, b.constant(0, wide)), b.select(mask, term, b.constant(0.0, term.type))
         for lane in range(lanes):
-            place = b.op(f"vector.extract {total}[{lane}] : i64 from {wide}", "i64", "place")
-            part = b.op(f"vector.extract {term}[{lane}] : f32 from {term.type}", "f32", "part")
+            place, part = b.extract(total, lane, "place"), b.extract(term, lane, "part")
             at = b.at(self.pointer, place, "f32")
             b.store(b.add(b.load(at, "f32", "held"), part), at)
