@@ -10,6 +10,7 @@ name; "auto" takes the emitter that was registered last for a device.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,22 +33,26 @@ Planning = Callable[[Machine], Planner]
 """machine -> the planner that makes the choices of a spec on it."""
 
 
-class Kernel(Protocol):
-    """What runs one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
+class Runs(Protocol):
+    """What is known of a call before it; of a training kernel, of its forward."""
 
     def source(self, sizes: Sequence[int]) -> str:
         """The text of what a call with these sizes runs, headed by its choice; empty where there is none."""
         ...
 
-    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor: ...
-
     def choice(self, sizes: Sequence[int]) -> Choice | None:
-        """How a call with these sizes runs, as far as is known before it; None where nothing was planned."""
+        """How a call with these sizes runs; None where nothing was planned."""
         ...
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Compile what a call with these sizes runs, where that can be done before it."""
         ...
+
+
+class Kernel(Runs, Protocol):
+    """What runs one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor: ...
 
 
 class Backward(NamedTuple):
@@ -56,8 +61,7 @@ class Backward(NamedTuple):
     grad: of the output, of any strides.
     out, statistics: what the forward returned.
     needs: marks the operands whose gradients are wanted.
-    further: what arrives at each of the further outputs, None where nothing does; not passed where nothing arrives at
-        any.
+    further: what arrives at each of the further outputs, None where nothing does; empty where nothing does at any.
     """
 
     grad: Tensor
@@ -69,20 +73,8 @@ class Backward(NamedTuple):
     further: Sequence[Tensor | None] = ()
 
 
-class TrainingKernel(Protocol):
+class TrainingKernel(Runs, Protocol):
     """What trains with one spec."""
-
-    def source(self, sizes: Sequence[int]) -> str:
-        """The text of the forward's kernel: see `Kernel.source`."""
-        ...
-
-    def choice(self, sizes: Sequence[int]) -> Choice | None:
-        """How the forward of a call runs: see `Kernel.choice`."""
-        ...
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Compile what a forward runs, where that can be done before it."""
-        ...
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics of rows that `backward` reads (see `fusion.ir.results.statistics_shape`), *further
@@ -138,7 +130,6 @@ class Registration:
     further_outputs: bool = False
 
     def serves(self, device: str) -> bool:
-        """Whether devices of a type are served."""
         return not self.devices or device in self.devices
 
 
@@ -186,17 +177,11 @@ def find(name: str, device: str) -> Registration | None:
 
 
 @contextmanager
-def registered(
-    name: str,
-    devices: tuple[str, ...],
-    load: Callable[[], Emitter],
-    machine: Callable[[str], Machine] = find_machine,
-    further_outputs: bool = False,
-) -> Iterator[None]:
-    """An emitter that is registered while this lasts. Kernels that exist are not touched: see
-    `fusion.runtime.kernels.emitting`."""
+def registered(*given: Any, **named: Any) -> Iterator[None]:
+    """An emitter that is registered, with what `register` takes, while this lasts. Kernels that exist are not touched:
+    see `fusion.runtime.kernels.emitting`."""
     before = dict(_registered)
-    register(name, devices, load, machine, further_outputs)
+    register(*given, **named)
     try:
         yield
     finally:
@@ -204,6 +189,6 @@ def registered(
         _registered.update(before)
 
 
-register("reference", (), lambda: importlib.import_module("fusion.codegen.reference"), further_outputs=True)  # type: ignore[arg-type]
-register("mlir", ("cpu",), lambda: importlib.import_module("fusion.codegen.mlir"), further_outputs=True)  # type: ignore[arg-type]
-register("triton", ("cuda",), lambda: importlib.import_module("fusion.codegen.triton"), further_outputs=True)  # type: ignore[arg-type]
+for _name, _devices in (("reference", ()), ("mlir", ("cpu",)), ("triton", ("cuda",))):
+    _load: Any = functools.partial(importlib.import_module, f"fusion.codegen.{_name}")
+    register(_name, _devices, _load, further_outputs=True)

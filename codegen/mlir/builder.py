@@ -41,7 +41,7 @@ Operand = Value | int | float
 
 
 def vector_of(scalar: str, lanes: int) -> str:
-    """The vector type of `lanes` elements, or the scalar type itself for 0 lanes."""
+    """The vector type of `lanes` elements; the scalar type itself for 0."""
     return f"vector<{lanes}x{scalar}>" if lanes else scalar
 
 
@@ -102,9 +102,9 @@ class Builder:
         self._lines.append("  " * self._depth + text)
 
     def side_by_side(self, parts: Sequence[Callable[[], T]]) -> list[T]:
-        """What the parts return. Their lines are written in turns, one of each, as far as none uses what is not there
-        yet: a processor looks ahead by some hundred instructions, and chains of dependent ones keep it busy where
-        several go on at a time. Parts with nested regions stay one after the other."""
+        """What the parts return. Their lines are written in turns, as far as none uses what is not there yet: several
+        chains of dependent instructions keep a processor busy, which looks ahead by some hundred. Parts with nested
+        regions stay one after the other."""
         start, streams, results = len(self._lines), [], []
         for part in parts:
             results.append(part())
@@ -130,8 +130,7 @@ class Builder:
 
     def constant(self, value: float, type_: str) -> Value:
         lanes, scalar = shape_of(type_)
-        text = literal(value, scalar)
-        text = f"dense<{text}>" if lanes else text
+        text = f"dense<{literal(value, scalar)}>" if lanes else literal(value, scalar)
         if (found := self._constants.get((text, type_))) is None:
             plain = "".join(c if c.isalnum() else "_" for c in f"{value:g}".replace("-", "m").replace("+", ""))
             found = Value(self.name(f"c{plain}_{'v' if lanes else ''}{scalar}"), type_)
@@ -279,10 +278,7 @@ class Builder:
         """A call of an LLVM intrinsic."""
         types = ", ".join(o.type for o in operands)
         call = f'llvm.call_intrinsic "llvm.{name}"({", ".join(map(str, operands))}) : ({types}) -> {type_ or "()"}'
-        if type_ is None:
-            self.line(call)
-            return None
-        return self.op(call, type_, hint)
+        return self.op(call, type_, hint) if type_ else self.line(call)
 
     def at(self, base: Value, offset: Operand, scalar: str, hint: str = "p") -> Value:
         """The address `offset` elements of type `scalar` after base."""
@@ -306,11 +302,11 @@ class Builder:
         self.line(f"llvm.store {value}, {address} {{alignment = {align} : i64}} : {value.type}, {PTR}")
 
     def masked_load(self, address: Value, mask: Value, type_: str, hint: str = "v") -> Value:
-        """A vector from memory; lanes that the mask leaves out are not read, and zero."""
+        """A vector from memory; lanes beside the mask are not read, and zero."""
         return self._masked("load", address, mask, type_, hint)
 
     def gather(self, addresses: Value, mask: Value, type_: str) -> Value:
-        """One element per lane, from a vector of addresses; lanes that the mask leaves out are not read, and zero."""
+        """One element per lane, from a vector of addresses; lanes beside the mask are not read, and zero."""
         return self._masked("gather", addresses, mask, type_, "gathered")
 
     def _masked(self, read: str, address: Value, mask: Value, type_: str, hint: str) -> Value:
@@ -358,8 +354,7 @@ class Builder:
         handle = Loop()
         index, head = self._for(low, high, step, hint)
         inner = [Value(self.name(f"{hint}_c"), v.type) for v in initial]
-        result = self.name(f"{hint}_r")
-        types = ", ".join(v.type for v in initial)
+        result, types = self.name(f"{hint}_r"), ", ".join(v.type for v in initial)
         inits = ", ".join(f"{a} = {b}" for a, b in zip(inner, initial, strict=True))
         many = f":{len(inner)}" if len(inner) > 1 else ""
         carried = f"iter_args({inits}) -> ({types})"
@@ -398,10 +393,8 @@ class Builder:
     def either(self, condition: Value, then: Callable[[], Value], otherwise: Callable[[], Value], type_: str) -> Value:
         """What `then` returns where the condition (i1) holds, else what `otherwise` does."""
         found = Value(self.name("either"), type_)
-        self.line(f"{found} = scf.if {condition} -> ({type_}) {{")
-        for branch, closing in ((then, "} else {"), (otherwise, "}")):
-            self._depth += 1
-            self.line(f"scf.yield {branch()} : {type_}")
-            self._depth -= 1
-            self.line(closing)
+        with self._body(f"{found} = scf.if {condition} -> ({type_}) {{"):
+            self.line(f"scf.yield {then()} : {type_}")
+        with self.otherwise():
+            self.line(f"scf.yield {otherwise()} : {type_}")
         return found
