@@ -87,11 +87,9 @@ class TrainingKernel(Runs, Protocol):
 
 
 class Emitter(Protocol):
-    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call.
-
-    One that is registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes
-    their kernel, whether they are trained or not; its None leaves them to the reference interpreter.
-    """
+    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call. One that is
+    registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes their kernel,
+    whether they are trained or not; its None leaves them to the reference interpreter."""
 
     def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:
         """Why there is no kernel for a spec, or None."""
@@ -161,10 +159,8 @@ def serving(device: str) -> list[str]:
 
 
 def find(name: str, device: str) -> Registration | None:
-    """The emitter of a name for a type of device; None where "auto" finds none.
-
-    Raises EmitterError where the name is not known or does not serve the device.
-    """
+    """The emitter of a name for a type of device; None where "auto" finds none. Raises EmitterError where the name is
+    not known or does not serve the device."""
     if name == AUTO:
         return next((found for found in reversed(_registered.values()) if device in found.devices), None)
     if name not in _registered:

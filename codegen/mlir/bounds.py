@@ -47,11 +47,8 @@ TANH_ERROR = 2.0**-11
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MagnitudeBound:
     """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for fills: constants that some keys
-    have in place of x, or added to it.
-
-    fill: the largest of them relative to the centre; None without
-    finite: one of them is finite, so that a row of nothing else has weights
-    """
+    have in place of x, or added to it. fill: the largest of them relative to the centre; None without. finite: one of
+    them is finite, so that a row of nothing else has weights."""
 
     centre: float
     slope: float = 0.0
@@ -102,11 +99,9 @@ def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float 
 
 @functools.cache
 def tanh_polynomial(error: float) -> tuple[float, ...]:
-    """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR.
-
-    It meets the function at Chebyshev's nodes; the nearest singularity lies at x**2 = -(pi / 2)**2, so each degree
-    gains a factor of 12.
-    """
+    """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR. It
+    meets the function at Chebyshev's nodes; the nearest singularity lies at x**2 = -(pi / 2)**2, so each degree gains a
+    factor of 12."""
     x = np.linspace(1e-3, TANH_NEAR, 1000)
     for degree in range(1, 12):
         roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))

@@ -9,6 +9,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,10 @@ from fusion.errors import UnsupportedSizeError
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.widths import LARGEST_SIZE
+
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.features import FeaturesKernel
+    from fusion.codegen.mlir.row_statistics import RowStatisticsKernel
 
 PARAMETER_SLOTS = 256
 APART = 128
@@ -174,6 +179,15 @@ class CompiledKernel:
             return not (may_flag and mine.flagged())
 
         return launch
+
+
+class CompiledFunction:
+    """Machine code that takes parameters by name, in the order of `slots`. bytes: of a thread's workspace."""
+
+    def __init__(self, writer: RowStatisticsKernel | FeaturesKernel):
+        self.source, self.bytes = writer.text(), writer.workspace_bytes
+        self.slots = [slot[-1] for slot in writer.slots()]
+        self.function = Function(compile_text(self.source, writer.name), len(self.slots))
 
 
 def float_bits(x: float) -> int:

@@ -79,13 +79,8 @@ def tensor_type(shape: Sequence[int], dtype: str) -> str:
 def attention_function(
     name: str, spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes: Sequence[int], public: bool = False
 ) -> AttentionFunction:
-    """The function of a spec.
-
-    shapes: of its operands.
-    sizes: values of `spec.sizes`.
-
-    Raises MlirExportError where there is no kernel for it.
-    """
+    """The function of a spec. shapes: of its operands. sizes: values of `spec.sizes`. Raises MlirExportError where
+    there is no kernel for it."""
     machine = Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise MlirExportError(f"no MLIR for {spec}: {reason}")
@@ -269,10 +264,8 @@ _LOWERING = (
 
 
 class Compiled:
-    """A module's function as a Python callable.
-
-    results: (shape, dtype) of what it returns. The module itself is not changed.
-    """
+    """A module's function as a Python callable. results: (shape, dtype) of what it returns. The module itself is not
+    changed."""
 
     def __init__(self, module: Any, entry: str, results: Sequence[tuple[Sequence[int], torch.dtype]]):
         from torch_mlir import ir
@@ -323,11 +316,9 @@ def _symbol(function: Any) -> str:
 
 
 def _split(module: Any) -> Any:
-    """Move everything that sees no tensor to a module of its own, and leave declarations of its functions.
-
-    Passes that place deallocations want to know the effects of every operation, and kernels work on bare pointers; and
-    the rest may call a function of the C library by another kind of declaration than they do.
-    """
+    """Move everything that sees no tensor to a module of its own, and leave declarations of its functions. Passes that
+    place deallocations want to know the effects of every operation, and kernels work on bare pointers; and the rest may
+    call a function of the C library by another kind of declaration than they do."""
     from torch_mlir import ir
 
     body, aside = module.body, ir.Module.create()

@@ -77,7 +77,7 @@ class FeatureShape:
         return round_up(self.d, 16)
 
 
-class _Kernel(ThreadFunction):
+class FeaturesKernel(ThreadFunction):
     """What both kernels do: features of a block of keys or queries. stage: bytes of a few chunks of features."""
 
     def __init__(self, shape: FeatureShape, block: int, stage: int):
@@ -87,6 +87,14 @@ class _Kernel(ThreadFunction):
         self.parents_area = self.area(shape.low * block * 4, "parents_area")
         self.x = self.area((shape.width + 2) * block * 4, "x")
         self.stage = self.area(stage, "stage")
+
+    def text(self) -> str:
+        """The module's text."""
+        self._write()
+        return self.function()
+
+    def _write(self) -> None:
+        raise NotImplementedError
 
     def _source(self, feature: Value) -> tuple[Value, Value]:
         """Addresses of the rows whose product a feature is."""
@@ -163,7 +171,7 @@ class _Kernel(ThreadFunction):
             body(1)
 
 
-class _State(_Kernel):
+class State(FeaturesKernel):
     """One item: the features of some chunks of one head, over all its keys."""
 
     name = "state"
@@ -172,7 +180,7 @@ class _State(_Kernel):
         super().__init__(shape, BLOCK, stage=BLOCK // 32 * 2 * CHUNK * 64)
         self.packed = self.area(BLOCK * 2 * 2 * shape.e, "packed")
 
-    def write(self) -> None:
+    def _write(self) -> None:
         b, p = self.b, self.params
         chunks, groups, blocks = p[("chunks",)], p[("groups",)], p[("blocks",)]
         with self.turns(p[("items",)], "item") as item:
@@ -235,7 +243,7 @@ class _State(_Kernel):
                 self.unit.store(tile, cell, 4 * e)
 
 
-class _Readout(_Kernel):
+class Readout(FeaturesKernel):
     """One item: a block of queries, over all features."""
 
     name = "readout"
@@ -244,7 +252,7 @@ class _Readout(_Kernel):
         super().__init__(shape, QUERY_BLOCK, stage=CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024)
         self.sums = self.area(QUERY_BLOCK * 4 * shape.e, "sums")
 
-    def write(self) -> None:
+    def _write(self) -> None:
         b, p = self.b, self.params
         blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
         with self.turns(p[("items",)], "item") as item:
@@ -312,18 +320,3 @@ class _Readout(_Kernel):
             loop.yields(*self.unit.multiply(sums, left, right, planes))
         for cell, tile in zip(cells, loop.results, strict=True):
             self.unit.store(tile, cell, stride)
-
-
-def emit_state(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
-    """(MLIR text of the function `state`, parameter slots, bytes of workspace per thread)."""
-    return _emitted(_State(shape))
-
-
-def emit_readout(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
-    """The same of the function `readout`."""
-    return _emitted(_Readout(shape))
-
-
-def _emitted(kernel: _State | _Readout) -> tuple[str, tuple[tuple, ...], int]:
-    kernel.write()
-    return kernel.function(), kernel.slots(), kernel.workspace_bytes

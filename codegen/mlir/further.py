@@ -34,10 +34,7 @@ _COMBINE = {Reduction.SUM: "arith.addf", Reduction.MAX: "arith.maximumf", Reduct
 
 
 class FurtherOutputs:
-    """Writes them for one kernel.
-
-    keeps: whether weights are kept; statistics of scores need none
-    """
+    """Writes them for one kernel. keeps: whether weights are kept; statistics of scores need none."""
 
     def __init__(self, kernel: TileKernel, groups: int):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector

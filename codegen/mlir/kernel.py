@@ -77,14 +77,9 @@ class AttentionKernel(OverlappingKernel):
         """When this kernel's scores are near a centre; None where it would gain nothing (products outweigh the softmax
         with several planes) or rows need their true maximum."""
         spec = self.spec
-        if (
-            not isinstance(self.products, Amx)
-            or self.tiling.planes != 1
-            or spec.out_dtype == "float32"
-            or spec.normalizer is Normalizer.NONE
-        ):
-            return None
-        if self.weight is not None or spec.row_scale is not None or spec.further:
+        gains = isinstance(self.products, Amx) and self.tiling.planes == 1 and spec.out_dtype != "float32"
+        true_maximum = self.weight is not None or spec.row_scale is not None or spec.further
+        if not gains or true_maximum or spec.normalizer is Normalizer.NONE:
             return None
         programs = [program for program in (self.programs.masked, self.programs.full) if program is not None]
         return near(programs, self.programs.scale, *((MANTISSA, BIAS) if self.statistics is None else (1.0, 0.0)))

@@ -16,11 +16,10 @@ import functools
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import float_bits
+from fusion.codegen.mlir.calling import CompiledFunction, float_bits
 from fusion.codegen.mlir.row_statistics import (
     Rows,
     RowStatisticsCall,
-    RowStatisticsCode,
     RowStatisticsKernel,
     scalar_of,
 )
@@ -97,9 +96,9 @@ class KeyBlockBounds(RowStatisticsKernel):
 
 
 @functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype, size: int) -> RowStatisticsCode:
+def code(d: int, dtype: torch.dtype, size: int) -> CompiledFunction:
     """The kernel for rows of d elements of one type and blocks of `size` keys, compiled once."""
-    return RowStatisticsCode(KeyBlockBounds(d, scalar_of(dtype), size))
+    return CompiledFunction(KeyBlockBounds(d, scalar_of(dtype), size))
 
 
 class KeyBlockBoundsCall(RowStatisticsCall):

@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import float_bits
+from fusion.codegen.mlir.calling import CompiledFunction, float_bits
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_statistics import (
     BLOCK,
     Rows,
     RowStatisticsCall,
-    RowStatisticsCode,
     RowStatisticsKernel,
     scalar_of,
 )
@@ -238,9 +237,9 @@ class Moments(RowStatisticsKernel):
 
 
 @functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype) -> RowStatisticsCode:
+def code(d: int, dtype: torch.dtype) -> CompiledFunction:
     """The kernel for rows of d elements of one type, compiled once. Raises KernelCompilationError."""
-    return RowStatisticsCode(Moments(d, scalar_of(dtype)))
+    return CompiledFunction(Moments(d, scalar_of(dtype)))
 
 
 class LargestCall(RowStatisticsCall):

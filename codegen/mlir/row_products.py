@@ -65,11 +65,8 @@ Columns = tuple[Value | int, int]
 
 class RowProducts:
     """K q and p V of the rows of a work item, a stretch of keys at a time. Rows take turns: their scores are asked for,
-    and their weights given.
-
-    area: makes memory of so many bytes
-    memory: MLIR's type of elements of K and V that are multiplied, where it is always the same
-    """
+    and their weights given. area: makes memory of so many bytes. memory: MLIR's type of elements of K and V that are
+    multiplied, where it is always the same."""
 
     memory: ClassVar[str | None] = None
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import Function, apart, memory
-from fusion.codegen.mlir.compile import compile_text
+from fusion.codegen.mlir.calling import CompiledFunction, apart, memory
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.thread_function import ThreadFunction
@@ -145,13 +144,10 @@ _output = _Output()
 
 
 class RowStatisticsCall:
-    """A compiled kernel, bound to where rows of one kind lie.
+    """A compiled kernel, bound to where rows of one kind lie. figures: floats that it writes for a head. values: the
+    parameters that are not in FIRST."""
 
-    figures: floats that it writes for a head
-    values: the parameters that are not in FIRST
-    """
-
-    def __init__(self, code: RowStatisticsCode, q: Rows, k: Rows, figures: int, **values: int):
+    def __init__(self, code: CompiledFunction, q: Rows, k: Rows, figures: int, **values: int):
         self.code, self.figures, self.places, self.heads = code, figures, (q, k), len(q.offsets)
         self.per_thread = apart(code.bytes)
         known = {
@@ -175,15 +171,6 @@ class RowStatisticsCall:
         others = [x.data_ptr() for x in wanted] if wanted else (0, 0, 0)
         self.code.function((workspace, mine.counter_address, q, k, output.address, *others, *self.fixed), threads)
         return self.result.unpack_from(output.buffer)
-
-
-class RowStatisticsCode:
-    """A compiled kernel."""
-
-    def __init__(self, writer: RowStatisticsKernel):
-        self.bytes = writer.workspace_bytes
-        self.source, self.slots = writer.text(), [slot[-1] for slot in writer.slots()]
-        self.function = Function(compile_text(self.source, writer.name), len(self.slots))
 
 
 def scalar_of(dtype: torch.dtype) -> str:

@@ -30,10 +30,8 @@ SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a stretch: they are a
 
 class VectorRows(RowProducts):
     """By vector instructions, one row after the other for every few keys, which the first-level cache holds meanwhile.
-
     While K is multiplied, V of the same stretch is asked for, and while V is, K of the next one. So memory is read all
-    the time, not only while the processor waits for it.
-    """
+    the time, not only while the processor waits for it."""
 
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         super().__init__(b, spec, target, widths, area)
@@ -204,11 +202,8 @@ class ValueProducts:
         form that `weigh` reads."""
 
     def weigh(self, values: Source, mine: Stretch, weights: Value, output: Value, ask: Ask | None = None) -> None:
-        """output += weights x V over keys, a few vectors of columns at a time, in registers.
-
-        weights: the first is that of the stretch's first key
-        ask: called for every L keys, once
-        """
+        """output += weights x V over keys, a few vectors of columns at a time, in registers. weights: the first is that
+        of the stretch's first key. ask: called for every L keys, once."""
         b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
         if whole := width // step:
             with b.loop(0, whole * step, step, hint="e") as e:

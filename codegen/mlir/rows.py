@@ -98,9 +98,7 @@ class RowReader:
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
         """Rows first..first+count-1 (those from `limit` on are zeros), `width` columns padded with zeros to `padded`.
-
-        staging: room for count * padded elements of the operand's type, or of float32.
-        """
+        staging: room for count * padded elements of the operand's type, or of float32."""
         b = self.context.b
         staged = Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
         if self.base is None or self.made is not None:

@@ -30,13 +30,13 @@ MEMORY_TYPE = {
     "int16": "i16", "int32": "i32", "int64": "i64", "float8_e4m3fn": "i8", "float8_e5m2": "i8",
 }  # fmt: skip
 
+CONVERSIONS = {"to_int": "arith.fptosi", "bool_to_int": "arith.extui"}
+
 
 class Params:
-    """The kernel's run-time arguments: 64-bit slots behind one pointer, read once at the function's start.
-
-    `slots` lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size",
-    name), and whatever else the kernel asks for; the launcher fills them in the same order.
-    """
+    """The kernel's run-time arguments: 64-bit slots behind one pointer, read once at the function's start. `slots`
+    lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size", name), and
+    whatever else the kernel asks for; the launcher fills them in the same order."""
 
     def __init__(self, b: Builder, pointer: Value):
         self.b, self.pointer = b, pointer
@@ -260,10 +260,8 @@ class Scope:
                 base = b.convert("arith.trunci", base, "i32", "base")
             steps = b.dense([form[1] * lane for lane in range(self.context.lanes)], type_, "lane_steps")
             return b.add(b.broadcast(base, self.context.lanes), steps)
-        if expr.op == "to_int":
-            return b.convert("arith.fptosi", self.value(expr.args[0]), "i64")
-        if expr.op == "bool_to_int":
-            return b.convert("arith.extui", self.value(expr.args[0]), "i32")
+        if expr.op in CONVERSIONS:
+            return b.convert(CONVERSIONS[expr.op], self.value(expr.args[0]), "i64" if expr.op == "to_int" else "i32")
         values = [self._lane_integer(arg, scalar) for arg in expr.args if arg.kind is Kind.INT]
         if expr.op == "iwhere":
             return b.select(self.vector(expr.args[0]), *values)
@@ -302,10 +300,8 @@ class Scope:
         b = self.b
         if expr.op == "coord":
             raise KeyError(f"coordinate {expr} is not bound here")
-        if expr.op == "to_int":
-            return b.convert("arith.fptosi", self.value(expr.args[0]), "i64")
-        if expr.op == "bool_to_int":
-            return b.convert("arith.extui", self.value(expr.args[0]), "i64")
+        if expr.op in CONVERSIONS:
+            return b.convert(CONVERSIONS[expr.op], self.value(expr.args[0]), "i64")
         if expr.op == "iwhere":
             return b.select(*(self.value(arg) for arg in expr.args))
         values = [self.value(arg) for arg in expr.args]

@@ -235,11 +235,8 @@ class KernelFunction(ThreadFunction):
         return self.b.convert("arith.extf", x, memory) if memory == "f64" else self.context.math.narrow(x, memory)
 
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
-        """What each lane's output is multiplied by.
-
-        raw: the running maximum in units of the programs' scale.
-        total: the sum.
-        """
+        """What each lane's output is multiplied by. raw: the running maximum in units of the programs' scale. total:
+        the sum."""
         b, spec = self.b, self.spec
         m = b.mul(raw, self.programs.scale)
         for unit, value in self.programs.fills:

@@ -31,11 +31,8 @@ class SparseKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[int], marks: torch.Tensor, share: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(output [h, N_q, d_v], share of the normaliser left out at most [h], tiles computed [h]); None for inputs
-        beyond the range of split planes.
-
-        marks: uint8 [h, row tiles, key tiles], row tiles a multiple of `sets`: the tiles to look at.
-        share: the weight, relative to its row's sum, below which a key may be left out.
-        """
+        beyond the range of split planes. marks: uint8 [h, row tiles, key tiles], row tiles a multiple of `sets`: the
+        tiles to look at. share: the weight, relative to its row's sum, below which a key may be left out."""
         heads, n_q, d = q.shape
         n_k, d_v = v.shape[1:]
         variant = self._variants.of(

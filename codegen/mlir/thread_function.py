@@ -13,13 +13,8 @@ from fusion.codegen.mlir.scope import Params
 
 
 class ThreadFunction:
-    """Base of all kernels.
-
-    Its parameters are `workspace`, `workspace_bytes` (of one thread), `counter` (of portions that threads have taken),
-    and what else it asks for.
-
-    first: parameters whose slots come first
-    """
+    """Base of all kernels. first: parameters whose slots come first. Its parameters are `workspace`, `workspace_bytes`
+    (of one thread), `counter` (of portions that threads have taken), and what else it asks for."""
 
     name: ClassVar[str] = "attention"
     header: ClassVar[str] = "module {\nllvm.func @omp_get_thread_num() -> i32\n"

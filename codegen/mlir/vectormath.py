@@ -197,10 +197,8 @@ class VectorMath:
         return result
 
     def narrow(self, x: Value, scalar: str) -> Value:
-        """Float32 rounded to nearest even in a narrower type.
-
-        Where no instruction rounds to bfloat16, LLVM calls a function for each element that this process does not have.
-        """
+        """Float32 rounded to nearest even in a narrower type. Where no instruction rounds to bfloat16, LLVM calls a
+        function for each element that this process does not have."""
         b = self.b
         if scalar != "bf16" or self.bfloat16:
             return b.convert("arith.truncf", x, scalar)

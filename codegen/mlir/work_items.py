@@ -64,11 +64,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRange:
-    """The keys that an item visits.
-
-    low, high: from low on, before high
-    skipping: whether a tile visits only those that its own rows need (i1); None where they need all
-    """
+    """The keys that an item visits. low, high: from low on, before high. skipping: whether a tile visits only those
+    that its own rows need (i1); None where they need all."""
 
     low: Value | int
     high: Value

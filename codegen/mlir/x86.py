@@ -110,11 +110,9 @@ class Avx512:
 
 
 class TileUnit:
-    """AMX: tiles of 16 rows of 64 bytes, and their products.
-
-    `tdpbf16ps` adds to a 16 x 16 float32 tile C the product of A, 16 rows of 32 bf16, and B, 16 rows of 16 pairs, where
-    row k of B has elements 2k and 2k + 1 of the reduction. stride: bytes from one row to the next.
-    """
+    """AMX: tiles of 16 rows of 64 bytes, and their products. `tdpbf16ps` adds to a 16 x 16 float32 tile the product of
+    A, 16 rows of 32 bf16, and B, 16 rows of 16 pairs, where row k of B has elements 2k and 2k + 1 of the reduction.
+    stride: bytes from one row to the next."""
 
     def __init__(self, b: Builder):
         self.b = b

@@ -39,11 +39,8 @@ def derivative(
     sizes: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """What `steps` make of an attention, at `inputs` (see `fusion.ir.steps`).
-
-    Results are of the shape of the operand or result that they belong to, in the computation's dtype: by default
-    float32, or float64 where an operand is.
-    """
+    """What `steps` make of an attention, at `inputs` (see `fusion.ir.steps`). Results are of the shape of the operand
+    or result that they belong to, in the computation's dtype: by default float32, or float64 where an operand is."""
     run = Execution(spec, inputs[: len(spec.operands)], sizes, dtype)
     takes, gives = signature(spec, steps)
     function = _attention(spec, sizes, run.dtype)

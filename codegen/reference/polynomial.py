@@ -85,15 +85,10 @@ def features(x: torch.Tensor, table: Monomials, first: int = 0, last: int | None
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: Sequence[float] | torch.Tensor, chunk: int = 0
 ) -> torch.Tensor:
-    """[.., N_q, d], [.., N_k, d], [.., N_k, d_v] to [.., N_q, d_v], without scaling of the scores.
-
-    coefficients: c_0, c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own.
-
-    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists.
-
-    chunk: if not 0, causal (key j for query i >= j) in chunks of so many rows: a state of the chunks before, and the
-        exponential itself inside of a chunk.
-    """
+    """[.., N_q, d], [.., N_k, d], [.., N_k, d_v] to [.., N_q, d_v], without scaling of the scores. coefficients: c_0,
+    c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own. chunk: if not 0, causal (key j for
+    query i >= j) in chunks of so many rows: a state of the chunks before, and the exponential itself inside of a chunk.
+    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists."""
     powers = torch.as_tensor(coefficients, dtype=torch.float64)
     if chunk:
         return _causal(q, k, v, powers, chunk)

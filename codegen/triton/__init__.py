@@ -90,13 +90,9 @@ def compile(
     plan: Callable[[Machine], GpuPlanner] | None = None,
     measure: bool = False,
 ) -> Kernel:
-    """The kernel of a spec, which plans for the machine of each call's device.
-
-    plan: machine -> the planner that makes the choices.
-    measure: tiles are timed at the first call, those first that are predicted to be the fastest on `machine`.
-
-    Raises ValueError where `supports` has a reason.
-    """
+    """The kernel of a spec, which plans for the machine of each call's device. plan: machine -> the planner that makes
+    the choices. measure: tiles are timed at the first call, those first that are predicted to be the fastest on
+    `machine`. Raises ValueError where `supports` has a reason."""
     if (reason := supports(spec)) is not None:
         raise ValueError(f"no GPU kernel for {spec}: {reason}")
     return Kernel(spec, tuner=_tuner(spec, machine) if measure else None, plan=plan)

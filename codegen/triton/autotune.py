@@ -80,11 +80,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What is known of a call.
-
-    sizes: values of the spec's sizes.
-    situation: what choices are remembered by, beside kernel and device.
-    """
+    """What is known of a call. sizes: values of the spec's sizes. situation: what choices are remembered by, beside
+    kernel and device."""
 
     device: torch.device
     sizes: Sequence[int]
@@ -113,11 +110,8 @@ def call_of(
 def run(
     stages: Sequence[Stage], call: Call, tuner: Tuner | None, reset: Callable[[], None], request: Callable[[], Request]
 ) -> None:
-    """Launch the stages, each in its tile.
-
-    reset: undo what launches have added to results.
-    request: this call, for another process to repeat.
-    """
+    """Launch the stages, each in its tile. reset: undo what launches have added to results. request: this call, for
+    another process to repeat."""
     if tuner is not None and any(tuner.tile(stage, call) is None for stage in stages) and tuner.measures(call):
         if tuner.clock is None:
             tuner.have_measured(stages, call, request)

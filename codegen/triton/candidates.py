@@ -43,10 +43,8 @@ def smaller(tile: Tile) -> Tile | None:
 def candidates(
     kernel: str, spec: AttentionSpec, extents: tuple[int, int, int, int], tile: Tile, machine: Machine
 ) -> list[Tile]:
-    """The table's tile for a kernel, then those around it that are expected to fit, nearest first.
-
-    extents: n_q, n_k, d, d_v.
-    """
+    """The table's tile for a kernel, then those around it that are expected to fit, nearest first. extents: n_q, n_k,
+    d, d_v."""
     n_q, n_k, d, d_v = extents
     most = {"rows": min(MOST, max(LEAST, power(n_q))), "keys": min(MOST, max(LEAST, power(n_k)))}
     sizes = [

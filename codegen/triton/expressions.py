@@ -233,11 +233,8 @@ class Writer:
 
     def _converted_apart(self, value: Expr) -> Expr | None:
         """The float of an integer that is a sum of a part along the rows of a tile and one along its columns: each is
-        converted once, not every element.
-
-        The first is taken from the block's first row on, so that it is exact, as the other is up to 2**24; beyond, the
-        sum is rounded twice, as far as float32 reaches there.
-        """
+        converted once, not every element. The first is taken from the block's first row on, so that it is exact, as the
+        other is up to 2**24; beyond, the sum is rounded twice, as far as float32 reaches there."""
         if OUTER_FIRST not in self.known or self.level_of(value) is not Level.TILE:
             return None
         outer, found = coord(self.outer), integers.terms(value)

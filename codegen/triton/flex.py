@@ -109,11 +109,8 @@ def _scaled(score: Expr) -> tuple[float, Expr]:
 
 
 class Modification(NamedTuple):
-    """An expression as a function of torch.
-
-    function: of tensors without dimensions: the score where it is one of `names`, POSITIONS, and what is read.
-    reads: sizes, and loads without index that stand for whole tensors.
-    """
+    """An expression as a function of torch. function: of tensors without dimensions: the score where it is one of
+    `names`, POSITIONS, and what is read. reads: sizes, and loads without index that stand for whole tensors."""
 
     function: Callable[..., Tensor]
     reads: tuple[Expr, ...]
@@ -173,10 +170,7 @@ def _is_wide(expr: Expr) -> bool:
 
 
 class Flex:
-    """A spec's FlexAttention, compiled at its first call and kept.
-
-    dtype: in which programs are evaluated.
-    """
+    """A spec's FlexAttention, compiled at its first call and kept. dtype: in which programs are evaluated."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype = torch.float32):
         self.spec, self.words = spec, words(spec)

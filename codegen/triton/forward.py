@@ -49,9 +49,7 @@ class KernelText:
 class Forward:
     """One block of ROWS query rows of one head.
 
-    d, d_v: columns of Q and K, of V.
-    statistics: also write each row's maximum and sum.
-    """
+    d, d_v: columns of Q and K, of V. statistics: also write each row's maximum and sum."""
 
     name = "attention_forward"
     whole_rows = True
@@ -125,11 +123,8 @@ class Forward:
         )
 
     def _position(self) -> str:
-        """From the program's number to block and batch coordinates.
-
-        Heads are taken in groups of `section`, whose keys fit the L2 cache together; within a group all heads'
-        longest blocks go first.
-        """
+        """From the program's number to block and batch coordinates. Heads are taken in groups of `section`, whose keys
+        fit the L2 cache together; within a group all heads' longest blocks go first."""
         n_q = self.writer.value(self.spec.n_q)
         extents = [self.writer.factor(extent) for extent in self.spec.batch]
         lines = [f"blocks = ({n_q} + ROWS - 1) // ROWS"]
@@ -332,11 +327,9 @@ def axes_of(spec: AttentionSpec) -> list[int]:
 
 
 def kernel_text(name: str, doc: str, body: str, writer: Writer, functions: Sequence[str] = ()) -> KernelText:
-    """The kernel with this body. functions: of its module that it calls.
-
-    Numbers of keys, tiles and parts change from call to call (in a generation with each token); that they are one, or
-    multiples of 16, is worth no variant: strides say how operands are aligned.
-    """
+    """The kernel with this body. functions: of its module that it calls. Numbers of keys, tiles and parts change from
+    call to call (in a generation with each token); that they are one, or multiples of 16, is worth no variant: strides
+    say how operands are aligned."""
     spec = writer.spec
     parameters, constants = signature(source.free_names(body), spec)
     keys = {str(part.attr) for part in walk(spec.n_k) if part.op == "size"}

@@ -192,11 +192,8 @@ class Kernel:
         launch: Callable[[Variant, Tile], None],
         results: Sequence[torch.Tensor] = (),
     ) -> Stage:
-        """The schedule and the planned tile for a call.
-
-        shared: V is the first columns of K.
-        reads: whether a variant's descriptors can describe the operands.
-        """
+        """The schedule and the planned tile for a call. shared: V is the first columns of K. reads: whether a variant's
+        descriptors can describe the operands."""
         d, d_v = extents[2:]
         planner = self.planner(device)
         choice = planner.choose(sizes)
@@ -377,11 +374,8 @@ def current_device() -> torch.device:
 
 
 def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
-    """The form of the loop that runs a tile.
-
-    split: parts of the keys have programs of their own
-    shared: V is the first columns of K
-    """
+    """The form of the loop that runs a tile. split: parts of the keys have programs of their own. shared: V is the
+    first columns of K."""
     return Order(
         rotated=tile.rotated and not shared,
         spread=tile.spread,

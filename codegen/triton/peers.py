@@ -39,11 +39,8 @@ View = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class Peer(NamedTuple):
-    """What may run in place of our own kernel.
-
-    name: in reports.
-    of: how it computes a spec on a device; None where it cannot. It is asked only about specs that are `plain`.
-    """
+    """What may run in place of our own kernel. name: in reports. of: how it computes a spec on a device; None where it
+    cannot. It is asked only about specs that are `plain`."""
 
     name: str
     of: Callable[[AttentionSpec, torch.device], Attend | None]

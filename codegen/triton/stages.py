@@ -22,11 +22,7 @@ GLOBALS = frozenset({"tl", "triton", "float"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """A function that visits tiles.
-
-    state: the accumulators that it takes and returns.
-    parameters: all, in order.
-    """
+    """A function that visits tiles. state: the accumulators that it takes and returns. parameters: all, in order."""
 
     name: str
     state: tuple[str, ...]
@@ -60,11 +56,8 @@ def visit(
 
 
 def key_limits(mask: MaskFacts | None, n_k: str, value: Callable[[Expr], str]) -> list[str]:
-    """Statements of `start`, `stop`, `full_start`, `full_stop` for the rows i0..i1.
-
-    n_k: the number of keys.
-    value: the text of an expression in i0 and i1.
-    """
+    """Statements of `start`, `stop`, `full_start`, `full_stop` for the rows i0..i1. n_k: the number of keys. value: the
+    text of an expression in i0 and i1."""
     lines = ["start = 0", f"stop = {n_k}"]
     if mask is not None and mask.key_lo is not None:
         lines[0] = f"start = tl.minimum(tl.maximum({value(mask.key_lo)}, 0), {n_k}) // KEYS * KEYS"

@@ -129,8 +129,7 @@ class KeyLists(TileLists):
 class RowLists(TileLists):
     """Numbers of the blocks of ROWS query rows that meet one block of KEYS keys, full ones first.
 
-    dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys.
-    """
+    dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys."""
 
     name = "attention_row_blocks"
     outer, inner = TileLists.inner, TileLists.outer

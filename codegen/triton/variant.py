@@ -22,10 +22,7 @@ PLAIN = Order()
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
     """(operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled expression.
-
-    results: tensors by name.
-    others: integers and descriptors by name.
-    """
+    results: tensors by name. others: integers and descriptors by name."""
     writer = Writer(spec=spec)
     operand = {writer.operand(n): n for n in range(len(spec.operands))}
     position = {name: place for place, name in enumerate(spec.output.dims)}

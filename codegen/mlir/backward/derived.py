@@ -94,11 +94,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """What calls with the same sizes, memory and number of threads have in common.
-
-    simple: whether a kernel makes the deltas, from nothing but dO and O
-    steps, launchers: by the number of the tiling, made when they are first asked for
-    """
+    """What calls with the same sizes, memory and number of threads have in common. simple: whether a kernel makes the
+    deltas, from nothing but dO and O. steps, launchers: by the number of the tiling, made when they are first asked
+    for."""
 
     extents: tuple[int, ...]
     threads: int

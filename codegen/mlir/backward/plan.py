@@ -85,7 +85,6 @@ class BackwardPlan:
     score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant
     loads: gradients of what the programs read
     inner: batch coordinates over which dense gradients are summed: one thread visits them one after the other
-    normalized: whether there is a normaliser
     places: of Q, K and V, where every element of the operand is one of theirs, so that the gradient is written where it
         belongs: its dimensions for b.., row, column; else None
     at_weight, at_log_sum: gradients of the weight and of the log-sum-exp of a row through further outputs, or None
@@ -98,7 +97,6 @@ class BackwardPlan:
     score: tuple[Expr, Expr | None]
     loads: tuple[LoadGradient, ...]
     inner: tuple[int, ...]
-    normalized: bool
     places: tuple[tuple[int, ...] | None, ...]
     at_weight: Expr | None
     at_log_sum: Expr | None
@@ -112,7 +110,7 @@ class BackwardPlan:
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average
         out."""
-        return self.normalized and any(needs[entry.operand] for entry in self.loads)
+        return normalized(self.spec) and any(needs[entry.operand] for entry in self.loads)
 
     def written_once(self, entry: LoadGradient) -> bool:
         """Whether no two (b.., i, j) meet in an element of this gradient: it is written instead of added to."""
@@ -179,7 +177,6 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         score=score,
         loads=tuple(gradients),
         inner=_inner(spec, gradients),
-        normalized=normalized(spec),
         places=tuple(_places(spec, number) for number in (0, 1, 2)),
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
@@ -193,10 +190,8 @@ def _sum(total: Expr, term: Expr) -> Expr:
 
 
 def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
-    """Gradients through the score program and, for loads, through the weight program.
-
-    x is scale * program. Of the score's gradient the factor is left to the end of the sums that it enters.
-    """
+    """Gradients through the score program and, for loads, through the weight program. x is scale * program. Of the
+    score's gradient the factor is left to the end of the sums that it enters."""
     found = of_score(program, wanted)
     if scale != 1.0:
         found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}

@@ -60,10 +60,7 @@ def backward_kernels(
     by_keys: Collection[str] = (Keys.name,),
 ) -> list[KernelText]:
     """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their launch.
-
-    described: their loops read tiles by tensor descriptors.
-    by_keys: names of the kernels by keys that there may be.
-    """
+    described: their loops read tiles by tensor descriptors. by_keys: names of the kernels by keys that there may be."""
     role = Role(spec, d, d_v, needs)
     by_key = {item.axes is Axes.QUERIES for item in role.gradients.captured}
     kernels = []
