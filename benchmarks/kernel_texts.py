@@ -34,7 +34,6 @@ from fusion.codegen.mlir.moments import Moments
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training import backward_tiling
 from fusion.codegen.reference.polynomial import monomials
 from fusion.codegen.triton import module
@@ -46,6 +45,7 @@ from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, split_kernels
 from fusion.codegen.triton.sparse_kernel import sparse_module
 from fusion.ir import AttentionSpec, Normalizer
+from fusion.planning.register_tiles import Target
 from tracing import traced
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -18,11 +18,11 @@ from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
-from fusion.codegen.mlir.target import target_of
 from fusion.errors import KernelCompilationError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
+from fusion.planning.register_tiles import target_of
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel

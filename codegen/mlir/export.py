@@ -25,13 +25,13 @@ from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
-from fusion.codegen.mlir.target import target_of
 from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir.results import packed_strides
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu_rows import FEW_QUERIES
 from fusion.planning.portions import PER_THREAD
+from fusion.planning.register_tiles import target_of
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip

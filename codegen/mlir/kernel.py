@@ -28,12 +28,12 @@ from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, 
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1, J0, J1, Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
+from fusion.planning.register_tiles import Target
 
 
 def emit(

@@ -27,7 +27,6 @@ from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.results import output_layout
@@ -37,6 +36,7 @@ from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import all_heads_choice, rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 from fusion.planning.portions import one_by_one, portions
+from fusion.planning.register_tiles import Target
 
 
 def addresses_of(spec: AttentionSpec) -> list[tuple]:

@@ -23,7 +23,6 @@ from fusion.codegen.mlir.products import Groups, round_up, vector_products
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
 from fusion.ir.reads import dense_loads
@@ -31,7 +30,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import is_moderate
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import plain_scale
-from fusion.planning.register_tiles import planes_of
+from fusion.planning.register_tiles import Target, planes_of
 
 KEYS_AT_ONCE = 4
 """Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""

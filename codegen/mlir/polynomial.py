@@ -10,9 +10,10 @@ from fusion.codegen.mlir.calling import CompiledFunction, apart, memory
 from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.target import amx_enabled, target_of
 from fusion.codegen.reference.polynomial import Monomials, monomials
 from fusion.machine import Machine
+from fusion.machine.cpu import amx_enabled
+from fusion.planning.register_tiles import target_of
 
 STATE_BYTES = 1 << 20
 """What the state of one work item's features may fill of a second-level cache."""

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, LANES, WORDS, Avx512
+from fusion.planning.register_tiles import Target
 
 LONGEST_CHAIN = 128
 """Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are

@@ -29,11 +29,11 @@ from fusion.codegen.mlir.row_tiles import row_products
 from fusion.codegen.mlir.rows import SharedRows
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import SCORE, I, J, coord
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.planning.cpu_rows import MOST_ROWS
+from fusion.planning.register_tiles import Target
 
 
 def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, together: int = 4) -> KernelText:

@@ -15,9 +15,9 @@ from typing import ClassVar
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
 from fusion.codegen.mlir.rows import RowReader, Rows, SharedRows, in_line
 from fusion.codegen.mlir.scope import MEMORY_TYPE
-from fusion.codegen.mlir.target import Target
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
+from fusion.planning.register_tiles import Target
 
 STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds
 

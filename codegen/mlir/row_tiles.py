@@ -27,12 +27,11 @@ from fusion.codegen.mlir.row_groups import GroupedRows
 from fusion.codegen.mlir.row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
 from fusion.codegen.mlir.row_vectors import ValueProducts, VectorRows
 from fusion.codegen.mlir.rows import Rows, load_line
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, F32, LANES, WORDS, TileUnit
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
-from fusion.planning.register_tiles import planes_of
+from fusion.planning.register_tiles import Target, planes_of
 
 TILE = 256  # float32 in a tile
 STRETCH = 128  # keys: what is made of them stays in the first-level cache

@@ -17,12 +17,11 @@ from typing import ClassVar
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
 from fusion.codegen.mlir.row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
 from fusion.codegen.mlir.rows import Rows, SharedRows, load_f32, load_line, load_pair
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import BF16, LANES, Avx512
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS
-from fusion.planning.register_tiles import planes_of
+from fusion.planning.register_tiles import Target, planes_of
 
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
 SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a stretch: they are asked for a product ahead

@@ -13,7 +13,6 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.softmax import Exponent
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.vectormath import LIBM, VectorMath
@@ -25,6 +24,7 @@ from fusion.lowering.numbers import decided
 from fusion.lowering.ranges import ranges
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
+from fusion.planning.register_tiles import Target
 
 HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32

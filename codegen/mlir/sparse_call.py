@@ -10,10 +10,10 @@ from fusion.codegen.mlir.calling import float_bits
 from fusion.codegen.mlir.launch import Variant, addresses_of, call_values
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.target import target_of
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.machine import Machine
+from fusion.planning.register_tiles import target_of
 
 
 class SparseKernel:

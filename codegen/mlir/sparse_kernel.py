@@ -20,11 +20,11 @@ from fusion.codegen.mlir.kernel import AttentionKernel
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.softmax import RowProgram
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.ir.expr import SCORE, Expr
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import LOG2E
+from fusion.planning.register_tiles import Target
 
 
 def emit_sparse(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.scope import MEMORY_TYPE
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
-from fusion.planning.register_tiles import PLANES, planes_of
+from fusion.planning.register_tiles import PLANES, Target, planes_of
 from fusion.refusals import Ground, Refusal
 
 

@@ -24,13 +24,13 @@ from fusion.codegen.mlir.relative_bias import DistanceTable
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.codegen.mlir.work_items import Item, Tile, Tiling
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.rows import needs_maximum
+from fusion.planning.register_tiles import Target
 
 KEY_SPAN = 512
 

@@ -23,7 +23,6 @@ from fusion.codegen.mlir.further import IDENTITY
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import ForwardKernel, Prepared
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.results import (
     REDUCE,
@@ -39,6 +38,7 @@ from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, query_stationary
+from fusion.planning.register_tiles import Target
 
 log = logging.getLogger(__name__)
 

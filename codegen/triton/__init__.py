@@ -1,16 +1,11 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
-    supports(spec)          why there is no kernel for it, or None
-    reads(dtype, machine)   whether kernels on a machine read tensors of a float8 dtype
-    compile(spec)           the kernel: call it with operand tensors and sizes; `kernel.source(sizes)` is its text
-    compile_training(spec)  forward with statistics, and the gradients
-
-`forward` writes the kernel around the loop of `key_loop`, `expressions` and `matrices` the values and addresses in it,
-`panels` divides head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files,
-`autotune` measures other tiles than the planned (`candidates`, `forms`) and takes smaller ones where they do not fit,
-`launch` makes the call, `split` is for few queries, `features`, `polynomial`, `sparse_kernel` and `sparse_call` are for
-approximate attention, `interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before
-a kernel is made.
+It is an emitter (`fusion.codegen.emitter`). `forward` writes the kernel around the loop of `key_loop`, `expressions`
+and `matrices` the values and addresses in it, `panels` divides head dimensions, `mathematics` has functions that Triton
+lacks, `module` writes and loads files, `autotune` measures other tiles than the planned (`candidates`) and takes
+smaller ones where they do not fit, `launch` makes the call, `split` is for few queries, `features`, `polynomial`,
+`sparse_kernel` and `sparse_call` are for approximate attention, `interpret` runs it on CPU tensors in Triton's
+interpreter. Nothing of Triton is imported before a kernel is made.
 """
 
 from __future__ import annotations

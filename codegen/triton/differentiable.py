@@ -30,6 +30,7 @@ from fusion.codegen.triton.backward import (
 )
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
+from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.further import FurtherByKeys, FurtherByRows, further_kernels, tiles_of_further
 from fusion.codegen.triton.gradients import (
     arriving,
@@ -226,7 +227,7 @@ class Differentiable:
 
     def _results(self, grad, out, statistics, operands, sizes, made, rows) -> dict[str, Tensor]:
         """What kernels read and write beside the operands, by name."""
-        names = [self.kernel.operand_name(n) for n in range(len(operands))]
+        names = [Writer(spec=self.spec).operand(n) for n in range(len(operands))]
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty((2, *rows), dtype=torch.float32, device=out.device)  # and log_share

@@ -19,6 +19,7 @@ import enum
 import keyword
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusion.codegen.triton.dtypes import FLOAT8, cast
 from fusion.ir import integers
@@ -157,6 +158,16 @@ class Writer:
         bound = {line.split(" = ")[0] for line in self.lines[level]}
         self.lines[level] = []
         self.known = {expr: name for expr, name in self.known.items() if name not in bound}
+
+    def take(self, level: Level) -> list[str]:
+        """The statements of a level so far; they are handed over."""
+        taken, self.lines[level] = self.lines[level], []
+        return taken
+
+    def apart(self, known: dict[Expr, str], **changed: Any) -> Writer:
+        """A writer with lines of its own, and names and helpers in common."""
+        lines: dict[Level, list[str]] = {level: [] for level in Level}
+        return dataclasses.replace(self, known=dict(known), lines=lines, uses={}, **changed)
 
     def where(self, values: dict[Expr, str], mask: str | None = None, limits: dict[str, str] | None = None) -> Writer:
         """A writer into the same lines for which some coordinates have other names."""

@@ -16,7 +16,6 @@ from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
 from fusion.codegen.triton.descriptors import boxes, descriptors
-from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.split import Combine, Part
@@ -72,10 +71,6 @@ class Kernel:
         self._memory = [result_names(spec).index(name) for name in spec.output.order]
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
-
-    def operand_name(self, number: int) -> str:
-        """What an operand is called in the modules."""
-        return Writer(spec=self.spec).operand(number)
 
     def source(self, sizes: Sequence[int]) -> str:
         """The text of the module that a call with these sizes and aligned tensors runs, headed by its choice; empty

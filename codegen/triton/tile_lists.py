@@ -79,12 +79,12 @@ class TileLists:
     def _lanes(self) -> str:
         """Look up LANES tiles and add the live ones to the lists."""
         first, last, size = self.inner
-        live, whole = self._live(), self._whole()
+        live, whole = self._conditions(*self.mask.visits()), self._whole()
         return source.block(
             f"number = start + tl.arange(0, {LANES})",
             f"{first} = tl.minimum(number, tiles_across - 1) * {size}",
             f"{last} = tl.minimum({first} + {size}, {self.extents[first]}) - 1",
-            *self._facts(),
+            *self.writer.take(Level.BLOCK),
             f"meets = (number < tiles_across) & {' & '.join(live)}",
             *self._more(),
             f"full = meets & {' & '.join(whole)}",
@@ -100,24 +100,15 @@ class TileLists:
         """Statements that add tiles to `meets`."""
         return []
 
-    def _facts(self) -> list[str]:
-        """The statements that the conditions left behind."""
-        taken, self.writer.lines[Level.BLOCK] = self.writer.lines[Level.BLOCK], []
-        return taken
-
-    def _value(self, expr: Expr) -> str:
-        return self.writer.bind(expr, "n")
-
-    def _live(self) -> list[str]:
-        return [f"({self._value(condition)})" for condition in self.mask.visits()]
+    def _conditions(self, *conditions: Expr) -> list[str]:
+        return [f"({self.writer.bind(condition, 'n')})" for condition in conditions]
 
     def _whole(self) -> list[str]:
         """That the tile is not cut off along the list, and nothing in it needs the mask."""
         mask, (first, _, size) = self.mask, self.inner
         inside = [] if mask.key_lo is None else [apply("ile", mask.key_lo, J0)]
         inside += [] if mask.key_hi is None else [apply("ilt", J1, mask.key_hi)]
-        limits = [f"({self._value(condition)})" for condition in (*inside, *mask.whole())]
-        return [f"({first} + {size} <= {self.extents[first]})", *limits]
+        return [f"({first} + {size} <= {self.extents[first]})", *self._conditions(*inside, *mask.whole())]
 
 
 class KeyLists(TileLists):

@@ -37,15 +37,7 @@ class Tiles:
         self.writer = w = Writer(spec=spec, known=dict(self.known), outer=self.outer, inner=self.inner)
         # Columns of a tile whose rows are the inner coordinate, for reading matrices.
         inside = {I: "row"} if self.inner == "i" else {J: "key"}
-        self.inside = Writer(
-            spec=spec,
-            known=self.known | inside,
-            names=w.names,
-            helpers=w.helpers,
-            mask="key_ok",
-            outer=self.outer,
-            inner=self.inner,
-        )
+        self.inside = w.apart(self.known | inside, mask="key_ok")
         self.inside.lines[Level.BLOCK], self.inside.lines[Level.ROW] = w.lines[Level.BLOCK], w.lines[Level.ROW]
         self.n_q, self.n_k = w.value(spec.n_q), w.value(spec.n_k)
         self.dtype = DTYPES[spec.dtype]
@@ -73,6 +65,28 @@ class Tiles:
             lines += [f"{name} = {rest} % ({extent})", f"rest_{name} = {rest} // ({extent})"]
             rest = f"rest_{name}"
         return lines
+
+    def key_block(self, extents: list[str], names: list[str], more: Sequence[str] = ()) -> list[str]:
+        """Statements that say which keys of which head a program owns. more: behind the names of batch coordinates."""
+        return [
+            f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS",
+            "program = tl.program_id(0)",
+            "first = program % key_blocks * KEYS",
+            *self.decode("(program // key_blocks)", extents, names),
+            *more,
+            "j = (first + tl.arange(0, KEYS))[:, None]",
+            f"j_ok = j < {self.n_k}",
+        ]
+
+    def tile_of_keys(self) -> list[str]:
+        """Statements of the keys from `first` on, as rows and as columns."""
+        return [
+            "key = (first + tl.arange(0, KEYS))[:, None]",
+            f"key_ok = key < {self.n_k}",
+            "j = (first + tl.arange(0, KEYS))[None, :]",
+            f"j_ok = j < {self.n_k}",
+            *self.inside.lines[Level.TILE],
+        ]
 
     def places(self) -> list[str]:
         """Statements of the columns of Q and K, and of V, by panels."""
@@ -158,7 +172,7 @@ class Tiles:
     def bound(self, expr: Expr, lines: list[str]) -> str:
         """The value of an expression, after the statements that it needs."""
         text = self.writer.value(expr)
-        lines += self.taken()
+        lines += self.writer.take(Level.TILE)
         return text
 
     def statement(self, name: str, expr: Expr, shape: str) -> str:
@@ -166,12 +180,6 @@ class Tiles:
         lines: list[str] = []
         text = source.spread(self.bound(expr, lines), shape)
         return source.block(*lines, f"{name} = {text}")
-
-    def taken(self) -> list[str]:
-        """The statements left for the tile so far; they are handed over."""
-        taken = self.writer.lines[Level.TILE]
-        self.writer.lines[Level.TILE] = []
-        return taken
 
     def maximum(self, rows: str) -> list[str]:
         """Statements that read row_max of rows, shaped as `rows`, and say where their statistics are."""

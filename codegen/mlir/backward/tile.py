@@ -23,11 +23,11 @@ from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import Groups
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec, Operand
+from fusion.planning.register_tiles import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
