@@ -198,10 +198,6 @@ def _highest(*fills: float | None) -> float | None:
     return max((fill for fill in fills if fill is not None), default=None)
 
 
-def _negated(x: MagnitudeBound) -> MagnitudeBound | None:
-    return _product(MagnitudeBound(centre=-1.0), x)
-
-
 def _sum(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound:
     return MagnitudeBound(
         centre=x.centre + y.centre, slope=x.slope + y.slope, offset=x.offset + y.offset,
@@ -210,7 +206,7 @@ def _sum(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound:
 
 
 def _difference(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
-    negated = _negated(y)
+    negated = _product(MagnitudeBound(centre=-1.0), y)
     return None if negated is None else _sum(x, negated)
 
 
@@ -232,9 +228,7 @@ def _product(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
 
 
 def _quotient(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
-    if not _is_constant(y) or y.centre == 0.0:
-        return None
-    return _product(x, MagnitudeBound(centre=1.0 / y.centre))
+    return None if not _is_constant(y) or y.centre == 0.0 else _product(x, MagnitudeBound(centre=1.0 / y.centre))
 
 
 def _tanh(x: MagnitudeBound) -> MagnitudeBound | None:
@@ -253,7 +247,7 @@ def _rounded(x: MagnitudeBound) -> MagnitudeBound:
 #: What is known of the result of an operation from its arguments; that of `where` needs the scale
 _RULES: dict[str, Callable[..., MagnitudeBound | None]] = {
     **dict.fromkeys((*ROUNDED.values(), "where"), _rounded),
-    "neg": _negated,
+    "neg": functools.partial(_product, MagnitudeBound(centre=-1.0)),
     "fadd": _sum,
     "fsub": _difference,
     "fmul": _product,

@@ -249,7 +249,6 @@ class Builder:
         return self.op(f"vector.reduction <{kind}>, {x} : {x.type} into {scalar}", scalar, hint)
 
     def extract(self, x: Value, lane: int, hint: str = "t") -> Value:
-        """One lane of a vector."""
         scalar = shape_of(x.type)[1]
         return self.op(f"vector.extract {x}[{lane}] : {scalar} from {x.type}", scalar, hint)
 
@@ -275,7 +274,6 @@ class Builder:
         return self.op(f"vector.shuffle {x}, {y} [{', '.join(map(str, pattern))}] : {x.type}, {y.type}", type_, hint)
 
     def intrinsic(self, name: str, *operands: Value, type_: str | None = None, hint: str = "t") -> Any:
-        """A call of an LLVM intrinsic."""
         types = ", ".join(o.type for o in operands)
         call = f'llvm.call_intrinsic "llvm.{name}"({", ".join(map(str, operands))}) : ({types}) -> {type_ or "()"}'
         return self.op(call, type_, hint) if type_ else self.line(call)

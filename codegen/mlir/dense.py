@@ -9,9 +9,9 @@ gathers.
 from __future__ import annotations
 
 from fusion.codegen.mlir.builder import SIZE, Value, shape_of, vector_of
+from fusion.codegen.mlir.rows import linear_strides
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.codegen.mlir.transpose import transpose
-from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
@@ -29,20 +29,10 @@ class DenseLoad:
         number = expr.operand
         self.dtype = context.operands[number].dtype
         self.memory = MEMORY_TYPE[self.dtype]
-        b = self.b
-        base: Value | int = 0
-        self.row_stride: Value | int = 0
-        self.key_stride: Value | int = 0
-        for dim, index in enumerate(expr.args):
-            stride = context.params[("stride", number, dim)]
-            row = integers.linear(index, I)
-            assert row is not None
-            column = integers.linear(row[1], J)
-            assert column is not None
-            base = b.add(base, b.mul(scope.integer(column[1]), stride), "base")
-            self.row_stride = b.add(self.row_stride, b.mul(scope.integer(row[0]), stride), "row_stride")
-            self.key_stride = b.add(self.key_stride, b.mul(scope.integer(column[0]), stride), "key_stride")
-        self.origin = b.at(context.params[("ptr", number)], base, self.memory, "origin")
+        strides = linear_strides(context, scope, number, expr.args, I, J, "key")
+        assert strides is not None
+        base, self.row_stride, self.key_stride = strides
+        self.origin = self.b.at(context.params[("ptr", number)], base, self.memory, "origin")
         self.scalar = "i32" if expr.kind is Kind.BOOL else "f32"
         self.vector = vector_of(self.scalar, context.lanes)
         self.per_word = PER_WORD.get(self.dtype, 1)

@@ -72,7 +72,6 @@ class AttentionFunction:
 
 
 def tensor_type(shape: Sequence[int], dtype: str) -> str:
-    """The MLIR type of a tensor."""
     return f"tensor<{''.join(f'{extent}x' for extent in shape)}{TYPES[dtype]}>"
 
 
@@ -165,39 +164,32 @@ class _Writer:
         threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")
         wide = self.op(f"arith.extsi {threads} : i32 to i64")
         room = self.op(f"arith.muli {wide}, {self.constant(per_thread)} : i64")
-        workspace = self.allocate(self.op(f"arith.index_cast {room} : i64 to index"), "memref<?xi8>", "workspace")
+        room = self.op(f"arith.index_cast {room} : i64 to index")
+        workspace = self.op(f"memref.alloc({room}) {{alignment = 64 : i64}} : memref<?xi8>", "workspace")
         portions = self.op(f"arith.muli {wide}, {self.constant(PER_THREAD)} : i64", "portions")
         counter, flag = (self.scalar(hint) for hint in ("counter", "flag"))
         memref = tensor_type(self.out_shape, self.spec.out_dtype).replace("tensor", "memref")
         out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
-        known = {
-            ("ptr", "workspace"): lambda: self.address(workspace, "memref<?xi8>"),
-            ("ptr", "counter"): lambda: self.address(counter, "memref<1xi64>"),
-            ("ptr", "flag"): lambda: self.address(flag, "memref<1xi64>"),
-            **dict.fromkeys(
-                (("ptr", "partials"), ("ptr", "arrivals")), lambda: self.address(workspace, "memref<?xi8>")
-            ),  # of keys that are cut into parts
-            ("parts",): lambda: self.constant(1),
-            ("part_keys",): lambda: self.constant(n_k),
-            ("ptr", "out"): lambda: self.address(out, memref),
-            ("workspace_bytes",): lambda: self.constant(per_thread),
-            ("key_steps",): lambda: self.constant(steps),
-            ("items",): lambda: self.constant(items),
-            ("blocks",): lambda: self.constant(blocks),
-            ("portions",): lambda: portions,
-            ("unit",): lambda: self.constant(1),
-            ("span",): lambda: self.constant(span),
-            ("together",): lambda: self.constant(-(-span // blocks)),
-        }
-        self.call([known[slot]() if slot in known else self.slot(slot) for slot in text.slots], threads)
+        self.numbers = {
+            "parts": 1, "part_keys": n_k, "workspace_bytes": per_thread, "key_steps": steps, "items": items,
+            "blocks": blocks, "unit": 1, "span": span, "together": -(-span // blocks),
+        }  # fmt: skip
+        # The last two are of keys that are cut into parts.
+        self.memory = dict.fromkeys(("workspace", "partials", "arrivals"), (workspace, "memref<?xi8>"))
+        self.memory |= {"counter": (counter, "memref<1xi64>"), "flag": (flag, "memref<1xi64>"), "out": (out, memref)}
+        self.call([portions if slot == ("portions",) else self.slot(slot) for slot in text.slots], threads)
         result = memref.replace("memref", "tensor")
         self.lines.append(f"  %result = bufferization.to_tensor {out} restrict writable : {memref} to {result}")
         self.lines.append(f"  return %result : {result}")
         return "\n".join(self.lines) + "\n"
 
     def slot(self, slot: tuple) -> str:
-        """A parameter that operands, sizes and the result's layout determine."""
+        """A parameter: a number of the call, memory, or what operands, sizes and the result's layout determine."""
+        if len(slot) == 1:
+            return self.constant(self.numbers[slot[0]])
         kind, which = slot[0], slot[1]
+        if which in self.memory:
+            return self.address(*self.memory[which])
         if kind == "ptr":
             type_ = tensor_type(self.shapes[which], self.spec.operands[which].dtype)
             memref = type_.replace("tensor", "memref")
@@ -207,9 +199,6 @@ class _Writer:
         if kind == "size":
             return self.constant(self.sizes[which])
         return self.constant(packed_strides(self.out_shape)[self.spec.output.dims.index(which)])
-
-    def allocate(self, extent: str, memref: str, hint: str) -> str:
-        return self.op(f"memref.alloc({extent}) {{alignment = 64 : i64}} : {memref}", hint)
 
     def scalar(self, hint: str) -> str:
         """A zero in memory."""

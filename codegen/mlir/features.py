@@ -89,7 +89,6 @@ class FeaturesKernel(ThreadFunction):
         self.stage = self.area(stage, "stage")
 
     def text(self) -> str:
-        """The module's text."""
         self._write()
         return self.function()
 

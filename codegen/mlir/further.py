@@ -49,7 +49,6 @@ class FurtherOutputs:
 
     @property
     def step_bytes(self) -> int:
-        """Memory per key step."""
         return (self.kept_groups + len(self.of_keys)) * self.step * self.lanes * 4
 
     @property

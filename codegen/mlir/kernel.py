@@ -112,9 +112,7 @@ class AttentionKernel(OverlappingKernel):
         item = self._begin(top, number)
         last = b.sub(b.add(item.first, item.count), 1)
         ranged = Scope(context=self.context, parent=item.scope, known={I0: item.first, I1: last})
-        low, high = self._key_range(
-            ranged, mask.key_lo if mask else None, mask.key_hi if mask else None, self.products.key_step
-        )
+        low, high = self._key_range(ranged, self.products.key_step)
         if mask is not None and mask.tile_live is not None:
             low, high = self._live_range(ranged, mask.tile_live, low, high)
         self._attend(item, low, high)
@@ -345,7 +343,7 @@ class AttentionKernel(OverlappingKernel):
         """How many of the n keys from j0 on the rows of a tile need."""
         b, mask = self.b, self.spec.mask
         assert mask is not None
-        low, high = self._key_range(tile, mask.key_lo, mask.key_hi, self.products.key_step)
+        low, high = self._key_range(tile, self.products.key_step)
         needed = b.least(n, b.sub(high, j0))
         needed = b.select(b.compare("sle", b.add(j0, n), b.as_value(low, "i64")), 0, needed)
         if mask.tile_live is not None:

@@ -164,10 +164,10 @@ class _RowKernel(KernelFunction):
 
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
-        b, mask = self.b, self.spec.mask
+        b = self.b
         source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.products.staging)
         self.products.store_query(source, r)
-        low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, 1)
+        low, high = self._key_range(scope, 1)
         first = b.mul(part, self.params[("part_keys",)])
         self._clear(r, b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)])))
 

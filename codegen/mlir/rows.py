@@ -54,6 +54,30 @@ def in_line(index: tuple[Expr, ...], row: Expr) -> bool:
     return all(part is not None and row.name not in coordinates(part[0]) for part in found)
 
 
+Strides = tuple[Value | int, Value | int, Value | int]
+
+
+def linear_strides(
+    context: Context, scope: Scope, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr, name: str = "column"
+) -> Strides | None:
+    """(offset of element (0, 0), row stride, column stride); None where the map is not linear with scalar strides.
+    name: of the columns."""
+    b, positions = context.b, {row.name, column.name}
+    base: Value | int = 0
+    rows: Value | int = 0
+    columns: Value | int = 0
+    for dim, part in enumerate(index):
+        stride = context.params[("stride", operand, dim)]
+        along = integers.linear(part, row)
+        across = integers.linear(along[1], column) if along else None
+        if along is None or across is None or (coordinates(along[0]) | coordinates(across[0])) & positions:
+            return None
+        base = b.add(base, b.mul(scope.integer(across[1]), stride), "base")
+        rows = b.add(rows, b.mul(scope.integer(along[0]), stride), "row_stride")
+        columns = b.add(columns, b.mul(scope.integer(across[0]), stride), f"{name}_stride")
+    return base, rows, columns
+
+
 class RowReader:
     """Reads rows of one operand within one work item. Make it in the item's scope: it writes the strides there."""
 
@@ -63,25 +87,8 @@ class RowReader:
         self.made = access.value and Elements(context, scope, access.value, access.row, access.column)
         self.dtype = context.operands[access.operand].dtype if self.made is None else "float32"
         self.memory = MEMORY_TYPE[self.dtype]
-        self.base, self.row_stride, self.column_stride = self._strides()
-
-    def _strides(self) -> tuple[Value | int | None, Value | int | None, Value | int | None]:
-        """(offset of element (0, 0), row stride, column stride), or Nones where the map is not linear with scalar
-        strides."""
-        b, scope, params = self.context.b, self.scope, self.context.params
-        base: Value | int = 0
-        rows: Value | int = 0
-        columns: Value | int = 0
-        for dim, index in enumerate(self.access.index):
-            stride = params[("stride", self.access.operand, dim)]
-            row = integers.linear(index, self.access.row)
-            column = integers.linear(row[1], self.access.column) if row else None
-            if row is None or column is None or self._uses_position(row[0]) or self._uses_position(column[0]):
-                return None, None, None
-            base = b.add(base, b.mul(scope.integer(column[1]), stride), "base")
-            rows = b.add(rows, b.mul(scope.integer(row[0]), stride), "row_stride")
-            columns = b.add(columns, b.mul(scope.integer(column[0]), stride), "column_stride")
-        return base, rows, columns
+        strides = linear_strides(context, scope, access.operand, access.index, access.row, access.column)
+        self.base, self.row_stride, self.column_stride = strides or (None, None, None)
 
     def _uses_position(self, expr: Expr) -> bool:
         return not coordinates(expr).isdisjoint({self.access.row.name, self.access.column.name})

@@ -159,16 +159,16 @@ class KernelFunction(ThreadFunction):
             for n, index, row, column in ((0, spec.q, I, C), (1, spec.k, J, C), (2, spec.v, J, E))
         ]
 
-    def _key_range(self, scope: Scope, low: Expr | None, high: Expr | None, step: int) -> tuple[Value | int, Value]:
-        """The keys to visit, clamped; the start on a key step."""
-        b = self.b
+    def _key_range(self, scope: Scope, step: int) -> tuple[Value | int, Value]:
+        """The keys that the mask leaves, in a scope that knows i0 and i1, clamped; the start on a key step."""
+        b, mask = self.b, self.spec.mask
         start: Value | int = 0
         end = self.n_k
-        if low is not None:
-            start = b.most(b.least(b.as_value(scope.integer(low), "i64"), self.n_k), 0)
+        if mask is not None and mask.key_lo is not None:
+            start = b.most(b.least(b.as_value(scope.integer(mask.key_lo), "i64"), self.n_k), 0)
             start = b.mul(b.div(start, step), step, "key_lo")
-        if high is not None:
-            end = b.most(b.least(b.as_value(scope.integer(high), "i64"), self.n_k), 0, "key_hi")
+        if mask is not None and mask.key_hi is not None:
+            end = b.most(b.least(b.as_value(scope.integer(mask.key_hi), "i64"), self.n_k), 0, "key_hi")
         return start, end
 
     def _with_keys(self, tile: Scope, first: Value, count: Value) -> Scope:
@@ -185,7 +185,6 @@ class KernelFunction(ThreadFunction):
         return None if self.programs.full is None or mask is None else self._all(tile, mask.whole())
 
     def _all(self, scope: Scope, conditions: Sequence[Expr]) -> Value:
-        """Whether all of these hold."""
         b = self.b
         return functools.reduce(lambda x, e: b.binary("arith.andi", x, scope.value(e)), conditions, b.constant(1, "i1"))
 
@@ -199,7 +198,6 @@ class KernelFunction(ThreadFunction):
         return self.b.compare("ogt", m, limit, "alive")
 
     def _row_address(self, scope: Scope, row: Value) -> Value:
-        """Where a row of the result begins."""
         b = self.b
         offset = b.mul(row, self.params[("out_stride", "i")])
         for axis in range(len(self.spec.batch)):

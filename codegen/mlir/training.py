@@ -152,7 +152,6 @@ class TrainingKernel(ForwardKernel):
 
 
 def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:
-    """The output, from its copies."""
     if further.over != "i":
         return copies[0]
     return REDUCE[further.reduction](copies, 0)

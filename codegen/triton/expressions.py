@@ -131,7 +131,6 @@ class Writer:
                 self.uses[arg] = self.uses.get(arg, 0) + 1
 
     def fresh(self, hint: str) -> str:
-        """A name not in use yet."""
         name, n = hint, 1
         while name in self.names or keyword.iskeyword(name):
             n += 1

@@ -179,7 +179,6 @@ class Forward:
         return key_limits(self.spec.mask, n_k, self.writer.value)
 
     def _stages(self) -> str:
-        """The calls of `visit_keys`."""
         lines, stages = self.loop.initial(), []
         if self.listed:
             stages += [("0", "full_count", False, False), ("tiles_across - partial_count", "tiles_across", True, True)]

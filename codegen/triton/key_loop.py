@@ -245,7 +245,6 @@ class KeyLoop:
         return lines, tiles
 
     def _box(self, name: str, panel: Panel, first: str) -> str:
-        """The statement that reads a tile by its descriptor."""
         box = self.boxes[name]
         widened = cast(box.dtype(self.spec), self.spec.dtype)
         tile = box.load_described(panel, first) if self.specialized else box.load(self.keys, panel, first)

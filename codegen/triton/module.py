@@ -38,7 +38,6 @@ if __name__ == "__main__":
 
 
 def module_text(spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int) -> str:
-    """The whole module."""
     helpers = sorted({name for kernel in kernels for name in kernel.helpers})
     parts = [
         f'"""{_title(spec, d, d_v)}\n{GLOSSARY}"""',

@@ -45,7 +45,6 @@ class TileLists:
         self.extents = {"i0": self.writer.value(spec.n_q), "j0": self.writer.value(spec.n_k)}
 
     def text(self) -> KernelText:
-        """The kernel."""
         first, last, size = self.outer
         count = self.extents[first]
         outside = [
@@ -69,7 +68,6 @@ class TileLists:
         return kernel_text(self.name, (self.__doc__ or "").strip().splitlines()[0], body, self.writer)
 
     def _coordinates(self, rest: str) -> list[str]:
-        """Statements that take a place apart."""
         lines = [f"rest = {rest}"]
         for axis in reversed(axes_of(self.spec)):
             extent = self.writer.factor(self.spec.batch[axis])

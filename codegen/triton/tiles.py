@@ -43,7 +43,6 @@ class Tiles:
         self.dtype = DTYPES[spec.dtype]
 
     def text(self) -> KernelText:
-        """The kernel."""
         visits, body = self.body()
         doc = (self.__doc__ or "").strip().splitlines()[0]
         return kernel_text(self.name, doc, body, self.writer, [part.text for part in visits])

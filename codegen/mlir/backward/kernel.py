@@ -174,7 +174,6 @@ class BackwardKernel(BackwardTile):
         return Block(scope=scope, first=first, count=count, groups=groups, padded=padded)
 
     def _row_range(self, block: Block) -> tuple[Value, Value]:
-        """The rows that a block visits."""
         raise NotImplementedError
 
     def _may_meet(self, block: Block, rows: Rows) -> Value:

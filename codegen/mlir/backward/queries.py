@@ -25,17 +25,13 @@ class QueriesKernel(BackwardKernel):
 
     def _row_range(self, block: Block) -> tuple[Value, Value]:
         """The keys that the mask leaves for these queries; all where one of them met no live key."""
-        b, mask, step = self.b, self.spec.mask, self.score_half.products.key_step
-        low, high = b.constant(0, "i64"), self.n_rows
-        if mask is None or not self.skips:
-            return low, high
+        b = self.b
+        if not self.skips:
+            return b.constant(0, "i64"), self.n_rows
         queries = Rows(first=block.first, count=block.count)
         ranged = self._with_queries(block.scope, queries)
-        if mask.key_lo is not None:
-            low = b.most(b.least(b.as_value(ranged.integer(mask.key_lo), "i64"), self.n_k), 0)
-            low = b.mul(b.div(low, step), step, "key_lo")
-        if mask.key_hi is not None:
-            high = b.most(b.least(b.as_value(ranged.integer(mask.key_hi), "i64"), self.n_k), 0, "key_hi")
+        low, high = self._key_range(ranged, self.score_half.products.key_step)
+        low = b.as_value(low, "i64")
         if not normalized(self.spec):
             return low, high
         self.dead = self._any_dead(queries)
