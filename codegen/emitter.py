@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +25,7 @@ from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.choice import Choice, Planner
-from fusion.refusals import Refusal
+from fusion.refusals import Ground, Refusal
 
 AUTO = "auto"
 
@@ -109,6 +109,17 @@ class Emitter(Protocol):
     ) -> TrainingKernel | None:
         """What trains with a spec, or None where the gradient is left to the reference interpreter."""
         ...
+
+
+def unread(spec: AttentionSpec, read: Collection[str], multiplied: Collection[str]) -> Refusal | None:
+    """That an operand is of no dtype that kernels read, or, of Q, K and V, that products take."""
+    products = [o for o, value in zip(spec.operands[:3], spec.values, strict=True) if value is None]
+    for operands, what, dtypes in ((spec.operands, "kernels read", read), (products, "products take", multiplied)):
+        for operand in operands:
+            if operand.dtype not in dtypes:
+                found = f"operand {operand.name} has dtype {operand.dtype}; {what} {', '.join(dtypes)}"
+                return Refusal(Ground.DTYPE, found)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

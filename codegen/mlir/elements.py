@@ -44,7 +44,7 @@ class Elements:
         def store(x: Value, column: Value) -> None:
             b.store(x if memory == "f32" else self.context.math.narrow(x, memory), b.at(target, column, memory))
 
-        row = Scope(context=self.context, parent=self.scope, known={self.row: position})
+        row = self.scope.inner({self.row: position})
         whole = b.select(self.unit, b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
         every = b.compare("eq", self._numbers(), self._numbers())
         with b.loop(0, whole, lanes, hint="c") as c:
@@ -60,9 +60,7 @@ class Elements:
     def _vector(self, row: Scope, first: Value, valid: Value, together: bool) -> Value:
         """The elements of the columns from `first` on. together: strides are such that lanes read side by side."""
         lanes = Lanes(coord=LANE, first=0, count=self.lanes, valid=valid)
-        here = Scope(
-            context=self.context, parent=row, lanes=lanes, known={BLOCK: self.b.div(first, self.lanes, "block")}
-        )
+        here = row.inner({BLOCK: self.b.div(first, self.lanes, "block")}, lanes=lanes)
 
         def leaf(expr: Expr) -> Value | None:
             if LANE.name not in coordinates(expr):

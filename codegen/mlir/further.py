@@ -124,7 +124,7 @@ class FurtherOutputs:
         if self.keeps:
             weight = b.load(self._row(kept, key), self.vector, "p")
             known[WEIGHT] = weight if factor is None else self.kernel._scaled(weight, factor)
-        scope = Scope(context=self.kernel.context, parent=rows, known=known)
+        scope = rows.inner(known)
         return [scope.vector(f.value) for f in self.kernel.spec.further]
 
     def _take(self, part: Value, keys: Value, values: list[list[Value]], rows: Scope, totals: list[Value]):

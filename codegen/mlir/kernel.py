@@ -111,7 +111,7 @@ class AttentionKernel(OverlappingKernel):
         b, mask = self.b, self.spec.mask
         item = self._begin(top, number)
         last = b.sub(b.add(item.first, item.count), 1)
-        ranged = Scope(context=self.context, parent=item.scope, known={I0: item.first, I1: last})
+        ranged = item.scope.inner({I0: item.first, I1: last})
         low, high = self._key_range(ranged, self.products.key_step)
         if mask is not None and mask.tile_live is not None:
             low, high = self._live_range(ranged, mask.tile_live, low, high)
@@ -158,7 +158,7 @@ class AttentionKernel(OverlappingKernel):
         zero, last = b.constant(0, "i64"), b.sub(self.n_k, 1)
 
         def dead(first: Value, end: Value) -> Value:
-            tile = Scope(context=self.context, parent=rows, known={J0: first, J1: b.least(end, last)})
+            tile = rows.inner({J0: first, J1: b.least(end, last)})
             none = b.compare("eq", b.as_value(tile.integer(live), "i64"), 0)
             return b.convert("arith.extui", none, "i64", "dead")
 
@@ -335,7 +335,7 @@ class AttentionKernel(OverlappingKernel):
         b, lanes = self.b, self.lanes
         start, rows = b.add(item.first, b.mul(g, lanes)), b.sub(item.count, b.mul(g, lanes))
         last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
-        tile = Scope(context=self.context, parent=item.scope, known={I0: start, I1: last})
+        tile = item.scope.inner({I0: start, I1: last})
         n = b.least(b.sub(keys.high, j0), self.tiling.keys, "n_keys")
         return tile, n if keys.skipping is None else self._tile_keys(tile, j0, n, keys.skipping)
 

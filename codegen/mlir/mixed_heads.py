@@ -121,7 +121,7 @@ class MixedHeadsKernel(KernelFunction):
             start = b.add(first, b.mul(g, self.lanes), "row")
             lanes = Lanes(coord=I, first=start, count=self.lanes, valid=self._valid(b.sub(self.n_q, start)))
             with b.when(b.compare("slt", start, self.n_q)):
-                self._weigh(Scope(context=self.context, parent=scope, lanes=lanes), g)
+                self._weigh(scope.inner(lanes=lanes), g)
         with b.loop(0, self.heads, hint="head") as head:
             self._finish(self._of_head(scope, head), head, first)
 
@@ -129,7 +129,7 @@ class MixedHeadsKernel(KernelFunction):
         """The scope of one head, which knows all batch coordinates."""
         batch = [coord(name) for name in self.batch_names]
         known = {name: head if name is self.axis else scope.value(name) for name in batch}
-        return Scope(context=self.context, parent=scope, known=known)
+        return scope.inner(known)
 
     def _packed(self, head: Value) -> PackedRows:
         return PackedRows(self.b, self.b.at(self.state, self.b.mul(head, STATE_BYTES), "i8"))
@@ -272,7 +272,7 @@ class MixedHeadsKernel(KernelFunction):
         """The program behind the sums; 0 where there is no key."""
         b = self.b
         known = {WEIGHT: value, J: b.least(key, b.sub(self.n_k, 1))}
-        found = Scope(context=self.context, parent=scope, known=known).vector(self.mixing.weighted)
+        found = scope.inner(known).vector(self.mixing.weighted)
         return b.select(b.broadcast(b.compare("slt", key, self.n_k), self.lanes), found, 0.0, "w")
 
     def _softmax(self, head: Value, g: Value) -> GroupSoftmax:

@@ -26,7 +26,7 @@ class DistanceTable:
         with b.loop(0, count, lanes, hint="at") as at:
             valid = b.first_lanes(b.sub(count, at), lanes)
             lane = Lanes(coord=I, first=b.add(first_row, at), count=lanes, valid=valid)
-            here = Scope(context=self.context, parent=scope, lanes=lane, known={J: last_key})
+            here = scope.inner({J: last_key}, lanes=lane)
             value = here.vector(self.part)
             if self.scalar == "i32":
                 value = b.convert("arith.extui", value, "i32")

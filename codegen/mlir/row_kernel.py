@@ -154,7 +154,7 @@ class _RowKernel(KernelFunction):
         """(scope of the row, of its batch element, its query i); row: number in the order (batch coordinates.., i)."""
         i, batch = self.b.rem(row, self.n_q, "i"), self._batch_scope(top, self.b.div(row, self.n_q))
         # The row's coordinate is bound under three names: as a row, and as first and last row of a block.
-        scope = Scope(context=self.context, parent=batch, known={I: i, coord("i0"): i, coord("i1"): i})
+        scope = batch.inner({I: i, coord("i0"): i, coord("i1"): i})
         scope.prepare(self.programs.masked, self.weight, bound=self.batch_names | {"i"})
         return scope, batch, i
 
@@ -319,7 +319,7 @@ class _RowKernel(KernelFunction):
         b, lanes = self.b, self.lanes
         score, valid = self.products.scores(mine, r, j0), self._valid(b.sub(mine.high, j0))
         lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
-        here = Scope(context=self.context, parent=scope, lanes=lane, known={SCORE: score})
+        here = scope.inner({SCORE: score}, lanes=lane)
         outside = 0.0 if self.spec.normalizer is Normalizer.NONE else float("-inf")
         x = b.select(valid, here.vector(self.programs.masked), outside, "x")
         return x, None if self.weight is None else b.select(valid, here.vector(self.weight), 0.0, "w")

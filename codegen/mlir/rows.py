@@ -201,7 +201,7 @@ class RowReader:
         parts = [integers.linear(index, self.access.column) for index in self.access.index]
         if any(part is None or self._uses_position(part[0]) for part in parts):
             return self.source, None
-        inner = Scope(context=self.context, parent=self.scope, known={self.access.row: position})
+        inner = self.scope.inner({self.access.row: position})
         offset: Value | int = 0
         stride: Value | int = 0
         for dim, (step, rest) in enumerate(part for part in parts if part is not None):
@@ -212,7 +212,7 @@ class RowReader:
 
     def _element(self, position: Value, c: Value) -> Value:
         b = self.context.b
-        inner = Scope(context=self.context, parent=self.scope, known={self.access.row: position, self.access.column: c})
+        inner = self.scope.inner({self.access.row: position, self.access.column: c})
         offset: Value | int = 0
         for dim, index in enumerate(self.access.index):
             stride = self.context.params[("stride", self.access.operand, dim)]

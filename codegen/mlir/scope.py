@@ -107,13 +107,18 @@ class Scope:
     known: dict[Expr, Value] = field(default_factory=dict)
     leaf: Callable[[Expr], Value | None] = lambda expr: None
 
-    def __post_init__(self) -> None:
-        if self.lanes is None and self.parent is not None:
-            self.lanes = self.parent.lanes
-
     @property
     def b(self) -> Builder:
         return self.context.b
+
+    def inner(
+        self,
+        known: dict[Expr, Value] | None = None,
+        lanes: Lanes | None = None,
+        leaf: Callable[[Expr], Value | None] = lambda expr: None,
+    ) -> Scope:
+        """A scope in this one."""
+        return Scope(self.context, self, lanes or self.lanes, {} if known is None else known, leaf)
 
     def prepare(self, *exprs: Expr | None, bound: frozenset[str]) -> None:
         """Write here whatever below the expressions depends on nothing but the coordinates `bound`."""

@@ -146,7 +146,7 @@ class KernelFunction(ThreadFunction):
                 continue
             extent = b.as_value(top.integer(self.spec.batch[axis]), "i64")
             known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
-        scope = Scope(context=self.context, parent=top, known=known)
+        scope = top.inner(known)
         bound = self.batch_names - {f"b{but}"}
         scope.prepare(self.programs.masked, self.programs.full, self.weight, *self.spec.sinks, bound=bound)
         return scope
@@ -176,7 +176,7 @@ class KernelFunction(ThreadFunction):
         b = self.b
         j0 = b.least(first, b.sub(self.n_k, 1), "j_first")
         j1 = b.most(j0, b.least(b.sub(b.add(first, count), 1), b.sub(self.n_k, 1)), "j_last")
-        return Scope(context=self.context, parent=tile, known={J0: j0, J1: j1})
+        return tile.inner({J0: j0, J1: j1})
 
     def _whole(self, tile: Scope) -> Value | None:
         """Whether the program for full tiles may stand for a whole tile, in a scope that knows its i0, i1, j0 and j1;

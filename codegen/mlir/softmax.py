@@ -175,7 +175,7 @@ class GroupSoftmax:
         b = self.b
         score = b.load(self._row(self.group.scores, key), self.vector, "s", align=4 * self.lanes)
         known = {SCORE: score, J: b.add(self.block.first, key, "j")}
-        return Scope(context=self.context, parent=rows.scope, known=known, leaf=staged_leaf(rows.staged, key))
+        return rows.scope.inner(known, leaf=staged_leaf(rows.staged, key))
 
     def largest(self, x: Value, y: Value) -> Value:
         """The larger; y where x is NaN (one `vmaxps`), unless NaN is wanted."""

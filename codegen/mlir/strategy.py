@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fusion.codegen import emitter
 from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.work_items import Tiling
@@ -19,17 +20,8 @@ def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
         return Refusal(Ground.NOT_INSTALLED, reason)
     if machine.kind != "cpu":
         return Refusal(Ground.OTHER_MACHINE, f"{machine.name} is not a CPU")
-    for operand in spec.operands:
-        if operand.dtype not in MEMORY_TYPE:
-            return Refusal(
-                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(MEMORY_TYPE)}"
-            )
-    for number in (0, 1, 2):
-        operand = spec.operands[number]
-        if operand.dtype not in PLANES and spec.values[number] is None:
-            return Refusal(
-                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PLANES)}"
-            )
+    if (refusal := emitter.unread(spec, MEMORY_TYPE, PLANES)) is not None:
+        return refusal
     written = ("float32", "bfloat16", "float16")
     if spec.out_dtype not in written:
         return Refusal(Ground.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")

@@ -212,7 +212,7 @@ class TileKernel(KernelFunction):
         offset = b.mul(g, self.lanes)
         first, valid = b.add(item.first, offset), self._valid(b.sub(item.count, offset))
         lanes = Lanes(coord=I, first=first, count=self.lanes, valid=valid)
-        return Scope(context=self.context, parent=scope, lanes=lanes)
+        return scope.inner(lanes=lanes)
 
     def _member_lanes(self, tile: Tile, member: Value | int) -> Scope:
         return self._lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from fusion.codegen import emitter
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.dtypes import DTYPES, FLOAT8, PRODUCTS
@@ -45,17 +46,8 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
     """Why this spec has no GPU kernel, or None; the same on every machine."""
     if (reason := unavailable()) is not None:
         return Refusal(Ground.NOT_INSTALLED, reason)
-    for operand in spec.operands:
-        if operand.dtype not in _LOADED:
-            return Refusal(
-                Ground.DTYPE,
-                f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(sorted(_LOADED))}",
-            )
-    for operand, value in zip(spec.operands[:3], spec.values, strict=True):
-        if operand.dtype not in PRODUCTS and value is None:
-            return Refusal(
-                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PRODUCTS)}"
-            )
+    if (refusal := emitter.unread(spec, sorted(_LOADED), PRODUCTS)) is not None:
+        return refusal
     if spec.mixing is not None:
         return Refusal(Ground.HEADS_MIXED, "heads are mixed, and kernels for GPUs compute them one by one")
     written = (("a further output has", further.dtype) for further in spec.further)

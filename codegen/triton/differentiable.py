@@ -50,7 +50,7 @@ from fusion.ir.strided import strided
 from fusion.kept import Made
 from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
-from fusion.planning.choice import Choice, Tile
+from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BY_KEYS
 
@@ -83,22 +83,14 @@ class Differentiable:
         self.kernel = Kernel(
             spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
         )
+        self.source, self.choice, self.prepare = self.kernel.source, self.kernel.choice, self.kernel.prepare
         self._made = Made()
         # Derived once: a call would spend 70 to 400 us on each.
         self._unsupported = functools.cache(lambda needs: unsupported_gradient(self.trained, needs))
         self._joins = functools.cache(lambda needs: may_join(self.trained, needs))
-        self._groups = functools.cache(self._groups_function)
-
-    def source(self, sizes: Sequence[int]) -> str:
-        """The text of the forward's module (see `Kernel.source`)."""
-        return self.kernel.source(sizes)
-
-    def choice(self, sizes: Sequence[int]) -> Choice:
-        """What the forward of a call runs (see `Kernel.choice`)."""
-        return self.kernel.choice(sizes)
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Nothing: Triton compiles a kernel for the tensors of its first launch."""
+        # Values of `spec.sizes` -> how many values of each batch coordinate share keys.
+        none = (False,) * len(spec.operands)
+        self._groups = functools.cache(lambda: size_function(gradients_of(self.trained, none).groups, self.spec.sizes))
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
@@ -193,7 +185,8 @@ class Differentiable:
         variant = self._variant(*made_for)
         results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
         results |= {} if sums is None else {"dq_sums": sums}
-        shared = self._shared(batch, sizes)
+        # How many values of each batch coordinate K and V tell apart.
+        shared = [extent // group for extent, group in zip(batch, self._groups()(sizes), strict=True)]
         described = functools.partial(self._variant, *made_for, described=True)
         launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
         stages = [
@@ -245,15 +238,6 @@ class Differentiable:
             off = off * lost_logarithms(*statistics[:2])
             results["off"] = off.expand(rows).contiguous()
         return results
-
-    def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """How many values of each batch coordinate K and V tell apart."""
-        return [extent // group for extent, group in zip(batch, self._groups()(sizes), strict=True)]
-
-    def _groups_function(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """Values of `spec.sizes` -> how many values of each batch coordinate share keys."""
-        none = (False,) * len(self.spec.operands)
-        return size_function(gradients_of(self.trained, none).groups, self.spec.sizes)
 
     def _variant(
         self,

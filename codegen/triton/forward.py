@@ -278,12 +278,11 @@ class Forward:
     def _write_statistics(self, excess: str) -> list[str]:
         """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]. excess: the factor that the sum lacks."""
         n_q = self.writer.value(self.spec.n_q)
-        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         return [
             *(self._excess(self.programs) if excess else []),
             f"statistics_at = statistics_ptr + tl.cast({place_of(self.writer)}, tl.int64) * {n_q} + rows[:, None]",
             f"tl.store(statistics_at, {self.writer.known[ROW_MAX]}, mask=(rows <= i1)[:, None])",
-            f"statistics_at += tl.cast({heads}, tl.int64) * {n_q}",
+            f"statistics_at += tl.cast({heads_of(self.writer)}, tl.int64) * {n_q}",
             f"tl.store(statistics_at, row_sum{excess}, mask=(rows <= i1)[:, None])",
         ]
 
@@ -294,6 +293,11 @@ def in_own_units(m: str, programs: ScorePrograms) -> str:
     for unit, value in programs.fills:
         row_max = f"tl.where({m} == {number(unit)}, {number(value)}, {row_max})"
     return row_max
+
+
+def heads_of(writer: Writer) -> str:
+    """The number of batch elements."""
+    return " * ".join(writer.factor(extent) for extent in writer.spec.batch) or "1"
 
 
 def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:

@@ -18,6 +18,7 @@ share the keys of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
@@ -100,9 +101,7 @@ class KeyLoop:
 
     def initial(self) -> list[str]:
         """Statements that begin the state."""
-        lines = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in self.values]
-        if self.softmax:
-            lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
+        lines = nothing_summed(self.values, self.softmax)
         if self.rotated:
             lines += ["p = tl.full([ROWS, KEYS], 0.0, tl.float32)", "alpha = tl.full([ROWS], 1.0, tl.float32)"]
         return lines
@@ -354,6 +353,14 @@ class KeyLoop:
         if self.spec.weight is not const(1.0):
             lines.append("p = p * w")
         return source.block(*lines)
+
+
+def nothing_summed(values: Sequence[Panel], softmax: bool) -> list[str]:
+    """Statements that begin the sums over the keys."""
+    lines = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in values]
+    if softmax:
+        lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
+    return lines
 
 
 def _factor(text: str) -> str:

@@ -8,7 +8,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import Box
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer
-from fusion.codegen.triton.forward import KernelText, kernel_text, place_of
+from fusion.codegen.triton.forward import KernelText, heads_of, kernel_text, place_of
 from fusion.codegen.triton.matrices import Matrix, made, matrix
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import Visit, visit
@@ -164,7 +164,7 @@ class Tiles:
 
     def in_plane(self, tensor: str, number: int) -> str:
         """Where rows are in a plane, from 1 on, of a tensor of numbers of rows."""
-        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
+        heads = heads_of(self.writer)
         planes = heads if number == 1 else f"{number} * {heads}"
         return f"{tensor}_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place"
 

@@ -104,8 +104,7 @@ class GroupElements:
         align = 4 * kernel.lanes
         score = b.load(b.at(self.scores, at, "f32"), kernel.vector, "s", align=align)
         position = b.add(self.first, r, "row")
-        row = Scope(context=kernel.context, parent=self.scope, known={SCORE: score, kernel.axis.row: position})
-        row.leaf = staged_leaf(self.staged, r)
+        row = self.scope.inner({SCORE: score, kernel.axis.row: position}, leaf=staged_leaf(self.staged, r))
         x = row.vector(self.program)
         known, weight = self.statistics or kernel.row_statistics(position), x
         if known is not None:
@@ -142,7 +141,7 @@ class GroupElements:
             known[FURTHER_UPSTREAM] = self.b.constant(float(further), self.kernel.vector)
         if through is not None:
             known[WEIGHT_UPSTREAM] = through
-        return Scope(context=self.kernel.context, parent=row, known=known)
+        return row.inner(known)
 
     def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
         collected = list(sums)

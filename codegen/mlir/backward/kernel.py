@@ -71,7 +71,7 @@ class BackwardKernel(BackwardTile):
                 odd = b.compare("ne", b.rem(b.add(o, turn), 2), 0)
                 block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
                 with b.when(b.compare("slt", block, blocks)), self._one_block(scope, block):
-                    self._block(Scope(context=self.context, parent=scope), block)
+                    self._block(scope.inner(), block)
 
     def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:
         """Around the blocks of one batch element."""
@@ -91,7 +91,7 @@ class BackwardKernel(BackwardTile):
             for axis in reversed(axes):
                 extent = b.as_value(top.integer(spec.batch[axis]), "i64")
                 known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
-        scope = Scope(context=self.context, parent=top, known=known)
+        scope = top.inner(known)
         flat: Value | int = 0
         for axis in range(len(spec.batch)):
             extent = b.as_value(top.integer(spec.batch[axis]), "i64")

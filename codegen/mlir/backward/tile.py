@@ -271,7 +271,7 @@ class BackwardTile(KernelFunction):
             coord=self.axis.lane, first=b.add(block.first, offset), count=lanes,
             valid=self._valid(b.sub(block.count, offset)),
         )  # fmt: skip
-        scope = Scope(context=self.context, parent=block.scope, lanes=held)
+        scope = block.scope.inner(lanes=held)
         collected = [entry.full if full else entry.masked for entry in self.collected]
         exprs = (program, self.weight, self.plan.at_weight, self.plan.score[1 if full else 0], *collected)
         scope.prepare(*exprs, bound=self.batch_names | {self.axis.lane.name})
@@ -321,7 +321,7 @@ class BackwardTile(KernelFunction):
 
     def _with_queries(self, scope: Scope, queries: Rows) -> Scope:
         last = self.b.sub(self.b.add(queries.first, queries.count), 1)
-        return Scope(context=self.context, parent=scope, known={I0: queries.first, I1: last})
+        return scope.inner({I0: queries.first, I1: last})
 
     def _tile_scope(self, block: Block, rows: Rows) -> Scope:
         """A scope that knows the first and last query and key of a tile."""
@@ -329,7 +329,7 @@ class BackwardTile(KernelFunction):
         queries, keys = (lanes, rows) if self.axis is LaneAxis.QUERIES else (rows, lanes)
         i0, j0 = queries.first, keys.first
         known = {I0: i0, I1: b.sub(b.add(i0, queries.count), 1), J0: j0, J1: b.sub(b.add(j0, keys.count), 1)}
-        return Scope(context=self.context, parent=block.scope, known=known)
+        return block.scope.inner(known)
 
     def statistic(self, name: str, query: Value) -> Value:
         """Where the `STATISTICS` of a query of this batch element lie."""

@@ -21,18 +21,6 @@ from fusion.ir.spec import AttentionSpec
 from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
 
-__all__ = [
-    "Joint",
-    "Keys",
-    "KeysAlone",
-    "Prepare",
-    "Queries",
-    "ValuesAlone",
-    "backward_kernels",
-    "may_join",
-    "query_coordinates",
-]
-
 BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
 WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}, Joint.name: {1, 2}}
 """The operands whose gradients each kernel writes (`Joint` adds to dQ)."""
