@@ -56,20 +56,15 @@ class Kernel(Runs, Protocol):
 
 
 class Backward(NamedTuple):
-    """What a backward is given.
+    """What a backward is given. out, statistics: what the forward returned. further: what arrives at each of the
+    further outputs, None where nothing does; empty where nothing does at any."""
 
-    grad: of the output, of any strides.
-    out, statistics: what the forward returned.
-    needs: marks the operands whose gradients are wanted.
-    further: what arrives at each of the further outputs, None where nothing does; empty where nothing does at any.
-    """
-
-    grad: Tensor
+    grad: Tensor  # of the output, of any strides
     out: Tensor
     statistics: Tensor
     operands: Sequence[Tensor]
     sizes: Sequence[int]
-    needs: tuple[bool, ...]
+    needs: tuple[bool, ...]  # marks the operands whose gradients are wanted
     further: Sequence[Tensor | None] = ()
 
 
@@ -124,19 +119,14 @@ def unread(spec: AttentionSpec, read: Collection[str], multiplied: Collection[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """An emitter by its name.
-
-    devices: the types of devices that it serves; every type where there is none.
-    load: the emitter; called where a kernel is asked for first, since an emitter brings a compiler along.
-    machine: the machine that a device is.
-    further_outputs: whether it writes weights and statistics of them beside the output.
-    """
+    """An emitter by its name. load: the emitter; called where a kernel is asked for first, since an emitter brings a
+    compiler along."""
 
     name: str
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # the types of devices that it serves; every type where there is none
     load: Callable[[], Emitter]
-    machine: Callable[[str], Machine]
-    further_outputs: bool = False
+    machine: Callable[[str], Machine]  # the machine that a device is
+    further_outputs: bool = False  # whether it writes weights and statistics of them beside the output
 
     def serves(self, device: str) -> bool:
         return not self.devices or device in self.devices

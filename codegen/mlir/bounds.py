@@ -59,20 +59,14 @@ class MagnitudeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedScores:
-    """When the scores of a spec are near a centre, and what its programs are there.
+    """When the scores of a spec are near a centre, and what its programs are there. exponents: what each program
+    becomes: (an exponent of 2 relative to the centre, plus a bias) times a unit."""
 
-    centre: in units of the programs' scale
-    bound: largest magnitude of a raw score for which they are
-    exponents: what each program becomes: (an exponent of 2 relative to the centre, plus a bias) times a unit
-    filled: exponents that are fills for some keys
-    finite: see `MagnitudeBound`
-    """
-
-    centre: float
-    bound: float
+    centre: float  # in units of the programs' scale
+    bound: float  # largest magnitude of a raw score for which they are
     exponents: dict[Expr, Expr]
-    filled: frozenset[Expr]
-    finite: bool
+    filled: frozenset[Expr]  # exponents that are fills for some keys
+    finite: bool  # see `MagnitudeBound`
 
 
 def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0) -> BoundedScores | None:

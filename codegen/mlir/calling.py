@@ -148,15 +148,10 @@ class CompiledKernel:
     def launcher(
         self, values: Mapping[tuple, int], given: Sequence[tuple], threads: int, rows: int, shared: int = 0
     ) -> Launch:
-        """What runs it on so many threads, each of which packs `rows` rows.
-
+        """What runs it on so many threads, each of which packs `rows` rows. values: parameters that are the same in all
+        calls. given: those that a call is given, in this order. shared: bytes that threads leave for each other.
         Between two calls a model reads megabytes of weights, so that whatever a call touches has left the caches: each
-        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here.
-
-        values: parameters that are the same in all calls.
-        given: those that a call is given, in this order.
-        shared: bytes that threads leave for each other.
-        """
+        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here."""
         text, run, steps = self.text, self.function.on(threads), -(-rows // self.text.key_step)
         per_thread = bytes_per_thread(text, steps)
         values = {("workspace_bytes",): per_thread, ("key_steps",): steps, **values}

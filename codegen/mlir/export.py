@@ -58,15 +58,10 @@ func.func private @{name}_launch(%params: !llvm.ptr, %threads: i32) {{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFunction:
-    """A function in MLIR that computes one attention.
-
-    name: what it is called
-    text: it and its kernel, without `DECLARATIONS`
-    operands, result: tensor types
-    """
+    """A function in MLIR that computes one attention. operands, result: tensor types."""
 
     name: str
-    text: str
+    text: str  # it and its kernel, without `DECLARATIONS`
     operands: tuple[str, ...]
     result: str
 

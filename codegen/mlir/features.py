@@ -45,18 +45,12 @@ CHUNKS_TOGETHER = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureShape:
-    """The sizes that a pair of kernels is made for.
+    """The sizes that a pair of kernels is made for."""
 
-    d: coordinates
-    d_v: columns of V
-    low: features below the top degree
-    planes: of the top degree
-    """
-
-    d: int
-    d_v: int
-    low: int
-    planes: int
+    d: int  # coordinates
+    d_v: int  # columns of V
+    low: int  # features below the top degree
+    planes: int  # of the top degree
 
     @property
     def low_padded(self) -> int:

@@ -113,16 +113,11 @@ class RowStatisticsKernel(ThreadFunction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of heads in memory; the elements of a row lie side by side.
+    """Rows of heads in memory; the elements of a row lie side by side."""
 
-    offsets: int64 [heads], elements from the operand's address to the first row of each head
-    stride: elements from one row to the next
-    count: rows of a head
-    """
-
-    offsets: torch.Tensor
-    stride: int
-    count: int
+    offsets: torch.Tensor  # int64 [heads], elements from the operand's address to the first row of each head
+    stride: int  # elements from one row to the next
+    count: int  # rows of a head
 
     def every(self, step: int) -> Rows:
         """Each `step`-th of the rows."""

@@ -35,16 +35,12 @@ class Access:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """A block of rows in memory: element (r, c) is at pointer + r * stride + c, or at lines[r] + c, all padded columns
-    readable.
-
-    memory: MLIR's type of an element.
-    dtype: torch's.
-    """
+    readable."""
 
     pointer: Value
     stride: Value | int
-    memory: str
-    dtype: str
+    memory: str  # MLIR's type of an element
+    dtype: str  # torch's
     lines: tuple[Value, ...] = ()
 
 

@@ -34,29 +34,18 @@ llvm.func @omp_get_num_threads() -> i32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
-    """MLIR text, and what the launcher must know of it.
-
-    source: the text
-    slots: parameters in order
-    rows: rows of a work item at most
-    key_step: keys of a step
-    fixed_bytes, step_bytes: a thread's workspace is fixed_bytes + step_bytes * ceil(n_k / key_step)
-    may_flag: whether the kernel may raise the flag for large values
-    across_heads: an item's rows may be of several heads that read the same keys
-    part_bytes, part_step: the keys of an item may be cut into parts of a multiple of part_step keys, each of which
-        leaves part_bytes in memory (0: they may not)
-    """
+    """MLIR text, and what the launcher must know of it."""
 
     source: str
-    slots: tuple[tuple, ...]
-    rows: int
-    key_step: int
-    fixed_bytes: int
-    step_bytes: int
-    may_flag: bool
-    across_heads: bool = False
-    part_bytes: int = 0
-    part_step: int = 1
+    slots: tuple[tuple, ...]  # parameters in order
+    rows: int  # rows of a work item at most
+    key_step: int  # keys of a step
+    fixed_bytes: int  # of a thread's workspace ...
+    step_bytes: int  # ... which has so many more for each of ceil(n_k / key_step) steps
+    may_flag: bool  # whether the kernel may raise the flag for large values
+    across_heads: bool = False  # an item's rows may be of several heads that read the same keys
+    part_bytes: int = 0  # what each part of an item's keys leaves in memory; 0: they may not be cut
+    part_step: int = 1  # keys of which each part has a multiple
 
 
 class KernelFunction(ThreadFunction):

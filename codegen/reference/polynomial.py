@@ -21,21 +21,16 @@ FEATURE_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monomials:
-    """The monomials in d coordinates up to a degree, in graded order, number 0 being 1.
-
-    parents, variables: [r] int64; monomial a is monomial parents[a] times coordinate variables[a] (number 0 is the
-        product of itself and a coordinate d that is always 1).
-    degrees: [r] int64.
-    multinomials: [r] float64, the coefficient of q^a k^a in (q.k)^degree.
-    below_top: how many are below the top degree.
-    """
+    """The monomials in d coordinates up to a degree, in graded order, number 0 being 1. parents, variables: [r] int64;
+    monomial a is monomial parents[a] times coordinate variables[a] (number 0 is the product of itself and a coordinate
+    d that is always 1)."""
 
     d: int
     parents: torch.Tensor
     variables: torch.Tensor
-    degrees: torch.Tensor
-    multinomials: torch.Tensor
-    below_top: int
+    degrees: torch.Tensor  # [r] int64
+    multinomials: torch.Tensor  # [r] float64, the coefficient of q^a k^a in (q.k)^degree
+    below_top: int  # how many are below the top degree
 
 
 @functools.lru_cache(maxsize=64)

@@ -37,22 +37,16 @@ COMMAND = (sys.executable, "-c", "from fusion.codegen.triton.apart import main; 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A call to be repeated.
+    """A call to be repeated. backward: the output's gradient, the output and the statistics, where the call is of the
+    backward."""
 
-    spec: as text.
-    statistics: whether the forward writes them.
-    packed: heads that share blocks of rows.
-    backward: the output's gradient, the output and the statistics, where the call is of the backward.
-    needs: the marked operands.
-    """
-
-    spec: str
+    spec: str  # as text
     operands: Sequence[Tensor]
     sizes: Sequence[int]
-    statistics: bool = False
-    packed: int = 1
+    statistics: bool = False  # whether the forward writes them
+    packed: int = 1  # heads that share blocks of rows
     backward: Sequence[Tensor] = ()
-    needs: tuple[bool, ...] = ()
+    needs: tuple[bool, ...] = ()  # the marked operands
 
 
 class Notes:

@@ -58,22 +58,14 @@ Times = Callable[[str, Sequence[int], Sequence[Tile]], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Launches that share a tile.
+    """Launches that share a tile."""
 
-    kernel: the one that takes the time.
-    variant: its module.
-    tile: the table's.
-    launch: all of them in a tile, as often as is asked.
-    others: tiles that may run, too; None where the tile is settled.
-    results: what the launches write (not what they add to), rows of values.
-    """
-
-    kernel: str
-    variant: Variant
-    tile: Tile
-    launch: Callable[[Tile], None]
-    others: Callable[[], Sequence[Tile]] | None
-    results: Sequence[torch.Tensor] = ()
+    kernel: str  # the one that takes the time
+    variant: Variant  # its module
+    tile: Tile  # the table's
+    launch: Callable[[Tile], None]  # all of them in a tile, as often as is asked
+    others: Callable[[], Sequence[Tile]] | None  # tiles that may run, too; None where the tile is settled
+    results: Sequence[torch.Tensor] = ()  # what the launches write (not what they add to), rows of values
     peers: Mapping[str, Callable[[], None]] = field(default_factory=dict)
     trusted: Callable[[], bool] = lambda: True
 

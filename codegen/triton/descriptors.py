@@ -33,24 +33,15 @@ READ = {QUERIES: {"k", "v"}, **dict.fromkeys(BY_KEYS, {"q", "do"})}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A tensor whose tiles are boxes.
+    """A tensor whose tiles are boxes."""
 
-    operand: its number, None for the output's gradient.
-    name: in the kernel, "q", "k", "v" or "do".
-    dims: of the tensor, without those that are not indexed, the columns' last.
-    index: of a head's first element by these.
-    rows: which of them counts queries or keys.
-    panels: of the columns.
-    whole: whether the columns begin the dimension.
-    """
-
-    operand: int | None
-    name: str
-    dims: tuple[int, ...]
-    index: tuple[Expr, ...]
-    rows: int
-    panels: tuple[Panel, ...]
-    whole: bool
+    operand: int | None  # its number, None for the output's gradient
+    name: str  # in the kernel, "q", "k", "v" or "do"
+    dims: tuple[int, ...]  # of the tensor, without those that are not indexed, the columns' last
+    index: tuple[Expr, ...]  # of a head's first element by these
+    rows: int  # which of them counts queries or keys
+    panels: tuple[Panel, ...]  # of the columns
+    whole: bool  # whether the columns begin the dimension
 
     @property
     def size(self) -> str:

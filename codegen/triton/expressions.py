@@ -84,23 +84,17 @@ def number(value: float | int | bool | str | None) -> str:
 
 @dataclass(slots=True)
 class Writer:
-    """Writes statements of values, level by level, and notes which parameters, helpers and names they use.
-
-    lines: statements per level.
-    known: the names (or texts) of values that exist.
-    helpers: functions of `mathematics` in use.
-    mask: name of the predicate that says which keys of the tile exist.
-    limits: predicates that say which places of other coordinates do, by their names.
-    outer, inner: coordinates of the levels ROW and TILE.
-    """
+    """Writes statements of values, level by level, and notes which parameters, helpers and names they use. lines:
+    statements per level. limits: predicates that say which places of other coordinates do, by their names. outer,
+    inner: coordinates of the levels ROW and TILE."""
 
     spec: AttentionSpec
-    known: dict[Expr, str] = field(default_factory=dict)
+    known: dict[Expr, str] = field(default_factory=dict)  # the names (or texts) of values that exist
     lines: dict[Level, list[str]] = field(default_factory=lambda: {level: [] for level in Level})
-    helpers: set[str] = field(default_factory=set)
+    helpers: set[str] = field(default_factory=set)  # functions of `mathematics` in use
     names: set[str] = field(default_factory=lambda: set(RESERVED))
     uses: dict[Expr, int] = field(default_factory=dict)
-    mask: str = "j_ok"
+    mask: str = "j_ok"  # name of the predicate that says which keys of the tile exist
     limits: dict[str, str] = field(default_factory=dict)
     outer: str = "i"
     inner: str = "j"

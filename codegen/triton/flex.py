@@ -68,18 +68,12 @@ def runs(spec: AttentionSpec, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """A spec in FlexAttention's words.
+    """A spec in FlexAttention's words."""
 
-    scale: of scores, before the program.
-    score: the program, where keys are live if there is a mask; SCORE itself where there is nothing to do.
-    live: of the mask, None where every key counts.
-    undefined: whether a row may be NaN in eager since all its scores are -inf; FlexAttention gives zeros.
-    """
-
-    scale: float
-    score: Expr
-    live: Expr | None
-    undefined: bool
+    scale: float  # of scores, before the program
+    score: Expr  # the program, where keys are live if there is a mask; SCORE itself where there is nothing to do
+    live: Expr | None  # of the mask, None where every key counts
+    undefined: bool  # whether a row may be NaN in eager since all its scores are -inf; FlexAttention gives zeros
 
 
 def words(spec: AttentionSpec) -> Words:

@@ -54,18 +54,12 @@ from fusion.lowering.gradients import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The gradient of one load of a captured tensor.
+    """The gradient of one load of a captured tensor."""
 
-    load: what is read
-    gradient: its gradient for every score
-    full: the same where no mask is evaluated
-    sink: the number of the sink that it belongs to, or None
-    """
-
-    load: Expr
-    gradient: Expr
-    full: Expr
-    sink: int | None = None
+    load: Expr  # what is read
+    gradient: Expr  # its gradient for every score
+    full: Expr  # the same where no mask is evaluated
+    sink: int | None = None  # the number of the sink that it belongs to, or None
 
     @property
     def axes(self) -> Axes:
@@ -75,20 +69,15 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """score: dS as an expression in UPSTREAM.
-    program, full: the score program where no mask is evaluated, and dS there; None where it is the same, or would leave
-        out a load that needs a gradient.
-    captured: of the loads that need a gradient.
-    groups: how many values of each batch coordinate share an element of K and V (1: none).
-    further: what arrives at further outputs.
-    """
+    """What there is to compute. program, full: the score program where no mask is evaluated, and dS there; None where
+    it is the same, or would leave out a load that needs a gradient."""
 
-    score: Expr
+    score: Expr  # dS as an expression in UPSTREAM
     program: Expr | None
     full: Expr | None
-    captured: tuple[Captured, ...]
-    groups: tuple[Expr, ...]
-    further: FurtherGradients
+    captured: tuple[Captured, ...]  # of the loads that need a gradient
+    groups: tuple[Expr, ...]  # how many values of each batch coordinate share an element of K and V (1: none)
+    further: FurtherGradients  # what arrives at further outputs
 
 
 def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:

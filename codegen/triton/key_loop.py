@@ -41,24 +41,16 @@ fails."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The form of the loop over the tiles of a kernel.
+    """The form of the loop over the tiles of a kernel. specialized: warps of their own load tiles, by descriptors that
+    the program makes, and two groups of warps share a block's rows (Triton's warp specialisation, on Hopper); see
+    `may_specialize`."""
 
-    rotated: the scores of the next tile are computed before the weights of this one are used
-    spread: warps share the keys of a tile, see above
-    shared: V is the first columns of K, and is read once (latent attention)
-    packed: query heads whose rows lie side by side in a block of rows
-    described: K and V are read by tensor descriptors where they can be (`descriptors`)
-    persistent: a program computes several blocks of rows
-    specialized: warps of their own load tiles, by descriptors that the program makes, and two groups of warps share a
-        block's rows (Triton's warp specialisation, on Hopper); see `may_specialize`
-    """
-
-    rotated: bool = False
-    spread: bool = False
-    shared: bool = False
-    packed: int = 1
-    described: bool = False
-    persistent: bool = False
+    rotated: bool = False  # the scores of the next tile are computed before the weights of this one are used
+    spread: bool = False  # warps share the keys of a tile, see above
+    shared: bool = False  # V is the first columns of K, and is read once (latent attention)
+    packed: int = 1  # query heads whose rows lie side by side in a block of rows
+    described: bool = False  # K and V are read by tensor descriptors where they can be (`descriptors`)
+    persistent: bool = False  # a program computes several blocks of rows
     specialized: bool = False
 
 

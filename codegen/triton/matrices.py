@@ -18,21 +18,14 @@ from fusion.ir.expr import Expr, J, coordinates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """Texts of the parts of an operand's offset, in elements; empty where there is none.
-
-    block: the same for the whole block.
-    advance: factor of the tile's first key, where rows are keys at regular distances.
-    rows: changes down the rows only.
-    columns: along the columns only.
-    both: in both.
-    """
+    """Texts of the parts of an operand's offset, in elements; empty where there is none."""
 
     operand: str
-    block: str
-    advance: str
-    rows: str
-    columns: str
-    both: str
+    block: str  # the same for the whole block
+    advance: str  # factor of the tile's first key, where rows are keys at regular distances
+    rows: str  # changes down the rows only
+    columns: str  # along the columns only
+    both: str  # in both
 
     @property
     def pointers(self) -> str:

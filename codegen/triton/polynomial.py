@@ -27,16 +27,12 @@ PIECE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureTile:
-    """rows: of queries, of the readout.
-    keys: of a tile of the state.
-    near: keys of a tile of a causal chunk.
-    parents: of a block of features; warps.
-    """
+    """Sizes of the tiles of both kernels."""
 
-    rows: int
-    keys: int
-    near: int
-    parents: int
+    rows: int  # of queries, of the readout
+    keys: int  # of a tile of the state
+    near: int  # keys of a tile of a causal chunk
+    parents: int  # of a block of features
     warps: int = 4
 
 
@@ -74,11 +70,8 @@ class FeatureKernels:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, powers: Tensor, chunk: int = 0) -> Tensor:
         """[H, N_q, d], [U, N_k, d], [U, N_k, d_v] to [H, N_q, d_v], without scaling of the scores; q and k in float32.
-
-        owner: [H], the key head of each head.
-        powers: [H, degree + 1] float64, the polynomial of each.
-        chunk: if not 0, causal in chunks of so many rows, as `reference.attend` has it; a multiple of the tile's rows.
-        """
+        owner: [H], the key head of each head. powers: [H, degree + 1] float64, the polynomial of each. chunk: if not 0,
+        causal in chunks of so many rows, as `reference.attend` has it; a multiple of the tile's rows."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         heads, n_q, _ = q.shape
         piece = chunk or self._piece(len(k), k.shape[1], q.device)

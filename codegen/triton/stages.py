@@ -39,12 +39,8 @@ def visit(
     name: str, doc: str, body: str, *,
     state: Sequence[str], first: Sequence[str], helpers: Collection[str], sizes: Collection[str],
 ) -> Visit:  # fmt: skip
-    """The function with this body.
-
-    first: parameters after the state; what else the body reads follows, constants (in capitals) last.
-    helpers: functions of the module.
-    sizes: of the spec, which are no constants.
-    """
+    """The function with this body. first: parameters after the state; what else the body reads follows, constants (in
+    capitals) last. helpers: functions of the module. sizes: of the spec, which are no constants."""
     leading = [*state, *first]
     rest = [found for found in source.free_names(body) if found not in {*leading, *helpers, *GLOBALS}]
     constants = [found for found in rest if found.isupper() and found not in sizes]

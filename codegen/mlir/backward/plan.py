@@ -80,28 +80,20 @@ class LoadGradient:
 class BackwardPlan:
     """What the kernels of a spec share.
 
-    spec: its further outputs are those at which a gradient arrives
-    programs: the score program's variants
-    score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant
-    loads: gradients of what the programs read
-    inner: batch coordinates over which dense gradients are summed: one thread visits them one after the other
     places: of Q, K and V, where every element of the operand is one of theirs, so that the gradient is written where it
         belongs: its dimensions for b.., row, column; else None
-    at_weight, at_log_sum: gradients of the weight and of the log-sum-exp of a row through further outputs, or None
-    everywhere: whether scores without a weight have gradients, too, so that no tile is skipped
-    centred: see `adds_up_to_zero`
     """
 
-    spec: AttentionSpec
+    spec: AttentionSpec  # its further outputs are those at which a gradient arrives
     programs: ScorePrograms
-    score: tuple[Expr, Expr | None]
-    loads: tuple[LoadGradient, ...]
-    inner: tuple[int, ...]
+    score: tuple[Expr, Expr | None]  # gradient of the raw score in units of `programs.scale`, masked and full
+    loads: tuple[LoadGradient, ...]  # gradients of what the programs read
+    inner: tuple[int, ...]  # batch coordinates over which dense gradients are summed, by one thread in turn
     places: tuple[tuple[int, ...] | None, ...]
-    at_weight: Expr | None
-    at_log_sum: Expr | None
-    everywhere: bool
-    centred: bool
+    at_weight: Expr | None  # gradient of the weight through further outputs
+    at_log_sum: Expr | None  # the same of the log-sum-exp of a row
+    everywhere: bool  # whether scores without a weight have gradients, too, so that no tile is skipped
+    centred: bool  # see `adds_up_to_zero`
 
     def result_memory(self, number: int) -> str:
         """The type in memory of the gradient of Q, K or V that a kernel writes."""

@@ -44,29 +44,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GradientProducts:
-    """The two products over one width: of A and C over d, or of B and D over d_v.
+    """The two products over one width: of A and C over d, or of B and D over d_v. keys, values: C or D, packed for the
+    first and the second product."""
 
-    operand: the operand whose gradient the second product sums up
-    width: its columns
-    scale: a factor that the sums lack
-    products: how products are formed
-    lanes: A or B, packed
-    keys, values: C or D, packed for the first and the second product
-    tile: the first product, S or dP
-    weights: the right side of the second, dS or P
-    sums: the second product, `size` bytes for each span of rows
-    """
-
-    operand: int
+    operand: int  # the operand whose gradient the second product sums up
     width: int
-    scale: float
+    scale: float  # a factor that the sums lack
     products: Products
-    lanes: Value
+    lanes: Value  # A or B, packed
     keys: Value
     values: Value
-    tile: Value
-    weights: Value
-    sums: Value
+    tile: Value  # the first product, S or dP
+    weights: Value  # the right side of the second, dS or P
+    sums: Value  # the second product, `size` bytes for each span of rows
     size: int
 
 

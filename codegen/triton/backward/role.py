@@ -122,12 +122,9 @@ class Role(Tiles):
         return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
 
     def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
-        """Statements from s to ds and to what is summed, or to p where that is all that is wanted.
-
-        score, upstream: products of the tile.
-        exists: the inner places that do, where the tile is cut off.
-        with_p: what uses the weights p, as soon as they are there.
-        """
+        """Statements from s to ds and to what is summed, or to p where that is all that is wanted. score, upstream:
+        products of the tile. exists: the inner places that do, where the tile is cut off. with_p: what uses the weights
+        p, as soon as they are there."""
         times = "" if self.spec.weight is const(1.0) else " * w"
         whole = [] if self.gradients.program is None else [self._variant(True, shape)]
         programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
