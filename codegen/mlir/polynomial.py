@@ -110,16 +110,11 @@ def _rows(x: torch.Tensor, block: int, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, missing[1], 0, missing[0])) if any(missing) else x.contiguous()
 
 
-def _planes(x: torch.Tensor) -> torch.Tensor:
-    """Two bf16 planes of a float32 tensor, stacked in front. x is used up."""
-    planes = x.new_empty(2, *x.shape, dtype=torch.bfloat16)
-    planes[0] = x
-    planes[1] = x.sub_(planes[0].float())
-    return planes
-
-
 def _state_planes(state: torch.Tensor) -> torch.Tensor:
     """S [heads, features, e] as A tiles [heads, chunks, e tiles, planes, 16 e, 32 features]."""
     heads, features, e = state.shape
     turned = state.view(heads, features // CHUNK, CHUNK, e // 16, 16).permute(0, 1, 3, 4, 2).contiguous()
-    return _planes(turned).permute(1, 2, 3, 0, 4, 5).contiguous()
+    planes = turned.new_empty(2, *turned.shape, dtype=torch.bfloat16)
+    planes[0] = turned
+    planes[1] = turned.sub_(planes[0].float())
+    return planes.permute(1, 2, 3, 0, 4, 5).contiguous()

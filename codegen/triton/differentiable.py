@@ -204,7 +204,8 @@ class Differentiable:
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         owner = next((stage for stage in stages if stage.kernel in BY_KEYS), None)
         if launches.noted and stages[0].kernel == Prepare.name and owner is not None:
-            stages[0] = launches.prepared_for(autotune.settled(owner, call, self.tuner), stages[0])
+            rows = autotune.settled(owner, call, self.tuner).rows
+            stages[0] = replace(stages[0], tile=replace(stages[0].tile, rows=rows), others=None)
 
         def reset() -> None:
             for tensor in (*made.values(), *(() if sums is None else (sums,))):
@@ -291,10 +292,6 @@ class _Launches:
             count = places(self.spec, self.batch) if self.listed else self.heads
             self.results["dead"] = torch.zeros([count * blocks], dtype=torch.int32, device=self.device)
         self._launch(Prepare.name, self.heads * blocks, tile)
-
-    def prepared_for(self, tile: Tile, stage: Stage) -> Stage:
-        """The stage of `prepare` where the kernel of dK and dV has a certain tile."""
-        return replace(stage, tile=replace(stage.tile, rows=tile.rows), others=None)
 
     def queries(self, tile: Tile) -> None:
         rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)

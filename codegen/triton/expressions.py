@@ -109,9 +109,6 @@ class Writer:
             return Level.TILE
         return Level.TILE if self.inner in names else Level.ROW if self.outer in names else Level.BLOCK
 
-    def _monomial_level(self, monomial: tuple[Expr, ...]) -> Level:
-        return max((self.level_of(atom) for atom in monomial), default=Level.BLOCK)
-
     def operand(self, index: int) -> str:
         """The name of an operand's parameters: as the spec has it, numbered where two operands have the same."""
         name = self.spec.operands[index].name
@@ -313,8 +310,9 @@ class Writer:
         """The elements by which the part of an index that belongs to one level moves the pointer; empty for none."""
         parts = []
         for dim, expr in enumerate(index):
+            terms = integers.terms(expr).items()
             own = integers.from_terms(
-                {m: c for m, c in integers.terms(expr).items() if self._monomial_level(m) is level}
+                {m: c for m, c in terms if max(map(self.level_of, m), default=Level.BLOCK) is level}
             )
             if own.op == "const" and not own.attr:
                 continue

@@ -114,15 +114,12 @@ class FurtherByRows(_Further):
             source.indented(loop),
             *self.finish(),
         )
-        of_rows = [self._of_rows(k) for k, f in self.outputs.items() if not (f.over or "j" in f.dims)]
+        without_keys = [k for k, f in self.outputs.items() if not (f.over or "j" in f.dims)]
+        of_rows = [self.store(k, source.spread(w.value(self.value_of[k]), "[ROWS, 1]")) for k in without_keys]
         statistics = self.statistics("i")
         kept = [*self.places(), *w.lines[Level.BLOCK], *statistics, *w.lines[Level.ROW]]
         body = source.without_dead(kept, source.block(*of_rows, later))
         return [], source.block(*self.query_block(), *body, *of_rows, later)
-
-    def _of_rows(self, k: int) -> str:
-        """The statement that writes what depends on no key."""
-        return self.store(k, source.spread(self.writer.value(self.value_of[k]), "[ROWS, 1]"))
 
 
 class FurtherByKeys(_Further):

@@ -19,7 +19,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir import integers
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
@@ -95,10 +94,6 @@ class BackwardPlan:
     everywhere: bool  # whether scores without a weight have gradients, too, so that no tile is skipped
     centred: bool  # see `adds_up_to_zero`
 
-    def result_memory(self, number: int) -> str:
-        """The type in memory of the gradient of Q, K or V that a kernel writes."""
-        return "f32" if self.places[number] is None else MEMORY_TYPE[self.spec.operands[number].dtype]
-
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average
         out."""
@@ -139,17 +134,12 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def first_arriving(spec: AttentionSpec) -> int:
-    """The number under which kernels read the gradient of the first further output: after operands and dO."""
-    return len(spec.operands) + 1
-
-
 def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan:
     """The plan of a spec, whose further outputs are those at which a gradient arrives; the gradients of all float loads
     are in it, whether needed or not. everywhere: keys that the mask hides are seen, too."""
     programs = score_programs(spec, folded=True)
     variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
-    further = further_gradients(spec, first_arriving(spec))
+    further = further_gradients(spec, len(spec.operands) + 1)  # they are read after operands and dO
     read = loads(spec.score, spec.weight, *(f.value for f in spec.further))
     wanted = {load: None for load in read if load.kind is Kind.FLOAT}
     found = [_gradients(variant, programs.scale, spec, list(wanted)) for variant in variants]

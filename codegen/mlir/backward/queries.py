@@ -14,6 +14,7 @@ from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.rows import load_f32
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.transpose import transpose
+from fusion.ir.expr import I0, I1
 
 
 class QueriesKernel(BackwardKernel):
@@ -29,7 +30,7 @@ class QueriesKernel(BackwardKernel):
         if not self.skips:
             return b.constant(0, "i64"), self.n_rows
         queries = Rows(first=block.first, count=block.count)
-        ranged = self._with_queries(block.scope, queries)
+        ranged = block.scope.inner({I0: block.first, I1: b.sub(b.add(block.first, block.count), 1)})
         low, high = self._key_range(ranged, self.score_half.products.key_step)
         low = b.as_value(low, "i64")
         if not normalized(self.spec):

@@ -21,7 +21,7 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import Groups
-from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
@@ -104,7 +104,9 @@ class BackwardTile(KernelFunction):
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
         super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0)
         self.plan, self.tiling = problem.plan, tiling
-        self.results = {n: self.plan.result_memory(n) for n in self.gradients if needs[n]}
+        wanted = [n for n in self.gradients if needs[n]]
+        places, operands = self.plan.places, spec.operands
+        self.results = {n: "f32" if places[n] is None else MEMORY_TYPE[operands[n].dtype] for n in wanted}
         self.collected = self.plan.of(self.axis, needs)
         self.corrects = self.axis is LaneAxis.QUERIES and self.plan.corrects(needs)
         self.sum_count = self._count_sums(needs)
@@ -308,10 +310,6 @@ class BackwardTile(KernelFunction):
 
     def keep_slopes(self, row: Value, g: Value, slopes: Sequence[Pair]) -> None:
         """What else is to be done with dS of rows `row` and `row` + 1 of the groups from g on."""
-
-    def _with_queries(self, scope: Scope, queries: Rows) -> Scope:
-        last = self.b.sub(self.b.add(queries.first, queries.count), 1)
-        return scope.inner({I0: queries.first, I1: last})
 
     def _tile_scope(self, block: Block, rows: Rows) -> Scope:
         """A scope that knows the first and last query and key of a tile."""

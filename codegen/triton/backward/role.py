@@ -223,12 +223,10 @@ class Role(Tiles):
         items = [(n, item, item.full if full else item.gradient) for n, item in self.captured(*axes)]
         return [(n, item, gradient) for n, item, gradient in items if gradient is not ZERO]
 
-    def gradient_name(self, load: Expr) -> str:
-        return f"d{self.writer.operand(load.operand)}"
-
     def add(self, item: Captured, value: str, mask: str) -> list[str]:
         """Statements that add a value to the gradient of a load."""
-        at = self.writer.address(item.load, self.writer.level_of(item.load), self.gradient_name(item.load))
+        name = f"d{self.writer.operand(item.load.operand)}"
+        at = self.writer.address(item.load, self.writer.level_of(item.load), name)
         inside = f", mask={mask}" if mask else ""
         return [*self.writer.take(Level.TILE), f'tl.atomic_add({at}, {value}, sem="relaxed"{inside})']
 
