@@ -46,7 +46,6 @@ class DenseLoad:
     def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> None:
         """Write the block to target [key][L], for `read`."""
         b, lanes = self.b, self.context.lanes
-        assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
         adjacent = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "adjacent")
@@ -92,7 +91,6 @@ class DenseLoad:
 
     def _gather(self, scope: Scope, start: Value, stride: Value | int) -> Value:
         b, lanes = self.b, self.context.lanes
-        assert scope.lanes is not None
         steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
         offsets = b.mul(steps, b.broadcast(b.as_value(stride, "i64"), lanes))
         addresses = b.addresses(start, offsets, self.memory)

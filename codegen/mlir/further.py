@@ -87,7 +87,6 @@ class FurtherOutputs:
     def finish(self, item: Item, g: Value, rows: Scope, factor: Value | None) -> None:
         """Of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a normaliser."""
         b, kernel = self.b, self.kernel
-        assert rows.lanes is not None
         rows.prepare(*(f.value for f in kernel.spec.further), bound=kernel.batch_names | {"i"})
         start = [
             b.constant(IDENTITY[f.reduction], self.vector) if f.over else rows.vector(f.value) for _, f in self.of_rows
@@ -130,7 +129,6 @@ class FurtherOutputs:
     def _take(self, part: Value, keys: Value, values: list[list[Value]], rows: Scope, totals: list[Value]):
         """What becomes of the values of a vector of keys; returns the statistics of rows with them."""
         b = self.b
-        assert rows.lanes is not None
         for (k, _), line in zip(self.whole, self.lines, strict=True):
             for r, cells in enumerate(transpose(b, [value[k] for value in values])):
                 b.store(cells, b.at(line, b.add(part, r * LINE), "f32"))

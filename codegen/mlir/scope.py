@@ -103,13 +103,19 @@ class Scope:
 
     context: Context
     parent: Scope | None = None
-    lanes: Lanes | None = None
+    axis: Lanes | None = None
     known: dict[Expr, Value] = field(default_factory=dict)
     leaf: Callable[[Expr], Value | None] = lambda expr: None
 
     @property
     def b(self) -> Builder:
         return self.context.b
+
+    @property
+    def lanes(self) -> Lanes:
+        """The vector axis, in a scope that has one."""
+        assert self.axis is not None
+        return self.axis
 
     def inner(
         self,
@@ -118,7 +124,7 @@ class Scope:
         leaf: Callable[[Expr], Value | None] = lambda expr: None,
     ) -> Scope:
         """A scope in this one."""
-        return Scope(self.context, self, lanes or self.lanes, {} if known is None else known, leaf)
+        return Scope(self.context, self, lanes or self.axis, {} if known is None else known, leaf)
 
     def prepare(self, *exprs: Expr | None, bound: frozenset[str]) -> None:
         """Write here whatever below the expressions depends on nothing but the coordinates `bound`."""
@@ -166,10 +172,7 @@ class Scope:
 
     def varies(self, expr: Expr) -> bool:
         """Whether the value is a vector."""
-        if self.lanes is None:
-            return False
-        names = coordinates(expr)
-        return self.lanes.coord.name in names
+        return self.axis is not None and self.axis.coord.name in coordinates(expr)
 
     def _make(self, expr: Expr) -> Value:
         if expr.op == "const":
@@ -246,7 +249,6 @@ class Scope:
         """(value in lane 0, constant step per lane) of an INT expression, or None where it is not of that form."""
         if not self.varies(expr):
             return self.integer(expr), 0
-        assert self.lanes is not None
         parts = integers.linear(expr, self.lanes.coord)
         if parts is None or parts[0].op != "const" or self.varies(parts[1]):
             return None
@@ -351,7 +353,6 @@ class Scope:
     def _gather(self, expr: Expr, pointer: Value, strides: list[Value], memory: str) -> Value:
         """One element per lane, at offsets that are vectors; lanes beyond the end read nothing."""
         b, lanes = self.b, self.context.lanes
-        assert self.lanes is not None
         total: Value | None = None
         scalar: Value | int = 0
         for index, stride in zip(expr.args, strides, strict=True):
@@ -374,7 +375,6 @@ class Scope:
     def _first_of_run(self, index: Sequence[Expr]) -> tuple[Value | int, int] | None:
         """(index in lane 0, dimension) where lanes are keys and read elements that follow each other along a dimension,
         in memory too if its stride is 1. A gather then takes 5 to 100 times as long, the longest for small elements."""
-        assert self.lanes is not None
         varying = [dim for dim, part in enumerate(index) if self.varies(part)]
         form = self.affine(index[varying[0]]) if len(varying) == 1 and self.lanes.coord is J else None
         return None if form is None or form[1] != 1 else (form[0], varying[0])

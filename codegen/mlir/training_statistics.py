@@ -68,7 +68,6 @@ class TrainingStatistics:
         flat: Value | int = 0
         for axis, extent in enumerate(kernel.spec.batch):
             flat = b.add(b.mul(flat, b.as_value(rows.integer(extent), "i64")), rows.value(coord(f"b{axis}")))
-        assert rows.lanes is not None
         at = b.add(b.mul(flat, kernel.n_q), rows.lanes.first, "row")
         highest = b.load(self._peak_of(g), kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")

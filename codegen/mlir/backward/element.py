@@ -131,7 +131,6 @@ class GroupElements:
             self._collect_shares(row, weight, upstream, through, collected)
         slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
         if kernel.reduces_lanes:
-            assert self.scope.lanes is not None
             slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
         return weight if factor is None else b.mul(weight, factor), slope, collected
 

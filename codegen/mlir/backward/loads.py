@@ -16,14 +16,12 @@ class LaneLoad(DenseLoad):
     def prefetch(self, row: Scope) -> None:
         """Ask for the lanes of a row: rows lie too far apart for the hardware to foresee them."""
         b = self.b
-        assert row.lanes is not None
         offset = b.add(b.mul(row.lanes.first, self.key_stride), b.mul(row.integer(I), self.row_stride))
         b.prefetch(b.at(self.origin, offset, self.memory))
 
     def stage(self, scope: Scope, first: Value, count: Value, target: Value) -> None:
         """Write rows first..first+count-1 to target [row][L]; `read` reads a row of the block."""
         b, lanes = self.b, self.context.lanes
-        assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.key_stride), b.mul(first, self.row_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
         unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
@@ -65,7 +63,6 @@ class GradientSink:
 
     def _line(self, row: Scope) -> Value:
         b, column = self.b, column_dimension(self.entry.load)
-        assert row.lanes is not None
         offset: Value | int = 0
         for dim, (index, stride) in enumerate(zip(self.entry.load.args, self.strides, strict=True)):
             if dim == column:  # its stride is 1: the launcher sees to that
@@ -78,7 +75,6 @@ class GradientSink:
 
     def _add_line(self, row: Scope, term: Value) -> None:
         b, at = self.b, self._line(row)
-        assert row.lanes is not None
         mask = row.lanes.valid
         if not self.once:
             term = b.add(b.masked_load(at, mask, term.type, "sum"), term, "sum")
@@ -89,7 +85,6 @@ class GradientSink:
     def _scatter(self, row: Scope, term: Value) -> None:
         """One lane after the other: two of them may meet in an element."""
         b, lanes = self.b, self.context.lanes
-        assert row.lanes is not None
         wide = vector_of("i64", lanes)
         total: Value = b.constant(0, wide)
         for index, stride in zip(self.entry.load.args, self.strides, strict=True):
