@@ -28,12 +28,9 @@ LARGE_BITS = (127 + 120) << 23
 
 
 class Amx:
-    """Products on AMX tiles, of one to three bf16 planes.
-
-    worst: address of a vector of i32 that collects the largest magnitudes packed, as bits
-    exact_pairs: weights may be NaN where the row's sum is not
-    mirrored: scores are those of a kernel with the two sides exchanged, bit by bit
-    """
+    """Products on AMX tiles, of one to three bf16 planes. worst: address of a vector of i32 that collects the largest
+    magnitudes packed, as bits. exact_pairs: weights may be NaN where the row's sum is not. mirrored: scores are those
+    of a kernel with the two sides exchanged, bit by bit."""
 
     overlaps = True
     key_step = 32

@@ -94,8 +94,7 @@ def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float 
 @functools.cache
 def tanh_polynomial(error: float) -> tuple[float, ...]:
     """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR. It
-    meets the function at Chebyshev's nodes; the nearest singularity lies at x**2 = -(pi / 2)**2, so each degree gains a
-    factor of 12."""
+    meets the function at Chebyshev's nodes; each degree gains a factor of 12."""
     x = np.linspace(1e-3, TANH_NEAR, 1000)
     for degree in range(1, 12):
         roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))

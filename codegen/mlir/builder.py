@@ -103,8 +103,7 @@ class Builder:
 
     def side_by_side(self, parts: Sequence[Callable[[], T]]) -> list[T]:
         """What the parts return. Their lines are written in turns, as far as none uses what is not there yet: several
-        chains of dependent instructions keep a processor busy, which looks ahead by some hundred. Parts with nested
-        regions stay one after the other."""
+        chains of dependent instructions keep a processor busy. Parts with nested regions stay one after the other."""
         start, streams, results = len(self._lines), [], []
         for part in parts:
             results.append(part())

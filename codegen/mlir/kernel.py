@@ -9,9 +9,8 @@
         where a row met no live key although keys were skipped: once more over all keys
         divide by the sum, transpose, write
 
-All sizes and strides are run-time arguments. d and d_v are compile-time constants, as are the tile sizes. Everything
-between memory and registers lies in the thread's part of a workspace that the launcher provides; packed K and V are as
-long as the keys.
+Sizes and strides are run-time arguments; d, d_v and tile sizes compile-time constants. What is between memory and
+registers lies in the thread's part of a workspace; packed K and V are as long as the keys.
 """
 
 from __future__ import annotations

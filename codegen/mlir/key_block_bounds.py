@@ -17,12 +17,7 @@ import torch
 
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.calling import CompiledFunction, float_bits
-from fusion.codegen.mlir.row_statistics import (
-    Rows,
-    RowStatisticsCall,
-    RowStatisticsKernel,
-    scalar_of,
-)
+from fusion.codegen.mlir.row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, scalar_of
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import F32, LANES
 

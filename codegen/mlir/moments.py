@@ -27,13 +27,7 @@ from torch import Tensor
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.calling import CompiledFunction, float_bits
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_statistics import (
-    BLOCK,
-    Rows,
-    RowStatisticsCall,
-    RowStatisticsKernel,
-    scalar_of,
-)
+from fusion.codegen.mlir.row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, scalar_of
 from fusion.codegen.mlir.x86 import F32, LANES
 
 
@@ -254,12 +248,9 @@ class LargestCall(RowStatisticsCall):
 
 
 class MomentsCall(RowStatisticsCall):
-    """A call that looks at all rows; see `whole` for what it returns.
-
-    segment: keys that become visible together, a multiple of BLOCK, where attention is causal; else 0
-    second: whether squares and slants are asked for (zeros otherwise)
-    limit: as above
-    """
+    """A call that looks at all rows; see `whole` for what it returns. segment: keys that become visible together, a
+    multiple of BLOCK, where attention is causal; else 0. second: whether squares and slants are asked for (zeros
+    otherwise). limit: as above."""
 
     def __init__(
         self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, second: bool, limit: float

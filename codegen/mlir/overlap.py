@@ -1,6 +1,6 @@
 """Two tiles in the works at a time, so that products and vector work run side by side.
 
-Where the products run on a unit of their own (AMX), two tiles are in the works at a time, so that both units are busy:
+Where the products run on a unit of their own (AMX), both units are then busy:
 
     the weights of one tile beside the scores of the next, then the product with V of the one beside the maxima of the
     next

@@ -12,14 +12,13 @@ Both products have the same shape: a left operand whose elements (or 16 x 32 til
 operand with lanes innermost. The strategies differ in how operands are packed and in the register tile.
 
 - `MultiplyAdd`: float32. Left operands K [key][d] and V in panels of as many columns as a register tile has,
-[e / rows][key][rows]: one scalar at a time is broadcast. (From rows of V the loop would take a part of a line of the
-cache for each key, every line several times, from places whose distance is a power of two.)
-- `PairProducts`: bfloat16, in pairs along the reduction: two products and two sums in an instruction. A pair takes the
-place of a scalar: K [key][pair of d], V [e / rows][pair of keys][rows].
+  [e / rows][key][rows]: one scalar at a time is broadcast. (From rows of V parts of lines of the cache would be read,
+  several times, from places whose distance is a power of two.)
+- `PairProducts`: bfloat16, in pairs along the reduction, in the place of scalars: K [key][pair of d],
+  V [e / rows][pair of keys][rows].
 - `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
-of three bf16
-  values (planes), a float16 of two; the products of planes that matter are accumulated in float32: 6 of 9 for float32
-  (what is left out is below 2**-24 of the product), 3 of 4 for float16, one for bfloat16.
+  of three bf16 values (planes), a float16 of two; of the products of planes 6 of 9 are accumulated for float32 (what is
+  left out is below 2**-24), 3 of 4 for float16, one for bfloat16.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ class _RowKernel(KernelFunction):
         return self.b.select(self.b.compare("ogt", y, x), y, x, "m")
 
     def _largest(self, x: Value) -> Value:
-        """The largest lane in all lanes, of numbers. (Of a reduction LLVM makes one lane after the other.)"""
+        """The largest lane in all lanes. (Of a reduction LLVM makes one lane after the other.)"""
         distance = self.lanes // 2
         while distance:
             x = self._larger(x, self.b.shuffle(x, x, [lane ^ distance for lane in range(self.lanes)]))

@@ -218,12 +218,8 @@ class RowReader:
 
 class SharedRows:
     """The rows of a reader that are not read in place, a stretch of them at a time: put in order once for all that read
-    them.
-
-    area: room for a stretch and a step more
-    sizes: rows of a stretch and of a step, columns, columns with those that are padded
-    memory: MLIR's type of an element
-    """
+    them. area: room for a stretch and a step more. sizes: rows of a stretch and of a step, columns, columns with those
+    that are padded. memory: MLIR's type of an element."""
 
     def __init__(self, reader: RowReader, area: Value, sizes: tuple[int, int, int, int], memory: str):
         self.reader, self.area, self.memory = reader, area, memory

@@ -49,13 +49,10 @@ class KernelText:
 
 
 class KernelFunction(ThreadFunction):
-    """Base of the attention kernels: see `kernel`, `row_kernel` and `backward`.
-
-    degree: of the exponential's polynomial
-    flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come out there,
-        and the processor takes some hundred cycles for each vector with one. For products that take such inputs for 0
-        anyway (AMX).
-    """
+    """Base of the attention kernels: see `kernel`, `row_kernel` and `backward`. degree: of the exponential's
+    polynomial. flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come
+    out there, and the processor takes some hundred cycles for each vector with one. For products that take such inputs
+    for 0 anyway (AMX)."""
 
     header = HEADER
     finished: Value

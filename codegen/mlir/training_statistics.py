@@ -22,9 +22,8 @@ CONCENTRATED = {True: 1 / 4, False: 1 / 8}
 
 
 class TrainingStatistics:
-    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`), and its maximum and sum where these are
-    asked for. A unit is written negative where a weight of the row is above CONCENTRATED. groups: groups of lanes in a
-    work item."""
+    """Each row's `unit`, `shift` and `factor` (`backward.plan.STATISTICS`), and its maximum and sum where asked for. A
+    unit is negative where a weight of the row is above CONCENTRATED. groups: of lanes in a work item."""
 
     def __init__(self, kernel: KernelFunction, groups: int):
         self.kernel, self.b = kernel, kernel.b

@@ -75,13 +75,11 @@ class Avx512:
         return self.b.intrinsic("x86.avx512bf16.dpbf16ps.512", total, left, right, type_=F32, hint="sum")
 
     def power_pairs(self, first: Value, second: Value, ordinary: bool) -> Value:
-        """2**x as bfloat16 for the x of two vectors in turns, as words; 0 below 2**-126. The arguments are
-        (x + BIAS) * MANTISSA, less than 2**15 and not NaN. ordinary: x is not less than -126.
-
-        Rounded to an integer that is the bits of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked
-        up for the 128 fractions there are (`vpermi2b`). x is so rounded to 2**-8, and a weight to 0.64 % at most,
-        0.22 % in the mean (bfloat16 alone: 0.39 and 0.17 %). That is half of a polynomial's instructions, and a third
-        of its float operations: tile products keep one of the two float units to themselves."""
+        """2**x as bfloat16 for the x of two vectors in turns, as words; 0 below 2**-126. The arguments are (x + BIAS) *
+        MANTISSA, less than 2**15 and not NaN. ordinary: x is not less than -126. Rounded to an integer that is the bits
+        of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked up (`vpermi2b`). x is so rounded to
+        2**-8, and a weight to 0.64 % at most, 0.22 % in the mean (bfloat16 alone: 0.39 and 0.17 %), by half of a
+        polynomial's instructions."""
         b, low, high = self.b, *(self._nearest_integer(x, ordinary) for x in (first, second))
         halves = [b.bitcast(x, HALVES) for x in (low, b.binary("arith.shli", high, 16))]
         linear = b.shuffle(*halves, [n + 2 * LANES * (n % 2) for n in range(2 * LANES)], "linear")
@@ -149,9 +147,8 @@ class TileUnit:
         pieces: Sequence[Callable[[], None]] = (),
     ) -> list[Value]:
         """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
-        addresses. mirrored: in the order of right x left. `pieces` are written in between, evenly: the processor looks
-        ahead by a few hundred instructions, so that is how close vector work must stand to the 16 cycles of each tile
-        product to run beside them."""
+        addresses. mirrored: in the order of right x left. `pieces` are written evenly between: a processor looks ahead
+        by a few hundred instructions, and so close vector work must stand to the 16 cycles of each tile product."""
         held: dict[str, tuple[int, list[Value]]] = {}
 
         def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:

@@ -159,12 +159,9 @@ def _out_of_resources(error: Exception) -> bool:
 
 
 class Tuner:
-    """Measures tiles, and remembers the fastest.
-
-    times: ranks what is to be measured; without it tiles nearer to the table's come first.
-    clock: measures in this process; without it another one is asked to.
-    notes: of what is measured in this process.
-    """
+    """Measures tiles, and remembers the fastest. times: ranks what is to be measured; without it tiles nearer to the
+    table's come first. clock: measures in this process; without it another one is asked to. notes: of what is measured
+    in this process."""
 
     def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: apart.Notes | None = None):
         self.times, self.clock, self.notes = times, clock, notes or apart.Notes()

@@ -18,10 +18,9 @@ _SMALL = {"Nq": 50, "Nk": 70}
 
 
 def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the kernel of a spec (as JSON, line breaks allowed) in the interpreter, or on a GPU where there is one. Sizes
-    are taken from the command line (`Nq=128 B0=4`), by default small. Prints the errors of the kernel and of the
-    reference in the model's own dtype, both against float64; exits with 1 where the first is more than twice the second
-    plus rounding."""
+    """Run the kernel of a spec (as JSON, line breaks allowed) in the interpreter, or on a GPU where there is one, and
+    print its errors and eager's against float64. Sizes are taken from the command line (`Nq=128 B0=4`), by default
+    small. Exits with 1 where the house rule is broken."""
     spec = AttentionSpec.from_json(text.replace("\n", ""))
     parser = argparse.ArgumentParser(prog=Path(path).name, description=f"Check the kernel of {spec}.")
     parser.add_argument("sizes", nargs="*", help=f"name=value of {', '.join(spec.sizes)}")

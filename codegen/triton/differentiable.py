@@ -155,9 +155,9 @@ class Differentiable:
         return None
 
     def _gradients(self, grad, out, statistics, operands, sizes, needs) -> list[Tensor]:
-        *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
-        check_sizes((*batch, n_q, n_k, d, d_v))
-        if 0 in (*batch, n_q, n_k, d, d_v):
+        *batch, n_q, n_k, d, d_v = extents = self.kernel.extents(sizes)
+        check_sizes(extents)
+        if 0 in extents:
             count = len(operands) - len(self.trained.further)
             spec, further = replace(self.trained, operands=self.trained.operands[:count]), operands[count:]
             return reference.backward(spec, grad, operands[:count], sizes, needs[:count], further=further)

@@ -330,9 +330,8 @@ def axes_of(spec: AttentionSpec) -> list[int]:
 
 
 def kernel_text(name: str, doc: str, body: str, writer: Writer, functions: Sequence[str] = ()) -> KernelText:
-    """The kernel with this body. functions: of its module that it calls. Numbers of keys, tiles and parts change from
-    call to call (in a generation with each token); that they are one, or multiples of 16, is worth no variant: strides
-    say how operands are aligned."""
+    """The kernel with this body. functions: of its module that it calls. Numbers of keys, tiles and parts change with
+    each token of a generation; that they are one, or multiples of 16, is worth no variant."""
     spec = writer.spec
     parameters, constants = signature(source.free_names(body), spec)
     keys = {str(part.attr) for part in walk(spec.n_k) if part.op == "size"}

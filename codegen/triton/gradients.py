@@ -181,9 +181,8 @@ def _outside(index: tuple[Expr, ...], b: Expr, quotient: Expr) -> bool:
 
 
 def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr], grouped: bool) -> bool:
-    """Whether an index map takes different coordinates (but for those that share by groups) to different elements.
-    Every dimension must be affine in coordinates of its own, with factors in mixed radix: each larger than what the
-    smaller ones reach."""
+    """Whether an index map takes different coordinates (but for those that share by groups) to different elements: each
+    dimension must be affine in coordinates of its own, with factors in mixed radix."""
     groups = _groups(spec, index) if grouped else tuple(integers.integer(1) for _ in spec.batch)
     assert groups is not None
     extents = dict(zip((coord(f"b{a}") for a in range(len(spec.batch))), spec.batch, strict=True))

@@ -5,14 +5,10 @@ Triton decides when a function is decorated whether it will be interpreted. Modu
 on, and while a kernel runs, the reductions of Triton's own library (compiled functions in such a process) are replaced
 by interpreted ones.
 
-Integers of one element that Python code needs (bounds of a loop) are read from arrays of shape [1], which numpy 2.4 no
-longer allows where the interpreter does it; that is mended here as well.
-
-The interpreter keeps bfloat16 as bit patterns, multiplies those as if they were integers, and truncates where devices
-round to the nearest. While a kernel runs here, products and conversions of bfloat16 are done as devices do them.
-
-It leaves products to BLAS, whose order of additions depends on the tile's shape: the scores of a forward and of a
-backward kernel would differ, where a device adds along the head in both. Here a product is rounded once.
+What else is mended: bounds of loops are read from arrays of shape [1], which numpy 2.4 no longer allows. The
+interpreter multiplies the bits of bfloat16 as if they were integers, and truncates where devices round to the nearest.
+It leaves products to BLAS, whose order of additions depends on the tile's shape, so that scores of a forward and of a
+backward kernel would differ; here a product is rounded once.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ order a tile's product with V is taken up one tile later,
 
     S_j = Q K_j^T;  O = O * alpha;  O = O + P_(j-1) V_(j-1);  P_j, alpha = softmax step of S_j
 
-so that the units of Hopper have work during the exponentials: the sum into O is not needed before the next tile. P is
-carried in float32 and rounded where it is multiplied: carried in the products' dtype it would go through shared memory
-(seen in the compiled kernels of Triton 3.7). The weights of the last tile are multiplied after the loop, by
-`last_product`.
+so that the units of Hopper have work during the exponentials. P is carried in float32 and rounded where it is
+multiplied: in the products' dtype it would go through shared memory (seen in kernels of Triton 3.7). The weights of the
+last tile are multiplied after the loop, by `last_product`.
 
 Triton gives all warps rows of their own where a product with the weights follows the scores. Where a block has fewer
 rows than that takes, it computes scores twice. In the spread order what leads from scores to weights stands behind a
@@ -55,12 +54,8 @@ class Order:
 
 
 class KeyLoop:
-    """The text of `visit_keys`, and of `last_product` in the rotated order.
-
-    writer: of the kernel.
-    sizes: d and d_v.
-    listed: tiles come from a list (`tile_lists`).
-    """
+    """The text of `visit_keys`, and of `last_product` in the rotated order. writer: of the kernel. sizes: d and d_v.
+    listed: tiles come from a list (`tile_lists`)."""
 
     def __init__(
         self,

@@ -48,11 +48,7 @@ def sparse_tile(d: int, d_v: int, dtype: str) -> Tile:
 
 class SparseKernel:
     """For plain scores under a softmax. Tiles: `rows` queries, `keys` keys; `sets`: by which their number is divisible.
-
-    scale: above 0.
-    causal: key j is live for query i where j <= i.
-    dtype, out_dtype: of products and of the output.
-    """
+    scale: above 0. causal: key j is live for query i where j <= i. dtype, out_dtype: of products and of the output."""
 
     sets = 1
 

@@ -17,12 +17,9 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 
 class Tiles:
-    """Coordinates, tiles of Q, K and V, and statistics of rows.
-
-    outer: the coordinate that a program owns a block of: "i", or "j". Tiles are [outer, inner].
-    known: names of what else stands in expressions.
-    boxes: what is read by tensor descriptors.
-    """
+    """Coordinates, tiles of Q, K and V, and statistics of rows. outer: the coordinate that a program owns a block of:
+    "i", or "j". Tiles are [outer, inner]. known: names of what else stands in expressions. boxes: what is read by
+    tensor descriptors."""
 
     name = ""
     outer, inner = "i", "j"

@@ -35,9 +35,8 @@ class LaneLoad(DenseLoad):
 
 
 class GradientSink:
-    """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own.
-    Of a scattered gradient every thread has a copy, `sink_elements` apart. Where no two scores meet in an element it is
-    written; otherwise it is added to what is there."""
+    """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own;
+    of a scattered one every thread has a copy. Where no two scores meet in an element it is written, else added to."""
 
     def __init__(self, context: Context, entry: LoadGradient, thread: Value, plan: BackwardPlan):
         self.context, self.entry, self.b = context, entry, context.b

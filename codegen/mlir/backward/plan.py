@@ -77,11 +77,8 @@ class LoadGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """What the kernels of a spec share.
-
-    places: of Q, K and V, where every element of the operand is one of theirs, so that the gradient is written where it
-        belongs: its dimensions for b.., row, column; else None
-    """
+    """What the kernels of a spec share. places: of Q, K and V, where every element of the operand is one of theirs, so
+    that the gradient is written where it belongs: its dimensions for b.., row, column; else None."""
 
     spec: AttentionSpec  # its further outputs are those at which a gradient arrives
     programs: ScorePrograms

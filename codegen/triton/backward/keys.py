@@ -161,9 +161,8 @@ class Keys(Role):
         return [*lines, "full_start = tl.minimum(full_start, stop)", "full_stop = tl.minimum(full_stop, stop)"]
 
     def _with_dead(self) -> list[str]:
-        """Statements that add the blocks with dead rows, from the first to the last: to the range where the two touch;
-        else (padding at the beginning of a sequence) they are visited before it, as if they were the numbers before
-        `live_start`."""
+        """Statements that add the blocks with dead rows, first to last: to the range where the two touch; else (padding
+        at the beginning) they are visited before it, as if they were the numbers before `live_start`."""
         return [
             "apart = (dead_start < dead_stop) & (start < stop) & ((dead_stop < start) | (stop < dead_start))",
             "live_start = tl.where(apart, start, tl.minimum(start, dead_start))",
