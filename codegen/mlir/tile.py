@@ -108,9 +108,9 @@ class TileKernel(KernelFunction):
             return
         b = self.b
         spans = [b.div(b.add(tile.block.first, n), KEY_SPAN, "chapter") for n in (0, self.tiling.keys)]
-        with b.when(b.binary("arith.andi", self.several, b.compare("ne", *spans), "ends")):
-            with b.loop(0, tile.here, hint="member") as member:
-                self._merge_partial_sums(b.add(tile.g, member), 0, 1)
+        ends = b.binary("arith.andi", self.several, b.compare("ne", *spans), "ends")
+        with b.when(ends), b.loop(0, tile.here, hint="member") as member:
+            self._merge_partial_sums(b.add(tile.g, member), 0, 1)
 
     def _merge_partial_sums(self, g: Value, source: int, target: int) -> None:
         """Add a group's running rows (0) to those of the spans before (1), or the other way round, and clear
@@ -247,12 +247,10 @@ class TileKernel(KernelFunction):
     def _row_program(self, tile: Tile, member: Value | int, program: Expr) -> RowProgram:
         b, lanes = self.b, self._member_lanes(tile, member)
         lanes.prepare(program, self.weight, bound=self.batch_names | {"i"})
-        staged, row, last = [], b.mul(member, self.lanes), b.sub(tile.block.count, 1)
-        for number in self._wanted(program):
-            load, area = self.loads[number], self._staged_area(number, member)
-            staged.append((load.expr, functools.partial(load.read, area)))
-        for table in self.tables:
-            staged.append((table.part, lambda key, table=table: table.read(row, b.sub(key, last))))
+        row, last = b.mul(member, self.lanes), b.sub(tile.block.count, 1)
+        loads = [(self.loads[number], self._staged_area(number, member)) for number in self._wanted(program)]
+        staged = [(load.expr, functools.partial(load.read, area)) for load, area in loads]
+        staged += [(table.part, lambda key, of=table: of.read(row, b.sub(key, last))) for table in self.tables]
         return RowProgram(program=program, weight=self.weight, scope=lanes, staged=staged)
 
     def _maxima(self, tile: Tile, member: Value, program: Expr, low: Value | int, high: Value) -> None:

@@ -148,26 +148,17 @@ class Kernel:
         def reads(variant: Variant) -> bool:
             return all(box.fits(tensors[name]) for name, box in variant.boxes.items())
 
-        shared = self._shares(operands)
-        stage = self._stage(
-            operands[0].device, math.prod(batch), extents, sizes, shared, reads, launch, [results["out"]]
-        )
+        stage = self._stage(operands[0].device, extents, sizes, launch, self._shares(operands), reads)
+        stage = replace(stage, results=[results["out"]])
         if self.tuner is not None:
             stage = self._beside_peers(stage, operands, sizes, results["out"])
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
-        autotune.run(
-            [stage],
-            call,
-            self.tuner,
-            lambda: None,
-            lambda: Request(
-                spec=self.spec.to_json(),
-                operands=operands,
-                sizes=tuple(sizes),
-                statistics=self.statistics,
-                packed=self.packed,
-            ),
-        )
+
+        def request() -> Request:
+            given: dict[str, Any] = {"statistics": self.statistics, "packed": self.packed}
+            return Request(spec=self.spec.to_json(), operands=operands, sizes=tuple(sizes), **given)
+
+        autotune.run([stage], call, self.tuner, lambda: None, request)
 
     def _beside_peers(self, stage: Stage, operands, sizes, out: torch.Tensor | None) -> Stage:
         """A stage with what else may compute it: not where statistics of rows are wanted."""
@@ -179,13 +170,11 @@ class Kernel:
     def _stage(
         self,
         device: torch.device,
-        heads: int,
         extents,
         sizes,
-        shared: bool,
-        reads: Callable[[Variant], bool],
         launch: Callable[[Variant, Tile], None],
-        results: Sequence[torch.Tensor] = (),
+        shared: bool = False,
+        reads: Callable[[Variant], bool] = lambda _: True,
     ) -> Stage:
         """The schedule and the planned tile for a call. shared: V is the first columns of K. reads: whether a variant's
         descriptors can describe the operands."""
@@ -203,7 +192,6 @@ class Kernel:
             tile=table,
             launch=lambda tile: launch(*variant(tile)),
             others=lambda: candidates("attention_forward", self.spec, extents, table, planner.machine),
-            results=results,
         )
 
     def _variant_of(
@@ -235,7 +223,7 @@ class Kernel:
         heads, planner = math.prod(batch), self.planner(device)
         choice = planner.choose(sizes)
         if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
-            stage = self._stage(device, heads, (n_q, n_k, d, d_v), sizes, False, lambda _: True, lambda *_: None)
+            stage = self._stage(device, (n_q, n_k, d, d_v), sizes, lambda *_: None)
             aligned = [torch.empty(0, device=device)]
             call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
             measured = self.tuner is not None and self.tuner.tile(stage, call) is not None

@@ -336,9 +336,11 @@ class BackwardCall:
             if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)
                 parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, load, upstream, number))
-        for sink in self.spec.sinks:
-            if (part := self._through_sink(sink, number)) is not None:
-                parts.append(part)
+        parts += [
+            self._through_sink(sink, number)
+            for sink in self.spec.sinks
+            if any(x.operand == number for x in loads(sink))
+        ]
         return functools.reduce(torch.add, parts) if parts else torch.zeros_like(self.operands[number])
 
     def _weight_of(self, sink: Expr) -> Tensor:
@@ -352,9 +354,7 @@ class BackwardCall:
         alone = torch.exp(value - torch.logsumexp(torch.stack(torch.broadcast_tensors(*sinks)), 0))
         return torch.where((exponent > 64) | (factor == 0), alone, torch.exp2(exponent) * factor)
 
-    def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
+    def _through_sink(self, sink: Expr, number: int) -> Tensor:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""
-        if all(load.operand != number for load in loads(sink)):
-            return None
         upstream = -self._weight_of(sink) * self.delta.unsqueeze(-1)
         return pulled.of_expression(self.spec, self.operands, self.sizes, sink, upstream, number)
