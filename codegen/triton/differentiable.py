@@ -179,15 +179,14 @@ class Differentiable:
 
     def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents, tiles, sums) -> None:
         batch, n_q, n_k, d, d_v = extents
-        device = operands[0].device
-        machine, by_keys = self.kernel.planner(device).machine, tuple(name for name in BY_KEYS if name in tiles)
+        device, by_keys = operands[0].device, tuple(name for name in BY_KEYS if name in tiles)
+        machine = self.kernel.planner(device).machine
         made_for = (d, d_v, needs, device.type == "cpu", by_keys)
-        variant = self._variant(*made_for)
+        variant, described = self._variant(*made_for), functools.partial(self._variant, *made_for, described=True)
         results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
         results |= {} if sums is None else {"dq_sums": sums}
         # How many values of each batch coordinate K and V tell apart.
         shared = [extent // group for extent, group in zip(batch, self._groups()(sizes), strict=True)]
-        described = functools.partial(self._variant, *made_for, described=True)
         launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
         stages = [
             Stage(
@@ -212,10 +211,8 @@ class Differentiable:
                 tensor.zero_()
 
         def request() -> Request:
-            given = (grad, out, statistics)
-            return Request(
-                spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), backward=given, needs=tuple(needs)
-            )
+            given: dict[str, Any] = {"backward": (grad, out, statistics), "needs": tuple(needs)}
+            return Request(spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), **given)
 
         autotune.run(stages, call, self.tuner, reset, request)
 
