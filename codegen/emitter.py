@@ -29,8 +29,7 @@ from fusion.refusals import Ground, Refusal
 
 AUTO = "auto"
 
-Planning = Callable[[Machine], Planner]
-"""machine -> the planner that makes the choices of a spec on it."""
+Planning = Callable[[Machine], Planner]  # machine -> the planner that makes the choices of a spec on it
 
 
 class Runs(Protocol):

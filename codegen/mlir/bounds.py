@@ -25,19 +25,15 @@ from fusion.ir.fills import LARGEST
 from fusion.ir.primitives import ROUNDED
 from fusion.lowering.numbers import LOG2E
 
-#: Weights lie within 2**-48 .. 2**48 of the centre's ...
-EXPONENTS = 48
-#: ... and the largest of an item's values within 2**-50 .. 2**50 (or is zero): its products with weights, and sums over
+EXPONENTS = 48  # weights lie within 2**-48 .. 2**48 of the centre's
+#: The largest of an item's values lies within 2**-50 .. 2**50, or is zero: its products with weights, and sums over
 #: 2**25 keys, are normal numbers.
 VALUE_EXPONENTS = 50
-#: Relative to the computed product of norms: more than rounding can take from it.
-SLACK = 1.01
+SLACK = 1.01  # relative to the computed product of norms: more than rounding can take from it
 #: Natural exponents from here down have weight zero, however low the other scores of a row are within the range.
 FILL = -1000.0
-#: Of a centre, in powers of two: 128 times as much is a number of float32 to 1/16
-LARGEST_CENTRE = 2.0**13
-#: Of raw scores: powers of them, by which polynomials are evaluated, stay far from overflow.
-LARGEST_SCORE = 1e4
+LARGEST_CENTRE = 2.0**13  # of a centre, in powers of two: 128 times as much is a number of float32 to 1/16
+LARGEST_SCORE = 1e4  # of raw scores: powers of them, by which polynomials are evaluated, stay far from overflow
 #: Largest argument of `tanh` that its polynomial takes, and the error that it may add to an exponent of 2: a quarter of
 #: what the rounding of weights to bfloat16 does
 TANH_NEAR = 1.0

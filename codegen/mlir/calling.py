@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from fusion.codegen.mlir.row_statistics import RowStatisticsKernel
 
 PARAMETER_SLOTS = 256
-APART = 128
-"""Bytes: two cache lines, which processors fetch together."""
+APART = 128  # bytes: two cache lines, which processors fetch together
 
-MOST_CUT = 1024
-"""Work items of a call whose keys can be cut into parts."""
+MOST_CUT = 1024  # work items of a call whose keys can be cut into parts
 
 address, empty_strided = torch.Tensor.data_ptr, torch._C._dynamo.guards._empty_strided_cpu
 """What Inductor's code makes tensors with takes half the time of torch's own."""

@@ -36,8 +36,7 @@ from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import F32, WORDS, Avx512, TileUnit, joined
 
-BLOCK = 128
-"""Keys or queries whose parents are in the cache at a time."""
+BLOCK = 128  # keys or queries whose parents are in the cache at a time
 QUERY_BLOCK = 64
 CHUNK = 32
 CHUNKS_TOGETHER = 4

@@ -26,8 +26,7 @@ from fusion.ir.spec import FurtherOutput, Reduction
 if TYPE_CHECKING:
     from fusion.codegen.mlir.tile import TileKernel
 
-LINE = 64
-"""Keys of a row that are written in one go."""
+LINE = 64  # keys of a row that are written in one go
 
 IDENTITY = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}
 _COMBINE = {Reduction.SUM: "arith.addf", Reduction.MAX: "arith.maximumf", Reduction.MIN: "arith.minimumf"}

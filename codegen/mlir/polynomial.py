@@ -15,8 +15,7 @@ from fusion.machine import Machine
 from fusion.machine.cpu import amx_enabled
 from fusion.planning.register_tiles import target_of
 
-STATE_BYTES = 1 << 20
-"""What the state of one work item's features may fill of a second-level cache."""
+STATE_BYTES = 1 << 20  # what the state of one work item's features may fill of a second-level cache
 
 
 def supports(machine: Machine) -> str | None:

@@ -60,10 +60,8 @@ class Groups:
 class MultiplyAdd:
     """float32 vectors. One key step is `tile_rows` keys (a multiple of 2)."""
 
-    overlaps = False
-    """Whether products run beside vector work, on a unit of their own; only then is a `beside` taken."""
-    word = "f32"
-    """What stands for so many (`per_word`) elements along the reduction: 4 bytes."""
+    overlaps = False  # whether products run beside vector work, on a unit of their own; only then is a `beside` taken
+    word = "f32"  # what stands for so many (`per_word`) elements along the reduction: 4 bytes
     per_word = 1
 
     def __init__(self, b: Builder, lanes: int, d: int, e: int, tile_rows: int, tile_groups: int):

@@ -57,8 +57,7 @@ class Stretch:
 Turns = Callable[[Stretch], AbstractContextManager[tuple[Value, Stretch]]]
 """A loop over the rows that visit keys of a stretch: their numbers, and which keys."""
 
-Ask = Callable[[Value], None]
-"""Asks for rows that are read later, when L keys from this one on are multiplied."""
+Ask = Callable[[Value], None]  # asks for rows that are read later, when L keys from this one on are multiplied
 Columns = tuple[Value | int, int]
 """Vectors of columns that follow each other: the first's first column, and how many vectors."""
 

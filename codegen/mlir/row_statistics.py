@@ -24,10 +24,8 @@ from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import F32, LANES
 
 BLOCK = 64
-SUMS = 16
-"""Vectors of sums that stay in registers."""
-MAX_WIDTH = 256
-"""Columns of Q and K up to which these kernels are made."""
+SUMS = 16  # vectors of sums that stay in registers
+MAX_WIDTH = 256  # columns of Q and K up to which these kernels are made
 FIRST = ("workspace", "counter", "q", "k", "found", "means", "squares", "slants")
 """The parameters that change from call to call: addresses."""
 

@@ -55,8 +55,7 @@ class KernelFunction(ThreadFunction):
     for 0 anyway (AMX)."""
 
     header = HEADER
-    finished: Value
-    """Memory of L rows of the result."""
+    finished: Value  # memory of L rows of the result
 
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False):
         super().__init__()

@@ -17,10 +17,8 @@ from fusion.codegen.mlir.x86 import Avx512
 from fusion.lowering.numbers import LOG2E
 
 LN2 = math.log(2.0)
-#: Rare functions that are left to libm
-LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}
-#: Primitives that round to a narrower type
-_ROUNDED = {"round_bfloat16": "bf16", "round_float16": "f16"}
+LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}  # rare functions that are left to libm
+_ROUNDED = {"round_bfloat16": "bf16", "round_float16": "f16"}  # primitives that round to a narrower type
 #: Numerators and denominators of tanh(x) / x in x**2 on [0, 81], by iterated weighted least squares; all are positive,
 #: so that nothing cancels
 _TANH = (

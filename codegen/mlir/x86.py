@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from fusion.codegen.mlir.builder import TILE, Builder, Value, shape_of
 
 FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
-LANES = 16
-"""float32 elements in the widest vectors."""
+LANES = 16  # float32 elements in the widest vectors
 F32, WORDS, BF16 = f"vector<{LANES}xf32>", f"vector<{LANES}xi32>", f"vector<{2 * LANES}xbf16>"
 HALVES, BYTES = f"vector<{2 * LANES}xi16>", f"vector<{4 * LANES}xi8>"
 MANTISSA, BIAS = 128, 127

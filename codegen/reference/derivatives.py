@@ -23,13 +23,11 @@ from fusion.ir.results import result_names
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
 
-Block = tuple[int, int]
-"""(first row, how many)"""
+Block = tuple[int, int]  # (first row, how many)
 Function = Callable[[Block, list[Tensor]], list[Tensor]]
 """(a block of rows, inputs) -> results, those that belong to rows cut into this block."""
 
-#: score elements of a block of rows, of which a derivative holds a few tables at once
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 20  # score elements of a block of rows, of which a derivative holds a few tables at once
 
 
 def derivative(

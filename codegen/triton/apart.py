@@ -25,12 +25,9 @@ from fusion.planning.choice import Tile
 
 log = logging.getLogger(__name__)
 
-STARTING = 180
-"""Seconds until the first tile: imports, the device, the tensors."""
-TILE = 60
-"""Seconds for one tile, compilation included."""
-WHOLE = 900
-"""Seconds for a call."""
+STARTING = 180  # seconds until the first tile: imports, the device, the tensors
+TILE = 60  # seconds for one tile, compilation included
+WHOLE = 900  # seconds for a call
 
 COMMAND = (sys.executable, "-c", "from fusion.codegen.triton.apart import main; main()")
 

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEASURED = 8
-"""Tiles that are timed with the table's schedule, at most."""
+MEASURED = 8  # tiles that are timed with the table's schedule, at most
 
 MARGIN = 0.02
 """A tile must be faster than the table's by this share to take its place: less is within what two runs differ."""
@@ -46,11 +45,9 @@ what a tile left out or added twice, or a sum read too early, would make."""
 
 _measuring = threading.RLock()  # what runs beside a measurement falsifies it
 
-Clock = Callable[[Callable[[], None], torch.device], float]
-"""(launch, device) -> seconds that one launch takes."""
+Clock = Callable[[Callable[[], None], torch.device], float]  # (launch, device) -> seconds that one launch takes
 
-Name = TypeVar("Name", Tile, str)
-"""Of what is measured: a tile, or a peer by its name."""
+Name = TypeVar("Name", Tile, str)  # of what is measured: a tile, or a peer by its name
 
 Times = Callable[[str, Sequence[int], Sequence[Tile]], Sequence[float]]
 """(kernel, values of the spec's sizes, tiles) -> the seconds that are predicted for each."""

@@ -22,11 +22,9 @@ from fusion.planning.gpu_clocks import ADDRESSES, BACKWARD, FORWARD, Work, regis
 from fusion.planning.gpu_model import PREPARE, may_rotate
 from fusion.planning.head_dims import panelled, power
 
-LEAST, MOST = 16, 256
-"""Rows and keys of a tile."""
+LEAST, MOST = 16, 256  # rows and keys of a tile
 
-INTERPRETED = 3
-"""Persistent programs in the interpreter, few enough to take turns."""
+INTERPRETED = 3  # persistent programs in the interpreter, few enough to take turns
 
 
 def smaller(tile: Tile) -> Tile | None:

@@ -24,11 +24,9 @@ from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
 
 NOTHING = integers.integer(0)
 MOST_DIMENSIONS = 5
-UNIT = 16
-"""Bytes of which the tensor's address and its outer strides must be multiples."""
+UNIT = 16  # bytes of which the tensor's address and its outer strides must be multiples
 
-READ = {QUERIES: {"k", "v"}, **dict.fromkeys(BY_KEYS, {"q", "do"})}
-"""What the loops of the backward kernels read."""
+READ = {QUERIES: {"k", "v"}, **dict.fromkeys(BY_KEYS, {"q", "do"})}  # what the loops of the backward kernels read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,7 @@ _ATOM = 9
 
 OUTER_FIRST = coord("first of the block")
 """The outer coordinate of a block's first row (in the kernel of dK and dV its first key)."""
-MOST_SLOPE = 1 << 15
-"""Times the rows of a block that is an integer which float32 holds exactly."""
+MOST_SLOPE = 1 << 15  # times the rows of a block that is an integer which float32 holds exactly
 
 #: Names that the kernels' templates use for themselves.
 RESERVED = frozenset(

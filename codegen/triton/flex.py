@@ -29,14 +29,11 @@ from fusion.kept import Kept
 from fusion.lowering.dead_rows import rows_live
 from fusion.lowering.score_programs import is_tame, may_overflow, plain_scale
 
-BLOCK = 128
-"""Keys in a block of a mask, and queries; on compute capability 10 a block has twice as many queries."""
+BLOCK = 128  # keys in a block of a mask, and queries; on compute capability 10 a block has twice as many queries
 
-OPTIONS: Any = {"BACKEND": "FLASH"}
-"""By which FlexAttention takes FlashAttention's kernels, or raises."""
+OPTIONS: Any = {"BACKEND": "FLASH"}  # by which FlexAttention takes FlashAttention's kernels, or raises
 
-WIDEST = 256
-"""Columns of Q and of V, at most; they come in eights."""
+WIDEST = 256  # columns of Q and of V, at most; they come in eights
 
 POSITIONS = (coord("b0"), coord("b1"), I, J)
 

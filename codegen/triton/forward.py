@@ -54,8 +54,7 @@ class Forward:
     name = "attention_forward"
     whole_rows = True
 
-    relative_to_maximum = False
-    """Whether sums come from the loop relative to the maximum itself, see `_excess`."""
+    relative_to_maximum = False  # whether sums come from the loop relative to the maximum itself, see `_excess`
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order | None = None):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics

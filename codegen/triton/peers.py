@@ -27,8 +27,7 @@ from fusion.ir.strided import is_strided, strided
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.score_programs import plain_scale
 
-SAMPLED = 16
-"""Rows of a block that is compared with float64; the first, the middle and the last block are."""
+SAMPLED = 16  # rows of a block that is compared with float64; the first, the middle and the last block are
 
 Attend = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor], Sequence[int]], None]
 """(Q, K and V as [B, H, n, columns], the output [B, H, n, columns] to be filled, operands, values of the spec's sizes);

@@ -19,10 +19,8 @@ from fusion.planning.head_dims import padded
 
 MOST_FEATURES = 64
 """Features of a block: with as many, sums and features stay in registers (ahead-of-time compilation shows it)."""
-WIDEST = 64
-"""Columns of Q and K, and of V, up to which they do."""
-PIECE = 512
-"""Keys of a piece at least, where pieces are made to fill a device."""
+WIDEST = 64  # columns of Q and K, and of V, up to which they do
+PIECE = 512  # keys of a piece at least, where pieces are made to fill a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

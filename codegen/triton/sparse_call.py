@@ -20,8 +20,7 @@ from fusion.lowering.numbers import LOG2E
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import padded
 
-WIDEST = 256
-"""Columns of Q and K, and of V, up to which the loop does not spill (ahead-of-time compilation shows it)."""
+WIDEST = 256  # columns of Q and K, and of V, up to which the loop does not spill (ahead-of-time compilation shows it)
 ROUNDING = 2.0**-20
 """For each tile, more than what a row's sum, and what was left out of it, may be off by, relative to themselves: an
 exponential, two products and two sums."""

@@ -16,8 +16,7 @@ from fusion.codegen.triton import source
 from fusion.ir.expr import Expr
 from fusion.ir.mask_facts import MaskFacts
 
-GLOBALS = frozenset({"tl", "triton", "float"})
-"""Names that every function of a module finds."""
+GLOBALS = frozenset({"tl", "triton", "float"})  # names that every function of a module finds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

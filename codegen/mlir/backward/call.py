@@ -34,8 +34,7 @@ from fusion.lowering.row_gradients import lost_logarithms
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
 
-MAX_SCATTERED = 1 << 22
-"""Elements of a table whose gradient every thread collects in a copy of its own."""
+MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
 
 NOTHING: Mapping[tuple, Tensor] = {}
 

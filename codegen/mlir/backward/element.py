@@ -14,14 +14,11 @@ from fusion.ir.expr import SCORE, WEIGHT, Expr
 if TYPE_CHECKING:
     from fusion.codegen.mlir.backward.tile import BackwardTile
 
-Read = Callable[[Value], Value]
-"""Row of the tile -> a staged vector of it."""
+Read = Callable[[Value], Value]  # row of the tile -> a staged vector of it
 
-PAIR = 2
-"""Rows that are worked on at a time: the second products take weights in pairs."""
+PAIR = 2  # rows that are worked on at a time: the second products take weights in pairs
 
-Pair = Sequence[Value]
-"""Vectors of two rows."""
+Pair = Sequence[Value]  # vectors of two rows
 
 
 class Elements:

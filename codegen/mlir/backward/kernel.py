@@ -28,8 +28,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import E, Expr, I, coord
 
-OUTPUT_GRADIENT, OUTPUT = -1, -2
-"""Stand for dO and O where the number of an operand is expected."""
+OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected
 
 
 class BackwardKernel(BackwardTile):

@@ -92,12 +92,10 @@ class BackwardTile(KernelFunction):
     axis: ClassVar[LaneAxis]
     gradients: ClassVar[tuple[int, ...]]
     """Which of Q, K and V (0, 1, 2) have their gradients written, where these are needed."""
-    sums_delta_errors: ClassVar[bool] = False
-    """Whether all that is wanted are the sums of dx."""
+    sums_delta_errors: ClassVar[bool] = False  # whether all that is wanted are the sums of dx
     sums_further: ClassVar[bool] = False
     """Whether all that is wanted are the sums of P times what further outputs give: there is no second half."""
-    sides: ClassVar[tuple[int, int, int, int]]
-    """Operand numbers of A, B, C and D."""
+    sides: ClassVar[tuple[int, int, int, int]]  # operand numbers of A, B, C and D
 
     def __init__(self, problem: Problem, needs: Sequence[bool]):
         spec, tiling = problem.spec, problem.tiling

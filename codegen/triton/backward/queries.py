@@ -13,8 +13,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import QUERIES
 
-SHARE = node("upstream", (), Kind.FLOAT, "share")
-"""A score's weight before the weight program, in the place of dx."""
+SHARE = node("upstream", (), Kind.FLOAT, "share")  # A score's weight before the weight program, in the place of dx
 
 
 class Queries(Role):
