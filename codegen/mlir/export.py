@@ -215,35 +215,15 @@ class _Writer:
         self.lines.append(f"  func.call @{self.name}_launch({pointer}, {threads}) : (!llvm.ptr, i32) -> ()")
 
 
+# torch-mlir's own operations (scans, sorts) know nothing of the analysis that would save copies.
 _LOWERING = (
-    "func.func(tm-tensor-bufferize)",
-    # torch-mlir's own operations (scans, sorts) know nothing of the analysis that would save copies
-    "one-shot-bufferize{copy-before-write bufferize-function-boundaries "
-    "function-boundary-type-conversion=identity-layout-map}",
-    "buffer-results-to-out-params{modify-public-functions=true}",
-    "buffer-deallocation-pipeline",
-    "convert-bufferization-to-memref",
-    "func.func(tm-tensor-to-loops)",
-    "convert-linalg-to-loops",
-    "lower-affine",
-    "expand-strided-metadata",
-    "memref-expand",
-    "arith-expand",
-    "lower-affine",
-    "canonicalize",
-    "cse",
-    "convert-scf-to-cf",
-    "func.func(math-expand-ops)",
-    "convert-math-to-llvm",
-    "convert-math-to-libm",
-    "convert-vector-to-llvm",
-    "finalize-memref-to-llvm",
-    "convert-func-to-llvm",
-    "convert-arith-to-llvm",
-    "convert-index-to-llvm",
-    "convert-cf-to-llvm",
-    "convert-ub-to-llvm",
-    "reconcile-unrealized-casts",
+    "builtin.module(func.func(tm-tensor-bufferize),one-shot-bufferize{copy-before-write bufferize-function-boundaries "
+    "function-boundary-type-conversion=identity-layout-map},buffer-results-to-out-params{modify-public-functions=true},"
+    "buffer-deallocation-pipeline,convert-bufferization-to-memref,func.func(tm-tensor-to-loops),convert-linalg-to-loops,"
+    "lower-affine,expand-strided-metadata,memref-expand,arith-expand,lower-affine,canonicalize,cse,convert-scf-to-cf,"
+    "func.func(math-expand-ops),convert-math-to-llvm,convert-math-to-libm,convert-vector-to-llvm,"
+    "finalize-memref-to-llvm,convert-func-to-llvm,convert-arith-to-llvm,convert-index-to-llvm,convert-cf-to-llvm,"
+    "convert-ub-to-llvm,reconcile-unrealized-casts)"
 )
 
 
@@ -267,7 +247,7 @@ class Compiled:
                     if _symbol(function) == entry:
                         function.attributes["llvm.emit_c_interface"] = ir.UnitAttr.get()
                 aside = _split(lowered)
-                PassManager.parse(f"builtin.module({','.join(_LOWERING)})").run(lowered.operation)
+                PassManager.parse(_LOWERING).run(lowered.operation)
                 PassManager.parse(PIPELINE).run(aside.operation)
                 _merge(lowered, aside)
                 self._engine = ExecutionEngine(lowered, opt_level=3, shared_libs=[openmp_library()])

@@ -182,7 +182,7 @@ class Differentiable:
         device, by_keys = operands[0].device, tuple(name for name in BY_KEYS if name in tiles)
         machine = self.kernel.planner(device).machine
         made_for = (d, d_v, needs, device.type == "cpu", by_keys)
-        variant, described = self._variant(*made_for), functools.partial(self._variant, *made_for, described=True)
+        variant, described = self._variant(made_for), functools.partial(self._variant, made_for, described=True)
         results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
         results |= {} if sums is None else {"dq_sums": sums}
         # How many values of each batch coordinate K and V tell apart.
@@ -237,21 +237,15 @@ class Differentiable:
             results["off"] = off.expand(rows).contiguous()
         return results
 
-    def _variant(
-        self,
-        d: int,
-        d_v: int,
-        needs: tuple[bool, ...],
-        interpreted: bool,
-        by_keys: tuple[str, ...],
-        described: bool = False,
-    ) -> Variant:
+    def _variant(self, made_for: tuple, described: bool = False) -> Variant:
+        d, d_v, needs, interpreted, by_keys = made_for
+
         def make() -> Variant:
             kernels = backward_kernels(self.trained, d, d_v, needs, described, by_keys)
             read = set().union(*READ.values()) if described else ()
             return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
 
-        return self._made.of((d, d_v, needs, interpreted, by_keys, described), make)
+        return self._made.of((*made_for, described), make)
 
 
 class _Launches:
