@@ -18,7 +18,6 @@ from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
-from fusion.errors import KernelCompilationError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
@@ -27,7 +26,7 @@ from fusion.planning.register_tiles import target_of
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
 
-__all__ = ["Kernel", "KernelCompilationError", "compile", "compile_training", "supports", "unavailable"]
+__all__ = ["Kernel", "compile", "compile_training", "supports", "unavailable"]
 
 
 def reads(dtype: torch.dtype, machine: Machine) -> bool:

@@ -82,7 +82,6 @@ class DenseLoad:
         return [part for word in transpose(b, parts) for part in self._parts(word)]
 
     def _parts(self, word: Value) -> list[Value]:
-        """The elements of words, widened."""
         b = self.b
         if self.dtype == "bfloat16":
             halves = b.binary("arith.shli", word, 16), b.binary("arith.andi", word, -0x10000)

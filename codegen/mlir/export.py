@@ -140,7 +140,6 @@ class _Writer:
         self.count = 0
 
     def op(self, text: str, hint: str = "x") -> str:
-        """A new line that defines a value."""
         self.count += 1
         name = f"%{hint}_{self.count}"
         self.lines.append(f"  {name} = {text}")

@@ -150,7 +150,6 @@ class FurtherOutputs:
     def _write(
         self, k: int, further: FurtherOutput, lines: Value, item: Item, g: Value, first: Value, count: Value
     ) -> None:
-        """A line of each row of a group."""
         b, lanes, memory = self.b, self.lanes, MEMORY_TYPE[further.dtype]
         base, row = self._base(k, item.scope), b.add(item.first, b.mul(g, lanes))
         vectors = b.mul(b.div(count, lanes), lanes)

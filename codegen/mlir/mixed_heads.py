@@ -144,7 +144,6 @@ class MixedHeadsKernel(KernelFunction):
         return self.b.at(rows, self.b.mul(key, self.lanes), "f32")
 
     def _row_factors_of(self, head: Value, g: Value) -> Value:
-        """Where those of a head and a group lie."""
         return self._key(self.row_factors, self.b.add(self.b.mul(head, self.groups), g))
 
     def _read_matrix(self, scope: Scope, matrix: Expr, area: Value, scale: float) -> None:

@@ -257,7 +257,6 @@ class _RowKernel(KernelFunction):
         self.products.weigh(mine, r)
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
-        """Divide by the sum, write the row."""
         b, lanes = self.b, self.lanes
         output, factor = self._own(self.outputs, r, self.e_padded), None
         if self.spec.normalizer is not Normalizer.NONE:

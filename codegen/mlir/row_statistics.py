@@ -118,7 +118,6 @@ class Rows:
     count: int  # rows of a head
 
     def every(self, step: int) -> Rows:
-        """Each `step`-th of the rows."""
         return Rows(offsets=self.offsets, stride=self.stride * step, count=-(-self.count // step))
 
 

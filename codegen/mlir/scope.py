@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.float8 import FORMATS, widen_float8
-from fusion.codegen.mlir.hashing import hash_bits
-from fusion.codegen.mlir.vectormath import VectorMath
+from fusion.codegen.mlir.vectormath import VectorMath, hash_bits
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates
 from fusion.ir.fills import has_fill

@@ -126,7 +126,6 @@ class GroupSoftmax:
         return rest.results[0]
 
     def raise_to(self, highest: Value, rows: list[Value]) -> Value:
-        """The largest, in each lane."""
         while len(rows) > 1:
             rows = [self.largest(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
         return self.largest(rows[0], highest)

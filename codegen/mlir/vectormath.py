@@ -14,6 +14,7 @@ import numpy as np
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.x86 import Avx512
+from fusion.ir.primitives import HASH_MULTIPLIERS, HASH_SPREAD
 from fusion.lowering.numbers import LOG2E
 
 LN2 = math.log(2.0)
@@ -228,3 +229,18 @@ class VectorMath:
         if name == "rsqrt":
             return lambda x: b.div(1.0, b.unary("math.sqrt", x), "rsqrt")
         return lambda x: b.unary(dialect[name], x, name)
+
+
+def _signed(value: int) -> int:
+    """The i32 constant with the bits of an unsigned 32-bit integer."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def hash_bits(b: Builder, key: Value, counter: Value) -> Value:
+    """`fusion.ir.primitives.hashed` of scalars or vectors of i32, of which all 32 bits count: in [0, 2**31)."""
+    x = b.binary("arith.xori", key, b.mul(counter, _signed(HASH_SPREAD)), "mixed")
+    for shift, multiplier in HASH_MULTIPLIERS:
+        x = b.binary("arith.xori", x, b.binary("arith.shrui", x, shift), "mixed")
+        x = b.mul(x, _signed(multiplier), "mixed")
+    x = b.binary("arith.xori", x, b.binary("arith.shrui", x, 16), "mixed")
+    return b.binary("arith.shrui", x, 1, "hash")

@@ -117,7 +117,6 @@ def _gradients(function: Function, step: Gradients) -> Function:
 def _of_marked(
     function: Function, block: Block, inputs: list[Tensor], marks: Sequence[bool]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of the marked inputs alone."""
 
     def partial(*moving: Tensor) -> tuple[Tensor, ...]:
         left = iter(moving)

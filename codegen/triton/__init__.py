@@ -27,8 +27,6 @@ from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_model import tile_clocks
 from fusion.refusals import Ground, Refusal
 
-__all__ = ["Differentiable", "Kernel", "compile", "compile_training", "reads", "supports", "unavailable"]
-
 _LOADED = {*DTYPES, *FLOAT8, "bool", "uint8", "int8", "int16", "int32", "int64"}
 
 

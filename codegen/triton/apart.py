@@ -57,7 +57,6 @@ class Notes:
         return None if self.path is None else _read(self.path)["lost"].get(f"{kernel}: {tile}")
 
     def begin(self, kernel: str, tile: Tile | str) -> None:
-        """A tile is tried from now on."""
         if self.path is not None:
             _write(self.path, _read(self.path) | {"current": f"{kernel}: {tile}", "patience": TILE})
 

@@ -47,11 +47,9 @@ class Box:
         return "KEYS" if self.name in ("k", "v") else "ROWS"
 
     def dtype(self, spec: AttentionSpec) -> str:
-        """Of the tensor's elements."""
         return spec.out_dtype if self.operand is None else spec.operands[self.operand].dtype
 
     def parameter(self, panel: Panel) -> str:
-        """The name of a panel's descriptor."""
         return f"{self.name}{panel.suffix}_tiles"
 
     def load(self, writer: Writer, panel: Panel, first: str) -> str:
@@ -78,7 +76,6 @@ class Box:
         return f"{self.parameter(panel)}.load([{first}, {panel.start}])"
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor can be described."""
         *outer, inner = self._strides(tensor)
         size = tensor.element_size()
         return inner == 1 and tensor.data_ptr() % UNIT == 0 and all(s > 0 and s * size % UNIT == 0 for s in outer)

@@ -200,7 +200,6 @@ class Flex:
         return found if captured else self._kept.keep((sizes, device), found)
 
     def mask_mod(self, reads: Sequence[Tensor]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Which keys are live."""
         assert self.live is not None
         live = self.live.function
         return lambda b, h, i, j: live(b, h, i, j, *reads)

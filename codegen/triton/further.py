@@ -80,7 +80,6 @@ class _Further(Tiles):
         return source.block(*lines)
 
     def finish(self) -> list[str]:
-        """Statements that write what was reduced."""
         lines = []
         for k, f in self.outputs.items():
             if f.over:

@@ -63,7 +63,6 @@ class Captured:
 
     @property
     def axes(self) -> Axes:
-        """The axes over which it must be summed."""
         return summed_over(self.load)
 
 

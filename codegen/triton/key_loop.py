@@ -24,7 +24,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.matrices import Matrix, made, matrix, sum_of
+from fusion.codegen.triton.matrices import Matrix, brackets, made, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import C, E, Expr, J, const, coordinates
@@ -81,7 +81,6 @@ class KeyLoop:
 
     @property
     def state(self) -> list[str]:
-        """What is carried from stage to stage."""
         names = [f"acc{panel.suffix}" for panel in self.values]
         names += ["m", "l"] if self.softmax else []
         return [*names, "p", "alpha"] if self.rotated else names
@@ -247,7 +246,7 @@ class KeyLoop:
         column, operand = ("c", 1) if name == "k" else ("e", 2)
         name = f"{name}{panel.suffix}"
         first = "first - KEYS" if mask == "before_ok" else "first"
-        moved = f"tl.cast({first}, tl.int64) * {_factor(part.advance)}" if part.advance else ""
+        moved = f"tl.cast({first}, tl.int64) * {brackets(part.advance)}" if part.advance else ""
         at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
         inside = panel.inside(column)
         widened = cast(self.spec.operands[operand].dtype, self.spec.dtype)
@@ -348,7 +347,3 @@ def nothing_summed(values: Sequence[Panel], softmax: bool) -> list[str]:
     if softmax:
         lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
     return lines
-
-
-def _factor(text: str) -> str:
-    return text if text.isidentifier() else f"({text})"

@@ -284,7 +284,6 @@ class Kernel:
         variant.launch("attention_combine", heads * -(-n_q // small.rows), small, fixed, arguments)
 
     def _descriptors(self, variant: Variant, operands, extents: tuple[int, int], tile: Tile) -> dict[str, object]:
-        """Those that the host makes."""
         if not variant.order.described:
             return {}
         (n_q, n_k), tensors = extents, dict(zip("qkv", operands, strict=False))

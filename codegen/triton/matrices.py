@@ -52,7 +52,7 @@ def matrix(
         split = _split(expr, row.name, column.name)
         steps = integers.linear(split["rows"], row) if row is J and moving else None
         if steps is not None and not coordinates(steps[0]) & {"i", "j"} and not coordinates(steps[1]) & {"i", "j"}:
-            factor = "" if steps[0] is integers.integer(1) else f" * {_brackets(writer.value(steps[0]))}"
+            factor = "" if steps[0] is integers.integer(1) else f" * {brackets(writer.value(steps[0]))}"
             if steps[0] is not integers.integer(0):
                 parts["advance"].append(f"{stride}{factor}")
                 parts["rows"].append(f"tl.cast(tl.arange(0, KEYS)[:, None], tl.int64) * {stride}{factor}")
@@ -69,7 +69,8 @@ def made(name: str, value: Expr, writer: Writer) -> str:
     return f"{name} = tl.where({limits}, {writer.value(value)}, 0.0).to({DTYPES[writer.spec.dtype]})"
 
 
-def _brackets(text: str) -> str:
+def brackets(text: str) -> str:
+    """A text that can be multiplied."""
     return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 

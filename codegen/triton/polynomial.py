@@ -164,7 +164,6 @@ class ParentTable:
 
 
 def _coordinates(table: Monomials, monomial: int) -> list[int]:
-    """The coordinates that a monomial is the product of."""
     found = []
     while monomial:
         found.append(int(table.variables[monomial]))

@@ -95,7 +95,6 @@ class TileLists:
         )
 
     def _more(self) -> list[str]:
-        """Statements that add tiles to `meets`."""
         return []
 
     def _conditions(self, *conditions: Expr) -> list[str]:

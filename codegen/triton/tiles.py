@@ -49,7 +49,6 @@ class Tiles:
         raise NotImplementedError
 
     def visit(self, name: str, doc: str, body: str, state: Sequence[str]) -> Visit:
-        """The function that visits tiles."""
         first = ("start", "stop")
         helpers, sizes = self.writer.helpers, self.spec.sizes
         return visit(name, doc, body, state=state, first=first, helpers=helpers, sizes=sizes)
@@ -156,7 +155,6 @@ class Tiles:
         ]
 
     def plane(self, name: str, number: int) -> str:
-        """The statement that reads a plane of the statistics."""
         return f"{name} = tl.load({self.in_plane('statistics', number)})"
 
     def in_plane(self, tensor: str, number: int) -> str:

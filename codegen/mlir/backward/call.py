@@ -280,7 +280,6 @@ class BackwardCall:
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
     def _sums(self, step: Step) -> dict[tuple, Tensor]:
-        """Memory for the sums of a kernel."""
         found = {}
         lanes = self.n_q if step.kind.axis is LaneAxis.QUERIES else self.n_k
         for k, entry in enumerate(step.collected):
