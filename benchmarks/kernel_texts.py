@@ -27,14 +27,13 @@ from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.plan import unsupported as without_backward
 from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, DeltaKernel, QueriesKernel
 from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.features import FeatureShape, emit_readout, emit_state
+from fusion.codegen.mlir.features import FeatureShape, Readout, State
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.key_block_bounds import KeyBlockBounds
 from fusion.codegen.mlir.moments import Moments
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training import backward_tiling
 from fusion.codegen.reference.polynomial import monomials
 from fusion.codegen.triton import module
@@ -46,6 +45,7 @@ from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, split_kernels
 from fusion.codegen.triton.sparse_kernel import sparse_module
 from fusion.ir import AttentionSpec, Normalizer
+from fusion.planning.register_tiles import Target
 from tracing import traced
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -150,8 +150,8 @@ def approximate_texts() -> Iterator[Text]:
             FeatureShape(d=d, d_v=d_v, low=monomials(d, degree).below_top, planes=planes),
             f"{d} {d_v} {degree}",
         )
-        yield f"mlir amx state {name} planes {planes}", emit_state(shape)[0]
-        yield f"mlir amx readout {name} planes {planes}", emit_readout(shape)[0]
+        yield f"mlir amx state {name} planes {planes}", State(shape).text()
+        yield f"mlir amx readout {name} planes {planes}", Readout(shape).text()
         yield f"triton features {name}", features_module(d, d_v, degree)
         yield f"triton sparse {d} {d_v}", sparse_module(d, d_v)
     for d in (16, 40, 64, 100):

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.progress import track
 
 import results
-from fusion.codegen.triton.forms import may_specialize
+from fusion.codegen.triton.candidates import may_specialize
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import SCORE, C, E, Expr, I, J, Kind, const, coord, load, size
 from fusion.ir.ops import apply, where

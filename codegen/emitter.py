@@ -10,8 +10,9 @@ name; "auto" takes the emitter that was registered last for a device.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,25 +25,22 @@ from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.choice import Choice, Planner
-from fusion.refusals import Refusal
+from fusion.refusals import Ground, Refusal
 
 AUTO = "auto"
 
-Planning = Callable[[Machine], Planner]
-"""machine -> the planner that makes the choices of a spec on it."""
+Planning = Callable[[Machine], Planner]  # machine -> the planner that makes the choices of a spec on it
 
 
-class Kernel(Protocol):
-    """What runs one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
+class Runs(Protocol):
+    """What is known of a call before it; of a training kernel, of its forward."""
 
     def source(self, sizes: Sequence[int]) -> str:
         """The text of what a call with these sizes runs, headed by its choice; empty where there is none."""
         ...
 
-    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor: ...
-
     def choice(self, sizes: Sequence[int]) -> Choice | None:
-        """How a call with these sizes runs, as far as is known before it; None where nothing was planned."""
+        """How a call with these sizes runs; None where nothing was planned."""
         ...
 
     def prepare(self, sizes: Sequence[int]) -> None:
@@ -50,39 +48,27 @@ class Kernel(Protocol):
         ...
 
 
+class Kernel(Runs, Protocol):
+    """What runs one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
+
+    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor: ...
+
+
 class Backward(NamedTuple):
-    """What a backward is given.
+    """What a backward is given. out, statistics: what the forward returned. further: what arrives at each of the
+    further outputs, None where nothing does; empty where nothing does at any."""
 
-    grad: of the output, of any strides.
-    out, statistics: what the forward returned.
-    needs: marks the operands whose gradients are wanted.
-    further: what arrives at each of the further outputs, None where nothing does; not passed where nothing arrives at
-        any.
-    """
-
-    grad: Tensor
+    grad: Tensor  # of the output, of any strides
     out: Tensor
     statistics: Tensor
     operands: Sequence[Tensor]
     sizes: Sequence[int]
-    needs: tuple[bool, ...]
+    needs: tuple[bool, ...]  # marks the operands whose gradients are wanted
     further: Sequence[Tensor | None] = ()
 
 
-class TrainingKernel(Protocol):
+class TrainingKernel(Runs, Protocol):
     """What trains with one spec."""
-
-    def source(self, sizes: Sequence[int]) -> str:
-        """The text of the forward's kernel: see `Kernel.source`."""
-        ...
-
-    def choice(self, sizes: Sequence[int]) -> Choice | None:
-        """How the forward of a call runs: see `Kernel.choice`."""
-        ...
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Compile what a forward runs, where that can be done before it."""
-        ...
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics of rows that `backward` reads (see `fusion.ir.results.statistics_shape`), *further
@@ -95,11 +81,9 @@ class TrainingKernel(Protocol):
 
 
 class Emitter(Protocol):
-    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call.
-
-    One that is registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes
-    their kernel, whether they are trained or not; its None leaves them to the reference interpreter.
-    """
+    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call. One that is
+    registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes their kernel,
+    whether they are trained or not; its None leaves them to the reference interpreter."""
 
     def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:
         """Why there is no kernel for a spec, or None."""
@@ -121,24 +105,29 @@ class Emitter(Protocol):
         ...
 
 
+def unread(spec: AttentionSpec, read: Collection[str], multiplied: Collection[str]) -> Refusal | None:
+    """That an operand is of no dtype that kernels read, or, of Q, K and V, that products take."""
+    products = [o for o, value in zip(spec.operands[:3], spec.values, strict=True) if value is None]
+    for operands, what, dtypes in ((spec.operands, "kernels read", read), (products, "products take", multiplied)):
+        for operand in operands:
+            if operand.dtype not in dtypes:
+                found = f"operand {operand.name} has dtype {operand.dtype}; {what} {', '.join(dtypes)}"
+                return Refusal(Ground.DTYPE, found)
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """An emitter by its name.
-
-    devices: the types of devices that it serves; every type where there is none.
-    load: the emitter; called where a kernel is asked for first, since an emitter brings a compiler along.
-    machine: the machine that a device is.
-    further_outputs: whether it writes weights and statistics of them beside the output.
-    """
+    """An emitter by its name. load: the emitter; called where a kernel is asked for first, since an emitter brings a
+    compiler along."""
 
     name: str
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # the types of devices that it serves; every type where there is none
     load: Callable[[], Emitter]
-    machine: Callable[[str], Machine]
-    further_outputs: bool = False
+    machine: Callable[[str], Machine]  # the machine that a device is
+    further_outputs: bool = False  # whether it writes weights and statistics of them beside the output
 
     def serves(self, device: str) -> bool:
-        """Whether devices of a type are served."""
         return not self.devices or device in self.devices
 
 
@@ -170,10 +159,8 @@ def serving(device: str) -> list[str]:
 
 
 def find(name: str, device: str) -> Registration | None:
-    """The emitter of a name for a type of device; None where "auto" finds none.
-
-    Raises EmitterError where the name is not known or does not serve the device.
-    """
+    """The emitter of a name for a type of device; None where "auto" finds none. Raises EmitterError where the name is
+    not known or does not serve the device."""
     if name == AUTO:
         return next((found for found in reversed(_registered.values()) if device in found.devices), None)
     if name not in _registered:
@@ -186,17 +173,11 @@ def find(name: str, device: str) -> Registration | None:
 
 
 @contextmanager
-def registered(
-    name: str,
-    devices: tuple[str, ...],
-    load: Callable[[], Emitter],
-    machine: Callable[[str], Machine] = find_machine,
-    further_outputs: bool = False,
-) -> Iterator[None]:
-    """An emitter that is registered while this lasts. Kernels that exist are not touched: see
-    `fusion.runtime.kernels.emitting`."""
+def registered(*given: Any, **named: Any) -> Iterator[None]:
+    """An emitter that is registered, with what `register` takes, while this lasts. Kernels that exist are not touched:
+    see `fusion.runtime.kernels.emitting`."""
     before = dict(_registered)
-    register(name, devices, load, machine, further_outputs)
+    register(*given, **named)
     try:
         yield
     finally:
@@ -204,6 +185,6 @@ def registered(
         _registered.update(before)
 
 
-register("reference", (), lambda: importlib.import_module("fusion.codegen.reference"), further_outputs=True)  # type: ignore[arg-type]
-register("mlir", ("cpu",), lambda: importlib.import_module("fusion.codegen.mlir"), further_outputs=True)  # type: ignore[arg-type]
-register("triton", ("cuda",), lambda: importlib.import_module("fusion.codegen.triton"), further_outputs=True)  # type: ignore[arg-type]
+for _name, _devices in (("reference", ()), ("mlir", ("cpu",)), ("triton", ("cuda",))):
+    _load: Any = functools.partial(importlib.import_module, f"fusion.codegen.{_name}")
+    register(_name, _devices, _load, further_outputs=True)

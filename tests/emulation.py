@@ -22,11 +22,11 @@ from unittest import mock
 import torch
 
 from fusion.codegen.mlir.builder import PTR, TILE, Builder, Value, shape_of, vector_of
-from fusion.codegen.mlir.target import Target, target_of
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.codegen.mlir.x86 import BF16, F32, WORDS
 from fusion.codegen.mlir.x86 import BYTES as OCTETS
 from fusion.machine import Machine
+from fusion.planning.register_tiles import Target, target_of
 
 compiler = importlib.import_module("fusion.codegen.mlir.compile")
 

@@ -16,7 +16,6 @@ from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.export import attention_module
 from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.target import target_of
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import source as triton_source
 from fusion.errors import (
@@ -33,6 +32,7 @@ from fusion.ir.widths import LARGEST_SIZE
 from fusion.machine import Machine
 from fusion.planning.optimum import optimum
 from fusion.planning.problem import Problem
+from fusion.planning.register_tiles import target_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

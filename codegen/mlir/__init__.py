@@ -1,15 +1,10 @@
 """CPU kernels: an `AttentionSpec` becomes one function in MLIR, compiled in process by torch-mlir, run on torch's
 OpenMP threads.
 
-    supports(spec, machine)        why there is no kernel for it, or None
-    reads(dtype, machine)          whether kernels read a float8 dtype
-    compile(spec, machine, plan)   the kernel: call it with operand tensors and sizes; `kernel.source(sizes)`: its text
-    compile_training(spec, machine)
-                                   the pair of `forward` (with row statistics) and `backward`; None where there is none
-
-How the kernel works is told in `kernel` (loops), `products` and `amx` (matrix products), `softmax` (score program and
-statistics), `scope` (expressions), `dense` and `rows` (reading tensors of any strides), `launch` and `calling` (the
-call); of training in `training` and `backward`. Nothing of torch-mlir is imported before a kernel is compiled.
+It is an emitter (`fusion.codegen.emitter`). How the kernel works is told in `kernel` (loops), `products` and `amx`
+(matrix products), `softmax` (score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors
+of any strides), `launch` and `calling` (the call); of training in `training` and `backward`. Nothing of torch-mlir is
+imported before a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -23,23 +18,15 @@ from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
-from fusion.codegen.mlir.target import target_of
-from fusion.errors import KernelCompilationError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
+from fusion.planning.register_tiles import target_of
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
 
-__all__ = [
-    "Kernel",
-    "KernelCompilationError",
-    "compile",
-    "compile_training",
-    "supports",
-    "unavailable",
-]
+__all__ = ["Kernel", "compile", "compile_training", "supports", "unavailable"]
 
 
 def reads(dtype: torch.dtype, machine: Machine) -> bool:
@@ -53,11 +40,9 @@ def compile(
     plan: Callable[[Machine], Planner] | None = None,
     measure: bool = False,
 ) -> Kernel:
-    """The kernel of a spec. One kernel per spec and machine is made in a process. plan: machine -> the planner that
-    makes the choices; without it there is one tile for all lengths. Nothing is measured.
-
-    Raises KernelCompilationError (a defect here), or ValueError where `supports` has a reason.
-    """
+    """The kernel of a spec, one per spec and machine in a process. plan: machine -> the planner that makes the choices;
+    without it there is one tile for all lengths. Nothing is measured. Raises KernelCompilationError (a defect here), or
+    ValueError where `supports` has a reason."""
     machine = machine or Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
@@ -71,8 +56,8 @@ def compile(
 def compile_training(
     spec: AttentionSpec, machine: Machine | None = None, plan: Any = None, measure: bool = False
 ) -> TrainingKernel | None:
-    """The kernels that train with a spec, or None where it has no backward kernel. Backward kernels are compiled at
-    their first call. They have one tile for all lengths: nothing is planned or measured."""
+    """The kernels that train with a spec, or None where it has no backward kernel. They have one tile for all lengths:
+    nothing is planned or measured."""
     from fusion.codegen.mlir.backward.plan import unsupported
     from fusion.codegen.mlir.training import TrainingKernel
 

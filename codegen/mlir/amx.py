@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import Groups, InterleavedWork, round_up
+from fusion.codegen.mlir.products import Groups, InterleavedWork, MultiplyAdd, round_up, vector_products
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
 from fusion.codegen.mlir.transpose import sum_rows, transpose
-from fusion.codegen.mlir.x86 import BF16, F32, WORDS, Avx512, TileUnit
+from fusion.codegen.mlir.work_items import Tiling
+from fusion.codegen.mlir.x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
+from fusion.planning.register_tiles import Target
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
 
@@ -26,12 +28,9 @@ LARGE_BITS = (127 + 120) << 23
 
 
 class Amx:
-    """Products on AMX tiles, of one to three bf16 planes.
-
-    worst: address of a vector of i32 that collects the largest magnitudes packed, as bits
-    exact_pairs: weights may be NaN where the row's sum is not
-    mirrored: scores are those of a kernel with the two sides exchanged, bit by bit
-    """
+    """Products on AMX tiles, of one to three bf16 planes. worst: address of a vector of i32 that collects the largest
+    magnitudes packed, as bits. exact_pairs: weights may be NaN where the row's sum is not. mirrored: scores are those
+    of a kernel with the two sides exchanged, bit by bit."""
 
     overlaps = True
     key_step = 32
@@ -46,8 +45,8 @@ class Amx:
         planes: int,
         key_capacity: int,
         worst: Value | None,
-        exact_pairs: bool = False,
-        mirrored: bool = False,
+        exact_pairs: bool,
+        mirrored: bool,
     ):
         self.exact_pairs, self.mirrored = exact_pairs, mirrored
         self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
@@ -245,21 +244,17 @@ class Amx:
             # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of the
             # last place added first halves what remains, and with it the products that are left out.
             low, high = (self._upper(x) for x in (first, second))
-            found.append(self._joined(low, high))
+            found.append(joined(b, low, high))
             first, second = b.sub(first, b.bitcast(low, F32), "rest"), b.sub(second, b.bitcast(high, F32), "rest")
         if self.exact_pairs:
             return [*found, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
         # Rounded half up. A NaN may come out as a number here; the row's sum is NaN then, and so is the result.
-        return [*found, self._joined(self._upper(first), self._upper(second))]
+        return [*found, joined(b, self._upper(first), self._upper(second))]
 
     def _upper(self, x: Value) -> Value:
         """x rounded to a bf16, half up, in the upper half of a word."""
         near = self.b.add(self.b.bitcast(x, WORDS), 0x8000, "near")
         return self.b.binary("arith.andi", near, -0x10000, "upper")
-
-    def _joined(self, low: Value, high: Value) -> Value:
-        """The upper halves of two words as one."""
-        return self.b.binary("arith.ori", self.b.binary("arith.shrui", low, 16), high, "pair")
 
     def store_powers(
         self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool
@@ -335,3 +330,15 @@ class Amx:
             loop.yields(*self.unit.multiply(sums, left, right, self.planes, pieces=pieces))
         for cell, tile in zip(cells, loop.results, strict=True):
             self.unit.store(tile, cell)
+
+
+Products = Amx | MultiplyAdd
+
+
+def products_of(
+    b: Builder, target: Target, tiling: Tiling, d: int, e: int, worst: Value | None, exact_pairs: bool, mirrored: bool
+) -> Products:
+    """The products of a tiling with d columns of Q and K and e of V. worst, exact_pairs, mirrored: see `Amx`."""
+    if tiling.planes and target.amx:
+        return Amx(b, d, e, tiling.planes, tiling.keys, worst, exact_pairs, mirrored)
+    return vector_products(b, target, tiling.planes > 0, d, e)

@@ -25,19 +25,15 @@ from fusion.ir.fills import LARGEST
 from fusion.ir.primitives import ROUNDED
 from fusion.lowering.numbers import LOG2E
 
-#: Weights lie within 2**-48 .. 2**48 of the centre's ...
-EXPONENTS = 48
-#: ... and the largest of an item's values within 2**-50 .. 2**50 (or is zero): its products with weights, and sums over
+EXPONENTS = 48  # weights lie within 2**-48 .. 2**48 of the centre's
+#: The largest of an item's values lies within 2**-50 .. 2**50, or is zero: its products with weights, and sums over
 #: 2**25 keys, are normal numbers.
 VALUE_EXPONENTS = 50
-#: Relative to the computed product of norms: more than rounding can take from it.
-SLACK = 1.01
+SLACK = 1.01  # relative to the computed product of norms: more than rounding can take from it
 #: Natural exponents from here down have weight zero, however low the other scores of a row are within the range.
 FILL = -1000.0
-#: Of a centre, in powers of two: 128 times as much is a number of float32 to 1/16
-LARGEST_CENTRE = 2.0**13
-#: Of raw scores: powers of them, by which polynomials are evaluated, stay far from overflow.
-LARGEST_SCORE = 1e4
+LARGEST_CENTRE = 2.0**13  # of a centre, in powers of two: 128 times as much is a number of float32 to 1/16
+LARGEST_SCORE = 1e4  # of raw scores: powers of them, by which polynomials are evaluated, stay far from overflow
 #: Largest argument of `tanh` that its polynomial takes, and the error that it may add to an exponent of 2: a quarter of
 #: what the rounding of weights to bfloat16 does
 TANH_NEAR = 1.0
@@ -47,11 +43,8 @@ TANH_ERROR = 2.0**-11
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MagnitudeBound:
     """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for fills: constants that some keys
-    have in place of x, or added to it.
-
-    fill: the largest of them relative to the centre; None without
-    finite: one of them is finite, so that a row of nothing else has weights
-    """
+    have in place of x, or added to it. fill: the largest of them relative to the centre; None without. finite: one of
+    them is finite, so that a row of nothing else has weights."""
 
     centre: float
     slope: float = 0.0
@@ -62,20 +55,14 @@ class MagnitudeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedScores:
-    """When the scores of a spec are near a centre, and what its programs are there.
+    """When the scores of a spec are near a centre, and what its programs are there. exponents: what each program
+    becomes: (an exponent of 2 relative to the centre, plus a bias) times a unit."""
 
-    centre: in units of the programs' scale
-    bound: largest magnitude of a raw score for which they are
-    exponents: what each program becomes: (an exponent of 2 relative to the centre, plus a bias) times a unit
-    filled: exponents that are fills for some keys
-    finite: see `MagnitudeBound`
-    """
-
-    centre: float
-    bound: float
+    centre: float  # in units of the programs' scale
+    bound: float  # largest magnitude of a raw score for which they are
     exponents: dict[Expr, Expr]
-    filled: frozenset[Expr]
-    finite: bool
+    filled: frozenset[Expr]  # exponents that are fills for some keys
+    finite: bool  # see `MagnitudeBound`
 
 
 def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0) -> BoundedScores | None:
@@ -102,11 +89,8 @@ def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float 
 
 @functools.cache
 def tanh_polynomial(error: float) -> tuple[float, ...]:
-    """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR.
-
-    It meets the function at Chebyshev's nodes; the nearest singularity lies at x**2 = -(pi / 2)**2, so each degree
-    gains a factor of 12.
-    """
+    """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR. It
+    meets the function at Chebyshev's nodes; each degree gains a factor of 12."""
     x = np.linspace(1e-3, TANH_NEAR, 1000)
     for degree in range(1, 12):
         roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
@@ -203,10 +187,6 @@ def _highest(*fills: float | None) -> float | None:
     return max((fill for fill in fills if fill is not None), default=None)
 
 
-def _negated(x: MagnitudeBound) -> MagnitudeBound | None:
-    return _product(MagnitudeBound(centre=-1.0), x)
-
-
 def _sum(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound:
     return MagnitudeBound(
         centre=x.centre + y.centre, slope=x.slope + y.slope, offset=x.offset + y.offset,
@@ -215,7 +195,7 @@ def _sum(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound:
 
 
 def _difference(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
-    negated = _negated(y)
+    negated = _product(MagnitudeBound(centre=-1.0), y)
     return None if negated is None else _sum(x, negated)
 
 
@@ -237,9 +217,7 @@ def _product(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
 
 
 def _quotient(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
-    if not _is_constant(y) or y.centre == 0.0:
-        return None
-    return _product(x, MagnitudeBound(centre=1.0 / y.centre))
+    return None if not _is_constant(y) or y.centre == 0.0 else _product(x, MagnitudeBound(centre=1.0 / y.centre))
 
 
 def _tanh(x: MagnitudeBound) -> MagnitudeBound | None:
@@ -258,7 +236,7 @@ def _rounded(x: MagnitudeBound) -> MagnitudeBound:
 #: What is known of the result of an operation from its arguments; that of `where` needs the scale
 _RULES: dict[str, Callable[..., MagnitudeBound | None]] = {
     **dict.fromkeys((*ROUNDED.values(), "where"), _rounded),
-    "neg": _negated,
+    "neg": functools.partial(_product, MagnitudeBound(centre=-1.0)),
     "fadd": _sum,
     "fsub": _difference,
     "fmul": _product,

@@ -1,10 +1,9 @@
 """A small writer of MLIR text: values that know their type, loops and branches as `with` blocks, constants collected
 once.
 
-The kernels of this package are written in the `arith`, `math`, `vector` and `scf` dialects, with memory reached through
-`llvm.ptr`, so that one notion of address serves tensors of any strides and the scratch areas alike. A method of
-`Builder` appends one operation and returns its result; Python code that uses it reads in the order of the text that it
-writes. Integers stay Python integers as long as they can: arithmetic between them is done here, and they become
+Kernels are written in the `arith`, `math`, `vector` and `scf` dialects, with memory reached through `llvm.ptr`: one
+notion of address serves tensors of any strides and scratch areas alike. A method of `Builder` appends one operation and
+returns its result. Integers stay Python's as long as they can: arithmetic between them is done here, and they become
 `arith.constant` where an operation needs them. So sums and products are of type `Any`: Python integers, or values.
 """
 
@@ -42,7 +41,7 @@ Operand = Value | int | float
 
 
 def vector_of(scalar: str, lanes: int) -> str:
-    """The vector type of `lanes` elements, or the scalar type itself for 0 lanes."""
+    """The vector type of `lanes` elements; the scalar type itself for 0."""
     return f"vector<{lanes}x{scalar}>" if lanes else scalar
 
 
@@ -59,8 +58,7 @@ def is_float(type_: str) -> bool:
 
 
 def literal(value: float, scalar: str) -> str:
-    """A constant as MLIR reads it back exactly: floats that are not finite, and all of float32, by their bits or 9
-    digits."""
+    """A constant as MLIR reads it back exactly: numbers that are not finite by their bits."""
     if scalar == "i1":
         return "true" if value else "false"
     if scalar.startswith("i"):
@@ -104,9 +102,8 @@ class Builder:
         self._lines.append("  " * self._depth + text)
 
     def side_by_side(self, parts: Sequence[Callable[[], T]]) -> list[T]:
-        """What the parts return. Their lines are written in turns, one of each, as far as none uses what is not there
-        yet: a processor looks ahead by some hundred instructions, and chains of dependent ones keep it busy where
-        several go on at a time. Parts with nested regions stay one after the other."""
+        """What the parts return. Their lines are written in turns, as far as none uses what is not there yet: several
+        chains of dependent instructions keep a processor busy. Parts with nested regions stay one after the other."""
         start, streams, results = len(self._lines), [], []
         for part in parts:
             results.append(part())
@@ -132,8 +129,7 @@ class Builder:
 
     def constant(self, value: float, type_: str) -> Value:
         lanes, scalar = shape_of(type_)
-        text = literal(value, scalar)
-        text = f"dense<{text}>" if lanes else text
+        text = f"dense<{literal(value, scalar)}>" if lanes else literal(value, scalar)
         if (found := self._constants.get((text, type_))) is None:
             plain = "".join(c if c.isalnum() else "_" for c in f"{value:g}".replace("-", "m").replace("+", ""))
             found = Value(self.name(f"c{plain}_{'v' if lanes else ''}{scalar}"), type_)
@@ -162,13 +158,14 @@ class Builder:
             return self.broadcast(x, shape_of(type_)[0])
         return x
 
-    def _pair(self, x: Operand, y: Operand) -> tuple[Value, Value]:
-        types = [v.type for v in (x, y) if isinstance(v, Value)]
+    def _alike(self, *operands: Operand) -> list[Value]:
+        """The operands as values of one type: a vector's where one is a vector."""
+        types = [x.type for x in operands if isinstance(x, Value)]
         type_ = next((t for t in types if t.startswith("vector")), types[0] if types else "i64")
-        return self.as_value(x, type_), self.as_value(y, type_)
+        return [self.as_value(x, type_) for x in operands]
 
     def _binary(self, float_op: str, int_op: str, x: Operand, y: Operand, hint: str) -> Value:
-        a, b = self._pair(x, y)
+        a, b = self._alike(x, y)
         return self.op(f"arith.{float_op if is_float(a.type) else int_op} {a}, {b} : {a.type}", a.type, hint)
 
     def add(self, x: Operand, y: Operand, hint: str = "add") -> Any:
@@ -215,33 +212,30 @@ class Builder:
 
     def binary(self, op: str, x: Operand, y: Operand, hint: str = "t") -> Value:
         """Any two-operand operation of one type, by its full name: `binary("arith.andi", a, b)`."""
-        a, b = self._pair(x, y)
+        a, b = self._alike(x, y)
         return self.op(f"{op} {a}, {b} : {a.type}", a.type, hint)
 
     def unary(self, op: str, x: Value, hint: str = "t") -> Value:
         return self.op(f"{op} {x} : {x.type}", x.type, hint)
 
     def fma(self, x: Operand, y: Operand, z: Operand, hint: str = "fma") -> Value:
-        types = [v.type for v in (x, y, z) if isinstance(v, Value)]
-        type_ = next((t for t in types if t.startswith("vector")), types[0])
-        a, b, c = (self.as_value(v, type_) for v in (x, y, z))
-        return self.op(f"math.fma {a}, {b}, {c} : {type_}", type_, hint)
+        a, b, c = self._alike(x, y, z)
+        return self.op(f"math.fma {a}, {b}, {c} : {a.type}", a.type, hint)
 
     def compare(self, predicate: str, x: Operand, y: Operand, hint: str = "is") -> Value:
         """`predicate` as arith names it: slt, eq, ... for integers, olt, une, ... for floats."""
-        a, b = self._pair(x, y)
+        a, b = self._alike(x, y)
         lanes, _ = shape_of(a.type)
         kind = "cmpf" if is_float(a.type) else "cmpi"
         return self.op(f"arith.{kind} {predicate}, {a}, {b} : {a.type}", vector_of("i1", lanes), hint)
 
     def select(self, condition: Value, x: Operand, y: Operand, hint: str = "sel") -> Value:
-        a, b = self._pair(x, y)
+        a, b = self._alike(x, y)
         lanes = shape_of(condition.type)[0]
         if lanes and not shape_of(a.type)[0]:
             a, b = self.broadcast(a, lanes), self.broadcast(b, lanes)
-        if lanes:
-            return self.op(f"arith.select {condition}, {a}, {b} : {condition.type}, {a.type}", a.type, hint)
-        return self.op(f"arith.select {condition}, {a}, {b} : {a.type}", a.type, hint)
+        types = f"{condition.type}, {a.type}" if lanes else a.type
+        return self.op(f"arith.select {condition}, {a}, {b} : {types}", a.type, hint)
 
     def convert(self, op: str, x: Value, scalar: str, hint: str = "cvt") -> Value:
         """A conversion of element type: `convert("arith.extf", x, "f32")`."""
@@ -252,6 +246,16 @@ class Builder:
         """All lanes of a vector as one scalar: `reduce("add", x, "sum")`."""
         scalar = shape_of(x.type)[1]
         return self.op(f"vector.reduction <{kind}>, {x} : {x.type} into {scalar}", scalar, hint)
+
+    def extract(self, x: Value, lane: int, hint: str = "t") -> Value:
+        scalar = shape_of(x.type)[1]
+        return self.op(f"vector.extract {x}[{lane}] : {scalar} from {x.type}", scalar, hint)
+
+    def first_lanes(self, count: Operand, lanes: int) -> Value:
+        """The mask of the first `count` of so many lanes."""
+        limit = self.convert("arith.trunci", self.least(count, lanes), "i32", "limit")
+        order = self.dense(range(lanes), vector_of("i32", lanes), "lane")
+        return self.compare("slt", order, self.broadcast(limit, lanes), "valid")
 
     def bitcast(self, x: Value, type_: str, hint: str = "bits") -> Value:
         """The same bits as another type; the number of lanes may change."""
@@ -269,21 +273,16 @@ class Builder:
         return self.op(f"vector.shuffle {x}, {y} [{', '.join(map(str, pattern))}] : {x.type}, {y.type}", type_, hint)
 
     def intrinsic(self, name: str, *operands: Value, type_: str | None = None, hint: str = "t") -> Any:
-        """A call of an LLVM intrinsic."""
         types = ", ".join(o.type for o in operands)
         call = f'llvm.call_intrinsic "llvm.{name}"({", ".join(map(str, operands))}) : ({types}) -> {type_ or "()"}'
-        if type_ is None:
-            self.line(call)
-            return None
-        return self.op(call, type_, hint)
+        return self.op(call, type_, hint) if type_ else self.line(call)
 
     def at(self, base: Value, offset: Operand, scalar: str, hint: str = "p") -> Value:
         """The address `offset` elements of type `scalar` after base."""
-        if isinstance(offset, int):
-            if offset == 0:
-                return base
-            return self.op(f"llvm.getelementptr {base}[{offset}] : ({PTR}) -> {PTR}, {scalar}", PTR, hint)
-        return self.op(f"llvm.getelementptr {base}[{offset}] : ({PTR}, {offset.type}) -> {PTR}, {scalar}", PTR, hint)
+        if isinstance(offset, int) and offset == 0:
+            return base
+        types = f"{PTR}, {offset.type}" if isinstance(offset, Value) else PTR
+        return self.op(f"llvm.getelementptr {base}[{offset}] : ({types}) -> {PTR}, {scalar}", PTR, hint)
 
     def addresses(self, base: Value, offsets: Value, scalar: str) -> Value:
         """A vector of addresses, `offsets` elements of type `scalar` after base."""
@@ -300,11 +299,11 @@ class Builder:
         self.line(f"llvm.store {value}, {address} {{alignment = {align} : i64}} : {value.type}, {PTR}")
 
     def masked_load(self, address: Value, mask: Value, type_: str, hint: str = "v") -> Value:
-        """A vector from memory; lanes that the mask leaves out are not read, and zero."""
+        """A vector from memory; lanes beside the mask are not read, and zero."""
         return self._masked("load", address, mask, type_, hint)
 
     def gather(self, addresses: Value, mask: Value, type_: str) -> Value:
-        """One element per lane, from a vector of addresses; lanes that the mask leaves out are not read, and zero."""
+        """One element per lane, from a vector of addresses; lanes beside the mask are not read, and zero."""
         return self._masked("gather", addresses, mask, type_, "gathered")
 
     def _masked(self, read: str, address: Value, mask: Value, type_: str, hint: str) -> Value:
@@ -333,27 +332,30 @@ class Builder:
         self._depth -= 1
         self.line(closing)
 
+    def _for(self, low: Operand, high: Operand, step: Operand, hint: str) -> tuple[Value, str]:
+        """A loop's index, and its text as far as the bounds."""
+        index = Value(self.name(hint), "i64")
+        lo, hi, st = (self.as_value(x, "i64") for x in (low, high, step))
+        return index, f"scf.for {index} = {lo} to {hi} step {st}"
+
     @contextlib.contextmanager
     def loop(self, low: Operand, high: Operand, step: Operand = 1, hint: str = "i") -> Iterator[Value]:
         """`for index in range(low, high, step)`; the body is the with block."""
-        index = Value(self.name(hint), "i64")
-        lo, hi, st = (self.as_value(x, "i64") for x in (low, high, step))
-        with self._body(f"scf.for {index} = {lo} to {hi} step {st} : i64 {{"):
+        index, head = self._for(low, high, step, hint)
+        with self._body(f"{head} : i64 {{"):
             yield index
 
     @contextlib.contextmanager
     def carry(self, low: Operand, high: Operand, step: Operand, initial: Sequence[Value], hint: str = "i"):
         """A loop that carries values: yields (handle, index, values); the body ends with `handle.yields(...)`."""
         handle = Loop()
-        index = Value(self.name(hint), "i64")
-        lo, hi, st = (self.as_value(x, "i64") for x in (low, high, step))
+        index, head = self._for(low, high, step, hint)
         inner = [Value(self.name(f"{hint}_c"), v.type) for v in initial]
-        result = self.name(f"{hint}_r")
-        types = ", ".join(v.type for v in initial)
+        result, types = self.name(f"{hint}_r"), ", ".join(v.type for v in initial)
         inits = ", ".join(f"{a} = {b}" for a, b in zip(inner, initial, strict=True))
         many = f":{len(inner)}" if len(inner) > 1 else ""
         carried = f"iter_args({inits}) -> ({types})"
-        with self._body(f"{result}{many} = scf.for {index} = {lo} to {hi} step {st} {carried} : i64 {{"):
+        with self._body(f"{result}{many} = {head} {carried} : i64 {{"):
             yield handle, index, inner
             assert handle.yielded is not None, "a carrying loop must yield"
             self.line(f"scf.yield {', '.join(map(str, handle.yielded))} : {types}")
@@ -388,10 +390,8 @@ class Builder:
     def either(self, condition: Value, then: Callable[[], Value], otherwise: Callable[[], Value], type_: str) -> Value:
         """What `then` returns where the condition (i1) holds, else what `otherwise` does."""
         found = Value(self.name("either"), type_)
-        self.line(f"{found} = scf.if {condition} -> ({type_}) {{")
-        for branch, closing in ((then, "} else {"), (otherwise, "}")):
-            self._depth += 1
-            self.line(f"scf.yield {branch()} : {type_}")
-            self._depth -= 1
-            self.line(closing)
+        with self._body(f"{found} = scf.if {condition} -> ({type_}) {{"):
+            self.line(f"scf.yield {then()} : {type_}")
+        with self.otherwise():
+            self.line(f"scf.yield {otherwise()} : {type_}")
         return found

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +21,14 @@ from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.widths import LARGEST_SIZE
 
-PARAMETER_SLOTS = 256
-APART = 128
-"""Bytes: two cache lines, which processors fetch together."""
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.features import FeaturesKernel
+    from fusion.codegen.mlir.row_statistics import RowStatisticsKernel
 
-MOST_CUT = 1024
-"""Work items of a call whose keys can be cut into parts."""
+PARAMETER_SLOTS = 256
+APART = 128  # bytes: two cache lines, which processors fetch together
+
+MOST_CUT = 1024  # work items of a call whose keys can be cut into parts
 
 address, empty_strided = torch.Tensor.data_ptr, torch._C._dynamo.guards._empty_strided_cpu
 """What Inductor's code makes tensors with takes half the time of torch's own."""
@@ -142,15 +146,10 @@ class CompiledKernel:
     def launcher(
         self, values: Mapping[tuple, int], given: Sequence[tuple], threads: int, rows: int, shared: int = 0
     ) -> Launch:
-        """What runs it on so many threads, each of which packs `rows` rows.
-
+        """What runs it on so many threads, each of which packs `rows` rows. values: parameters that are the same in all
+        calls. given: those that a call is given, in this order. shared: bytes that threads leave for each other.
         Between two calls a model reads megabytes of weights, so that whatever a call touches has left the caches: each
-        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here.
-
-        values: parameters that are the same in all calls.
-        given: those that a call is given, in this order.
-        shared: bytes that threads leave for each other.
-        """
+        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here."""
         text, run, steps = self.text, self.function.on(threads), -(-rows // self.text.key_step)
         per_thread = bytes_per_thread(text, steps)
         values = {("workspace_bytes",): per_thread, ("key_steps",): steps, **values}
@@ -173,6 +172,20 @@ class CompiledKernel:
             return not (may_flag and mine.flagged())
 
         return launch
+
+
+class CompiledFunction:
+    """Machine code that takes parameters by name, in the order of `slots`. bytes: of a thread's workspace."""
+
+    def __init__(self, writer: RowStatisticsKernel | FeaturesKernel):
+        self.source, self.bytes = writer.text(), writer.workspace_bytes
+        self.slots = [slot[-1] for slot in writer.slots()]
+        self.function = Function(compile_text(self.source, writer.name), len(self.slots))
+
+
+def float_bits(x: float) -> int:
+    """x in float32 as a parameter."""
+    return struct.unpack("<i", struct.pack("<f", min(x, 3e38) if x < math.inf else x))[0]
 
 
 def operand_values(spec: AttentionSpec, strides: Iterable[Sequence[int]], sizes: Sequence[int]) -> dict[tuple, int]:

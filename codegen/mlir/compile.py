@@ -119,9 +119,7 @@ def _engine(source: str) -> Any:
 
 def complete(source: str) -> str:
     """A module's text with what LLVM may call and this process need not have: the function that rounds to bfloat16.
-
-    That happens even where a text only copies elements: LLVM may join them by way of float32.
-    """
+    That happens even where a text only copies elements: LLVM may join them by way of float32."""
     if "bf16" not in source or ("avx512_bf16" in cpu.detect().isa and not cpu.left_out()):
         return source
     b = Builder()

@@ -9,9 +9,9 @@ gathers.
 from __future__ import annotations
 
 from fusion.codegen.mlir.builder import SIZE, Value, shape_of, vector_of
+from fusion.codegen.mlir.rows import linear_strides
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.codegen.mlir.transpose import transpose
-from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
@@ -29,20 +29,10 @@ class DenseLoad:
         number = expr.operand
         self.dtype = context.operands[number].dtype
         self.memory = MEMORY_TYPE[self.dtype]
-        b = self.b
-        base: Value | int = 0
-        self.row_stride: Value | int = 0
-        self.key_stride: Value | int = 0
-        for dim, index in enumerate(expr.args):
-            stride = context.params[("stride", number, dim)]
-            row = integers.linear(index, I)
-            assert row is not None
-            column = integers.linear(row[1], J)
-            assert column is not None
-            base = b.add(base, b.mul(scope.integer(column[1]), stride), "base")
-            self.row_stride = b.add(self.row_stride, b.mul(scope.integer(row[0]), stride), "row_stride")
-            self.key_stride = b.add(self.key_stride, b.mul(scope.integer(column[0]), stride), "key_stride")
-        self.origin = b.at(context.params[("ptr", number)], base, self.memory, "origin")
+        strides = linear_strides(context, scope, number, expr.args, I, J, "key")
+        assert strides is not None
+        base, self.row_stride, self.key_stride = strides
+        self.origin = self.b.at(context.params[("ptr", number)], base, self.memory, "origin")
         self.scalar = "i32" if expr.kind is Kind.BOOL else "f32"
         self.vector = vector_of(self.scalar, context.lanes)
         self.per_word = PER_WORD.get(self.dtype, 1)
@@ -56,7 +46,6 @@ class DenseLoad:
     def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> None:
         """Write the block to target [key][L], for `read`."""
         b, lanes = self.b, self.context.lanes
-        assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
         adjacent = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "adjacent")
@@ -67,7 +56,7 @@ class DenseLoad:
                 b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
         with b.loop(end, count, hint="j") as j:
             b.store(
-                self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory)),
+                self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory), self.row_stride),
                 b.at(target, b.mul(j, lanes), "f32"),
             )
 
@@ -93,18 +82,16 @@ class DenseLoad:
         return [part for word in transpose(b, parts) for part in self._parts(word)]
 
     def _parts(self, word: Value) -> list[Value]:
-        """The elements of words, widened."""
         b = self.b
         if self.dtype == "bfloat16":
             halves = b.binary("arith.shli", word, 16), b.binary("arith.andi", word, -0x10000)
             return [b.bitcast(half, self.vector) for half in halves]
         return [b.binary("arith.andi", b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
 
-    def _gather(self, scope: Scope, start: Value) -> Value:
+    def _gather(self, scope: Scope, start: Value, stride: Value | int) -> Value:
         b, lanes = self.b, self.context.lanes
-        assert scope.lanes is not None
         steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
-        offsets = b.mul(steps, b.broadcast(b.as_value(self.row_stride, "i64"), lanes))
+        offsets = b.mul(steps, b.broadcast(b.as_value(stride, "i64"), lanes))
         addresses = b.addresses(start, offsets, self.memory)
         return self._widen(b.gather(addresses, scope.lanes.valid, vector_of(self.memory, lanes)))
 

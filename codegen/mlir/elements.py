@@ -44,13 +44,13 @@ class Elements:
         def store(x: Value, column: Value) -> None:
             b.store(x if memory == "f32" else self.context.math.narrow(x, memory), b.at(target, column, memory))
 
-        row = Scope(context=self.context, parent=self.scope, known={self.row: position})
+        row = self.scope.inner({self.row: position})
         whole = b.select(self.unit, b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
         every = b.compare("eq", self._numbers(), self._numbers())
         with b.loop(0, whole, lanes, hint="c") as c:
             store(self._vector(row, c, every, True), c)
         with b.loop(whole, padded, lanes, hint="c") as c:
-            left = b.op(f"arith.trunci {b.sub(b.constant(width, 'i64'), c)} : i64 to i32", "i32", "left")
+            left = b.convert("arith.trunci", b.sub(b.constant(width, "i64"), c), "i32", "left")
             valid = b.compare("slt", self._numbers(), b.broadcast(left, lanes), "valid")
             store(b.select(valid, self._vector(row, c, valid, False), 0.0), c)
 
@@ -60,9 +60,7 @@ class Elements:
     def _vector(self, row: Scope, first: Value, valid: Value, together: bool) -> Value:
         """The elements of the columns from `first` on. together: strides are such that lanes read side by side."""
         lanes = Lanes(coord=LANE, first=0, count=self.lanes, valid=valid)
-        here = Scope(
-            context=self.context, parent=row, lanes=lanes, known={BLOCK: self.b.div(first, self.lanes, "block")}
-        )
+        here = row.inner({BLOCK: self.b.div(first, self.lanes, "block")}, lanes=lanes)
 
         def leaf(expr: Expr) -> Value | None:
             if LANE.name not in coordinates(expr):
@@ -95,8 +93,6 @@ class Elements:
         if expr.kind is Kind.INT and memory in ("i8", "i16"):
             return b.convert("arith.extui" if dtype == "uint8" else "arith.extsi", found, "i32")
         return found if memory == "i32" else widen(b, found, expr.kind, dtype)
-
-    # Integers of 32 bits
 
     def _is_word(self, expr: Expr) -> bool:
         """Whether an integer, and all that it is made of, has 32 bits."""

@@ -25,13 +25,13 @@ from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
-from fusion.codegen.mlir.target import target_of
 from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir.results import packed_strides
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu_rows import FEW_QUERIES
 from fusion.planning.portions import PER_THREAD
+from fusion.planning.register_tiles import target_of
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip
@@ -58,38 +58,23 @@ func.func private @{name}_launch(%params: !llvm.ptr, %threads: i32) {{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFunction:
-    """A function in MLIR that computes one attention.
-
-    name: what it is called
-    text: it and its kernel, without `DECLARATIONS`
-    operands, result: tensor types
-    """
+    """A function in MLIR that computes one attention. operands, result: tensor types."""
 
     name: str
-    text: str
+    text: str  # it and its kernel, without `DECLARATIONS`
     operands: tuple[str, ...]
     result: str
 
 
 def tensor_type(shape: Sequence[int], dtype: str) -> str:
-    """The MLIR type of a tensor."""
     return f"tensor<{''.join(f'{extent}x' for extent in shape)}{TYPES[dtype]}>"
 
 
 def attention_function(
-    name: str,
-    spec: AttentionSpec,
-    shapes: Sequence[Sequence[int]],
-    sizes: Sequence[int],
-    public: bool = False,
+    name: str, spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes: Sequence[int], public: bool = False
 ) -> AttentionFunction:
-    """The function of a spec.
-
-    shapes: of its operands.
-    sizes: values of `spec.sizes`.
-
-    Raises MlirExportError where there is no kernel for it.
-    """
+    """The function of a spec. shapes: of its operands. sizes: values of `spec.sizes`. Raises MlirExportError where
+    there is no kernel for it."""
     machine = Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise MlirExportError(f"no MLIR for {spec}: {reason}")
@@ -155,7 +140,6 @@ class _Writer:
         self.count = 0
 
     def op(self, text: str, hint: str = "x") -> str:
-        """A new line that defines a value."""
         self.count += 1
         name = f"%{hint}_{self.count}"
         self.lines.append(f"  {name} = {text}")
@@ -174,39 +158,32 @@ class _Writer:
         threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")
         wide = self.op(f"arith.extsi {threads} : i32 to i64")
         room = self.op(f"arith.muli {wide}, {self.constant(per_thread)} : i64")
-        workspace = self.allocate(self.op(f"arith.index_cast {room} : i64 to index"), "memref<?xi8>", "workspace")
+        room = self.op(f"arith.index_cast {room} : i64 to index")
+        workspace = self.op(f"memref.alloc({room}) {{alignment = 64 : i64}} : memref<?xi8>", "workspace")
         portions = self.op(f"arith.muli {wide}, {self.constant(PER_THREAD)} : i64", "portions")
         counter, flag = (self.scalar(hint) for hint in ("counter", "flag"))
         memref = tensor_type(self.out_shape, self.spec.out_dtype).replace("tensor", "memref")
         out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
-        known = {
-            ("ptr", "workspace"): lambda: self.address(workspace, "memref<?xi8>"),
-            ("ptr", "counter"): lambda: self.address(counter, "memref<1xi64>"),
-            ("ptr", "flag"): lambda: self.address(flag, "memref<1xi64>"),
-            **dict.fromkeys(
-                (("ptr", "partials"), ("ptr", "arrivals")), lambda: self.address(workspace, "memref<?xi8>")
-            ),  # of keys that are cut into parts
-            ("parts",): lambda: self.constant(1),
-            ("part_keys",): lambda: self.constant(n_k),
-            ("ptr", "out"): lambda: self.address(out, memref),
-            ("workspace_bytes",): lambda: self.constant(per_thread),
-            ("key_steps",): lambda: self.constant(steps),
-            ("items",): lambda: self.constant(items),
-            ("blocks",): lambda: self.constant(blocks),
-            ("portions",): lambda: portions,
-            ("unit",): lambda: self.constant(1),
-            ("span",): lambda: self.constant(span),
-            ("together",): lambda: self.constant(-(-span // blocks)),
-        }
-        self.call([known[slot]() if slot in known else self.slot(slot) for slot in text.slots], threads)
+        self.numbers = {
+            "parts": 1, "part_keys": n_k, "workspace_bytes": per_thread, "key_steps": steps, "items": items,
+            "blocks": blocks, "unit": 1, "span": span, "together": -(-span // blocks),
+        }  # fmt: skip
+        # The last two are of keys that are cut into parts.
+        self.memory = dict.fromkeys(("workspace", "partials", "arrivals"), (workspace, "memref<?xi8>"))
+        self.memory |= {"counter": (counter, "memref<1xi64>"), "flag": (flag, "memref<1xi64>"), "out": (out, memref)}
+        self.call([portions if slot == ("portions",) else self.slot(slot) for slot in text.slots], threads)
         result = memref.replace("memref", "tensor")
         self.lines.append(f"  %result = bufferization.to_tensor {out} restrict writable : {memref} to {result}")
         self.lines.append(f"  return %result : {result}")
         return "\n".join(self.lines) + "\n"
 
     def slot(self, slot: tuple) -> str:
-        """A parameter that operands, sizes and the result's layout determine."""
+        """A parameter: a number of the call, memory, or what operands, sizes and the result's layout determine."""
+        if len(slot) == 1:
+            return self.constant(self.numbers[slot[0]])
         kind, which = slot[0], slot[1]
+        if which in self.memory:
+            return self.address(*self.memory[which])
         if kind == "ptr":
             type_ = tensor_type(self.shapes[which], self.spec.operands[which].dtype)
             memref = type_.replace("tensor", "memref")
@@ -216,9 +193,6 @@ class _Writer:
         if kind == "size":
             return self.constant(self.sizes[which])
         return self.constant(packed_strides(self.out_shape)[self.spec.output.dims.index(which)])
-
-    def allocate(self, extent: str, memref: str, hint: str) -> str:
-        return self.op(f"memref.alloc({extent}) {{alignment = 64 : i64}} : {memref}", hint)
 
     def scalar(self, hint: str) -> str:
         """A zero in memory."""
@@ -240,43 +214,21 @@ class _Writer:
         self.lines.append(f"  func.call @{self.name}_launch({pointer}, {threads}) : (!llvm.ptr, i32) -> ()")
 
 
+# torch-mlir's own operations (scans, sorts) know nothing of the analysis that would save copies.
 _LOWERING = (
-    "func.func(tm-tensor-bufferize)",
-    # torch-mlir's own operations (scans, sorts) know nothing of the analysis that would save copies
-    "one-shot-bufferize{copy-before-write bufferize-function-boundaries "
-    "function-boundary-type-conversion=identity-layout-map}",
-    "buffer-results-to-out-params{modify-public-functions=true}",
-    "buffer-deallocation-pipeline",
-    "convert-bufferization-to-memref",
-    "func.func(tm-tensor-to-loops)",
-    "convert-linalg-to-loops",
-    "lower-affine",
-    "expand-strided-metadata",
-    "memref-expand",
-    "arith-expand",
-    "lower-affine",
-    "canonicalize",
-    "cse",
-    "convert-scf-to-cf",
-    "func.func(math-expand-ops)",
-    "convert-math-to-llvm",
-    "convert-math-to-libm",
-    "convert-vector-to-llvm",
-    "finalize-memref-to-llvm",
-    "convert-func-to-llvm",
-    "convert-arith-to-llvm",
-    "convert-index-to-llvm",
-    "convert-cf-to-llvm",
-    "convert-ub-to-llvm",
-    "reconcile-unrealized-casts",
+    "builtin.module(func.func(tm-tensor-bufferize),one-shot-bufferize{copy-before-write bufferize-function-boundaries "
+    "function-boundary-type-conversion=identity-layout-map},buffer-results-to-out-params{modify-public-functions=true},"
+    "buffer-deallocation-pipeline,convert-bufferization-to-memref,func.func(tm-tensor-to-loops),convert-linalg-to-loops,"
+    "lower-affine,expand-strided-metadata,memref-expand,arith-expand,lower-affine,canonicalize,cse,convert-scf-to-cf,"
+    "func.func(math-expand-ops),convert-math-to-llvm,convert-math-to-libm,convert-vector-to-llvm,"
+    "finalize-memref-to-llvm,convert-func-to-llvm,convert-arith-to-llvm,convert-index-to-llvm,convert-cf-to-llvm,"
+    "convert-ub-to-llvm,reconcile-unrealized-casts)"
 )
 
 
 class Compiled:
-    """A module's function as a Python callable.
-
-    results: (shape, dtype) of what it returns. The module itself is not changed.
-    """
+    """A module's function as a Python callable. results: (shape, dtype) of what it returns. The module itself is not
+    changed."""
 
     def __init__(self, module: Any, entry: str, results: Sequence[tuple[Sequence[int], torch.dtype]]):
         from torch_mlir import ir
@@ -294,7 +246,7 @@ class Compiled:
                     if _symbol(function) == entry:
                         function.attributes["llvm.emit_c_interface"] = ir.UnitAttr.get()
                 aside = _split(lowered)
-                PassManager.parse(f"builtin.module({','.join(_LOWERING)})").run(lowered.operation)
+                PassManager.parse(_LOWERING).run(lowered.operation)
                 PassManager.parse(PIPELINE).run(aside.operation)
                 _merge(lowered, aside)
                 self._engine = ExecutionEngine(lowered, opt_level=3, shared_libs=[openmp_library()])
@@ -327,11 +279,9 @@ def _symbol(function: Any) -> str:
 
 
 def _split(module: Any) -> Any:
-    """Move everything that sees no tensor to a module of its own, and leave declarations of its functions.
-
-    Passes that place deallocations want to know the effects of every operation, and kernels work on bare pointers; and
-    the rest may call a function of the C library by another kind of declaration than they do.
-    """
+    """Move everything that sees no tensor to a module of its own, and leave declarations of its functions. Passes that
+    place deallocations want to know the effects of every operation, and kernels work on bare pointers; and the rest may
+    call a function of the C library by another kind of declaration than they do."""
     from torch_mlir import ir
 
     body, aside = module.body, ir.Module.create()

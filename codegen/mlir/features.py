@@ -34,10 +34,9 @@ from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.thread_function import ThreadFunction
 from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.x86 import F32, WORDS, Avx512, TileUnit
+from fusion.codegen.mlir.x86 import F32, WORDS, Avx512, TileUnit, joined
 
-BLOCK = 128
-"""Keys or queries whose parents are in the cache at a time."""
+BLOCK = 128  # keys or queries whose parents are in the cache at a time
 QUERY_BLOCK = 64
 CHUNK = 32
 CHUNKS_TOGETHER = 4
@@ -45,18 +44,12 @@ CHUNKS_TOGETHER = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureShape:
-    """The sizes that a pair of kernels is made for.
+    """The sizes that a pair of kernels is made for."""
 
-    d: coordinates
-    d_v: columns of V
-    low: features below the top degree
-    planes: of the top degree
-    """
-
-    d: int
-    d_v: int
-    low: int
-    planes: int
+    d: int  # coordinates
+    d_v: int  # columns of V
+    low: int  # features below the top degree
+    planes: int  # of the top degree
 
     @property
     def low_padded(self) -> int:
@@ -77,7 +70,7 @@ class FeatureShape:
         return round_up(self.d, 16)
 
 
-class _Kernel(ThreadFunction):
+class FeaturesKernel(ThreadFunction):
     """What both kernels do: features of a block of keys or queries. stage: bytes of a few chunks of features."""
 
     def __init__(self, shape: FeatureShape, block: int, stage: int):
@@ -87,6 +80,13 @@ class _Kernel(ThreadFunction):
         self.parents_area = self.area(shape.low * block * 4, "parents_area")
         self.x = self.area((shape.width + 2) * block * 4, "x")
         self.stage = self.area(stage, "stage")
+
+    def text(self) -> str:
+        self._write()
+        return self.function()
+
+    def _write(self) -> None:
+        raise NotImplementedError
 
     def _source(self, feature: Value) -> tuple[Value, Value]:
         """Addresses of the rows whose product a feature is."""
@@ -120,8 +120,7 @@ class _Kernel(ThreadFunction):
             with b.loop(0, self.block, 64, hint="lane") as lane:
                 for part in range(0, 64, 16):
                     at = b.add(lane, part)
-                    value = b.mul(*(b.load(b.at(row, at, "f32"), F32, "x", align=64) for row in (parent, variable)))
-                    b.store(value, b.at(target, at, "f32"), align=64)
+                    b.store(self._product((parent, variable), at), b.at(target, at, "f32"), align=64)
 
     def _product(self, rows: tuple[Value, Value], lane: Value | int) -> Value:
         return self.b.mul(*(self.b.load(self.b.at(row, lane, "f32"), F32, "x", align=64) for row in rows))
@@ -146,7 +145,7 @@ class _Kernel(ThreadFunction):
                 rest = []
                 for x, half in ((low, 0), (high, 16)):
                     words = b.shuffle(bits, bits, range(half, half + 16))
-                    wide = b.op(f"arith.extui {words} : vector<16xi16> to {WORDS}", WORDS)
+                    wide = b.convert("arith.extui", words, "i32", "t")
                     rest.append(b.sub(x, b.bitcast(b.binary("arith.shli", wide, 16), F32), "rest"))
                 low, high = rest
         return found
@@ -164,7 +163,7 @@ class _Kernel(ThreadFunction):
             body(1)
 
 
-class _State(_Kernel):
+class State(FeaturesKernel):
     """One item: the features of some chunks of one head, over all its keys."""
 
     name = "state"
@@ -173,7 +172,7 @@ class _State(_Kernel):
         super().__init__(shape, BLOCK, stage=BLOCK // 32 * 2 * CHUNK * 64)
         self.packed = self.area(BLOCK * 2 * 2 * shape.e, "packed")
 
-    def write(self) -> None:
+    def _write(self) -> None:
         b, p = self.b, self.params
         chunks, groups, blocks = p[("chunks",)], p[("groups",)], p[("blocks",)]
         with self.turns(p[("items",)], "item") as item:
@@ -206,7 +205,7 @@ class _State(_Kernel):
                     read = [b.add(x, one) for x in read]  # on a zero
                 even, odd = (self.split(x, 2) for x in read)
                 for plane in (0, 1):
-                    words = b.binary("arith.ori", b.binary("arith.shrui", even[plane], 16), odd[plane], "pair")
+                    words = joined(b, even[plane], odd[plane])
                     b.store(words, b.at(place, column // 16 * 1024 + plane * 512, "bf16"), align=64)
 
     def _chunk(self, head: Value, chunk: Value, planes: int) -> None:
@@ -236,7 +235,7 @@ class _State(_Kernel):
                 self.unit.store(tile, cell, 4 * e)
 
 
-class _Readout(_Kernel):
+class Readout(FeaturesKernel):
     """One item: a block of queries, over all features."""
 
     name = "readout"
@@ -245,7 +244,7 @@ class _Readout(_Kernel):
         super().__init__(shape, QUERY_BLOCK, stage=CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024)
         self.sums = self.area(QUERY_BLOCK * 4 * shape.e, "sums")
 
-    def write(self) -> None:
+    def _write(self) -> None:
         b, p = self.b, self.params
         blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
         with self.turns(p[("items",)], "item") as item:
@@ -289,7 +288,7 @@ class _Readout(_Kernel):
             for group in range(groups):
                 even, odd = (self.split(self._product(rows, 16 * group), planes) for rows in sources)
                 for plane in range(planes):
-                    words = b.binary("arith.ori", b.binary("arith.shrui", even[plane], 16), odd[plane], "pair")
+                    words = joined(b, even[plane], odd[plane])
                     b.store(words, b.at(place, (group * 2 + plane) * 512, "bf16"), align=64)
         tiles = self.shape.e // 16
         chunks = self.params[("chunks",)]
@@ -313,18 +312,3 @@ class _Readout(_Kernel):
             loop.yields(*self.unit.multiply(sums, left, right, planes))
         for cell, tile in zip(cells, loop.results, strict=True):
             self.unit.store(tile, cell, stride)
-
-
-def emit_state(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
-    """(MLIR text of the function `state`, parameter slots, bytes of workspace per thread)."""
-    return _emitted(_State(shape))
-
-
-def emit_readout(shape: FeatureShape) -> tuple[str, tuple[tuple, ...], int]:
-    """The same of the function `readout`."""
-    return _emitted(_Readout(shape))
-
-
-def _emitted(kernel: _State | _Readout) -> tuple[str, tuple[tuple, ...], int]:
-    kernel.write()
-    return kernel.function(), kernel.slots(), kernel.workspace_bytes

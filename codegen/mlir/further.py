@@ -26,18 +26,14 @@ from fusion.ir.spec import FurtherOutput, Reduction
 if TYPE_CHECKING:
     from fusion.codegen.mlir.tile import TileKernel
 
-LINE = 64
-"""Keys of a row that are written in one go."""
+LINE = 64  # keys of a row that are written in one go
 
 IDENTITY = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}
 _COMBINE = {Reduction.SUM: "arith.addf", Reduction.MAX: "arith.maximumf", Reduction.MIN: "arith.minimumf"}
 
 
 class FurtherOutputs:
-    """Writes them for one kernel.
-
-    keeps: whether weights are kept; statistics of scores need none
-    """
+    """Writes them for one kernel. keeps: whether weights are kept; statistics of scores need none."""
 
     def __init__(self, kernel: TileKernel, groups: int):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
@@ -52,7 +48,6 @@ class FurtherOutputs:
 
     @property
     def step_bytes(self) -> int:
-        """Memory per key step."""
         return (self.kept_groups + len(self.of_keys)) * self.step * self.lanes * 4
 
     @property
@@ -91,7 +86,6 @@ class FurtherOutputs:
     def finish(self, item: Item, g: Value, rows: Scope, factor: Value | None) -> None:
         """Of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a normaliser."""
         b, kernel = self.b, self.kernel
-        assert rows.lanes is not None
         rows.prepare(*(f.value for f in kernel.spec.further), bound=kernel.batch_names | {"i"})
         start = [
             b.constant(IDENTITY[f.reduction], self.vector) if f.over else rows.vector(f.value) for _, f in self.of_rows
@@ -128,13 +122,12 @@ class FurtherOutputs:
         if self.keeps:
             weight = b.load(self._row(kept, key), self.vector, "p")
             known[WEIGHT] = weight if factor is None else self.kernel._scaled(weight, factor)
-        scope = Scope(context=self.kernel.context, parent=rows, known=known)
+        scope = rows.inner(known)
         return [scope.vector(f.value) for f in self.kernel.spec.further]
 
     def _take(self, part: Value, keys: Value, values: list[list[Value]], rows: Scope, totals: list[Value]):
         """What becomes of the values of a vector of keys; returns the statistics of rows with them."""
         b = self.b
-        assert rows.lanes is not None
         for (k, _), line in zip(self.whole, self.lines, strict=True):
             for r, cells in enumerate(transpose(b, [value[k] for value in values])):
                 b.store(cells, b.at(line, b.add(part, r * LINE), "f32"))
@@ -157,7 +150,6 @@ class FurtherOutputs:
     def _write(
         self, k: int, further: FurtherOutput, lines: Value, item: Item, g: Value, first: Value, count: Value
     ) -> None:
-        """A line of each row of a group."""
         b, lanes, memory = self.b, self.lanes, MEMORY_TYPE[further.dtype]
         base, row = self._base(k, item.scope), b.add(item.first, b.mul(g, lanes))
         vectors = b.mul(b.div(count, lanes), lanes)

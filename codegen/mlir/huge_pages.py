@@ -8,8 +8,7 @@ import sys
 
 from torch import Tensor
 
-HUGE_PAGE = 2 << 20
-"""Bytes."""
+HUGE_PAGE = 2 << 20  # bytes
 MADV_HUGEPAGE = 14
 
 

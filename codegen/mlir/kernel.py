@@ -9,9 +9,8 @@
         where a row met no live key although keys were skipped: once more over all keys
         divide by the sum, transpose, write
 
-All sizes and strides are run-time arguments. d and d_v are compile-time constants, as are the tile sizes. Everything
-between memory and registers lies in the thread's part of a workspace that the launcher provides; packed K and V are as
-long as the keys.
+Sizes and strides are run-time arguments; d, d_v and tile sizes compile-time constants. What is between memory and
+registers lies in the thread's part of a workspace; packed K and V are as long as the keys.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, 
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.target import Target
-from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1, J0, J1, Expr
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
 from fusion.lowering.dead_rows import dead_rows_need_keys
+from fusion.planning.register_tiles import Target
 
 
 def emit(
@@ -79,14 +77,9 @@ class AttentionKernel(OverlappingKernel):
         """When this kernel's scores are near a centre; None where it would gain nothing (products outweigh the softmax
         with several planes) or rows need their true maximum."""
         spec = self.spec
-        if (
-            not isinstance(self.products, Amx)
-            or self.tiling.planes != 1
-            or spec.out_dtype == "float32"
-            or spec.normalizer is Normalizer.NONE
-        ):
-            return None
-        if self.weight is not None or spec.row_scale is not None or spec.further:
+        gains = isinstance(self.products, Amx) and self.tiling.planes == 1 and spec.out_dtype != "float32"
+        true_maximum = self.weight is not None or spec.row_scale is not None or spec.further
+        if not gains or true_maximum or spec.normalizer is Normalizer.NONE:
             return None
         programs = [program for program in (self.programs.masked, self.programs.full) if program is not None]
         return near(programs, self.programs.scale, *((MANTISSA, BIAS) if self.statistics is None else (1.0, 0.0)))
@@ -118,10 +111,8 @@ class AttentionKernel(OverlappingKernel):
         b, mask = self.b, self.spec.mask
         item = self._begin(top, number)
         last = b.sub(b.add(item.first, item.count), 1)
-        ranged = Scope(context=self.context, parent=item.scope, known={I0: item.first, I1: last})
-        low, high = self._key_range(
-            ranged, mask.key_lo if mask else None, mask.key_hi if mask else None, self.products.key_step
-        )
+        ranged = item.scope.inner({I0: item.first, I1: last})
+        low, high = self._key_range(ranged, self.products.key_step)
         if mask is not None and mask.tile_live is not None:
             low, high = self._live_range(ranged, mask.tile_live, low, high)
         self._attend(item, low, high)
@@ -167,7 +158,7 @@ class AttentionKernel(OverlappingKernel):
         zero, last = b.constant(0, "i64"), b.sub(self.n_k, 1)
 
         def dead(first: Value, end: Value) -> Value:
-            tile = Scope(context=self.context, parent=rows, known={J0: first, J1: b.least(end, last)})
+            tile = rows.inner({J0: first, J1: b.least(end, last)})
             none = b.compare("eq", b.as_value(tile.integer(live), "i64"), 0)
             return b.convert("arith.extui", none, "i64", "dead")
 
@@ -344,7 +335,7 @@ class AttentionKernel(OverlappingKernel):
         b, lanes = self.b, self.lanes
         start, rows = b.add(item.first, b.mul(g, lanes)), b.sub(item.count, b.mul(g, lanes))
         last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
-        tile = Scope(context=self.context, parent=item.scope, known={I0: start, I1: last})
+        tile = item.scope.inner({I0: start, I1: last})
         n = b.least(b.sub(keys.high, j0), self.tiling.keys, "n_keys")
         return tile, n if keys.skipping is None else self._tile_keys(tile, j0, n, keys.skipping)
 
@@ -352,7 +343,7 @@ class AttentionKernel(OverlappingKernel):
         """How many of the n keys from j0 on the rows of a tile need."""
         b, mask = self.b, self.spec.mask
         assert mask is not None
-        low, high = self._key_range(tile, mask.key_lo, mask.key_hi, self.products.key_step)
+        low, high = self._key_range(tile, self.products.key_step)
         needed = b.least(n, b.sub(high, j0))
         needed = b.select(b.compare("sle", b.add(j0, n), b.as_value(low, "i64")), 0, needed)
         if mask.tile_live is not None:
@@ -376,14 +367,7 @@ class AttentionKernel(OverlappingKernel):
         if self.further is not None:
             self.further.finish(item, g, rows, factor)
         padded = self.products.e_padded
-        with b.loop(0, padded, lanes, hint="e") as e:
-            cells = [
-                b.load(b.at(memory.output, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)
-            ]
-            if factor is not None:
-                cells = [self._scaled(cell, factor) for cell in cells]
-            for r, line in enumerate(transpose(b, cells)):
-                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        self._turn(memory.output, padded, lambda cell: cell if factor is None else self._scaled(cell, factor))
         remaining = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)
         with b.loop(0, remaining, hint="r") as r:
             target = self._row_address(item.scope, b.add(b.add(item.first, b.mul(g, lanes)), r))

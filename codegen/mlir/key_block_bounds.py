@@ -16,14 +16,8 @@ import functools
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.row_statistics import (
-    Rows,
-    RowStatisticsCall,
-    RowStatisticsCode,
-    RowStatisticsKernel,
-    bits,
-    scalar_of,
-)
+from fusion.codegen.mlir.calling import CompiledFunction, float_bits
+from fusion.codegen.mlir.row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, scalar_of
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import F32, LANES
 
@@ -42,7 +36,7 @@ class KeyBlockBounds(RowStatisticsKernel):
         self._stage(q, p[("q_stride",)], p[("n_q",)], None)
         row = b.dense([*range(LANES)], WORDS, "row")
         places = b.mul(row, b.broadcast(p[("q_step",)], LANES), "places")
-        limit = b.sub(self._highest(k, places), b.broadcast(self._gap(), LANES), "limit")
+        limit = b.sub(self._highest(k, places), b.broadcast(p.float32("gap"), LANES), "limit")
         rows = b.binary(
             "arith.andi", b.compare("sge", row, b.broadcast(p[("first",)], LANES)),
             b.compare("slt", row, b.broadcast(p[("n_q",)], LANES)), "rows",
@@ -58,10 +52,6 @@ class KeyBlockBounds(RowStatisticsKernel):
         found = b.at(p[("ptr", "found")], b.mul(item, 2), "f32", "found")
         for number, x in enumerate(loop.results):
             b.store(b.reduce("add", x, "count"), b.at(found, number, "f32"))
-
-    def _gap(self) -> Value:
-        bits = self.b.op(f"arith.trunci {self.params[('gap',)]} : i64 to i32", "i32", "gap_bits")
-        return self.b.bitcast(bits, "f32", "gap")
 
     def _queries(self):
         """The staged queries, vector by vector."""
@@ -101,9 +91,9 @@ class KeyBlockBounds(RowStatisticsKernel):
 
 
 @functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype, size: int) -> RowStatisticsCode:
+def code(d: int, dtype: torch.dtype, size: int) -> CompiledFunction:
     """The kernel for rows of d elements of one type and blocks of `size` keys, compiled once."""
-    return RowStatisticsCode(KeyBlockBounds(d, scalar_of(dtype), size))
+    return CompiledFunction(KeyBlockBounds(d, scalar_of(dtype), size))
 
 
 class KeyBlockBoundsCall(RowStatisticsCall):
@@ -124,5 +114,5 @@ class KeyBlockBoundsCall(RowStatisticsCall):
             code(d, dtype, size), some, k.every(k_step), 2, q_step=q_step * causal, k_step=k_step * causal,
             first=some.count // 2 * causal, blocks=-(-whole // block_step), block_step=block_step * size * causal,
             block_stride=k.stride * size * block_step, key_stride=k.stride,
-            gap=bits(gap),
+            gap=float_bits(gap),
         )  # fmt: skip

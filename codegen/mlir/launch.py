@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.results import output_layout
@@ -36,6 +36,7 @@ from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import all_heads_choice, rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 from fusion.planning.portions import one_by_one, portions
+from fusion.planning.register_tiles import Target
 
 
 def addresses_of(spec: AttentionSpec) -> list[tuple]:
@@ -52,8 +53,8 @@ def call_values(
 
 
 class Variant(CompiledKernel):
-    """One compiled kernel: for given d and d_v, and one strategy of products. write: what writes the text of one that
-    writes statistics, too, or computes only tiles that are marked."""
+    """One compiled kernel: for given d and d_v, and one strategy of products. write: writes the text where there is a
+    tile."""
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class Variant(CompiledKernel):
         return self.launcher({**values, **work_items}, given, threads, n_k, shared)
 
 
-class _Prepared(NamedTuple):
-    """All that a call needs beside its tensors: what runs it, and the shape and strides of the output."""
+class Prepared(NamedTuple):
+    """All that a call needs beside its tensors: what runs it, the shape and strides of the output."""
 
     launch: Launch
     shape: tuple[int, ...]
@@ -135,25 +136,78 @@ def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: in
     return rows_together(spec, batch, n_q) if text.across_heads else n_q
 
 
-class Kernel:
-    """A spec's kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
+class ForwardKernel:
+    """A spec's forward kernel, with or without statistics of rows.
 
     tilings: how products are formed and, without a planner, the tile; what takes over where numbers cannot be split
-    into bfloat16 planes. planner: makes the choice of every call. A kernel runs any lengths. Another d or d_v (where
-    the spec has them as run-time sizes) compiles another variant at its first call.
+    into bfloat16 planes. write: see `Variant`. A kernel runs any lengths. Another d or d_v (where the spec has them as
+    run-time sizes) compiles another variant at its first call.
     """
 
-    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None):
-        self.spec, self.tilings, self.target, self.planner = spec, tuple(tilings), target, planner
-        self._extents = extents_function(spec)
-        self._variants, self._chosen, self._calls = Made(), Kept(), Kept()
+    def __init__(
+        self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, write: Callable[..., KernelText] = emit
+    ):
+        self.spec, self.tilings, self.target, self.write = spec, tuple(tilings), target, write
+        self.extents = extents_function(spec)
+        self._variants, self._calls = Made(), Kept()
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
+
+    def choice(self, sizes: Sequence[int]) -> Choice:
+        """How a call with these sizes runs."""
+        raise NotImplementedError
+
+    def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
+        """The tiling of a call's choice."""
+        raise NotImplementedError
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Compile what a call with these sizes will run."""
-        *_, n_q, n_k, d, d_v = self._extents(sizes)
+        *_, n_q, n_k, d, d_v = self.extents(sizes)
         if min(n_q, n_k, d, d_v) > 0:
             self.variant(d, d_v, self._tiling(sizes))
+
+    def source(self, sizes: Sequence[int]) -> str:
+        """The MLIR text of what a call with these sizes runs, headed by its choice; empty where no kernel runs."""
+        *_, n_q, n_k, d, d_v = self.extents(sizes)
+        if not min(n_q, n_k, d, d_v):
+            return ""
+        return self.choice(sizes).heading("//") + self.variant(d, d_v, self._tiling(sizes)).text.source
+
+    def variant(self, d: int, d_v: int, tiling: Tiling | ByRows | AllHeads) -> Variant:
+        """The variant for these sizes, compiled at first use."""
+        make = functools.partial(Variant, self.spec, tiling, self.target, d, d_v, write=self.write)
+        return self._variants.of((d, d_v, tiling), make)
+
+    def _tile(self, tiling: Tiling) -> Tile:
+        return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
+
+    def _prepare_call(
+        self,
+        operands: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        tiling: Tiling | ByRows | AllHeads,
+        splits: int = 1,
+        more: Mapping[tuple, int] = MappingProxyType({}),
+        given: Sequence[tuple] = (),
+    ) -> Prepared:
+        """more, given: parameters beside those of every call, which `given` are addresses."""
+        extents = self.extents(sizes)
+        *batch, n_q, n_k, d, d_v = extents
+        check_sizes(n_q, n_k, *sizes)
+        shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
+        values = {**call_values(self.spec, sizes, map(stride, operands), strides), **more}
+        addresses = [*addresses_of(self.spec), *given]
+        launch = self.variant(d, d_v, tiling).launch_for(extents, values, addresses, splits)
+        return Prepared(launch, shape, strides)
+
+
+class Kernel(ForwardKernel):
+    """A spec's kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
+    planner: makes the choice of every call."""
+
+    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None):
+        super().__init__(spec, tilings, target)
+        self.planner, self._chosen = planner, Kept()
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How a call with these sizes runs; calls that were met before run as before."""
@@ -161,7 +215,7 @@ class Kernel:
         return self._chosen.get(key) or self._chosen.keep(key, self._choose(sizes))
 
     def _choose(self, sizes: Sequence[int]) -> Choice:
-        *_, n_q, n_k, _, _ = self._extents(sizes)
+        *_, n_q, n_k, _, _ = self.extents(sizes)
         if self.planner is not None:
             return self.planner.choose(sizes, self._made(sizes))
         if self.spec.mixing is not None:
@@ -173,7 +227,7 @@ class Kernel:
 
     def _made(self, sizes: Sequence[int]) -> list[Choice]:
         """The choices whose kernels exist for a call with these sizes."""
-        *_, d, d_v = self._extents(sizes)
+        *_, d, d_v = self.extents(sizes)
         planes, schedule = self.tilings[0].planes, query_stationary(self.spec)
         made = [tiling for *widths, tiling in list(self._variants) if widths == [d, d_v]]
         tiles = [self._tile(tiling) for tiling in made if isinstance(tiling, Tiling) and tiling.planes == planes]
@@ -181,11 +235,8 @@ class Kernel:
         return [*rows, *(Choice(schedule=schedule, tile=tile, keys=0) for tile in tiles)]
 
     def _by_rows(self, sizes: Sequence[int]) -> ByRows:
-        *batch, n_q, _, _, _ = self._extents(sizes)
+        *batch, n_q, _, _, _ = self.extents(sizes)
         return ByRows(together=1 << min(rows_together(self.spec, batch, n_q) - 1, 2).bit_length())
-
-    def _tile(self, tiling: Tiling) -> Tile:
-        return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
 
     def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
         """The tiling of a call's choice. Raises RefusedChoiceError where there is none."""
@@ -203,23 +254,12 @@ class Kernel:
             )
         return replace(base, groups=tile.rows // self.target.lanes, keys=tile.keys)
 
-    def source(self, sizes: Sequence[int]) -> str:
-        """The MLIR text of what a call with these sizes runs, headed by its choice; empty where no kernel runs."""
-        *_, n_q, n_k, d, d_v = self._extents(sizes)
-        if not min(n_q, n_k, d, d_v):
-            return ""
-        return self.choice(sizes).heading("//") + self.variant(d, d_v, self._tiling(sizes)).text.source
-
-    def variant(self, d: int, d_v: int, tiling: Tiling | ByRows | AllHeads) -> Variant:
-        """The variant for these sizes, compiled at first use."""
-        return self._variants.of((d, d_v, tiling), lambda: Variant(self.spec, tiling, self.target, d, d_v))
-
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         # A short call takes no longer than its bookkeeping: what follows from sizes and strides is derived once.
         key = (get_num_threads(), *sizes, *map(stride, operands))
         prepared = self._calls.get(key)
         if prepared is None:
-            extents = self._extents(sizes)
+            extents = self.extents(sizes)
             if not math.prod(extents):
                 return self._nothing(operands, sizes, extents)
             prepared = self._keep(key, operands, sizes)
@@ -227,7 +267,7 @@ class Kernel:
         out = empty_strided(shape, strides, self._out_dtype)
         addresses = (*map(address, operands), address(out))
         if not launch(addresses):
-            self._prepare_call(operands, sizes, self.tilings[1], 1).launch(addresses)
+            self._prepare_call(operands, sizes, self.tilings[1]).launch(addresses)
         return out
 
     def _nothing(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], extents: Sequence[int]) -> torch.Tensor:
@@ -238,18 +278,6 @@ class Kernel:
         shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
         return empty_strided(shape, strides, self._out_dtype)
 
-    def _keep(self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> _Prepared:
+    def _keep(self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> Prepared:
         splits = self.choice(sizes).splits
         return self._calls.keep(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))
-
-    def _prepare_call(
-        self, operands: Sequence[torch.Tensor], sizes: Sequence[int], tiling: Tiling | ByRows | AllHeads, splits: int
-    ) -> _Prepared:
-        extents = self._extents(sizes)
-        *batch, n_q, n_k, d, d_v = extents
-        check_sizes(n_q, n_k, *sizes)
-        variant = self.variant(d, d_v, tiling)
-        shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
-        values = call_values(self.spec, sizes, map(stride, operands), strides)
-        launch = variant.launch_for(extents, values, addresses_of(self.spec), splits)
-        return _Prepared(launch, shape, strides)

@@ -23,16 +23,14 @@ from fusion.codegen.mlir.products import Groups, round_up, vector_products
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
-from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import is_moderate
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import plain_scale
-from fusion.planning.register_tiles import planes_of
+from fusion.planning.register_tiles import Target, planes_of
 
 KEYS_AT_ONCE = 4
 """Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""
@@ -123,17 +121,15 @@ class MixedHeadsKernel(KernelFunction):
             start = b.add(first, b.mul(g, self.lanes), "row")
             lanes = Lanes(coord=I, first=start, count=self.lanes, valid=self._valid(b.sub(self.n_q, start)))
             with b.when(b.compare("slt", start, self.n_q)):
-                self._weigh(Scope(context=self.context, parent=scope, lanes=lanes), g)
+                self._weigh(scope.inner(lanes=lanes), g)
         with b.loop(0, self.heads, hint="head") as head:
             self._finish(self._of_head(scope, head), head, first)
-
-    # --- heads --------------------------------------------------------------------------------------------------
 
     def _of_head(self, scope: Scope, head: Value) -> Scope:
         """The scope of one head, which knows all batch coordinates."""
         batch = [coord(name) for name in self.batch_names]
         known = {name: head if name is self.axis else scope.value(name) for name in batch}
-        return Scope(context=self.context, parent=scope, known=known)
+        return scope.inner(known)
 
     def _packed(self, head: Value) -> PackedRows:
         return PackedRows(self.b, self.b.at(self.state, self.b.mul(head, STATE_BYTES), "i8"))
@@ -148,7 +144,6 @@ class MixedHeadsKernel(KernelFunction):
         return self.b.at(rows, self.b.mul(key, self.lanes), "f32")
 
     def _row_factors_of(self, head: Value, g: Value) -> Value:
-        """Where those of a head and a group lie."""
         return self._key(self.row_factors, self.b.add(self.b.mul(head, self.groups), g))
 
     def _read_matrix(self, scope: Scope, matrix: Expr, area: Value, scale: float) -> None:
@@ -198,13 +193,12 @@ class MixedHeadsKernel(KernelFunction):
         places = [self._key(self.mixed, b.add(b.mul(head, count), u)) for u in range(count)]
         return [b.fma(b.load(at, self.vector), factor, x) for at, x in zip(places, sums, strict=True)]
 
-    # --- scores -------------------------------------------------------------------------------------------------
-
     def _score_head(self, scope: Scope, head: Value, first: Value) -> None:
         """The scores of a head, with everything packed that they are made of."""
         b, p = self.b, self.products
         readers, packed = self._readers(scope), self._packed(head)
-        keys, values = self._keys_of(head), self._values_of(head)
+        first_step = b.mul(b.mul(head, self.steps), p.key_bytes())
+        keys, values = b.at(self.packed_keys, first_step, "i8", "keys"), self._values_of(head)
         packed.note(readers[1:])
 
         def pack(key: Value) -> None:
@@ -221,15 +215,9 @@ class MixedHeadsKernel(KernelFunction):
             places = [self._key(at, b.mul(step, p.key_step)) for at in rows]
             p.scores(b.at(keys, b.mul(step, p.key_bytes()), "i8"), queries, places, step)
 
-    def _keys_of(self, head: Value) -> Value:
-        at = self.b.mul(self.b.mul(head, self.steps), self.products.key_bytes())
-        return self.b.at(self.packed_keys, at, "i8", "keys")
-
     def _values_of(self, head: Value) -> Value:
         at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes())
         return self.b.at(self.packed_values, at, "i8", "values")
-
-    # --- weights ------------------------------------------------------------------------------------------------
 
     def _weigh(self, lanes: Scope, g: Value) -> None:
         """From the scores of a group of queries to its weights, as the products take them."""
@@ -283,7 +271,7 @@ class MixedHeadsKernel(KernelFunction):
         """The program behind the sums; 0 where there is no key."""
         b = self.b
         known = {WEIGHT: value, J: b.least(key, b.sub(self.n_k, 1))}
-        found = Scope(context=self.context, parent=scope, known=known).vector(self.mixing.weighted)
+        found = scope.inner(known).vector(self.mixing.weighted)
         return b.select(b.broadcast(b.compare("slt", key, self.n_k), self.lanes), found, 0.0, "w")
 
     def _softmax(self, head: Value, g: Value) -> GroupSoftmax:
@@ -322,8 +310,6 @@ class MixedHeadsKernel(KernelFunction):
         m, total = (b.load(at, self.vector) for at in (self.maximum, self.total))
         b.store(self._row_factor(scope, m, total), self._row_factors_of(head, g))
 
-    # --- the result ---------------------------------------------------------------------------------------------
-
     def _finish(self, scope: Scope, head: Value, first: Value) -> None:
         """The product of a head's weights with V, and its rows of the result."""
         b, p, values = self.b, self.products, self._values_of(head)
@@ -346,10 +332,7 @@ class MixedHeadsKernel(KernelFunction):
     def _write(self, scope: Scope, start: Value, output: Value) -> None:
         """The rows of a group, as far as there are any."""
         b, padded, lanes = self.b, self.products.e_padded, self.lanes
-        with b.loop(0, padded, lanes, hint="e") as e:
-            cells = [b.load(self._key(output, b.add(e, r)), self.vector, "o") for r in range(lanes)]
-            for r, line in enumerate(transpose(b, cells)):
-                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        self._turn(output, padded)
         with b.loop(0, b.least(b.most(b.sub(self.n_q, start), 0), lanes), hint="r") as r:
             target = self._row_address(scope, b.add(start, r))
             self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), target)

@@ -25,16 +25,9 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.calling import CompiledFunction, float_bits
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_statistics import (
-    BLOCK,
-    Rows,
-    RowStatisticsCall,
-    RowStatisticsCode,
-    RowStatisticsKernel,
-    bits,
-    scalar_of,
-)
+from fusion.codegen.mlir.row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, scalar_of
 from fusion.codegen.mlir.x86 import F32, LANES
 
 
@@ -95,7 +88,7 @@ class Moments(RowStatisticsKernel):
     def _is_beyond(self, keys: Value) -> Value:
         """Whether keys of this norm (squared) make the bound of the scores larger than anything that is asked for."""
         b = self.b
-        bits = b.op(f"arith.trunci {self.params[('limit',)]} : i64 to i32", "i32", "limit_bits")
+        bits = b.convert("arith.trunci", self.params[("limit",)], "i32", "limit_bits")
         return b.compare("ogt", b.mul(keys, self._most(2)), b.bitcast(bits, "f32", "limit"), "beyond")
 
     def _sides(self) -> tuple[Value, Value]:
@@ -238,9 +231,9 @@ class Moments(RowStatisticsKernel):
 
 
 @functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype) -> RowStatisticsCode:
+def code(d: int, dtype: torch.dtype) -> CompiledFunction:
     """The kernel for rows of d elements of one type, compiled once. Raises KernelCompilationError."""
-    return RowStatisticsCode(Moments(d, scalar_of(dtype)))
+    return CompiledFunction(Moments(d, scalar_of(dtype)))
 
 
 class LargestCall(RowStatisticsCall):
@@ -249,18 +242,15 @@ class LargestCall(RowStatisticsCall):
     def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, second: bool):
         super().__init__(
             code(d, dtype), q, k, 4, lag=1, turns=2, q_segment=q.count, k_segment=k.count, second=int(second), keep=0,
-            limit=bits(math.inf),
+            limit=float_bits(math.inf),
             q_rows=0,
         )  # fmt: skip
 
 
 class MomentsCall(RowStatisticsCall):
-    """A call that looks at all rows; see `whole` for what it returns.
-
-    segment: keys that become visible together, a multiple of BLOCK, where attention is causal; else 0
-    second: whether squares and slants are asked for (zeros otherwise)
-    limit: as above
-    """
+    """A call that looks at all rows; see `whole` for what it returns. segment: keys that become visible together, a
+    multiple of BLOCK, where attention is causal; else 0. second: whether squares and slants are asked for (zeros
+    otherwise). limit: as above."""
 
     def __init__(
         self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, second: bool, limit: float
@@ -270,7 +260,7 @@ class MomentsCall(RowStatisticsCall):
         super().__init__(
             code(d, dtype), q, k, 4, lag=int(not segment), turns=-(-q.count // segment) if segment else 2,
             q_segment=segment or q.count, k_segment=segment or k.count, second=int(second), keep=1 + bool(self.rows),
-            q_rows=self.rows, limit=bits(limit),
+            q_rows=self.rows, limit=float_bits(limit),
         )  # fmt: skip
 
     def whole(self, q: int, k: int, threads: int) -> tuple[tuple[float, ...], Tensor, Tensor, Tensor]:

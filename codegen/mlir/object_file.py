@@ -62,9 +62,7 @@ def loadable() -> bool:
 
 def load(content: bytes, find: Callable[[str], int]) -> LoadedObject:
     """Bring an object into memory. find: name of a function that is not in it -> its address, or ObjectFileError.
-
-    Raises ObjectFileError.
-    """
+    Raises ObjectFileError."""
     try:
         return _load(content, find)
     except ObjectFileError:

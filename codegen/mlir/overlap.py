@@ -1,6 +1,6 @@
 """Two tiles in the works at a time, so that products and vector work run side by side.
 
-Where the products run on a unit of their own (AMX), two tiles are in the works at a time, so that both units are busy:
+Where the products run on a unit of their own (AMX), both units are then busy:
 
     the weights of one tile beside the scores of the next, then the product with V of the one beside the maxima of the
     next
@@ -26,7 +26,7 @@ from fusion.codegen.mlir.amx import Amx
 from fusion.codegen.mlir.bounds import BoundedScores
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.products import InterleavedWork
-from fusion.codegen.mlir.softmax import PAIR, GroupSoftmax, Weigh
+from fusion.codegen.mlir.softmax import PAIR, GroupSoftmax, RowProgram, Weigh
 from fusion.codegen.mlir.tile import TileKernel
 from fusion.codegen.mlir.work_items import Tile
 from fusion.ir.expr import Expr
@@ -169,6 +169,11 @@ class OverlappingKernel(TileKernel):
 
         return pieces
 
+    def _pair(self, tile: Tile, program: Expr) -> tuple[list[GroupSoftmax], list[RowProgram]]:
+        """Of the members of GROUP_PAIR."""
+        softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
+        return softmaxes, [self._row_program(tile, member, program) for member in GROUP_PAIR]
+
     def _weights_beside(self, tile: Tile) -> InterleavedWork:
         softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
         stores = [self._store_of(softmax) for softmax in softmaxes]
@@ -190,8 +195,7 @@ class OverlappingKernel(TileKernel):
 
     def _maxima_beside(self, tile: Tile, program: Expr) -> InterleavedWork:
         b = self.b
-        softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
-        programs = [self._row_program(tile, member, program) for member in GROUP_PAIR]
+        softmaxes, programs = self._pair(tile, program)
         places = [self._part(self.highest, member, 4 * self.lanes, "h_at") for member in GROUP_PAIR]
 
         def work(member: int, key: Value, highest: Value) -> Value:
@@ -205,8 +209,7 @@ class OverlappingKernel(TileKernel):
     def _weigh_beside(self, tile: Tile, exponent: Expr, first: Value | int, ordinary: bool) -> InterleavedWork:
         """Half of the keys of each step. ordinary: exponents are no fills."""
         b = self.b
-        softmaxes = [self._softmax(tile, member) for member in GROUP_PAIR]
-        programs = [self._row_program(tile, member, exponent) for member in GROUP_PAIR]
+        softmaxes, programs = self._pair(tile, exponent)
         weigh = [self._weigh(softmax, b.add(tile.g, member), ordinary) for member, softmax in enumerate(softmaxes)]
         zero = b.constant(0.0, self.vector)
 

@@ -12,27 +12,25 @@ Both products have the same shape: a left operand whose elements (or 16 x 32 til
 operand with lanes innermost. The strategies differ in how operands are packed and in the register tile.
 
 - `MultiplyAdd`: float32. Left operands K [key][d] and V in panels of as many columns as a register tile has,
-[e / rows][key][rows]: one scalar at a time is broadcast. (From rows of V the loop would take a part of a line of the
-cache for each key, every line several times, from places whose distance is a power of two.)
-- `PairProducts`: bfloat16, in pairs along the reduction: two products and two sums in an instruction. A pair takes the
-place of a scalar: K [key][pair of d], V [e / rows][pair of keys][rows].
+  [e / rows][key][rows]: one scalar at a time is broadcast. (From rows of V parts of lines of the cache would be read,
+  several times, from places whose distance is a power of two.)
+- `PairProducts`: bfloat16, in pairs along the reduction, in the place of scalars: K [key][pair of d],
+  V [e / rows][pair of keys][rows].
 - `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
-of three bf16
-  values (planes), a float16 of two; the products of planes that matter are accumulated in float32: 6 of 9 for float32
-  (what is left out is below 2**-24 of the product), 3 of 4 for float16, one for bfloat16.
+  of three bf16 values (planes), a float16 of two; of the products of planes 6 of 9 are accumulated for float32 (what is
+  left out is below 2**-24), 3 of 4 for float16, one for bfloat16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, LANES, WORDS, Avx512
+from fusion.planning.register_tiles import Target
 
 LONGEST_CHAIN = 128
 """Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are
@@ -59,48 +57,11 @@ class Groups:
         return b.at(self.first, b.mul(number, self.stride), "i8")
 
 
-class Products(Protocol):
-    """What the kernel needs of a strategy. Sizes in elements are static; `*_bytes` are sizes of packed operands.
-
-    overlaps: whether products run beside vector work, on a unit of their own; only then is a `beside` taken.
-    note_key_steps: how many key steps a head's packed operands have, before any of its values is packed
-    values_of: where a head's packed values have those of key step `step`
-    """
-
-    overlaps: bool
-    key_step: int
-    group_step: int
-    d_padded: int
-    e_padded: int
-
-    def query_bytes(self) -> int: ...
-    def key_bytes(self) -> int: ...
-    def value_bytes(self) -> int: ...
-    def note_key_steps(self, count: Value) -> None: ...
-    def values_of(self, values: Value, step: Value) -> Value: ...
-    def weight_bytes(self, keys: int) -> int: ...
-    def staging_elements(self) -> int: ...
-    def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
-    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
-    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None: ...
-    def scores(
-        self,
-        keys: Value,
-        queries: Sequence[Value],
-        target: Sequence[Value],
-        step: Value | None = None,
-        beside: InterleavedWork | None = None,
-    ) -> None: ...
-    def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None: ...
-    def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None: ...
-
-
 class MultiplyAdd:
     """float32 vectors. One key step is `tile_rows` keys (a multiple of 2)."""
 
-    overlaps = False
-    word = "f32"
-    """What stands for so many (`per_word`) elements along the reduction: 4 bytes."""
+    overlaps = False  # whether products run beside vector work, on a unit of their own; only then is a `beside` taken
+    word = "f32"  # what stands for so many (`per_word`) elements along the reduction: 4 bytes
     per_word = 1
 
     def __init__(self, b: Builder, lanes: int, d: int, e: int, tile_rows: int, tile_groups: int):
@@ -120,10 +81,11 @@ class MultiplyAdd:
         return self.key_step // self.per_word
 
     def note_key_steps(self, count: Value) -> None:
-        """Sets the distance between columns of packed values."""
+        """How many a head's packed operands have, before any of its values is packed."""
         self.column_words = self.b.mul(count, self.words_of_step)
 
     def values_of(self, values: Value, step: Value) -> Value:
+        """Where a head's packed values have those of a key step."""
         return self.b.at(values, self.b.mul(step, self.words_of_step * self.tile_rows), self.word)
 
     def query_bytes(self) -> int:

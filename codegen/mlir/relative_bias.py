@@ -24,12 +24,9 @@ class DistanceTable:
         b, lanes = self.b, self.context.lanes
         count = b.add(b.sub(b.sub(last_row, first_key), b.sub(first_row, last_key)), 1)
         with b.loop(0, count, lanes, hint="at") as at:
-            remaining = b.least(b.sub(count, at), lanes)
-            limit = b.op(f"arith.trunci {remaining} : i64 to i32", "i32", "limit")
-            order = b.dense(range(lanes), vector_of("i32", lanes), "lane")
-            valid = b.compare("slt", order, b.broadcast(limit, lanes), "valid")
+            valid = b.first_lanes(b.sub(count, at), lanes)
             lane = Lanes(coord=I, first=b.add(first_row, at), count=lanes, valid=valid)
-            here = Scope(context=self.context, parent=scope, lanes=lane, known={J: last_key})
+            here = scope.inner({J: last_key}, lanes=lane)
             value = here.vector(self.part)
             if self.scalar == "i32":
                 value = b.convert("arith.extui", value, "i32")

@@ -30,12 +30,12 @@ from fusion.codegen.mlir.row_tiles import row_products
 from fusion.codegen.mlir.rows import SharedRows, runs
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import SCORE, I, J, coord, coordinates, loads
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.cpu_rows import MOST_ROWS
+from fusion.planning.register_tiles import Target
 
 
 def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, together: int = 4) -> KernelText:
@@ -156,7 +156,7 @@ class _RowKernel(KernelFunction):
         """(scope of the row, of its batch element, its query i); row: number in the order (batch coordinates.., i)."""
         i, batch = self.b.rem(row, self.n_q, "i"), self._batch_scope(top, self.b.div(row, self.n_q))
         # The row's coordinate is bound under three names: as a row, and as first and last row of a block.
-        scope = Scope(context=self.context, parent=batch, known={I: i, coord("i0"): i, coord("i1"): i})
+        scope = batch.inner({I: i, coord("i0"): i, coord("i1"): i})
         scope.prepare(self.programs.masked, self.weight, bound=self.batch_names | {"i"})
         return scope, batch, i
 
@@ -166,11 +166,11 @@ class _RowKernel(KernelFunction):
 
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
-        b, mask = self.b, self.spec.mask
+        b = self.b
         source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.products.staging)
         self.products.store_query(source, r)
         step = self.lanes if any(runs(index, J)[0] > 1 for index in (self.spec.k, self.spec.v)) else 1
-        low, high = self._key_range(scope, mask.key_lo if mask else None, mask.key_hi if mask else None, step)
+        low, high = self._key_range(scope, step)
         first = b.mul(part, self.params[("part_keys",)])
         low, high = b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)]))
         self._clear(r, low, high)
@@ -201,7 +201,7 @@ class _RowKernel(KernelFunction):
             def alive() -> Value:
                 at = start(low, high)
                 lane = Lanes(coord=J, first=at, count=lanes, valid=self._valid(b.sub(high, at)))
-                here = Scope(context=self.context, parent=scope, lanes=lane).vector(live)
+                here = scope.inner(lanes=lane).vector(live)
                 found = b.reduce("or", b.binary("arith.andi", here, lane.valid), "alive")
                 return b.convert("arith.extui", found, "i64")
 
@@ -231,7 +231,7 @@ class _RowKernel(KernelFunction):
         m = b.load(self._own(self.maxima, r, self.lanes), self.vector, "m")
         assert self.spec.mask is not None
         alive = self._alive(m, self.spec.mask.fill)
-        alive = b.op(f"vector.extract {alive}[0] : i1 from {alive.type}", "i1", "alive")
+        alive = b.extract(alive, 0, "alive")
         with b.when(b.binary("arith.xori", alive, b.constant(1, "i1"))):
             self._clear(r, nothing, self.n_k)
 
@@ -298,7 +298,6 @@ class _RowKernel(KernelFunction):
         self.products.weigh(mine, r)
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
-        """Divide by the sum, write the row."""
         b, lanes = self.b, self.lanes
         output, factor = self._own(self.outputs, r, self.e_padded), None
         if self.spec.normalizer is not Normalizer.NONE:
@@ -348,7 +347,7 @@ class _RowKernel(KernelFunction):
         return self.b.select(self.b.compare("ogt", y, x), y, x, "m")
 
     def _largest(self, x: Value) -> Value:
-        """The largest lane in all lanes, of numbers. (Of a reduction LLVM makes one lane after the other.)"""
+        """The largest lane in all lanes. (Of a reduction LLVM makes one lane after the other.)"""
         distance = self.lanes // 2
         while distance:
             x = self._larger(x, self.b.shuffle(x, x, [lane ^ distance for lane in range(self.lanes)]))
@@ -360,7 +359,7 @@ class _RowKernel(KernelFunction):
         b, lanes = self.b, self.lanes
         score, valid = self.products.scores(mine, r, j0), self._valid(b.sub(mine.high, j0))
         lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
-        here = Scope(context=self.context, parent=scope, lanes=lane, known={SCORE: score})
+        here = scope.inner({SCORE: score}, lanes=lane)
         outside = 0.0 if self.spec.normalizer is Normalizer.NONE else float("-inf")
         x = b.select(valid, here.vector(self.programs.masked), outside, "x")
         return x, None if self.weight is None else b.select(valid, here.vector(self.weight), 0.0, "w")

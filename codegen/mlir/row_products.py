@@ -7,17 +7,17 @@ row_tiles     all rows at a time, on AMX tiles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.rows import RowReader, Rows, SharedRows, in_line
+from fusion.codegen.mlir.rows import RowReader, SharedRows, in_line
 from fusion.codegen.mlir.scope import MEMORY_TYPE
-from fusion.codegen.mlir.target import Target
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
+from fusion.planning.register_tiles import Target
 
 STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds
 
@@ -57,15 +57,25 @@ class Stretch:
 Turns = Callable[[Stretch], AbstractContextManager[tuple[Value, Stretch]]]
 """A loop over the rows that visit keys of a stretch: their numbers, and which keys."""
 
-Ask = Callable[[Value], None]
-"""Asks for rows that are read later, when L keys from this one on are multiplied."""
+Ask = Callable[[Value], None]  # asks for rows that are read later, when L keys from this one on are multiplied
 Columns = tuple[Value | int, int]
 """Vectors of columns that follow each other: the first's first column, and how many vectors."""
 
 
 class RowProducts:
     """K q and p V of the rows of a work item, a stretch of keys at a time. Rows take turns: their scores are asked for,
-    and their weights given.
+    and their weights given. Each way has
+
+    stretch(columns, most)          keys of a stretch: `most` at most, with so many columns of K and V
+    store_query(source, r)          row 0 of `source` is the query of row r
+    begin(sources, every, turns)    the products of all rows, before their scores are asked for; sources: K and V
+    scores(mine, r, key)            the products of L keys with the query of row r
+    weights(r)                      where the weight of row r and the first key of a stretch is put, float32
+    weigh(mine, r)                  row r's weights have been put there
+    end(sources, every, turns)      the outputs of all rows, after all have their weights
+    add_output(values, mine, r, target)
+                                    add row r's weighted sum of V, e_padded float32 in an order of its own
+    in_order(found)                 vectors of an output, two or all, as their columns stand in a row
 
     area: makes memory of so many bytes
     memory: MLIR's type of elements of K and V that are multiplied, where it is always the same
@@ -84,45 +94,8 @@ class RowProducts:
         self.vector = vector_of("f32", self.lanes)
         self.staging = area(8 * self.lanes * max(widths.d_padded, widths.e_padded), "staging")
 
-    @staticmethod
-    def stretch(columns: int, most: int) -> int:
-        """Keys of a stretch: `most` at most, with so many columns of K and V."""
-        raise NotImplementedError
-
-    def store_query(self, source: Rows, r: Value) -> None:
-        """Row 0 of `source` is the query of row r."""
-        raise NotImplementedError
-
-    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
-        """The products of all rows: comes before their scores are asked for. sources: K and V."""
-        raise NotImplementedError
-
-    def scores(self, mine: Stretch, r: Value, key: Value) -> Value:
-        """The products of L keys with the query of row r."""
-        raise NotImplementedError
-
-    def weights(self, r: Value) -> Value:
-        """Where the weight of row r and the first key of a stretch is put, float32."""
-        raise NotImplementedError
-
-    def weigh(self, mine: Stretch, r: Value) -> None:
-        """Row r's weights have been put there."""
-        raise NotImplementedError
-
-    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
-        """The outputs of all rows: comes after all have their weights."""
-        raise NotImplementedError
-
-    def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
-        """Add row r's weighted sum of V over the stretch, e_padded elements of float32 in an order of its own."""
-        raise NotImplementedError
-
     def _add(self, source: Value, target: Value) -> None:
         b = self.b
         with b.loop(0, self.widths.e_padded, self.lanes, hint="e") as e:
             old, new = (b.load(b.at(x, e, "f32"), self.vector, "o") for x in (target, source))
             b.store(b.add(old, new), b.at(target, e, "f32"))
-
-    def in_order(self, found: Sequence[Value]) -> list[Value]:
-        """Vectors of an output that follow each other, two or all, as their columns stand in a row."""
-        raise NotImplementedError

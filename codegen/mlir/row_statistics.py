@@ -8,7 +8,6 @@ call that wants figures alone makes no tensor.
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import threading
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import Function, apart, memory
-from fusion.codegen.mlir.compile import compile_text
+from fusion.codegen.mlir.calling import CompiledFunction, apart, memory
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.thread_function import ThreadFunction
@@ -26,10 +24,8 @@ from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import F32, LANES
 
 BLOCK = 64
-SUMS = 16
-"""Vectors of sums that stay in registers."""
-MAX_WIDTH = 256
-"""Columns of Q and K up to which these kernels are made."""
+SUMS = 16  # vectors of sums that stay in registers
+MAX_WIDTH = 256  # columns of Q and K up to which these kernels are made
 FIRST = ("workspace", "counter", "q", "k", "found", "means", "squares", "slants")
 """The parameters that change from call to call: addresses."""
 
@@ -59,7 +55,7 @@ class RowStatisticsKernel(ThreadFunction):
         raise NotImplementedError
 
     def _float(self, x: Value) -> Value:
-        return self.b.op(f"arith.uitofp {x} : i64 to f32", "f32", "count")
+        return self.b.convert("arith.uitofp", x, "f32", "count")
 
     def _row(self, address: Value) -> list[Value]:
         """A row in memory as vectors of float32, with zeros behind its end."""
@@ -75,7 +71,7 @@ class RowStatisticsKernel(ThreadFunction):
                 )
                 x = b.masked_load(at, valid, f"vector<{LANES}x{word}>", "x")
             if word == "i16":
-                x = b.op(f"arith.extui {x} : {x.type} to vector<{LANES}xi32>", f"vector<{LANES}xi32>", "wide")
+                x = b.convert("arith.extui", x, "i32", "wide")
                 x = b.bitcast(b.binary("arith.shli", x, 16), F32)
             found.append(b.convert("arith.extf", x, "f32"))
         return found
@@ -115,19 +111,13 @@ class RowStatisticsKernel(ThreadFunction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of heads in memory; the elements of a row lie side by side.
+    """Rows of heads in memory; the elements of a row lie side by side."""
 
-    offsets: int64 [heads], elements from the operand's address to the first row of each head
-    stride: elements from one row to the next
-    count: rows of a head
-    """
-
-    offsets: torch.Tensor
-    stride: int
-    count: int
+    offsets: torch.Tensor  # int64 [heads], elements from the operand's address to the first row of each head
+    stride: int  # elements from one row to the next
+    count: int  # rows of a head
 
     def every(self, step: int) -> Rows:
-        """Each `step`-th of the rows."""
         return Rows(offsets=self.offsets, stride=self.stride * step, count=-(-self.count // step))
 
 
@@ -146,13 +136,10 @@ _output = _Output()
 
 
 class RowStatisticsCall:
-    """A compiled kernel, bound to where rows of one kind lie.
+    """A compiled kernel, bound to where rows of one kind lie. figures: floats that it writes for a head. values: the
+    parameters that are not in FIRST."""
 
-    figures: floats that it writes for a head
-    values: the parameters that are not in FIRST
-    """
-
-    def __init__(self, code: RowStatisticsCode, q: Rows, k: Rows, figures: int, **values: int):
+    def __init__(self, code: CompiledFunction, q: Rows, k: Rows, figures: int, **values: int):
         self.code, self.figures, self.places, self.heads = code, figures, (q, k), len(q.offsets)
         self.per_thread = apart(code.bytes)
         known = {
@@ -178,19 +165,5 @@ class RowStatisticsCall:
         return self.result.unpack_from(output.buffer)
 
 
-class RowStatisticsCode:
-    """A compiled kernel."""
-
-    def __init__(self, writer: RowStatisticsKernel):
-        self.bytes = writer.workspace_bytes
-        self.source, self.slots = writer.text(), [slot[-1] for slot in writer.slots()]
-        self.function = Function(compile_text(self.source, writer.name), len(self.slots))
-
-
 def scalar_of(dtype: torch.dtype) -> str:
     return MEMORY_TYPE[str(dtype)[6:]]
-
-
-def bits(x: float) -> int:
-    """x in float32 as a parameter."""
-    return struct.unpack("<i", struct.pack("<f", min(x, 3e38) if x < math.inf else x))[0]

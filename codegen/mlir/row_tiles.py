@@ -27,19 +27,20 @@ from fusion.codegen.mlir.row_groups import GroupedRows
 from fusion.codegen.mlir.row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
 from fusion.codegen.mlir.row_vectors import ValueProducts, VectorRows
 from fusion.codegen.mlir.rows import Rows, load_line
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.x86 import BF16, F32, LANES, WORDS, TileUnit
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
-from fusion.planning.register_tiles import planes_of
+from fusion.planning.register_tiles import Target, planes_of
 
 TILE = 256  # float32 in a tile
 STRETCH = 128  # keys: what is made of them stays in the first-level cache
 SUMS = 4  # tiles that are added to at a time: a product takes 52 cycles, and one begins every 16
 
 
-def row_products(spec: AttentionSpec, target: Target, widths: tuple[int, int], together: int) -> type[RowProducts]:
+def row_products(
+    spec: AttentionSpec, target: Target, widths: tuple[int, int], together: int
+) -> type[VectorRows] | type[TileRows]:
     """What suits a spec's operands with so many columns of K and V. together: see `ByRows`."""
     query, whole = spec.operands[0].dtype == "bfloat16" and spec.values[0] is None, all(w % PAIRED == 0 for w in widths)
     if not (query and whole and planes_of(spec, target) == 1):
@@ -80,7 +81,7 @@ class TileRows(RowProducts):
             words = b.bitcast(load_line(b, source, 0, b.mul(chunk, PAIRED), BF16), WORDS)
             column = b.at(b.at(self.queries, b.mul(chunk, TILE_ELEMENTS), "bf16"), r, "i32")
             for pair in range(LANES):
-                word = b.op(f"vector.extract {words}[{pair}] : i32 from {WORDS}", "i32", "word")
+                word = b.extract(words, pair, "word")
                 b.store(word, b.at(column, LANES * pair, "i32"))
 
     def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:

@@ -15,24 +15,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.row_products import (
-    STEP,
-    Ask,
-    Columns,
-    RowProducts,
-    Source,
-    Stretch,
-    Turns,
-    Widths,
-)
+from fusion.codegen.mlir.row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
 from fusion.codegen.mlir.rows import Rows, SharedRows, in_line, load_f32, load_line, load_pair, runs
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import BF16, LANES, Avx512
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS
-from fusion.planning.register_tiles import planes_of
+from fusion.planning.register_tiles import Target, planes_of
 
 RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
@@ -41,10 +31,8 @@ SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a stretch: they are a
 
 class VectorRows(RowProducts):
     """By vector instructions, one row after the other for every few keys, which the first-level cache holds meanwhile.
-
     While K is multiplied, V of the same stretch is asked for, and while V is, K of the next one. So memory is read all
-    the time, not only while the processor waits for it.
-    """
+    the time, not only while the processor waits for it."""
 
     @classmethod
     def reads(cls, spec: AttentionSpec, number: int) -> bool:
@@ -220,11 +208,8 @@ class ValueProducts:
         form that `weigh` reads."""
 
     def weigh(self, values: Source, mine: Stretch, weights: Value, output: Value, ask: Ask | None = None) -> None:
-        """output += weights x V over keys, a few vectors of columns at a time, in registers.
-
-        weights: the first is that of the stretch's first key
-        ask: called for every L keys, once
-        """
+        """output += weights x V over keys, a few vectors of columns at a time, in registers. weights: the first is that
+        of the stretch's first key. ask: called for every L keys, once."""
         b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
         if whole := width // step:
             with b.loop(0, whole * step, step, hint="e") as e:

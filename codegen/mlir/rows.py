@@ -37,16 +37,12 @@ class Access:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """A block of rows in memory: element (r, c) is at pointer + r * stride + c, or at lines[r] + c, all padded columns
-    readable.
-
-    memory: MLIR's type of an element.
-    dtype: torch's.
-    """
+    readable."""
 
     pointer: Value
     stride: Value | int
-    memory: str
-    dtype: str
+    memory: str  # MLIR's type of an element
+    dtype: str  # torch's
     lines: tuple[Value, ...] = ()
 
 
@@ -71,6 +67,30 @@ def runs(index: tuple[Expr, ...], row: Expr) -> tuple[int, tuple[Expr, ...]]:
     return math.gcd(*(part.args[1].integer for part in divisions)), steps
 
 
+Strides = tuple[Value | int, Value | int, Value | int]
+
+
+def linear_strides(
+    context: Context, scope: Scope, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr, name: str = "column"
+) -> Strides | None:
+    """(offset of element (0, 0), row stride, column stride); None where the map is not linear with scalar strides.
+    name: of the columns."""
+    b, positions = context.b, {row.name, column.name}
+    base: Value | int = 0
+    rows: Value | int = 0
+    columns: Value | int = 0
+    for dim, part in enumerate(index):
+        stride = context.params[("stride", operand, dim)]
+        along = integers.linear(part, row)
+        across = integers.linear(along[1], column) if along else None
+        if along is None or across is None or (coordinates(along[0]) | coordinates(across[0])) & positions:
+            return None
+        base = b.add(base, b.mul(scope.integer(across[1]), stride), "base")
+        rows = b.add(rows, b.mul(scope.integer(along[0]), stride), "row_stride")
+        columns = b.add(columns, b.mul(scope.integer(across[0]), stride), f"{name}_stride")
+    return base, rows, columns
+
+
 class RowReader:
     """Reads rows of one operand within one work item. Make it in the item's scope: it writes the strides there."""
 
@@ -82,29 +102,12 @@ class RowReader:
         self.made = access.value and Elements(context, scope, access.value, access.row, access.column)
         self.dtype = context.operands[access.operand].dtype if self.made is None else "float32"
         self.memory = MEMORY_TYPE[self.dtype]
-        self.base, self.row_stride, self.column_stride = self._strides()
+        strides = linear_strides(context, scope, access.operand, access.index, access.row, access.column)
+        self.base, self.row_stride, self.column_stride = strides or (None, None, None)
         self.run, steps = runs(access.index, access.row)
         for dim, step in enumerate(steps):
             stride = context.params[("stride", access.operand, dim)]
             self.run_stride = context.b.add(self.run_stride, context.b.mul(scope.integer(step), stride), "run_stride")
-
-    def _strides(self) -> tuple[Value | int | None, Value | int | None, Value | int | None]:
-        """(offset of element (0, 0), row stride, column stride), or Nones where the map is not linear with scalar
-        strides."""
-        b, scope, params = self.context.b, self.scope, self.context.params
-        base: Value | int = 0
-        rows: Value | int = 0
-        columns: Value | int = 0
-        for dim, index in enumerate(self.access.index):
-            stride = params[("stride", self.access.operand, dim)]
-            row = integers.linear(index, self.access.row)
-            column = integers.linear(row[1], self.access.column) if row else None
-            if row is None or column is None or self._uses_position(row[0]) or self._uses_position(column[0]):
-                return None, None, None
-            base = b.add(base, b.mul(scope.integer(column[1]), stride), "base")
-            rows = b.add(rows, b.mul(scope.integer(row[0]), stride), "row_stride")
-            columns = b.add(columns, b.mul(scope.integer(column[0]), stride), "column_stride")
-        return base, rows, columns
 
     def _uses_position(self, expr: Expr) -> bool:
         return not coordinates(expr).isdisjoint({self.access.row.name, self.access.column.name})
@@ -121,9 +124,7 @@ class RowReader:
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
         """Rows first..first+count-1 (those from `limit` on are zeros), `width` columns padded with zeros to `padded`.
-
-        staging: room for count * padded elements of the operand's type, or of float32.
-        """
+        staging: room for count * padded elements of the operand's type, or of float32."""
         b = self.context.b
         staged = Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
         if self.base is None or self.made is not None:
@@ -225,7 +226,7 @@ class RowReader:
         parts = [integers.linear(index, self.access.column) for index in self.access.index]
         if any(part is None or self._uses_position(part[0]) for part in parts):
             return self.source, None
-        inner = Scope(context=self.context, parent=self.scope, known={self.access.row: position})
+        inner = self.scope.inner({self.access.row: position})
         offset: Value | int = 0
         stride: Value | int = 0
         for dim, (step, rest) in enumerate(part for part in parts if part is not None):
@@ -236,7 +237,7 @@ class RowReader:
 
     def _element(self, position: Value, c: Value) -> Value:
         b = self.context.b
-        inner = Scope(context=self.context, parent=self.scope, known={self.access.row: position, self.access.column: c})
+        inner = self.scope.inner({self.access.row: position, self.access.column: c})
         offset: Value | int = 0
         for dim, index in enumerate(self.access.index):
             stride = self.context.params[("stride", self.access.operand, dim)]
@@ -246,12 +247,8 @@ class RowReader:
 
 class SharedRows:
     """The rows of a reader that are not read in place, a stretch of them at a time: put in order once for all that read
-    them.
-
-    area: room for a stretch and a step more
-    sizes: rows of a stretch and of a step, columns, columns with those that are padded
-    memory: MLIR's type of an element
-    """
+    them. area: room for a stretch and a step more. sizes: rows of a stretch and of a step, columns, columns with those
+    that are padded. memory: MLIR's type of an element."""
 
     def __init__(self, reader: RowReader, area: Value, sizes: tuple[int, int, int, int], memory: str):
         self.reader, self.area, self.memory = reader, area, memory

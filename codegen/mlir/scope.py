@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.float8 import FORMATS, widen_float8
-from fusion.codegen.mlir.hashing import hash_bits
-from fusion.codegen.mlir.vectormath import VectorMath
+from fusion.codegen.mlir.vectormath import VectorMath, hash_bits
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates
 from fusion.ir.fills import has_fill
@@ -30,13 +29,13 @@ MEMORY_TYPE = {
     "int16": "i16", "int32": "i32", "int64": "i64", "float8_e4m3fn": "i8", "float8_e5m2": "i8",
 }  # fmt: skip
 
+CONVERSIONS = {"to_int": "arith.fptosi", "bool_to_int": "arith.extui"}
+
 
 class Params:
-    """The kernel's run-time arguments: 64-bit slots behind one pointer, read once at the function's start.
-
-    `slots` lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size",
-    name), and whatever else the kernel asks for; the launcher fills them in the same order.
-    """
+    """The kernel's run-time arguments: 64-bit slots behind one pointer, read once at the function's start. `slots`
+    lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size", name), and
+    whatever else the kernel asks for; the launcher fills them in the same order."""
 
     def __init__(self, b: Builder, pointer: Value):
         self.b, self.pointer = b, pointer
@@ -52,6 +51,10 @@ class Params:
                 address = self.b.at(self.pointer, slot, "i64", f"{hint}_slot")
                 self._values[key] = self.b.op(f"llvm.load {address} : !llvm.ptr -> {type_}", type_, hint)
         return self._values[key]
+
+    def float32(self, name: str) -> Value:
+        """A parameter that is the bits of a float32."""
+        return self.b.bitcast(self.b.convert("arith.trunci", self[(name,)], "i32", f"{name}_bits"), "f32", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +102,28 @@ class Scope:
 
     context: Context
     parent: Scope | None = None
-    lanes: Lanes | None = None
+    axis: Lanes | None = None
     known: dict[Expr, Value] = field(default_factory=dict)
     leaf: Callable[[Expr], Value | None] = lambda expr: None
-
-    def __post_init__(self) -> None:
-        if self.lanes is None and self.parent is not None:
-            self.lanes = self.parent.lanes
 
     @property
     def b(self) -> Builder:
         return self.context.b
+
+    @property
+    def lanes(self) -> Lanes:
+        """The vector axis, in a scope that has one."""
+        assert self.axis is not None
+        return self.axis
+
+    def inner(
+        self,
+        known: dict[Expr, Value] | None = None,
+        lanes: Lanes | None = None,
+        leaf: Callable[[Expr], Value | None] = lambda expr: None,
+    ) -> Scope:
+        """A scope in this one."""
+        return Scope(self.context, self, lanes or self.axis, {} if known is None else known, leaf)
 
     def prepare(self, *exprs: Expr | None, bound: frozenset[str]) -> None:
         """Write here whatever below the expressions depends on nothing but the coordinates `bound`."""
@@ -157,10 +171,7 @@ class Scope:
 
     def varies(self, expr: Expr) -> bool:
         """Whether the value is a vector."""
-        if self.lanes is None:
-            return False
-        names = coordinates(expr)
-        return self.lanes.coord.name in names
+        return self.axis is not None and self.axis.coord.name in coordinates(expr)
 
     def _make(self, expr: Expr) -> Value:
         if expr.op == "const":
@@ -170,8 +181,6 @@ class Scope:
             return self.context.params[("size", expr.name)]
         if expr.op == "load":
             return self._load(expr)
-        if expr.op == "coord" and self.lanes is None:
-            raise KeyError(f"coordinate {expr} is not bound here")
         if expr.kind is Kind.INT:
             return self._integer(expr)
         if expr.op in ("ilt", "ile", "ieq", "ine"):
@@ -239,7 +248,6 @@ class Scope:
         """(value in lane 0, constant step per lane) of an INT expression, or None where it is not of that form."""
         if not self.varies(expr):
             return self.integer(expr), 0
-        assert self.lanes is not None
         parts = integers.linear(expr, self.lanes.coord)
         if parts is None or parts[0].op != "const" or self.varies(parts[1]):
             return None
@@ -255,13 +263,11 @@ class Scope:
         if (form := self.affine(expr)) is not None:
             base = b.as_value(form[0], "i64")
             if scalar == "i32":
-                base = b.op(f"arith.trunci {base} : i64 to i32", "i32", "base")
+                base = b.convert("arith.trunci", base, "i32", "base")
             steps = b.dense([form[1] * lane for lane in range(self.context.lanes)], type_, "lane_steps")
             return b.add(b.broadcast(base, self.context.lanes), steps)
-        if expr.op == "to_int":
-            return b.convert("arith.fptosi", self.value(expr.args[0]), "i64")
-        if expr.op == "bool_to_int":
-            return b.convert("arith.extui", self.value(expr.args[0]), "i32")
+        if expr.op in CONVERSIONS:
+            return b.convert(CONVERSIONS[expr.op], self.value(expr.args[0]), "i64" if expr.op == "to_int" else "i32")
         values = [self._lane_integer(arg, scalar) for arg in expr.args if arg.kind is Kind.INT]
         if expr.op == "iwhere":
             return b.select(self.vector(expr.args[0]), *values)
@@ -300,10 +306,8 @@ class Scope:
         b = self.b
         if expr.op == "coord":
             raise KeyError(f"coordinate {expr} is not bound here")
-        if expr.op == "to_int":
-            return b.convert("arith.fptosi", self.value(expr.args[0]), "i64")
-        if expr.op == "bool_to_int":
-            return b.convert("arith.extui", self.value(expr.args[0]), "i64")
+        if expr.op in CONVERSIONS:
+            return b.convert(CONVERSIONS[expr.op], self.value(expr.args[0]), "i64")
         if expr.op == "iwhere":
             return b.select(*(self.value(arg) for arg in expr.args))
         values = [self.value(arg) for arg in expr.args]
@@ -326,7 +330,7 @@ class Scope:
                 return b.broadcast(b.compare(predicate, b.as_value(a, "i64"), b.as_value(c, "i64")), lanes)
             if max(map(abs, steps)) < 1 << 30:
                 limit = b.least(b.most(b.as_value(b.sub(c, a), "i64"), -(1 << 30)), 1 << 30)
-                limit = b.op(f"arith.trunci {limit} : i64 to i32", "i32", "limit")
+                limit = b.convert("arith.trunci", limit, "i32", "limit")
                 return b.compare(
                     predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes)
                 )
@@ -341,18 +345,13 @@ class Scope:
             offset: Value | int = 0
             for index, stride in zip(expr.args, strides, strict=True):
                 offset = self.b.add(offset, self.b.mul(self.integer(index), stride))
-            return widen(
-                self.b,
-                self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}"),
-                expr.kind,
-                self.context.operands[number].dtype,
-            )
+            element = self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}")
+            return widen(self.b, element, expr.kind, self.context.operands[number].dtype)
         return self._gather(expr, pointer, strides, memory)
 
     def _gather(self, expr: Expr, pointer: Value, strides: list[Value], memory: str) -> Value:
         """One element per lane, at offsets that are vectors; lanes beyond the end read nothing."""
         b, lanes = self.b, self.context.lanes
-        assert self.lanes is not None
         total: Value | None = None
         scalar: Value | int = 0
         for index, stride in zip(expr.args, strides, strict=True):
@@ -375,7 +374,6 @@ class Scope:
     def _first_of_run(self, index: Sequence[Expr]) -> tuple[Value | int, int] | None:
         """(index in lane 0, dimension) where lanes are keys and read elements that follow each other along a dimension,
         in memory too if its stride is 1. A gather then takes 5 to 100 times as long, the longest for small elements."""
-        assert self.lanes is not None
         varying = [dim for dim, part in enumerate(index) if self.varies(part)]
         form = self.affine(index[varying[0]]) if len(varying) == 1 and self.lanes.coord is J else None
         return None if form is None or form[1] != 1 else (form[0], varying[0])

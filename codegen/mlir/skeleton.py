@@ -6,15 +6,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.codegen.mlir.softmax import Exponent
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.thread_function import ThreadFunction
+from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.vectormath import LIBM, VectorMath
 from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
@@ -24,6 +24,7 @@ from fusion.lowering.numbers import decided
 from fusion.lowering.ranges import ranges
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
+from fusion.planning.register_tiles import Target
 
 HEADER = """module {
 llvm.func @omp_get_thread_num() -> i32
@@ -33,41 +34,28 @@ llvm.func @omp_get_num_threads() -> i32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
-    """MLIR text, and what the launcher must know of it.
-
-    source: the text
-    slots: parameters in order
-    rows: rows of a work item at most
-    key_step: keys of a step
-    fixed_bytes, step_bytes: a thread's workspace is fixed_bytes + step_bytes * ceil(n_k / key_step)
-    may_flag: whether the kernel may raise the flag for large values
-    across_heads: an item's rows may be of several heads that read the same keys
-    part_bytes, part_step: the keys of an item may be cut into parts of a multiple of part_step keys, each of which
-        leaves part_bytes in memory (0: they may not)
-    """
+    """MLIR text, and what the launcher must know of it."""
 
     source: str
-    slots: tuple[tuple, ...]
-    rows: int
-    key_step: int
-    fixed_bytes: int
-    step_bytes: int
-    may_flag: bool
-    across_heads: bool = False
-    part_bytes: int = 0
-    part_step: int = 1
+    slots: tuple[tuple, ...]  # parameters in order
+    rows: int  # rows of a work item at most
+    key_step: int  # keys of a step
+    fixed_bytes: int  # of a thread's workspace ...
+    step_bytes: int  # ... which has so many more for each of ceil(n_k / key_step) steps
+    may_flag: bool  # whether the kernel may raise the flag for large values
+    across_heads: bool = False  # an item's rows may be of several heads that read the same keys
+    part_bytes: int = 0  # what each part of an item's keys leaves in memory; 0: they may not be cut
+    part_step: int = 1  # keys of which each part has a multiple
 
 
 class KernelFunction(ThreadFunction):
-    """Base of the attention kernels: see `kernel`, `row_kernel` and `backward`.
-
-    degree: of the exponential's polynomial
-    flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come out there,
-        and the processor takes some hundred cycles for each vector with one. For products that take such inputs for 0
-        anyway (AMX).
-    """
+    """Base of the attention kernels: see `kernel`, `row_kernel` and `backward`. degree: of the exponential's
+    polynomial. flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come
+    out there, and the processor takes some hundred cycles for each vector with one. For products that take such inputs
+    for 0 anyway (AMX)."""
 
     header = HEADER
+    finished: Value  # memory of L rows of the result
 
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False):
         super().__init__()
@@ -98,10 +86,6 @@ class KernelFunction(ThreadFunction):
         super()._identify()
         self.threads = self.number_of("omp_get_num_threads", "threads")
 
-    def _entry_integer(self, top: Scope, expr: Expr) -> Value | int:
-        with self.b.at_entry():
-            return top.integer(expr)
-
     def function(self) -> str:
         if self.modes is not None:
             restore_mode(self.b, self.modes)
@@ -122,7 +106,8 @@ class KernelFunction(ThreadFunction):
     def _top(self) -> Scope:
         """The scope of the function, with the numbers of queries and keys."""
         top = Scope(context=self.context)
-        sizes = [self._entry_integer(top, n) for n in (self.spec.n_q, self.spec.n_k)]
+        with self.b.at_entry():
+            sizes = [top.integer(n) for n in (self.spec.n_q, self.spec.n_k)]
         self.n_q, self.n_k = (self.b.as_value(n, "i64") for n in sizes)
         return top
 
@@ -146,7 +131,7 @@ class KernelFunction(ThreadFunction):
                 continue
             extent = b.as_value(top.integer(self.spec.batch[axis]), "i64")
             known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
-        scope = Scope(context=self.context, parent=top, known=known)
+        scope = top.inner(known)
         bound = self.batch_names - {f"b{but}"}
         scope.prepare(self.programs.masked, self.programs.full, self.weight, *self.spec.sinks, bound=bound)
         return scope
@@ -159,16 +144,16 @@ class KernelFunction(ThreadFunction):
             for n, index, row, column in ((0, spec.q, I, C), (1, spec.k, J, C), (2, spec.v, J, E))
         ]
 
-    def _key_range(self, scope: Scope, low: Expr | None, high: Expr | None, step: int) -> tuple[Value | int, Value]:
-        """The keys to visit, clamped; the start on a key step."""
-        b = self.b
+    def _key_range(self, scope: Scope, step: int) -> tuple[Value | int, Value]:
+        """The keys that the mask leaves, in a scope that knows i0 and i1, clamped; the start on a key step."""
+        b, mask = self.b, self.spec.mask
         start: Value | int = 0
         end = self.n_k
-        if low is not None:
-            start = b.most(b.least(b.as_value(scope.integer(low), "i64"), self.n_k), 0)
+        if mask is not None and mask.key_lo is not None:
+            start = b.most(b.least(b.as_value(scope.integer(mask.key_lo), "i64"), self.n_k), 0)
             start = b.mul(b.div(start, step), step, "key_lo")
-        if high is not None:
-            end = b.most(b.least(b.as_value(scope.integer(high), "i64"), self.n_k), 0, "key_hi")
+        if mask is not None and mask.key_hi is not None:
+            end = b.most(b.least(b.as_value(scope.integer(mask.key_hi), "i64"), self.n_k), 0, "key_hi")
         return start, end
 
     def _with_keys(self, tile: Scope, first: Value, count: Value) -> Scope:
@@ -176,7 +161,7 @@ class KernelFunction(ThreadFunction):
         b = self.b
         j0 = b.least(first, b.sub(self.n_k, 1), "j_first")
         j1 = b.most(j0, b.least(b.sub(b.add(first, count), 1), b.sub(self.n_k, 1)), "j_last")
-        return Scope(context=self.context, parent=tile, known={J0: j0, J1: j1})
+        return tile.inner({J0: j0, J1: j1})
 
     def _whole(self, tile: Scope) -> Value | None:
         """Whether the program for full tiles may stand for a whole tile, in a scope that knows its i0, i1, j0 and j1;
@@ -185,16 +170,11 @@ class KernelFunction(ThreadFunction):
         return None if self.programs.full is None or mask is None else self._all(tile, mask.whole())
 
     def _all(self, scope: Scope, conditions: Sequence[Expr]) -> Value:
-        """Whether all of these hold."""
         b = self.b
         return functools.reduce(lambda x, e: b.binary("arith.andi", x, scope.value(e)), conditions, b.constant(1, "i1"))
 
     def _valid(self, remaining: Value) -> Value:
-        b, lanes = self.b, self.lanes
-        limit = b.op(f"arith.trunci {b.least(remaining, lanes)} : i64 to i32", "i32", "limit")
-        return b.compare(
-            "slt", b.dense(range(lanes), vector_of("i32", lanes), "lane"), b.broadcast(limit, lanes), "valid"
-        )
+        return self.b.first_lanes(remaining, self.lanes)
 
     def _alive(self, m: Value, fill: float) -> Value:
         """Whether a maximum, in units of the programs' scale, is that of a live key."""
@@ -203,7 +183,6 @@ class KernelFunction(ThreadFunction):
         return self.b.compare("ogt", m, limit, "alive")
 
     def _row_address(self, scope: Scope, row: Value) -> Value:
-        """Where a row of the result begins."""
         b = self.b
         offset = b.mul(row, self.params[("out_stride", "i")])
         for axis in range(len(self.spec.batch)):
@@ -211,15 +190,27 @@ class KernelFunction(ThreadFunction):
         return b.at(self.params[("ptr", "out")], offset, MEMORY_TYPE[self.spec.out_dtype])
 
     def _write_row(self, source: Value, target: Value) -> None:
-        """d_v elements: vectors where the output is contiguous along them."""
-        memory = MEMORY_TYPE[self.spec.out_dtype]
-        b, lanes, stride = self.b, self.lanes, self.params[("out_stride", "e")]
+        """d_v elements of the result."""
+        stride = self.params[("out_stride", "e")]
+        self._copy_row(source, target, MEMORY_TYPE[self.spec.out_dtype], self.d_v, stride)
+
+    def _copy_row(self, source: Value, target: Value, memory: str, width: int, stride: Value) -> None:
+        """`width` elements, by vectors where they are contiguous in the target."""
+        b, lanes = self.b, self.lanes
         unit = b.compare("eq", stride, 1)
-        whole = b.select(unit, b.constant(self.d_v // lanes * lanes, "i64"), b.constant(0, "i64"))
+        whole = b.select(unit, b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
         with b.loop(0, whole, lanes, hint="e") as e:
             b.store(self._narrow(b.load(b.at(source, e, "f32"), self.vector), memory), b.at(target, e, memory))
-        with b.loop(whole, self.d_v, hint="e") as e:
+        with b.loop(whole, width, hint="e") as e:
             b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.at(target, b.mul(e, stride), memory))
+
+    def _turn(self, source: Value, padded: int, change: Callable[[Value], Value] = lambda x: x) -> None:
+        """[`padded` columns][L] as the rows of `finished`, each vector changed."""
+        b, lanes = self.b, self.lanes
+        with b.loop(0, padded, lanes, hint="e") as e:
+            cells = [b.load(b.at(source, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)]
+            for r, line in enumerate(transpose(b, [change(cell) for cell in cells])):
+                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
 
     def _narrow(self, x: Value, memory: str) -> Value:
         if memory == "f32":
@@ -227,11 +218,8 @@ class KernelFunction(ThreadFunction):
         return self.b.convert("arith.extf", x, memory) if memory == "f64" else self.context.math.narrow(x, memory)
 
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
-        """What each lane's output is multiplied by.
-
-        raw: the running maximum in units of the programs' scale.
-        total: the sum.
-        """
+        """What each lane's output is multiplied by. raw: the running maximum in units of the programs' scale. total:
+        the sum."""
         b, spec = self.b, self.spec
         m = b.mul(raw, self.programs.scale)
         for unit, value in self.programs.fills:

@@ -37,56 +37,36 @@ Weigh = Callable[[Value, Value, Value, Value], Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Memory of one group of queries.
+    """Memory of one group of queries. kept: the weights of all keys so far in the same units, [key][L], where further
+    outputs are made of them."""
 
-    scores: [key][L]
-    factors: of the weight program, [key][L], or None
-    weights: packed
-    output: [e][L], with the running sum as a row after it
-    maximum: vector of the running maximum, in units of the programs' scale
-    total: the row of the running sum
-    rows: how many rows from `output` on are in units of that maximum (`tile.KEY_SPAN`)
-    kept: the weights of all keys so far in the same units, [key][L], where further outputs are made of them
-    """
-
-    scores: Value
-    factors: Value | None
-    weights: Value
-    output: Value
-    maximum: Value
-    total: Value
-    rows: Value
+    scores: Value  # [key][L]
+    factors: Value | None  # of the weight program, [key][L], or None
+    weights: Value  # packed
+    output: Value  # [e][L], with the running sum as a row after it
+    maximum: Value  # vector of the running maximum, in units of the programs' scale
+    total: Value  # the row of the running sum
+    rows: Value  # how many rows from `output` on are in units of that maximum (`tile.KEY_SPAN`)
     kept: Value | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyBlock:
-    """A block of keys.
+    """A block of keys."""
 
-    first: coordinate of the first key
-    count: keys in range
-    padded: count rounded up to the products' key step
-    """
-
-    first: Value
-    count: Value
-    padded: Value
+    first: Value  # coordinate of the first key
+    count: Value  # keys in range
+    padded: Value  # count rounded up to the products' key step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowProgram:
-    """What is applied to the rows of scores.
-
-    program: the score program
-    weight: the factors of the weights, or None
-    scope: the scope that knows the lanes
-    staged: where staged loads are read: (load, function of the key)
-    """
+    """What is applied to the rows of scores."""
 
     program: Expr
-    weight: Expr | None
-    scope: Scope
-    staged: Sequence[tuple[Expr, Callable[[Value], Value]]]
+    weight: Expr | None  # the factors of the weights, or None
+    scope: Scope  # knows the lanes
+    staged: Sequence[tuple[Expr, Callable[[Value], Value]]]  # where staged loads are read: (load, function of the key)
 
 
 class Exponent:
@@ -146,7 +126,6 @@ class GroupSoftmax:
         return rest.results[0]
 
     def raise_to(self, highest: Value, rows: list[Value]) -> Value:
-        """The largest, in each lane."""
         while len(rows) > 1:
             rows = [self.largest(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
         return self.largest(rows[0], highest)
@@ -175,7 +154,7 @@ class GroupSoftmax:
         b = self.b
         score = b.load(self._row(self.group.scores, key), self.vector, "s", align=4 * self.lanes)
         known = {SCORE: score, J: b.add(self.block.first, key, "j")}
-        return Scope(context=self.context, parent=rows.scope, known=known, leaf=staged_leaf(rows.staged, key))
+        return rows.scope.inner(known, leaf=staged_leaf(rows.staged, key))
 
     def largest(self, x: Value, y: Value) -> Value:
         """The larger; y where x is NaN (one `vmaxps`), unless NaN is wanted."""

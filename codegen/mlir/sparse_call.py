@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from fusion.codegen.mlir.calling import float_bits
 from fusion.codegen.mlir.launch import Variant, addresses_of, call_values
-from fusion.codegen.mlir.sparse_kernel import emit_sparse, share_bits
+from fusion.codegen.mlir.sparse_kernel import emit_sparse
 from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.target import target_of
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.machine import Machine
+from fusion.planning.register_tiles import target_of
 
 
 class SparseKernel:
@@ -30,11 +31,8 @@ class SparseKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[int], marks: torch.Tensor, share: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(output [h, N_q, d_v], share of the normaliser left out at most [h], tiles computed [h]); None for inputs
-        beyond the range of split planes.
-
-        marks: uint8 [h, row tiles, key tiles], row tiles a multiple of `sets`: the tiles to look at.
-        share: the weight, relative to its row's sum, below which a key may be left out.
-        """
+        beyond the range of split planes. marks: uint8 [h, row tiles, key tiles], row tiles a multiple of `sets`: the
+        tiles to look at. share: the weight, relative to its row's sum, below which a key may be left out."""
         heads, n_q, d = q.shape
         n_k, d_v = v.shape[1:]
         variant = self._variants.of(
@@ -43,7 +41,7 @@ class SparseKernel:
         out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))
         skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
         values = call_values(self.spec, sizes, [x.stride() for x in (q, k, v)], out.stride())
-        values[("share",)] = share_bits(share)
+        values[("share",)] = float_bits(share)
         tensors = dict(zip(addresses_of(self.spec), (q, k, v, out), strict=True))
         tensors |= {("ptr", "marks"): marks, ("ptr", "skipped"): skipped}
         launch = variant.launch_for((heads, n_q, n_k, d, d_v), values, [*tensors])

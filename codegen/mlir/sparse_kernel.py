@@ -15,23 +15,16 @@ Tiles are visited one after the other: there is nothing to overlap with a tile t
 
 from __future__ import annotations
 
-import struct
-
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.kernel import AttentionKernel
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.softmax import RowProgram
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.ir.expr import SCORE, Expr
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import LOG2E
-
-
-def share_bits(share: float) -> int:
-    """The parameter for epsilon / N_k."""
-    return struct.unpack("<i", struct.pack("<f", share))[0]
+from fusion.planning.register_tiles import Target
 
 
 def emit_sparse(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
@@ -100,8 +93,7 @@ class SparseKernelText(AttentionKernel):
     def _matters(self, tile: Tile) -> Value:
         """Whether the tile whose raw scores lie in memory has to be computed; leaves maxima in `highest`."""
         b = self.b
-        share = b.op(f"arith.trunci {self.params[('share',)]} : i64 to i32", "i32", "share_bits")
-        share = b.broadcast(b.bitcast(share, "f32", "share"), self.lanes)
+        share = b.broadcast(self.params.float32("share"), self.lanes)
         lowest = b.constant(float("-inf"), self.vector)
         with b.carry(0, tile.here, 1, [b.constant(0, "i1")], hint="member") as (loop, member, (any_,)):
             raw = RowProgram(program=SCORE, weight=None, scope=self._member_lanes(tile, member), staged=[])
@@ -135,7 +127,7 @@ class SparseKernelText(AttentionKernel):
     def _record_left_out(self, tile: Tile) -> None:
         """Add what a tile that is left out could have had to the shares of its rows."""
         b = self.b
-        keys = b.op(f"arith.uitofp {tile.block.count} : i64 to f32", "f32", "keys")
+        keys = b.convert("arith.uitofp", tile.block.count, "f32", "keys")
         with b.loop(0, tile.here, hint="member") as member:
             highest = b.load(self._part(self.highest, member, 4 * self.lanes, "h_at"), self.vector, "h")
             part, total = self._share(tile, member, highest)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fusion.codegen import emitter
 from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.scope import MEMORY_TYPE
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
-from fusion.planning.register_tiles import PLANES, planes_of
+from fusion.planning.register_tiles import PLANES, Target, planes_of
 from fusion.refusals import Ground, Refusal
 
 
@@ -20,17 +20,8 @@ def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
         return Refusal(Ground.NOT_INSTALLED, reason)
     if machine.kind != "cpu":
         return Refusal(Ground.OTHER_MACHINE, f"{machine.name} is not a CPU")
-    for operand in spec.operands:
-        if operand.dtype not in MEMORY_TYPE:
-            return Refusal(
-                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(MEMORY_TYPE)}"
-            )
-    for number in (0, 1, 2):
-        operand = spec.operands[number]
-        if operand.dtype not in PLANES and spec.values[number] is None:
-            return Refusal(
-                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PLANES)}"
-            )
+    if (refusal := emitter.unread(spec, MEMORY_TYPE, PLANES)) is not None:
+        return refusal
     written = ("float32", "bfloat16", "float16")
     if spec.out_dtype not in written:
         return Refusal(Ground.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
@@ -39,10 +30,7 @@ def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
 
 def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
     """How products are formed, with a tile for any lengths; and where that is by split planes, multiply-adds for inputs
-    that cannot be split.
-
-    most_planes: fewer than 3 round (see `fusion.approximate.rounding`).
-    """
+    that cannot be split. most_planes: fewer than 3 round (see `fusion.approximate.rounding`)."""
     together = target.tile_groups
     multiply_add = Tiling(groups=2 * together, together=together, keys=target.keys(0), planes=0)
     planes = min(planes_of(spec, target), most_planes)

@@ -13,13 +13,8 @@ from fusion.codegen.mlir.scope import Params
 
 
 class ThreadFunction:
-    """Base of all kernels.
-
-    Its parameters are `workspace`, `workspace_bytes` (of one thread), `counter` (of portions that threads have taken),
-    and what else it asks for.
-
-    first: parameters whose slots come first
-    """
+    """Base of all kernels. first: parameters whose slots come first. Its parameters are `workspace`, `workspace_bytes`
+    (of one thread), `counter` (of portions that threads have taken), and what else it asks for."""
 
     name: ClassVar[str] = "attention"
     header: ClassVar[str] = "module {\nllvm.func @omp_get_thread_num() -> i32\n"
@@ -41,7 +36,7 @@ class ThreadFunction:
     def number_of(self, function: str, hint: str) -> Value:
         """What OpenMP says of the calling thread."""
         number = self.b.op(f"llvm.call @{function}() : () -> i32", "i32", hint)
-        return self.b.op(f"arith.extsi {number} : i32 to i64", "i64", hint)
+        return self.b.convert("arith.extsi", number, "i64", hint)
 
     def area(self, size: int, hint: str) -> Value:
         """A new part of the thread's workspace, on a cache line; size: bytes."""

@@ -15,22 +15,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from fusion.codegen.mlir.amx import Amx
+from fusion.codegen.mlir.amx import products_of
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.further import FurtherOutputs
-from fusion.codegen.mlir.products import Groups, InterleavedWork, Products, vector_products
+from fusion.codegen.mlir.products import Groups, InterleavedWork
 from fusion.codegen.mlir.relative_bias import DistanceTable
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.codegen.mlir.work_items import Item, Tile, Tiling
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.rows import needs_maximum
+from fusion.planning.register_tiles import Target
 
 KEY_SPAN = 512
 
@@ -51,12 +51,8 @@ class TileKernel(KernelFunction):
         self.dense = dense_loads(*whole, but=self.by_distance)
         self.may_flag = tiling.planes > 1
         self.worst = self.area(64, "worst") if self.may_flag else None
-        self.products: Products
-        if tiling.planes and target.amx:
-            exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
-            self.products = Amx(self.b, d, d_v, tiling.planes, tiling.keys, self.worst, exact_pairs)
-        else:
-            self.products = vector_products(self.b, target, tiling.planes > 0, d, d_v)
+        exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
+        self.products = products_of(self.b, target, tiling, d, d_v, self.worst, exact_pairs, mirrored=False)
         self.statistics = TrainingStatistics(self, tiling.groups) if with_statistics else None
         self.further = FurtherOutputs(self, tiling.groups) if spec.further else None
         self._tile_areas()
@@ -112,9 +108,9 @@ class TileKernel(KernelFunction):
             return
         b = self.b
         spans = [b.div(b.add(tile.block.first, n), KEY_SPAN, "chapter") for n in (0, self.tiling.keys)]
-        with b.when(b.binary("arith.andi", self.several, b.compare("ne", *spans), "ends")):
-            with b.loop(0, tile.here, hint="member") as member:
-                self._merge_partial_sums(b.add(tile.g, member), 0, 1)
+        ends = b.binary("arith.andi", self.several, b.compare("ne", *spans), "ends")
+        with b.when(ends), b.loop(0, tile.here, hint="member") as member:
+            self._merge_partial_sums(b.add(tile.g, member), 0, 1)
 
     def _merge_partial_sums(self, g: Value, source: int, target: int) -> None:
         """Add a group's running rows (0) to those of the spans before (1), or the other way round, and clear
@@ -216,7 +212,7 @@ class TileKernel(KernelFunction):
         offset = b.mul(g, self.lanes)
         first, valid = b.add(item.first, offset), self._valid(b.sub(item.count, offset))
         lanes = Lanes(coord=I, first=first, count=self.lanes, valid=valid)
-        return Scope(context=self.context, parent=scope, lanes=lanes)
+        return scope.inner(lanes=lanes)
 
     def _member_lanes(self, tile: Tile, member: Value | int) -> Scope:
         return self._lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
@@ -251,12 +247,10 @@ class TileKernel(KernelFunction):
     def _row_program(self, tile: Tile, member: Value | int, program: Expr) -> RowProgram:
         b, lanes = self.b, self._member_lanes(tile, member)
         lanes.prepare(program, self.weight, bound=self.batch_names | {"i"})
-        staged, row, last = [], b.mul(member, self.lanes), b.sub(tile.block.count, 1)
-        for number in self._wanted(program):
-            load, area = self.loads[number], self._staged_area(number, member)
-            staged.append((load.expr, functools.partial(load.read, area)))
-        for table in self.tables:
-            staged.append((table.part, lambda key, table=table: table.read(row, b.sub(key, last))))
+        row, last = b.mul(member, self.lanes), b.sub(tile.block.count, 1)
+        loads = [(self.loads[number], self._staged_area(number, member)) for number in self._wanted(program)]
+        staged = [(load.expr, functools.partial(load.read, area)) for load, area in loads]
+        staged += [(table.part, lambda key, of=table: of.read(row, b.sub(key, last))) for table in self.tables]
         return RowProgram(program=program, weight=self.weight, scope=lanes, staged=staged)
 
     def _maxima(self, tile: Tile, member: Value, program: Expr, low: Value | int, high: Value) -> None:

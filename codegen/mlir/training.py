@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,17 @@ from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.calling import (
-    CompiledKernel,
-    Launch,
-    address,
-    check_sizes,
-    empty_strided,
-    extents_function,
-)
+from fusion.codegen.mlir.calling import CompiledKernel, address, check_sizes, empty_strided
 from fusion.codegen.mlir.further import IDENTITY
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import Variant, addresses_of, call_values
-from fusion.codegen.mlir.target import Target
+from fusion.codegen.mlir.launch import ForwardKernel, Prepared
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.results import (
     REDUCE,
     coordinate_extents,
     further_shape,
     output_extents,
-    output_layout,
     packed_strides,
     size_of,
     statistics_shape,
@@ -46,94 +37,62 @@ from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
-from fusion.planning.choice import Choice, Tile, query_stationary
+from fusion.planning.choice import Choice, query_stationary
+from fusion.planning.register_tiles import Target
 
 log = logging.getLogger(__name__)
 
 
-class _Forward(NamedTuple):
-    """All that a forward needs beside its tensors: what runs it (None where there is nothing to do), shape and strides
-    of the output, the shape of the statistics."""
-
-    launch: Launch | None
-    layout: tuple[tuple[int, ...], tuple[int, ...]]
-    statistics: Sequence[int]
-
-
-class TrainingKernel:
-    """The outputs and gradients of one spec: see `emitter.TrainingKernel`."""
+class TrainingKernel(ForwardKernel):
+    """The outputs and gradients of one spec: see `emitter.TrainingKernel`. Backward kernels are compiled by the first
+    backward."""
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
-        self.spec, self.tilings, self.target = spec, tuple(tilings), target
+        super().__init__(spec, tilings, target, functools.partial(emit, with_statistics=True))
         self.backward_tilings = [backward_tiling(tiling, target) for tiling in tilings]
-        self.extents = extents_function(spec)
-        self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
-        self.derived, self._forwards = Kept(), Kept()
-        self._compiled, self._plans = Made(), Made()
+        self.derived, self._compiled, self._plans = Kept(), Made(), Made()
         self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
         self._with = functools.cache(lambda places: replace(spec, further=tuple(spec.further[n] for n in places)))
         self._unsupported = functools.cache(
             lambda places, needs: further_gradients.unsupported(self._with(places), needs)
         )
 
-    def source(self, sizes: Sequence[int]) -> str:
-        """The MLIR text of the forward's kernel, headed by its choice; empty where no kernel runs."""
-        *_, n_q, n_k, d, d_v = self.extents(sizes)
-        if not min(n_q, n_k, d, d_v):
-            return ""
-        return self.choice(sizes).heading("//") + self._forward_kernel(d, d_v, self.choices()[0]).text.source
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Compile what a forward with these sizes will run. Backward kernels are compiled by the first backward."""
-        *_, n_q, n_k, d, d_v = self.extents(sizes)
-        if min(n_q, n_k, d, d_v) > 0:
-            self._forward_kernel(d, d_v, self.choices()[0])
-
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How the forward of a call runs: in one tile for all lengths."""
-        n_k, tiling = self.extents(sizes)[-3], self.tilings[self.choices()[0]]
-        tile = Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
+        tile, n_k = self._tile(self._tiling(sizes)), self.extents(sizes)[-3]
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
+
+    def _tiling(self, sizes: Sequence[int]) -> Tiling:
+        return self.tilings[self.choices()[0]]
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, what the backward needs of each row (see `training_statistics`), *further outputs]."""
         key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
-        prepared = self._forwards.get(key) or self._forwards.keep(key, self._prepare(operands, sizes))
-        statistics = torch.empty(prepared.statistics)
-        if prepared.launch is None:
-            out, *further = reference.run_all(self.spec, operands, sizes)
-            return [out, statistics, *further]
-        out = empty_strided(*prepared.layout, self._out_dtype)
+        if (found := self._calls.get(key)) is None:
+            shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
+            if not math.prod(self.extents(sizes)):
+                out, *further = reference.run_all(self.spec, operands, sizes)
+                return [out, torch.empty(shape), *further]
+            found = self._calls.keep(key, (self._prepare_forward(operands, sizes, self._tiling(sizes)), shape))
+        prepared, shape = found
+        out, statistics = empty_strided(prepared.shape, prepared.strides, self._out_dtype), torch.empty(shape)
         copies = [self._copies(further, sizes) for further in self.spec.further]
         addresses = [*map(address, operands), *map(address, (out, statistics, *copies))]
         if not prepared.launch(addresses):
-            done = self._launch(operands, sizes, self.choices()[-1])(addresses)
+            done = self._prepare_forward(operands, sizes, self.tilings[-1]).launch(addresses)
             assert done, "multiply-add kernels raise no flag"
         return [out, statistics, *map(_combined, self.spec.further, copies)]
 
-    def _prepare(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Forward:
-        *batch, n_q, n_k, d, d_v = extents = self.extents(sizes)
-        check_sizes(n_q, n_k, *sizes)
-        return _Forward(
-            launch=self._launch(operands, sizes, self.choices()[0]) if math.prod(extents) else None,
-            layout=output_layout(self.spec, [*batch, n_q, d_v]),
-            statistics=statistics_shape(self.spec, output_extents(self.spec, sizes)),
-        )
-
-    def _launch(self, operands: Sequence[Tensor], sizes: Sequence[int], choice: int) -> Launch:
-        """What runs the forward's kernel."""
-        *batch, n_q, _, d, d_v = extents = self.extents(sizes)
-        _, strides = output_layout(self.spec, [*batch, n_q, d_v])
-        values = call_values(self.spec, sizes, map(Tensor.stride, operands), strides)
-        values["statistics_rows",] = math.prod(batch) * n_q
-        given = [*addresses_of(self.spec), ("ptr", "statistics")]
+    def _prepare_forward(self, operands: Sequence[Tensor], sizes: Sequence[int], tiling: Tiling) -> Prepared:
+        *batch, n_q, _, _, _ = self.extents(sizes)
+        values, given = {("statistics_rows",): math.prod(batch) * n_q}, [("ptr", "statistics")]
         for k, further in enumerate(self.spec.further):
             given.append(("ptr", "further", k))
             shape = further_shape(further, coordinate_extents(self.spec, sizes))
             values["further_elements", k] = math.prod(shape)
             for name, n in zip(further.dims, packed_strides(shape, range(len(shape))), strict=True):
                 values["further_stride", k, name] = n
-        return self._forward_kernel(d, d_v, choice).launch_for(extents, values, given)
+        return self._prepare_call(operands, sizes, tiling, more=values, given=given)
 
     def choices(self) -> range:
         """The tilings to try, in the forward and the backward alike: weights that are made anew of other scores are off
@@ -177,12 +136,6 @@ class TrainingKernel:
         """For gradients that arrive at these of the further outputs."""
         return self._plans.of((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
-    def _forward_kernel(self, d: int, d_v: int, choice: int) -> Variant:
-        tiling, write = self.tilings[choice], functools.partial(emit, with_statistics=True)
-        return self._compiled.of(
-            ("forward", d, d_v, choice), lambda: Variant(self.spec, tiling, self.target, d, d_v, write=write)
-        )
-
     def backward_kernel(
         self, kind: type[BackwardKernel], plan: BackwardPlan, needs: tuple[bool, ...], d: int, d_v: int, choice: int
     ) -> CompiledKernel:
@@ -199,7 +152,6 @@ class TrainingKernel:
 
 
 def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:
-    """The output, from its copies."""
     if further.over != "i":
         return copies[0]
     return REDUCE[further.reduction](copies, 0)

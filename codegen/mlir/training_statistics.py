@@ -22,9 +22,8 @@ CONCENTRATED = {True: 1 / 4, False: 1 / 8}
 
 
 class TrainingStatistics:
-    """Each row's `unit`, `shift` and `factor` (see `backward.plan.STATISTICS`), and its maximum and sum where these are
-    asked for. A unit is written negative where a weight of the row is above CONCENTRATED. groups: groups of lanes in a
-    work item."""
+    """Each row's `unit`, `shift` and `factor` (`backward.plan.STATISTICS`), and its maximum and sum where asked for. A
+    unit is negative where a weight of the row is above CONCENTRATED. groups: of lanes in a work item."""
 
     def __init__(self, kernel: KernelFunction, groups: int):
         self.kernel, self.b = kernel, kernel.b
@@ -68,7 +67,6 @@ class TrainingStatistics:
         flat: Value | int = 0
         for axis, extent in enumerate(kernel.spec.batch):
             flat = b.add(b.mul(flat, b.as_value(rows.integer(extent), "i64")), rows.value(coord(f"b{axis}")))
-        assert rows.lanes is not None
         at = b.add(b.mul(flat, kernel.n_q), rows.lanes.first, "row")
         highest = b.load(self._peak_of(g), kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")

@@ -9,10 +9,8 @@ from fusion.codegen.mlir.builder import Builder, Value, shape_of
 
 def transpose(b: Builder, rows: Sequence[Value], run: int = 1) -> list[Value]:
     """The columns of square blocks that lie beside each other: L vectors (L a power of two) of a multiple of L runs of
-    elements, by log2(L) rounds of L two-operand shuffles. run: elements that stay together.
-
-    In the round of distance h, rows r and r + h exchange the off-diagonal halves of every 2h x 2h block.
-    """
+    elements, by log2(L) rounds of L two-operand shuffles. run: elements that stay together. In the round of distance h,
+    rows r and r + h exchange the off-diagonal halves of every 2h x 2h block."""
     values = list(rows)
     lanes = shape_of(values[0].type)[0]
     if lanes % (len(values) * run):
@@ -31,9 +29,8 @@ def transpose(b: Builder, rows: Sequence[Value], run: int = 1) -> list[Value]:
 
 
 def sum_rows(b: Builder, rows: Sequence[Value]) -> Value:
-    """The vector whose lane r is the sum of row r; with fewer rows than lanes, that for each of the square blocks that
-    lie beside each other. The rounds of the transposition, adding what they exchange: of two halves that are added, one
-    stays in its place, which is cheaper than a shuffle."""
+    """The vector whose lane r is the sum of row r; with fewer rows than lanes, that for each of the square blocks side
+    by side. Of two halves that are added, one stays in its place, which is cheaper than a shuffle."""
     values = list(rows)
     lanes = shape_of(values[0].type)[0]
     h = len(values) // 2

@@ -14,13 +14,12 @@ import numpy as np
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.x86 import Avx512
+from fusion.ir.primitives import HASH_MULTIPLIERS, HASH_SPREAD
 from fusion.lowering.numbers import LOG2E
 
 LN2 = math.log(2.0)
-#: Rare functions that are left to libm
-LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}
-#: Primitives that round to a narrower type
-_ROUNDED = {"round_bfloat16": "bf16", "round_float16": "f16"}
+LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}  # rare functions that are left to libm
+_ROUNDED = {"round_bfloat16": "bf16", "round_float16": "f16"}  # primitives that round to a narrower type
 #: Numerators and denominators of tanh(x) / x in x**2 on [0, 81], by iterated weighted least squares; all are positive,
 #: so that nothing cancels
 _TANH = (
@@ -160,7 +159,7 @@ class VectorMath:
         offset = b.sub(bits, 0x3F3504F3)
         exponent = b.binary("arith.shrsi", offset, 23)
         mantissa = b.bitcast(b.add(b.binary("arith.andi", offset, 0x7FFFFF), 0x3F3504F3), x.type)
-        e = b.op(f"arith.sitofp {exponent} : {integer} to {x.type}", x.type, "e")
+        e = b.convert("arith.sitofp", exponent, "f32", "e")
         e = e if shift is None else b.add(e, shift)
         f = b.sub(mantissa, 1.0, "f")
         square = b.mul(f, f)
@@ -191,16 +190,14 @@ class VectorMath:
             return b.op(f"llvm.call @{function}({x}) : (f32) -> f32", "f32", function)
         result = x
         for lane in range(lanes):
-            element = b.op(f"vector.extract {x}[{lane}] : f32 from {x.type}", "f32", "lane")
+            element = b.extract(x, lane, "lane")
             element = b.op(f"llvm.call @{function}({element}) : (f32) -> f32", "f32", function)
             result = b.op(f"vector.insert {element}, {result}[{lane}] : f32 into {x.type}", x.type, function)
         return result
 
     def narrow(self, x: Value, scalar: str) -> Value:
-        """Float32 rounded to nearest even in a narrower type.
-
-        Where no instruction rounds to bfloat16, LLVM calls a function for each element that this process does not have.
-        """
+        """Float32 rounded to nearest even in a narrower type. Where no instruction rounds to bfloat16, LLVM calls a
+        function for each element that this process does not have."""
         b = self.b
         if scalar != "bf16" or self.bfloat16:
             return b.convert("arith.truncf", x, scalar)
@@ -232,3 +229,18 @@ class VectorMath:
         if name == "rsqrt":
             return lambda x: b.div(1.0, b.unary("math.sqrt", x), "rsqrt")
         return lambda x: b.unary(dialect[name], x, name)
+
+
+def _signed(value: int) -> int:
+    """The i32 constant with the bits of an unsigned 32-bit integer."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def hash_bits(b: Builder, key: Value, counter: Value) -> Value:
+    """`fusion.ir.primitives.hashed` of scalars or vectors of i32, of which all 32 bits count: in [0, 2**31)."""
+    x = b.binary("arith.xori", key, b.mul(counter, _signed(HASH_SPREAD)), "mixed")
+    for shift, multiplier in HASH_MULTIPLIERS:
+        x = b.binary("arith.xori", x, b.binary("arith.shrui", x, shift), "mixed")
+        x = b.mul(x, _signed(multiplier), "mixed")
+    x = b.binary("arith.xori", x, b.binary("arith.shrui", x, 16), "mixed")
+    return b.binary("arith.shrui", x, 1, "hash")

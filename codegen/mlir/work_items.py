@@ -12,18 +12,12 @@ from fusion.codegen.mlir.softmax import KeyBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """The tiles of a kernel.
+    """The tiles of a kernel. together: how many groups (a multiple of the products' group step; 0 for one such step) go
+    through a block of keys at a time."""
 
-    groups: lane vectors of queries in a work item
-    keys: keys in a block
-    planes: of AMX products, 0 for multiply-add
-    together: how many groups (a multiple of the products' group step; 0 for one such step) go through a block of keys
-        at a time
-    """
-
-    groups: int
-    keys: int
-    planes: int
+    groups: int  # lane vectors of queries in a work item
+    keys: int  # keys in a block
+    planes: int  # of AMX products, 0 for multiply-add
     together: int = 0
 
 
@@ -42,33 +36,21 @@ class AllHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A work item: some query rows of one batch element.
+    """A work item: some query rows of one batch element."""
 
-    number: of the item, among all of a call
-    scope: the scope that knows the batch coordinates
-    readers: of Q, K and V
-    first: the first row
-    count: how many rows
-    groups: groups of lanes that hold them
-    padded_groups: the same, up to a multiple of the products' group step
-    """
-
-    number: Value
-    scope: Scope
-    readers: list[RowReader]
-    first: Value
-    count: Value
-    groups: Value
-    padded_groups: Value
+    number: Value  # of the item, among all of a call
+    scope: Scope  # knows the batch coordinates
+    readers: list[RowReader]  # of Q, K and V
+    first: Value  # row
+    count: Value  # of rows
+    groups: Value  # groups of lanes that hold them
+    padded_groups: Value  # the same, up to a multiple of the products' group step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRange:
-    """The keys that an item visits.
-
-    low, high: from low on, before high
-    skipping: whether a tile visits only those that its own rows need (i1); None where they need all
-    """
+    """The keys that an item visits. low, high: from low on, before high. skipping: whether a tile visits only those
+    that its own rows need (i1); None where they need all."""
 
     low: Value | int
     high: Value
@@ -77,21 +59,12 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Some groups of an item against a block of keys.
-
-    item: the work item
-    scope: the scope that knows the tile's first and last row (i0, i1)
-    g: the first group
-    here: how many of its groups exist
-    block: its keys
-    steps: key steps in the block
-    weights: where its weights lie
-    """
+    """Some groups of an item against a block of keys."""
 
     item: Item
-    scope: Scope
-    g: Value
-    here: Value
+    scope: Scope  # knows the tile's first and last row (i0, i1)
+    g: Value  # the first group
+    here: Value  # how many of its groups exist
     block: KeyBlock
-    steps: Value
-    weights: Value
+    steps: Value  # of keys, in the block
+    weights: Value  # where they lie

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from fusion.codegen.mlir.builder import TILE, Builder, Value, shape_of
 
 FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
-LANES = 16
-"""float32 elements in the widest vectors."""
+LANES = 16  # float32 elements in the widest vectors
 F32, WORDS, BF16 = f"vector<{LANES}xf32>", f"vector<{LANES}xi32>", f"vector<{2 * LANES}xbf16>"
 HALVES, BYTES = f"vector<{2 * LANES}xi16>", f"vector<{4 * LANES}xi8>"
 MANTISSA, BIAS = 128, 127
@@ -37,6 +36,11 @@ def flush_denormals(b: Builder, modes: Value) -> None:
 def restore_mode(b: Builder, modes: Value) -> None:
     """The caller's floating-point mode."""
     b.intrinsic("x86.sse.ldmxcsr", modes)
+
+
+def joined(b: Builder, low: Value, high: Value) -> Value:
+    """The upper halves of two words as one; the lower half of `high` is 0."""
+    return b.binary("arith.ori", b.binary("arith.shrui", low, 16), high, "pair")
 
 
 class Avx512:
@@ -70,13 +74,11 @@ class Avx512:
         return self.b.intrinsic("x86.avx512bf16.dpbf16ps.512", total, left, right, type_=F32, hint="sum")
 
     def power_pairs(self, first: Value, second: Value, ordinary: bool) -> Value:
-        """2**x as bfloat16 for the x of two vectors in turns, as words; 0 below 2**-126. The arguments are
-        (x + BIAS) * MANTISSA, less than 2**15 and not NaN. ordinary: x is not less than -126.
-
-        Rounded to an integer that is the bits of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked
-        up for the 128 fractions there are (`vpermi2b`). x is so rounded to 2**-8, and a weight to 0.64 % at most,
-        0.22 % in the mean (bfloat16 alone: 0.39 and 0.17 %). That is half of a polynomial's instructions, and a third
-        of its float operations: tile products keep one of the two float units to themselves."""
+        """2**x as bfloat16 for the x of two vectors in turns, as words; 0 below 2**-126. The arguments are (x + BIAS) *
+        MANTISSA, less than 2**15 and not NaN. ordinary: x is not less than -126. Rounded to an integer that is the bits
+        of (1 + f) 2**n for x = n + f, and what 1 + f exceeds 2**f by is looked up (`vpermi2b`). x is so rounded to
+        2**-8, and a weight to 0.64 % at most, 0.22 % in the mean (bfloat16 alone: 0.39 and 0.17 %), by half of a
+        polynomial's instructions."""
         b, low, high = self.b, *(self._nearest_integer(x, ordinary) for x in (first, second))
         halves = [b.bitcast(x, HALVES) for x in (low, b.binary("arith.shli", high, 16))]
         linear = b.shuffle(*halves, [n + 2 * LANES * (n % 2) for n in range(2 * LANES)], "linear")
@@ -105,11 +107,9 @@ class Avx512:
 
 
 class TileUnit:
-    """AMX: tiles of 16 rows of 64 bytes, and their products.
-
-    `tdpbf16ps` adds to a 16 x 16 float32 tile C the product of A, 16 rows of 32 bf16, and B, 16 rows of 16 pairs, where
-    row k of B has elements 2k and 2k + 1 of the reduction. stride: bytes from one row to the next.
-    """
+    """AMX: tiles of 16 rows of 64 bytes, and their products. `tdpbf16ps` adds to a 16 x 16 float32 tile the product of
+    A, 16 rows of 32 bf16, and B, 16 rows of 16 pairs, where row k of B has elements 2k and 2k + 1 of the reduction.
+    stride: bytes from one row to the next."""
 
     def __init__(self, b: Builder):
         self.b = b
@@ -146,9 +146,8 @@ class TileUnit:
         pieces: Sequence[Callable[[], None]] = (),
     ) -> list[Value]:
         """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
-        addresses. mirrored: in the order of right x left. `pieces` are written in between, evenly: the processor looks
-        ahead by a few hundred instructions, so that is how close vector work must stand to the 16 cycles of each tile
-        product to run beside them."""
+        addresses. mirrored: in the order of right x left. `pieces` are written evenly between: a processor looks ahead
+        by a few hundred instructions, and so close vector work must stand to the 16 cycles of each tile product."""
         held: dict[str, tuple[int, list[Value]]] = {}
 
         def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:

@@ -1,12 +1,8 @@
 """The reference interpreter: executes any `AttentionSpec` in plain torch, one obvious step after the other.
 
-    run(spec, operands, sizes)                          the attention
-    run_all(spec, operands, sizes)                      the same, and its further outputs
-    backward(spec, grad, operands, sizes, needs)        gradients, by torch's own autograd through the same steps
-    supports, reads, compile, compile_training          the same as an emitter (see `fusion.codegen.emitter`)
-
-It is what every emitter is tested against, and what runs where no emitter can. It materialises the score matrix; its
-backward does so for a block of query rows at a time, so that memory stays linear in the number of queries.
+It is an emitter (`fusion.codegen.emitter`), what every other is tested against, and what runs where no other can. It
+materialises the score matrix; `backward`, by torch's own autograd through the same steps, does so for a block of query
+rows at a time, so that memory stays linear in the number of queries.
 """
 
 from __future__ import annotations

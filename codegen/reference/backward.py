@@ -18,8 +18,7 @@ from fusion.codegen.reference.forward import Execution
 from fusion.ir.results import result_names
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 
-#: score elements of a block of rows that are alive at once
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 22  # score elements of a block of rows that are alive at once
 
 _KEYS = torch._C.DispatchKey
 _OF_RECORDING = (

@@ -23,13 +23,11 @@ from fusion.ir.results import result_names
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
 
-Block = tuple[int, int]
-"""(first row, how many)"""
+Block = tuple[int, int]  # (first row, how many)
 Function = Callable[[Block, list[Tensor]], list[Tensor]]
 """(a block of rows, inputs) -> results, those that belong to rows cut into this block."""
 
-#: score elements of a block of rows, of which a derivative holds a few tables at once
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 20  # score elements of a block of rows, of which a derivative holds a few tables at once
 
 
 def derivative(
@@ -39,11 +37,8 @@ def derivative(
     sizes: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """What `steps` make of an attention, at `inputs` (see `fusion.ir.steps`).
-
-    Results are of the shape of the operand or result that they belong to, in the computation's dtype: by default
-    float32, or float64 where an operand is.
-    """
+    """What `steps` make of an attention, at `inputs` (see `fusion.ir.steps`). Results are of the shape of the operand
+    or result that they belong to, in the computation's dtype: by default float32, or float64 where an operand is."""
     run = Execution(spec, inputs[: len(spec.operands)], sizes, dtype)
     takes, gives = signature(spec, steps)
     function = _attention(spec, sizes, run.dtype)
@@ -122,7 +117,6 @@ def _gradients(function: Function, step: Gradients) -> Function:
 def _of_marked(
     function: Function, block: Block, inputs: list[Tensor], marks: Sequence[bool]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of the marked inputs alone."""
 
     def partial(*moving: Tensor) -> tuple[Tensor, ...]:
         left = iter(moving)

@@ -18,11 +18,8 @@ from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 def run(
     spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The attention of `spec` on its operand tensors and the values of `spec.sizes`.
-
-    Returns a tensor with dimensions `spec.output.dims`, laid out in memory as `spec.output.order` says.
-    dtype: in which everything is computed; by default float32, or float64 where an operand is float64.
-    """
+    """The attention of `spec` on its operand tensors and the values of `spec.sizes`: [`spec.output.dims`], in memory as
+    `spec.output.order` says. dtype: of the computation; by default float32, or float64 where an operand is."""
     execution = Execution(spec, operands, sizes, dtype)
     return execution.store(execution.rows(0, execution.n_q, *execution.gathered()))
 
@@ -37,11 +34,9 @@ def run_all(
 
 
 class Execution:
-    """One execution. Every value is a tensor that broadcasts over the axes [b0, b1, ..., rows, columns].
-
-    With gradients enabled autograd records it; the steps are chosen such that gradients are those of the same
-    operations in a model (softmax by `torch.softmax`, selections by `torch.where`).
-    """
+    """One execution. Every value is a tensor that broadcasts over the axes [b0, b1, ..., rows, columns]. With gradients
+    enabled autograd records it; the steps are chosen such that gradients are those of the same operations in a model
+    (softmax by `torch.softmax`, selections by `torch.where`)."""
 
     def __init__(
         self,
@@ -65,8 +60,6 @@ class Execution:
         shape = [1] * (len(self.batch) + 2)
         shape[axis] = count
         return torch.arange(first, first + count, device=self.device).view(shape)
-
-    # --- expressions --------------------------------------------------------------------------------------------
 
     def value(self, expr: Expr, extra: dict[Expr, torch.Tensor]) -> torch.Tensor:
         known = self.axes | extra
@@ -93,10 +86,7 @@ class Execution:
 
     def slice(self, tensor: torch.Tensor, index: tuple[Expr, ...], known: dict[Expr, torch.Tensor]):
         """`tensor[index]` over the axes, where every index is constant or a coordinate of its own, which may be divided
-        (heads that share keys), else None.
-
-        Gathers give the same. Their gradient is slower by far, and on several threads adds up in any order.
-        """
+        (heads that share keys), else None: the gradient of a gather is slower by far, and adds up in any order."""
         groups = [e.args[1].integer if e.op == "floordiv" and e.args[1].is_const else 1 for e in index]
         index = tuple(e.args[0] if group > 1 else e for e, group in zip(index, groups, strict=True))
         coords = [e for e in index if e.op == "coord"]
@@ -122,8 +112,6 @@ class Execution:
         for axis, extent in zip(sorted(named), tensor.shape, strict=True):
             shape[axis] = extent
         return tensor.view(shape) if tensor.is_contiguous() else tensor.reshape(shape)
-
-    # --- the attention ------------------------------------------------------------------------------------------
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q [b.., i, c], K [b.., j, c] and V [b.., j, e], indexed as the spec says."""

@@ -34,15 +34,10 @@ def of_expression(
     """The gradient of operand `number` through an expression free of scores; upstream: [b.., i or 1, j or 1]."""
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(n == number) for n, o in enumerate(operands)]
-        found = _value(spec, given, sizes, expr)
+        found = value(spec, given, sizes, expr)
         shape = torch.broadcast_shapes(found.shape, upstream.shape)
         total = upstream.expand(shape).to(found.dtype)
         return torch.autograd.grad(found.expand(shape), given[number], total)[0]
-
-
-def value(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], expr: Expr) -> Tensor:
-    """An expression free of scores and keys, over [b.., i, 1]."""
-    return _value(spec, operands, sizes, expr)
 
 
 def of_rows(
@@ -52,9 +47,9 @@ def of_rows(
     delta is of the mean of dP over their weights. Float32 [b.., i]; computed in float64, as what is between may be
     beyond float32, but for the log-sum-exp, whose logarithm eager mode loses beside a huge fill."""
     known = {ROW_MAX: row_max, ROW_SUM: row_sum, LOG_SUM: row_max + row_sum.log()}
-    rows = {leaf: value.unsqueeze(-1).double() for leaf, value in known.items()}
+    rows = {leaf: of_row.unsqueeze(-1).double() for leaf, of_row in known.items()}
     scale, steep = (
-        _value(spec, operands, sizes, expr, torch.float64, rows).expand(rows[ROW_SUM].shape).squeeze(-1)
+        value(spec, operands, sizes, expr, torch.float64, rows).expand(rows[ROW_SUM].shape).squeeze(-1)
         for expr in (row_scale(spec), slope(spec))
     )
     # Where that is not a number no gradient depends on it: weights are all 0, or NaN.
@@ -62,7 +57,7 @@ def of_rows(
     return scale.float(), steep.float().nan_to_num(0.0, 0.0, 0.0), kept
 
 
-def _value(
+def value(
     spec: AttentionSpec,
     operands: Sequence[Tensor],
     sizes: Sequence[int],
@@ -70,6 +65,7 @@ def _value(
     dtype: torch.dtype | None = None,
     rows: Mapping[Expr, Tensor] | None = None,
 ) -> Tensor:
+    """An expression free of scores and keys, over [b.., i, 1]. rows: what it reads of rows."""
     run = Execution(spec, operands, sizes, dtype)
     axis = len(run.batch)
     positions = {I: run.arange(0, run.n_q, axis), J: run.arange(0, run.n_k, axis + 1)}

@@ -15,8 +15,6 @@ from fusion.ir.results import no_statistics
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
-Run = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
-
 
 class ReferenceKernel:
     """A spec, executed in plain torch."""
@@ -41,7 +39,7 @@ class ReferenceKernel:
 class ReferenceGradient(ReferenceKernel):
     """A forward kernel, and the gradient of the reference interpreter, which needs no statistics (they are zeros)."""
 
-    def __init__(self, spec: AttentionSpec, kernel: Run):
+    def __init__(self, spec: AttentionSpec, kernel: Callable[[Sequence[Tensor], Sequence[int]], Tensor]):
         super().__init__(spec)
         self.kernel = kernel
 

@@ -10,16 +10,12 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Of H heads, before any scale, in float32, with keys k_j minus their mean but for the first of `norms`.
+    """Of H heads, before any scale, in float32, with keys k_j minus their mean but for the first of `norms`. squares,
+    slants: [H, N_q], for every query the means of (q.k_j)^2 and of q.k_j over the keys before it (0 where there are
+    none): all keys, or those of earlier segments."""
 
-    norms: [H, 3], squares of the largest (key, key minus the mean, query).
-    means: [H, d], the means of the keys.
-    squares, slants: [H, N_q], for every query the means of (q.k_j)^2 and of q.k_j over the keys before it (0 where
-        there are none): all keys, or those of earlier segments.
-    """
-
-    norms: Tensor
-    means: Tensor
+    norms: Tensor  # [H, 3], squares of the largest (key, key minus the mean, query)
+    means: Tensor  # [H, d], the means of the keys
     squares: Tensor
     slants: Tensor
 

@@ -21,21 +21,16 @@ FEATURE_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monomials:
-    """The monomials in d coordinates up to a degree, in graded order, number 0 being 1.
-
-    parents, variables: [r] int64; monomial a is monomial parents[a] times coordinate variables[a] (number 0 is the
-        product of itself and a coordinate d that is always 1).
-    degrees: [r] int64.
-    multinomials: [r] float64, the coefficient of q^a k^a in (q.k)^degree.
-    below_top: how many are below the top degree.
-    """
+    """The monomials in d coordinates up to a degree, in graded order, number 0 being 1. parents, variables: [r] int64;
+    monomial a is monomial parents[a] times coordinate variables[a] (number 0 is the product of itself and a coordinate
+    d that is always 1)."""
 
     d: int
     parents: torch.Tensor
     variables: torch.Tensor
-    degrees: torch.Tensor
-    multinomials: torch.Tensor
-    below_top: int
+    degrees: torch.Tensor  # [r] int64
+    multinomials: torch.Tensor  # [r] float64, the coefficient of q^a k^a in (q.k)^degree
+    below_top: int  # how many are below the top degree
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,15 +80,10 @@ def features(x: torch.Tensor, table: Monomials, first: int = 0, last: int | None
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: Sequence[float] | torch.Tensor, chunk: int = 0
 ) -> torch.Tensor:
-    """[.., N_q, d], [.., N_k, d], [.., N_k, d_v] to [.., N_q, d_v], without scaling of the scores.
-
-    coefficients: c_0, c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own.
-
-    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists.
-
-    chunk: if not 0, causal (key j for query i >= j) in chunks of so many rows: a state of the chunks before, and the
-        exponential itself inside of a chunk.
-    """
+    """[.., N_q, d], [.., N_k, d], [.., N_k, d_v] to [.., N_q, d_v], without scaling of the scores. coefficients: c_0,
+    c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own. chunk: if not 0, causal (key j for
+    query i >= j) in chunks of so many rows: a state of the chunks before, and the exponential itself inside of a chunk.
+    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists."""
     powers = torch.as_tensor(coefficients, dtype=torch.float64)
     if chunk:
         return _causal(q, k, v, powers, chunk)

@@ -1,16 +1,11 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
-    supports(spec)          why there is no kernel for it, or None
-    reads(dtype, machine)   whether kernels on a machine read tensors of a float8 dtype
-    compile(spec)           the kernel: call it with operand tensors and sizes; `kernel.source(sizes)` is its text
-    compile_training(spec)  forward with statistics, and the gradients
-
-`forward` writes the kernel around the loop of `key_loop`, `expressions` and `matrices` the values and addresses in it,
-`panels` divides head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files,
-`autotune` measures other tiles than the planned (`candidates`, `forms`) and takes smaller ones where they do not fit,
-`launch` makes the call, `split` is for few queries, `features`, `polynomial`, `sparse_kernel` and `sparse_call` are for
-approximate attention, `interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before
-a kernel is made.
+It is an emitter (`fusion.codegen.emitter`). `forward` writes the kernel around the loop of `key_loop`, `expressions`
+and `matrices` the values and addresses in it, `panels` divides head dimensions, `mathematics` has functions that Triton
+lacks, `module` writes and loads files, `autotune` measures other tiles than the planned (`candidates`) and takes
+smaller ones where they do not fit, `launch` makes the call, `split` is for few queries, `features`, `polynomial`,
+`sparse_kernel` and `sparse_call` are for approximate attention, `interpret` runs it on CPU tensors in Triton's
+interpreter. Nothing of Triton is imported before a kernel is made.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from fusion.codegen import emitter
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.dtypes import DTYPES, FLOAT8, PRODUCTS
@@ -30,8 +26,6 @@ from fusion.machine import Machine
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_model import tile_clocks
 from fusion.refusals import Ground, Refusal
-
-__all__ = ["Differentiable", "Kernel", "compile", "compile_training", "reads", "supports", "unavailable"]
 
 _LOADED = {*DTYPES, *FLOAT8, "bool", "uint8", "int8", "int16", "int32", "int64"}
 
@@ -50,17 +44,8 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
     """Why this spec has no GPU kernel, or None; the same on every machine."""
     if (reason := unavailable()) is not None:
         return Refusal(Ground.NOT_INSTALLED, reason)
-    for operand in spec.operands:
-        if operand.dtype not in _LOADED:
-            return Refusal(
-                Ground.DTYPE,
-                f"operand {operand.name} has dtype {operand.dtype}; kernels read {', '.join(sorted(_LOADED))}",
-            )
-    for operand, value in zip(spec.operands[:3], spec.values, strict=True):
-        if operand.dtype not in PRODUCTS and value is None:
-            return Refusal(
-                Ground.DTYPE, f"operand {operand.name} has dtype {operand.dtype}; products take {', '.join(PRODUCTS)}"
-            )
+    if (refusal := emitter.unread(spec, sorted(_LOADED), PRODUCTS)) is not None:
+        return refusal
     if spec.mixing is not None:
         return Refusal(Ground.HEADS_MIXED, "heads are mixed, and kernels for GPUs compute them one by one")
     written = (("a further output has", further.dtype) for further in spec.further)
@@ -90,13 +75,9 @@ def compile(
     plan: Callable[[Machine], GpuPlanner] | None = None,
     measure: bool = False,
 ) -> Kernel:
-    """The kernel of a spec, which plans for the machine of each call's device.
-
-    plan: machine -> the planner that makes the choices.
-    measure: tiles are timed at the first call, those first that are predicted to be the fastest on `machine`.
-
-    Raises ValueError where `supports` has a reason.
-    """
+    """The kernel of a spec, which plans for the machine of each call's device. plan: machine -> the planner that makes
+    the choices. measure: tiles are timed at the first call, those first that are predicted to be the fastest on
+    `machine`. Raises ValueError where `supports` has a reason."""
     if (reason := supports(spec)) is not None:
         raise ValueError(f"no GPU kernel for {spec}: {reason}")
     return Kernel(spec, tuner=_tuner(spec, machine) if measure else None, plan=plan)

@@ -25,34 +25,25 @@ from fusion.planning.choice import Tile
 
 log = logging.getLogger(__name__)
 
-STARTING = 180
-"""Seconds until the first tile: imports, the device, the tensors."""
-TILE = 60
-"""Seconds for one tile, compilation included."""
-WHOLE = 900
-"""Seconds for a call."""
+STARTING = 180  # seconds until the first tile: imports, the device, the tensors
+TILE = 60  # seconds for one tile, compilation included
+WHOLE = 900  # seconds for a call
 
 COMMAND = (sys.executable, "-c", "from fusion.codegen.triton.apart import main; main()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A call to be repeated.
+    """A call to be repeated. backward: the output's gradient, the output and the statistics, where the call is of the
+    backward."""
 
-    spec: as text.
-    statistics: whether the forward writes them.
-    packed: heads that share blocks of rows.
-    backward: the output's gradient, the output and the statistics, where the call is of the backward.
-    needs: the marked operands.
-    """
-
-    spec: str
+    spec: str  # as text
     operands: Sequence[Tensor]
     sizes: Sequence[int]
-    statistics: bool = False
-    packed: int = 1
+    statistics: bool = False  # whether the forward writes them
+    packed: int = 1  # heads that share blocks of rows
     backward: Sequence[Tensor] = ()
-    needs: tuple[bool, ...] = ()
+    needs: tuple[bool, ...] = ()  # the marked operands
 
 
 class Notes:
@@ -66,7 +57,6 @@ class Notes:
         return None if self.path is None else _read(self.path)["lost"].get(f"{kernel}: {tile}")
 
     def begin(self, kernel: str, tile: Tile | str) -> None:
-        """A tile is tried from now on."""
         if self.path is not None:
             _write(self.path, _read(self.path) | {"current": f"{kernel}: {tile}", "patience": TILE})
 
@@ -109,9 +99,6 @@ def _environment() -> dict[str, str]:
     """This process's, with what its modules and caches were found by."""
     found = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(disk_cache.directory().parent)}
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-# -- tensors on their way ----------------------------------------------------------------------------------------------
 
 
 def _packed(request: Request) -> dict[str, Any]:
@@ -162,9 +149,6 @@ def _unpacked(saved: dict[str, Any]) -> Request:
     ]
     count = saved["given"]["operands"]
     return Request(**saved["given"] | {"operands": tensors[:count], "backward": tensors[count:]})
-
-
-# -- the other process -------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEASURED = 8
-"""Tiles that are timed with the table's schedule, at most."""
+MEASURED = 8  # tiles that are timed with the table's schedule, at most
 
 MARGIN = 0.02
 """A tile must be faster than the table's by this share to take its place: less is within what two runs differ."""
@@ -46,11 +45,9 @@ what a tile left out or added twice, or a sum read too early, would make."""
 
 _measuring = threading.RLock()  # what runs beside a measurement falsifies it
 
-Clock = Callable[[Callable[[], None], torch.device], float]
-"""(launch, device) -> seconds that one launch takes."""
+Clock = Callable[[Callable[[], None], torch.device], float]  # (launch, device) -> seconds that one launch takes
 
-Name = TypeVar("Name", Tile, str)
-"""Of what is measured: a tile, or a peer by its name."""
+Name = TypeVar("Name", Tile, str)  # of what is measured: a tile, or a peer by its name
 
 Times = Callable[[str, Sequence[int], Sequence[Tile]], Sequence[float]]
 """(kernel, values of the spec's sizes, tiles) -> the seconds that are predicted for each."""
@@ -58,33 +55,22 @@ Times = Callable[[str, Sequence[int], Sequence[Tile]], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Launches that share a tile.
+    """Launches that share a tile."""
 
-    kernel: the one that takes the time.
-    variant: its module.
-    tile: the table's.
-    launch: all of them in a tile, as often as is asked.
-    others: tiles that may run, too; None where the tile is settled.
-    results: what the launches write (not what they add to), rows of values.
-    """
-
-    kernel: str
-    variant: Variant
-    tile: Tile
-    launch: Callable[[Tile], None]
-    others: Callable[[], Sequence[Tile]] | None
-    results: Sequence[torch.Tensor] = ()
+    kernel: str  # the one that takes the time
+    variant: Variant  # its module
+    tile: Tile  # the table's
+    launch: Callable[[Tile], None]  # all of them in a tile, as often as is asked
+    others: Callable[[], Sequence[Tile]] | None  # tiles that may run, too; None where the tile is settled
+    results: Sequence[torch.Tensor] = ()  # what the launches write (not what they add to), rows of values
     peers: Mapping[str, Callable[[], None]] = field(default_factory=dict)
     trusted: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What is known of a call.
-
-    sizes: values of the spec's sizes.
-    situation: what choices are remembered by, beside kernel and device.
-    """
+    """What is known of a call. sizes: values of the spec's sizes. situation: what choices are remembered by, beside
+    kernel and device."""
 
     device: torch.device
     sizes: Sequence[int]
@@ -111,17 +97,10 @@ def call_of(
 
 
 def run(
-    stages: Sequence[Stage],
-    call: Call,
-    tuner: Tuner | None,
-    reset: Callable[[], None],
-    request: Callable[[], Request],
+    stages: Sequence[Stage], call: Call, tuner: Tuner | None, reset: Callable[[], None], request: Callable[[], Request]
 ) -> None:
-    """Launch the stages, each in its tile.
-
-    reset: undo what launches have added to results.
-    request: this call, for another process to repeat.
-    """
+    """Launch the stages, each in its tile. reset: undo what launches have added to results. request: this call, for
+    another process to repeat."""
     if tuner is not None and any(tuner.tile(stage, call) is None for stage in stages) and tuner.measures(call):
         if tuner.clock is None:
             tuner.have_measured(stages, call, request)
@@ -177,12 +156,9 @@ def _out_of_resources(error: Exception) -> bool:
 
 
 class Tuner:
-    """Measures tiles, and remembers the fastest.
-
-    times: ranks what is to be measured; without it tiles nearer to the table's come first.
-    clock: measures in this process; without it another one is asked to.
-    notes: of what is measured in this process.
-    """
+    """Measures tiles, and remembers the fastest. times: ranks what is to be measured; without it tiles nearer to the
+    table's come first. clock: measures in this process; without it another one is asked to. notes: of what is measured
+    in this process."""
 
     def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: apart.Notes | None = None):
         self.times, self.clock, self.notes = times, clock, notes or apart.Notes()

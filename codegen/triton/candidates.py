@@ -12,20 +12,19 @@ import os
 from dataclasses import replace
 
 from fusion.codegen.triton.descriptors import READ, boxes
-from fusion.codegen.triton.forms import may_specialize
+from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.machine import Machine
 from fusion.planning import gpu_clocks, gpu_feasible
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import ADDRESSES, BACKWARD, FORWARD, Work, registers, work_of
 from fusion.planning.gpu_model import PREPARE, may_rotate
-from fusion.planning.head_dims import power
+from fusion.planning.head_dims import panelled, power
 
-LEAST, MOST = 16, 256
-"""Rows and keys of a tile."""
+LEAST, MOST = 16, 256  # rows and keys of a tile
 
-INTERPRETED = 3
-"""Persistent programs in the interpreter, few enough to take turns."""
+INTERPRETED = 3  # persistent programs in the interpreter, few enough to take turns
 
 
 def smaller(tile: Tile) -> Tile | None:
@@ -43,10 +42,8 @@ def smaller(tile: Tile) -> Tile | None:
 def candidates(
     kernel: str, spec: AttentionSpec, extents: tuple[int, int, int, int], tile: Tile, machine: Machine
 ) -> list[Tile]:
-    """The table's tile for a kernel, then those around it that are expected to fit, nearest first.
-
-    extents: n_q, n_k, d, d_v.
-    """
+    """The table's tile for a kernel, then those around it that are expected to fit, nearest first. extents: n_q, n_k,
+    d, d_v."""
     n_q, n_k, d, d_v = extents
     most = {"rows": min(MOST, max(LEAST, power(n_q))), "keys": min(MOST, max(LEAST, power(n_k)))}
     sizes = [
@@ -98,6 +95,19 @@ def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Til
 def _distance(tile: Tile, other: Tile) -> int:
     """In how many ways two tiles differ."""
     return sum(getattr(tile, name) != getattr(other, name) for name in Tile.__dataclass_fields__)
+
+
+def may_specialize(spec: AttentionSpec, d: int, d_v: int) -> bool:
+    """Whether there is a warp-specialised form that Triton compiles: one loop, all of whose tiles come by descriptors,
+    on matrix units. Loads of masks and biases inside it fail or not from one version and spec to the next."""
+    inside = [*loads(spec.score), *loads(spec.weight)]
+    listed = spec.mask is not None and spec.mask.tile_live is not None
+    return (
+        {"q", "k", "v"} <= boxes(spec, d, d_v).keys()
+        and max(panelled(d), panelled(d_v)) <= 256
+        and spec.dtype != "float32"
+        and not (listed or dead_rows_matter(spec) or any("j" in coordinates(load) for load in inside))
+    )
 
 
 def fits(work: Work, tile: Tile, machine: Machine) -> bool:

@@ -18,12 +18,9 @@ _SMALL = {"Nq": 50, "Nk": 70}
 
 
 def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the kernel of a spec (as JSON, line breaks allowed) in the interpreter, or on a GPU where there is one.
-
-    Sizes are taken from the command line (`Nq=128 B0=4`), by default small. Prints the errors of the kernel and of the
-    reference in the model's own dtype, both against float64; exits with 1 where the first is more than twice the second
-    plus rounding.
-    """
+    """Run the kernel of a spec (as JSON, line breaks allowed) in the interpreter, or on a GPU where there is one, and
+    print its errors and eager's against float64. Sizes are taken from the command line (`Nq=128 B0=4`), by default
+    small. Exits with 1 where the house rule is broken."""
     spec = AttentionSpec.from_json(text.replace("\n", ""))
     parser = argparse.ArgumentParser(prog=Path(path).name, description=f"Check the kernel of {spec}.")
     parser.add_argument("sizes", nargs="*", help=f"name=value of {', '.join(spec.sizes)}")
@@ -34,14 +31,18 @@ def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -
     got = Kernel(spec)(operands, sizes).double()
     exact = reference.run(spec, list(map(widened, operands)), sizes, torch.float64)
     eager = reference.run(spec, operands, sizes, getattr(torch, spec.dtype)).double()
-    regular = exact.isfinite() & eager.isfinite()
+    what, regular = f"{device}, sizes {dict(zip(spec.sizes, sizes, strict=True))}", exact.isfinite() & eager.isfinite()
     if not regular.any():
-        print(f"{device}, sizes {dict(zip(spec.sizes, sizes, strict=True))}: nothing finite to compare")
+        print(f"{what}: nothing finite to compare")
         return
     found = errors(got[regular], eager[regular], exact[regular], getattr(torch, spec.out_dtype))
-    told = f"error {found.max_error:.3g}, allowed {found.max_bound:.3g}"
-    print(f"{device}, sizes {dict(zip(spec.sizes, sizes, strict=True))}: {told}")
-    if not found.share <= 1:
+    report(what, found.max_error, found.max_bound, found.share <= 1)
+
+
+def report(what: str, error: float, allowed: float, holds: bool) -> None:
+    """Print what was compared; exits with 1 where the rule does not hold."""
+    print(f"{what}: error {error:.3g}, allowed {allowed:.3g}")
+    if not holds:
         raise SystemExit(1)
 
 

@@ -24,33 +24,22 @@ from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
 
 NOTHING = integers.integer(0)
 MOST_DIMENSIONS = 5
-UNIT = 16
-"""Bytes of which the tensor's address and its outer strides must be multiples."""
+UNIT = 16  # bytes of which the tensor's address and its outer strides must be multiples
 
-READ = {QUERIES: {"k", "v"}, **dict.fromkeys(BY_KEYS, {"q", "do"})}
-"""What the loops of the backward kernels read."""
+READ = {QUERIES: {"k", "v"}, **dict.fromkeys(BY_KEYS, {"q", "do"})}  # what the loops of the backward kernels read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A tensor whose tiles are boxes.
+    """A tensor whose tiles are boxes."""
 
-    operand: its number, None for the output's gradient.
-    name: in the kernel, "q", "k", "v" or "do".
-    dims: of the tensor, without those that are not indexed, the columns' last.
-    index: of a head's first element by these.
-    rows: which of them counts queries or keys.
-    panels: of the columns.
-    whole: whether the columns begin the dimension.
-    """
-
-    operand: int | None
-    name: str
-    dims: tuple[int, ...]
-    index: tuple[Expr, ...]
-    rows: int
-    panels: tuple[Panel, ...]
-    whole: bool
+    operand: int | None  # its number, None for the output's gradient
+    name: str  # in the kernel, "q", "k", "v" or "do"
+    dims: tuple[int, ...]  # of the tensor, without those that are not indexed, the columns' last
+    index: tuple[Expr, ...]  # of a head's first element by these
+    rows: int  # which of them counts queries or keys
+    panels: tuple[Panel, ...]  # of the columns
+    whole: bool  # whether the columns begin the dimension
 
     @property
     def size(self) -> str:
@@ -58,11 +47,9 @@ class Box:
         return "KEYS" if self.name in ("k", "v") else "ROWS"
 
     def dtype(self, spec: AttentionSpec) -> str:
-        """Of the tensor's elements."""
         return spec.out_dtype if self.operand is None else spec.operands[self.operand].dtype
 
     def parameter(self, panel: Panel) -> str:
-        """The name of a panel's descriptor."""
         return f"{self.name}{panel.suffix}_tiles"
 
     def load(self, writer: Writer, panel: Panel, first: str) -> str:
@@ -89,7 +76,6 @@ class Box:
         return f"{self.parameter(panel)}.load([{first}, {panel.start}])"
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor can be described."""
         *outer, inner = self._strides(tensor)
         size = tensor.element_size()
         return inner == 1 and tensor.data_ptr() % UNIT == 0 and all(s > 0 and s * size % UNIT == 0 for s in outer)

@@ -30,6 +30,7 @@ from fusion.codegen.triton.backward import (
 )
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ, descriptors
+from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.further import FurtherByKeys, FurtherByRows, further_kernels, tiles_of_further
 from fusion.codegen.triton.gradients import (
     arriving,
@@ -49,7 +50,7 @@ from fusion.ir.strided import strided
 from fusion.kept import Made
 from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
-from fusion.planning.choice import Choice, Tile
+from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BY_KEYS
 
@@ -82,22 +83,14 @@ class Differentiable:
         self.kernel = Kernel(
             spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
         )
+        self.source, self.choice, self.prepare = self.kernel.source, self.kernel.choice, self.kernel.prepare
         self._made = Made()
         # Derived once: a call would spend 70 to 400 us on each.
         self._unsupported = functools.cache(lambda needs: unsupported_gradient(self.trained, needs))
         self._joins = functools.cache(lambda needs: may_join(self.trained, needs))
-        self._groups = functools.cache(self._groups_function)
-
-    def source(self, sizes: Sequence[int]) -> str:
-        """The text of the forward's module (see `Kernel.source`)."""
-        return self.kernel.source(sizes)
-
-    def choice(self, sizes: Sequence[int]) -> Choice:
-        """What the forward of a call runs (see `Kernel.choice`)."""
-        return self.kernel.choice(sizes)
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Nothing: Triton compiles a kernel for the tensors of its first launch."""
+        # Values of `spec.sizes` -> how many values of each batch coordinate share keys.
+        none = (False,) * len(spec.operands)
+        self._groups = functools.cache(lambda: size_function(gradients_of(self.trained, none).groups, self.spec.sizes))
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *further outputs]."""
@@ -162,9 +155,9 @@ class Differentiable:
         return None
 
     def _gradients(self, grad, out, statistics, operands, sizes, needs) -> list[Tensor]:
-        *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
-        check_sizes((*batch, n_q, n_k, d, d_v))
-        if 0 in (*batch, n_q, n_k, d, d_v):
+        *batch, n_q, n_k, d, d_v = extents = self.kernel.extents(sizes)
+        check_sizes(extents)
+        if 0 in extents:
             count = len(operands) - len(self.trained.further)
             spec, further = replace(self.trained, operands=self.trained.operands[:count]), operands[count:]
             return reference.backward(spec, grad, operands[:count], sizes, needs[:count], further=further)
@@ -186,14 +179,14 @@ class Differentiable:
 
     def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents, tiles, sums) -> None:
         batch, n_q, n_k, d, d_v = extents
-        device = operands[0].device
-        machine, by_keys = self.kernel.planner(device).machine, tuple(name for name in BY_KEYS if name in tiles)
+        device, by_keys = operands[0].device, tuple(name for name in BY_KEYS if name in tiles)
+        machine = self.kernel.planner(device).machine
         made_for = (d, d_v, needs, device.type == "cpu", by_keys)
-        variant = self._variant(*made_for)
+        variant, described = self._variant(made_for), functools.partial(self._variant, made_for, described=True)
         results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
         results |= {} if sums is None else {"dq_sums": sums}
-        shared = self._shared(batch, sizes)
-        described = functools.partial(self._variant, *made_for, described=True)
+        # How many values of each batch coordinate K and V tell apart.
+        shared = [extent // group for extent, group in zip(batch, self._groups()(sizes), strict=True)]
         launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
         stages = [
             Stage(
@@ -210,23 +203,22 @@ class Differentiable:
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         owner = next((stage for stage in stages if stage.kernel in BY_KEYS), None)
         if launches.noted and stages[0].kernel == Prepare.name and owner is not None:
-            stages[0] = launches.prepared_for(autotune.settled(owner, call, self.tuner), stages[0])
+            rows = autotune.settled(owner, call, self.tuner).rows
+            stages[0] = replace(stages[0], tile=replace(stages[0].tile, rows=rows), others=None)
 
         def reset() -> None:
             for tensor in (*made.values(), *(() if sums is None else (sums,))):
                 tensor.zero_()
 
         def request() -> Request:
-            given = (grad, out, statistics)
-            return Request(
-                spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), backward=given, needs=tuple(needs)
-            )
+            given: dict[str, Any] = {"backward": (grad, out, statistics), "needs": tuple(needs)}
+            return Request(spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), **given)
 
         autotune.run(stages, call, self.tuner, reset, request)
 
     def _results(self, grad, out, statistics, operands, sizes, made, rows) -> dict[str, Tensor]:
         """What kernels read and write beside the operands, by name."""
-        names = [self.kernel.operand_name(n) for n in range(len(operands))]
+        names = [Writer(spec=self.spec).operand(n) for n in range(len(operands))]
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty((2, *rows), dtype=torch.float32, device=out.device)  # and log_share
@@ -245,30 +237,15 @@ class Differentiable:
             results["off"] = off.expand(rows).contiguous()
         return results
 
-    def _shared(self, batch: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """How many values of each batch coordinate K and V tell apart."""
-        return [extent // group for extent, group in zip(batch, self._groups()(sizes), strict=True)]
+    def _variant(self, made_for: tuple, described: bool = False) -> Variant:
+        d, d_v, needs, interpreted, by_keys = made_for
 
-    def _groups_function(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """Values of `spec.sizes` -> how many values of each batch coordinate share keys."""
-        none = (False,) * len(self.spec.operands)
-        return size_function(gradients_of(self.trained, none).groups, self.spec.sizes)
-
-    def _variant(
-        self,
-        d: int,
-        d_v: int,
-        needs: tuple[bool, ...],
-        interpreted: bool,
-        by_keys: tuple[str, ...],
-        described: bool = False,
-    ) -> Variant:
         def make() -> Variant:
             kernels = backward_kernels(self.trained, d, d_v, needs, described, by_keys)
             read = set().union(*READ.values()) if described else ()
             return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
 
-        return self._made.of((d, d_v, needs, interpreted, by_keys, described), make)
+        return self._made.of((*made_for, described), make)
 
 
 class _Launches:
@@ -306,10 +283,6 @@ class _Launches:
             count = places(self.spec, self.batch) if self.listed else self.heads
             self.results["dead"] = torch.zeros([count * blocks], dtype=torch.int32, device=self.device)
         self._launch(Prepare.name, self.heads * blocks, tile)
-
-    def prepared_for(self, tile: Tile, stage: Stage) -> Stage:
-        """The stage of `prepare` where the kernel of dK and dV has a certain tile."""
-        return replace(stage, tile=replace(stage.tile, rows=tile.rows), others=None)
 
     def queries(self, tile: Tile) -> None:
         rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)

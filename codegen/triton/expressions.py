@@ -19,6 +19,7 @@ import enum
 import keyword
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusion.codegen.triton.dtypes import FLOAT8, cast
 from fusion.ir import integers
@@ -36,59 +37,21 @@ class Level(enum.IntEnum):
     TILE = 2
 
 
-_FUNCTIONS = {
-    "abs": "tl.abs",
-    "floor": "tl.floor",
-    "ceil": "tl.ceil",
-    "sqrt": "tl.sqrt_rn",
-    "rsqrt": "tl.rsqrt",
-    "exp": "tl.exp",
-    "log": "tl.log",
-    "sin": "tl.sin",
-    "cos": "tl.cos",
-    "erf": "tl.erf",
-    "iabs": "tl.abs",
-    "imin": "tl.minimum",
-    "imax": "tl.maximum",
-    "where": "tl.where",
-    "iwhere": "tl.where",
-}
-_HELPERS = {
-    "tanh": "tanh",
-    "sigmoid": "sigmoid",
-    "expm1": "expm1",
-    "log1p": "log1p",
-    "atan": "atan",
-    "trunc": "trunc",
-    "round": "round_half_even",
-    "pow": "power",
-    "hash": "hashed",
-}
+_FUNCTIONS = {name: f"tl.{name}" for name in "abs floor ceil rsqrt exp log sin cos erf where".split()}
+_FUNCTIONS |= {"sqrt": "tl.sqrt_rn", "iabs": "tl.abs", "imin": "tl.minimum", "imax": "tl.maximum", "iwhere": "tl.where"}
+_HELPERS = {name: name for name in "tanh sigmoid expm1 log1p atan trunc".split()}
+_HELPERS |= {"round": "round_half_even", "pow": "power", "hash": "hashed"}
 _ROUNDED = {"round_bfloat16": "tl.bfloat16", "round_float16": "tl.float16"}
-_INFIX = {
-    "fadd": (" + ", 5),
-    "add": (" + ", 5),
-    "fsub": (" - ", 5),
-    "fmul": (" * ", 6),
-    "mul": (" * ", 6),
-    "div": (" / ", 6),
-    "and": (" & ", 3),
-    "or": (" | ", 1),
-    "feq": (" == ", 0),
-    "ieq": (" == ", 0),
-    "fne": (" != ", 0),
-    "ine": (" != ", 0),
-    "flt": (" < ", 0),
-    "ilt": (" < ", 0),
-    "fle": (" <= ", 0),
-    "ile": (" <= ", 0),
-}
+_SIGNS = {
+    "+": ("fadd add", 5), "-": ("fsub", 5), "*": ("fmul mul", 6), "/": ("div", 6), "&": ("and", 3), "|": ("or", 1),
+    "==": ("feq ieq", 0), "!=": ("fne ine", 0), "<": ("flt ilt", 0), "<=": ("fle ile", 0),
+}  # fmt: skip
+_INFIX = {op: (f" {sign} ", precedence) for sign, (ops, precedence) in _SIGNS.items() for op in ops.split()}
 _ATOM = 9
 
 OUTER_FIRST = coord("first of the block")
 """The outer coordinate of a block's first row (in the kernel of dK and dV its first key)."""
-MOST_SLOPE = 1 << 15
-"""Times the rows of a block that is an integer which float32 holds exactly."""
+MOST_SLOPE = 1 << 15  # times the rows of a block that is an integer which float32 holds exactly
 
 #: Names that the kernels' templates use for themselves.
 RESERVED = frozenset(
@@ -120,23 +83,17 @@ def number(value: float | int | bool | str | None) -> str:
 
 @dataclass(slots=True)
 class Writer:
-    """Writes statements of values, level by level, and notes which parameters, helpers and names they use.
-
-    lines: statements per level.
-    known: the names (or texts) of values that exist.
-    helpers: functions of `mathematics` in use.
-    mask: name of the predicate that says which keys of the tile exist.
-    limits: predicates that say which places of other coordinates do, by their names.
-    outer, inner: coordinates of the levels ROW and TILE.
-    """
+    """Writes statements of values, level by level, and notes which parameters, helpers and names they use. lines:
+    statements per level. limits: predicates that say which places of other coordinates do, by their names. outer,
+    inner: coordinates of the levels ROW and TILE."""
 
     spec: AttentionSpec
-    known: dict[Expr, str] = field(default_factory=dict)
+    known: dict[Expr, str] = field(default_factory=dict)  # the names (or texts) of values that exist
     lines: dict[Level, list[str]] = field(default_factory=lambda: {level: [] for level in Level})
-    helpers: set[str] = field(default_factory=set)
+    helpers: set[str] = field(default_factory=set)  # functions of `mathematics` in use
     names: set[str] = field(default_factory=lambda: set(RESERVED))
     uses: dict[Expr, int] = field(default_factory=dict)
-    mask: str = "j_ok"
+    mask: str = "j_ok"  # name of the predicate that says which keys of the tile exist
     limits: dict[str, str] = field(default_factory=dict)
     outer: str = "i"
     inner: str = "j"
@@ -151,9 +108,6 @@ class Writer:
             return Level.TILE
         return Level.TILE if self.inner in names else Level.ROW if self.outer in names else Level.BLOCK
 
-    def _monomial_level(self, monomial: tuple[Expr, ...]) -> Level:
-        return max((self.level_of(atom) for atom in monomial), default=Level.BLOCK)
-
     def operand(self, index: int) -> str:
         """The name of an operand's parameters: as the spec has it, numbered where two operands have the same."""
         name = self.spec.operands[index].name
@@ -167,7 +121,6 @@ class Writer:
                 self.uses[arg] = self.uses.get(arg, 0) + 1
 
     def fresh(self, hint: str) -> str:
-        """A name not in use yet."""
         name, n = hint, 1
         while name in self.names or keyword.iskeyword(name):
             n += 1
@@ -195,14 +148,22 @@ class Writer:
         self.lines[level] = []
         self.known = {expr: name for expr, name in self.known.items() if name not in bound}
 
+    def take(self, level: Level) -> list[str]:
+        """The statements of a level so far; they are handed over."""
+        taken, self.lines[level] = self.lines[level], []
+        return taken
+
+    def apart(self, known: dict[Expr, str], **changed: Any) -> Writer:
+        """A writer with lines of its own, and names and helpers in common."""
+        lines: dict[Level, list[str]] = {level: [] for level in Level}
+        return dataclasses.replace(self, known=dict(known), lines=lines, uses={}, **changed)
+
     def where(self, values: dict[Expr, str], mask: str | None = None, limits: dict[str, str] | None = None) -> Writer:
         """A writer into the same lines for which some coordinates have other names."""
         changed = {coordinate.name for coordinate in values}
         known = {expr: name for expr, name in self.known.items() if not coordinates(expr) & changed}
         limits = self.limits if limits is None else limits
         return dataclasses.replace(self, known=known | values, mask=mask or self.mask, limits=limits)
-
-    # -- texts -------------------------------------------------------------------------------------------------------
 
     def _assign(self, expr: Expr, text: str, hint: str, level: Level) -> str:
         name = self.fresh(hint)
@@ -272,11 +233,8 @@ class Writer:
 
     def _converted_apart(self, value: Expr) -> Expr | None:
         """The float of an integer that is a sum of a part along the rows of a tile and one along its columns: each is
-        converted once, not every element.
-
-        The first is taken from the block's first row on, so that it is exact, as the other is up to 2**24; beyond, the
-        sum is rounded twice, as far as float32 reaches there.
-        """
+        converted once, not every element. The first is taken from the block's first row on, so that it is exact, as the
+        other is up to 2**24; beyond, the sum is rounded twice, as far as float32 reaches there."""
         if OUTER_FIRST not in self.known or self.level_of(value) is not Level.TILE:
             return None
         outer, found = coord(self.outer), integers.terms(value)
@@ -291,18 +249,13 @@ class Writer:
     def _infix(self, op: str, args: list[tuple[str, int]]) -> tuple[str, int]:
         sign, level = _INFIX[op]
         comparison = level == 0
-        shown = [
-            f"({text})"
-            if own < level
-            or comparison
-            and own < 4
-            or (own == level and position and op in ("fsub", "div", "fadd", "fmul", "mul"))
-            else text
-            for position, (text, own) in enumerate(args)
-        ]
-        return sign.join(shown).replace(" + -1 * ", " - ").replace(" + -", " - ") if op == "add" else sign.join(
-            shown
-        ), level
+        ordered = op in ("fsub", "div", "fadd", "fmul", "mul")
+        shown = []
+        for position, (text, own) in enumerate(args):
+            bracketed = own < level or comparison and own < 4 or own == level and position and ordered
+            shown.append(f"({text})" if bracketed else text)
+        joined = sign.join(shown)
+        return joined.replace(" + -1 * ", " - ").replace(" + -", " - ") if op == "add" else joined, level
 
     def _division(self, expr: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
         if integers.is_nonnegative(expr.args[0]):
@@ -314,8 +267,6 @@ class Writer:
     def _helper(self, name: str) -> str:
         self.helpers.add(name)
         return name
-
-    # -- loads -------------------------------------------------------------------------------------------------------
 
     def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
         at = self.address(expr, level, self.operand(expr.operand))
@@ -358,8 +309,9 @@ class Writer:
         """The elements by which the part of an index that belongs to one level moves the pointer; empty for none."""
         parts = []
         for dim, expr in enumerate(index):
+            terms = integers.terms(expr).items()
             own = integers.from_terms(
-                {m: c for m, c in integers.terms(expr).items() if self._monomial_level(m) is level}
+                {m: c for m, c in terms if max(map(self.level_of, m), default=Level.BLOCK) is level}
             )
             if own.op == "const" and not own.attr:
                 continue

@@ -90,7 +90,7 @@ place = tl.cast(head * pieces + piece, tl.int64)
 at = place * parents * {D} + feature
 tl.store(state_ptr + at[:, None] * {d_v} + e[None, :], acc{e_stored})
 tl.store(sums_ptr + at, total)
-tl.store(values_ptr + place * {d_v} + e, values, mask=(block == 0){e_alone})
+tl.store(values_ptr + place * {d_v} + e, values, mask=(block == 0){e_inside})
 """
 
 ADD_FEATURES = """
@@ -134,7 +134,7 @@ piece = i0 // piece_keys if CAUSAL else 0
 before = piece * piece_keys if CAUSAL else n_k
 place = owner * pieces + piece
 constant = tl.load(constant_ptr + head)
-values = tl.load(values_ptr + place * {d_v} + e{e_only})
+values = tl.load(values_ptr + place * {d_v} + e{e_masked})
 acc = tl.full([ROWS, {E}], 0.0, tl.float32) + (constant * values)[None, :]
 l = tl.full([ROWS], 0.0, tl.float32) + constant * before
 weights_head = weights_ptr + tl.cast(head, tl.int64) * parents * {D}
@@ -170,20 +170,16 @@ def _features(d: int, degree: int) -> str:
 
 def padded_texts(d: int, d_v: int) -> dict[str, str | int]:
     """What is put into the templates: sizes, and masks where these are not powers of two."""
-    columns, values = padded(d) != d, padded(d_v) != d_v
-    return {
-        "d": d,
-        "d_v": d_v,
-        "D": padded(d),
-        "E": padded(d_v),
-        "c_inside": f" & (c < {d})" if columns else "",
-        "e_inside": f" & (e < {d_v})" if values else "",
-        "e_rows": f" & (e[None, :] < {d_v})" if values else "",
-        "e_alone": f" & (e < {d_v})" if values else "",
-        "e_stored": f", mask=e[None, :] < {d_v}" if values else "",
-        "e_masked": f", mask=e < {d_v}, other=0.0" if values else "",
-        "e_only": f", mask=e < {d_v}, other=0.0" if values else "",
+    masks = {
+        "c_inside": f" & (c < {d})" if padded(d) != d else "",
+        "e_inside": f" & (e < {d_v})",
+        "e_rows": f" & (e[None, :] < {d_v})",
+        "e_stored": f", mask=e[None, :] < {d_v}",
+        "e_masked": f", mask=e < {d_v}, other=0.0",
     }
+    if padded(d_v) == d_v:
+        masks |= {name: "" for name in masks if name != "c_inside"}
+    return {"d": d, "d_v": d_v, "D": padded(d), "E": padded(d_v), **masks}
 
 
 def features_module(d: int, d_v: int, degree: int) -> str:

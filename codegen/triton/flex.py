@@ -29,14 +29,11 @@ from fusion.kept import Kept
 from fusion.lowering.dead_rows import rows_live
 from fusion.lowering.score_programs import is_tame, may_overflow, plain_scale
 
-BLOCK = 128
-"""Keys in a block of a mask, and queries; on compute capability 10 a block has twice as many queries."""
+BLOCK = 128  # keys in a block of a mask, and queries; on compute capability 10 a block has twice as many queries
 
-OPTIONS: Any = {"BACKEND": "FLASH"}
-"""By which FlexAttention takes FlashAttention's kernels, or raises."""
+OPTIONS: Any = {"BACKEND": "FLASH"}  # by which FlexAttention takes FlashAttention's kernels, or raises
 
-WIDEST = 256
-"""Columns of Q and of V, at most; they come in eights."""
+WIDEST = 256  # columns of Q and of V, at most; they come in eights
 
 POSITIONS = (coord("b0"), coord("b1"), I, J)
 
@@ -68,18 +65,12 @@ def runs(spec: AttentionSpec, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """A spec in FlexAttention's words.
+    """A spec in FlexAttention's words."""
 
-    scale: of scores, before the program.
-    score: the program, where keys are live if there is a mask; SCORE itself where there is nothing to do.
-    live: of the mask, None where every key counts.
-    undefined: whether a row may be NaN in eager since all its scores are -inf; FlexAttention gives zeros.
-    """
-
-    scale: float
-    score: Expr
-    live: Expr | None
-    undefined: bool
+    scale: float  # of scores, before the program
+    score: Expr  # the program, where keys are live if there is a mask; SCORE itself where there is nothing to do
+    live: Expr | None  # of the mask, None where every key counts
+    undefined: bool  # whether a row may be NaN in eager since all its scores are -inf; FlexAttention gives zeros
 
 
 def words(spec: AttentionSpec) -> Words:
@@ -109,11 +100,8 @@ def _scaled(score: Expr) -> tuple[float, Expr]:
 
 
 class Modification(NamedTuple):
-    """An expression as a function of torch.
-
-    function: of tensors without dimensions: the score where it is one of `names`, POSITIONS, and what is read.
-    reads: sizes, and loads without index that stand for whole tensors.
-    """
+    """An expression as a function of torch. function: of tensors without dimensions: the score where it is one of
+    `names`, POSITIONS, and what is read. reads: sizes, and loads without index that stand for whole tensors."""
 
     function: Callable[..., Tensor]
     reads: tuple[Expr, ...]
@@ -173,10 +161,7 @@ def _is_wide(expr: Expr) -> bool:
 
 
 class Flex:
-    """A spec's FlexAttention, compiled at its first call and kept.
-
-    dtype: in which programs are evaluated.
-    """
+    """A spec's FlexAttention, compiled at its first call and kept. dtype: in which programs are evaluated."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype = torch.float32):
         self.spec, self.words = spec, words(spec)
@@ -215,7 +200,6 @@ class Flex:
         return found if captured else self._kept.keep((sizes, device), found)
 
     def mask_mod(self, reads: Sequence[Tensor]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Which keys are live."""
         assert self.live is not None
         live = self.live.function
         return lambda b, h, i, j: live(b, h, i, j, *reads)

@@ -49,15 +49,12 @@ class KernelText:
 class Forward:
     """One block of ROWS query rows of one head.
 
-    d, d_v: columns of Q and K, of V.
-    statistics: also write each row's maximum and sum.
-    """
+    d, d_v: columns of Q and K, of V. statistics: also write each row's maximum and sum."""
 
     name = "attention_forward"
     whole_rows = True
 
-    relative_to_maximum = False
-    """Whether sums come from the loop relative to the maximum itself, see `_excess`."""
+    relative_to_maximum = False  # whether sums come from the loop relative to the maximum itself, see `_excess`
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order | None = None):
         self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
@@ -88,8 +85,6 @@ class Forward:
 
     def _doc(self) -> str:
         return (self.__doc__ or "").strip().splitlines()[0]
-
-    # -- the kernel --------------------------------------------------------------------------------------------------
 
     def _kernel(self) -> str:
         load_q = self._load_queries()
@@ -127,11 +122,8 @@ class Forward:
         )
 
     def _position(self) -> str:
-        """From the program's number to block and batch coordinates.
-
-        Heads are taken in groups of `section`, whose keys fit the L2 cache together; within a group all heads'
-        longest blocks go first.
-        """
+        """From the program's number to block and batch coordinates. Heads are taken in groups of `section`, whose keys
+        fit the L2 cache together; within a group all heads' longest blocks go first."""
         n_q = self.writer.value(self.spec.n_q)
         extents = [self.writer.factor(extent) for extent in self.spec.batch]
         lines = [f"blocks = ({n_q} + ROWS - 1) // ROWS"]
@@ -186,13 +178,9 @@ class Forward:
         return key_limits(self.spec.mask, n_k, self.writer.value)
 
     def _stages(self) -> str:
-        """The calls of `visit_keys`."""
         lines, stages = self.loop.initial(), []
         if self.listed:
-            stages += [
-                ("0", "full_count", False, False),
-                ("tiles_across - partial_count", "tiles_across", True, True),
-            ]
+            stages += [("0", "full_count", False, False), ("tiles_across - partial_count", "tiles_across", True, True)]
         elif self.single:
             stages.append(("start", "stop", True, True))
         else:
@@ -220,8 +208,6 @@ class Forward:
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
             source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", n_k, deeper))),
         )
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> str:
         lines = self._row_factor() if self.softmax else []
@@ -291,12 +277,11 @@ class Forward:
     def _write_statistics(self, excess: str) -> list[str]:
         """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]. excess: the factor that the sum lacks."""
         n_q = self.writer.value(self.spec.n_q)
-        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
         return [
             *(self._excess(self.programs) if excess else []),
             f"statistics_at = statistics_ptr + tl.cast({place_of(self.writer)}, tl.int64) * {n_q} + rows[:, None]",
             f"tl.store(statistics_at, {self.writer.known[ROW_MAX]}, mask=(rows <= i1)[:, None])",
-            f"statistics_at += tl.cast({heads}, tl.int64) * {n_q}",
+            f"statistics_at += tl.cast({heads_of(self.writer)}, tl.int64) * {n_q}",
             f"tl.store(statistics_at, row_sum{excess}, mask=(rows <= i1)[:, None])",
         ]
 
@@ -307,6 +292,11 @@ def in_own_units(m: str, programs: ScorePrograms) -> str:
     for unit, value in programs.fills:
         row_max = f"tl.where({m} == {number(unit)}, {number(value)}, {row_max})"
     return row_max
+
+
+def heads_of(writer: Writer) -> str:
+    """The number of batch elements."""
+    return " * ".join(writer.factor(extent) for extent in writer.spec.batch) or "1"
 
 
 def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:
@@ -339,11 +329,8 @@ def axes_of(spec: AttentionSpec) -> list[int]:
 
 
 def kernel_text(name: str, doc: str, body: str, writer: Writer, functions: Sequence[str] = ()) -> KernelText:
-    """The kernel with this body. functions: of its module that it calls.
-
-    Numbers of keys, tiles and parts change from call to call (in a generation with each token); that they are one, or
-    multiples of 16, is worth no variant: strides say how operands are aligned.
-    """
+    """The kernel with this body. functions: of its module that it calls. Numbers of keys, tiles and parts change with
+    each token of a generation; that they are one, or multiples of 16, is worth no variant."""
     spec = writer.spec
     parameters, constants = signature(source.free_names(body), spec)
     keys = {str(part.attr) for part in walk(spec.n_k) if part.op == "size"}

@@ -15,7 +15,7 @@ from dataclasses import replace
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward import Queries
 from fusion.codegen.triton.dtypes import DTYPES
-from fusion.codegen.triton.expressions import Level, Writer
+from fusion.codegen.triton.expressions import Level
 from fusion.codegen.triton.forward import KernelText
 from fusion.codegen.triton.matrices import sum_of
 from fusion.codegen.triton.stages import Visit
@@ -80,7 +80,6 @@ class _Further(Tiles):
         return source.block(*lines)
 
     def finish(self) -> list[str]:
-        """Statements that write what was reduced."""
         lines = []
         for k, f in self.outputs.items():
             if f.over:
@@ -106,14 +105,7 @@ class FurtherByRows(_Further):
     def body(self) -> tuple[list[Visit], str]:
         w = self.writer
         tile = source.block(self.keys("k", self.inside, "key_ok"), self.tile(self.product("q", "k", 0)))
-        columns = [
-            "key = (first + tl.arange(0, KEYS))[:, None]",
-            f"key_ok = key < {self.n_k}",
-            "j = (first + tl.arange(0, KEYS))[None, :]",
-            f"j_ok = j < {self.n_k}",
-            *self.inside.lines[Level.TILE],
-        ]
-        loop = source.block(*source.without_dead(columns, tile), tile)
+        loop = source.block(*source.without_dead(self.tile_of_keys(), tile), tile)
         later = source.block(
             self.read("q", self.parts(w, 0), 0, ""),
             *self.start(),
@@ -121,15 +113,12 @@ class FurtherByRows(_Further):
             source.indented(loop),
             *self.finish(),
         )
-        of_rows = [self._of_rows(k) for k, f in self.outputs.items() if not (f.over or "j" in f.dims)]
+        without_keys = [k for k, f in self.outputs.items() if not (f.over or "j" in f.dims)]
+        of_rows = [self.store(k, source.spread(w.value(self.value_of[k]), "[ROWS, 1]")) for k in without_keys]
         statistics = self.statistics("i")
         kept = [*self.places(), *w.lines[Level.BLOCK], *statistics, *w.lines[Level.ROW]]
         body = source.without_dead(kept, source.block(*of_rows, later))
         return [], source.block(*self.query_block(), *body, *of_rows, later)
-
-    def _of_rows(self, k: int) -> str:
-        """The statement that writes what depends on no key."""
-        return self.store(k, source.spread(self.writer.value(self.value_of[k]), "[ROWS, 1]"))
 
 
 class FurtherByKeys(_Further):
@@ -142,7 +131,7 @@ class FurtherByKeys(_Further):
     def body(self) -> tuple[list[Visit], str]:
         w = self.writer
         extents = [w.value(extent) for extent in self.spec.batch]
-        own = Writer(spec=self.spec, known=dict(w.known), names=w.names, helpers=w.helpers, outer="j", inner="i")
+        own = w.apart(w.known)
         own.lines = w.lines | {Level.TILE: []}
         keys = self.keys("k", own, "j_ok")
         tile = source.block(self.read("q", self.parts(self.inside, 0), 0, ""), self.tile(self.product("k", "q", 0)))
@@ -163,14 +152,7 @@ class FurtherByKeys(_Further):
             source.indented(loop),
             *self.finish(),
         )
-        position = [
-            f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS",
-            "program = tl.program_id(0)",
-            "first = program % key_blocks * KEYS",
-            *self.decode("(program // key_blocks)", extents, [f"b{axis}" for axis in range(len(extents))]),
-            "j = (first + tl.arange(0, KEYS))[:, None]",
-            f"j_ok = j < {self.n_k}",
-        ]
+        position = self.key_block(extents, [f"b{axis}" for axis in range(len(extents))])
         kept = source.without_dead([*self.places(), *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
         return [], source.block(*position, *kept, later)
 

@@ -54,41 +54,29 @@ from fusion.lowering.gradients import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The gradient of one load of a captured tensor.
+    """The gradient of one load of a captured tensor."""
 
-    load: what is read
-    gradient: its gradient for every score
-    full: the same where no mask is evaluated
-    sink: the number of the sink that it belongs to, or None
-    """
-
-    load: Expr
-    gradient: Expr
-    full: Expr
-    sink: int | None = None
+    load: Expr  # what is read
+    gradient: Expr  # its gradient for every score
+    full: Expr  # the same where no mask is evaluated
+    sink: int | None = None  # the number of the sink that it belongs to, or None
 
     @property
     def axes(self) -> Axes:
-        """The axes over which it must be summed."""
         return summed_over(self.load)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """score: dS as an expression in UPSTREAM.
-    program, full: the score program where no mask is evaluated, and dS there; None where it is the same, or would leave
-        out a load that needs a gradient.
-    captured: of the loads that need a gradient.
-    groups: how many values of each batch coordinate share an element of K and V (1: none).
-    further: what arrives at further outputs.
-    """
+    """What there is to compute. program, full: the score program where no mask is evaluated, and dS there; None where
+    it is the same, or would leave out a load that needs a gradient."""
 
-    score: Expr
+    score: Expr  # dS as an expression in UPSTREAM
     program: Expr | None
     full: Expr | None
-    captured: tuple[Captured, ...]
-    groups: tuple[Expr, ...]
-    further: FurtherGradients
+    captured: tuple[Captured, ...]  # of the loads that need a gradient
+    groups: tuple[Expr, ...]  # how many values of each batch coordinate share an element of K and V (1: none)
+    further: FurtherGradients  # what arrives at further outputs
 
 
 def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
@@ -192,11 +180,8 @@ def _outside(index: tuple[Expr, ...], b: Expr, quotient: Expr) -> bool:
 
 
 def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr], grouped: bool) -> bool:
-    """Whether an index map takes different coordinates (but for those that share by groups) to different elements.
-
-    Every dimension must be affine in coordinates of its own, with factors in mixed radix: each larger than what the
-    smaller ones reach.
-    """
+    """Whether an index map takes different coordinates (but for those that share by groups) to different elements: each
+    dimension must be affine in coordinates of its own, with factors in mixed radix."""
     groups = _groups(spec, index) if grouped else tuple(integers.integer(1) for _ in spec.batch)
     assert groups is not None
     extents = dict(zip((coord(f"b{a}") for a in range(len(spec.batch))), spec.batch, strict=True))

@@ -5,14 +5,10 @@ Triton decides when a function is decorated whether it will be interpreted. Modu
 on, and while a kernel runs, the reductions of Triton's own library (compiled functions in such a process) are replaced
 by interpreted ones.
 
-Integers of one element that Python code needs (bounds of a loop) are read from arrays of shape [1], which numpy 2.4 no
-longer allows where the interpreter does it; that is mended here as well.
-
-The interpreter keeps bfloat16 as bit patterns, multiplies those as if they were integers, and truncates where devices
-round to the nearest. While a kernel runs here, products and conversions of bfloat16 are done as devices do them.
-
-It leaves products to BLAS, whose order of additions depends on the tile's shape: the scores of a forward and of a
-backward kernel would differ, where a device adds along the head in both. Here a product is rounded once.
+What else is mended: bounds of loops are read from arrays of shape [1], which numpy 2.4 no longer allows. The
+interpreter multiplies the bits of bfloat16 as if they were integers, and truncates where devices round to the nearest.
+It leaves products to BLAS, whose order of additions depends on the tile's shape, so that scores of a forward and of a
+backward kernel would differ; here a product is rounded once.
 """
 
 from __future__ import annotations
@@ -20,9 +16,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 _REDUCTIONS = ("max", "min", "sum", "cumsum")
@@ -103,7 +99,6 @@ def _fused_multiply_add() -> AbstractContextManager:
 
 
 def _exact_products() -> AbstractContextManager:
-    import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -116,7 +111,9 @@ def _exact_products() -> AbstractContextManager:
         return TensorHandle(exact.data.astype(d.data.dtype), d.dtype.scalar)
 
     def widened(handle):
-        values = _from_bits(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
+        values = handle.data
+        if handle.dtype.scalar == tl.bfloat16:
+            values = (values.astype(np.uint32) << 16).view(np.float32)
         return TensorHandle(values.astype(np.float64), tl.float64)
 
     def create_fp_trunc(self, source, target):
@@ -145,16 +142,8 @@ def _exact_float8() -> AbstractContextManager:
     return mock.patch.object(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
 
 
-def _from_bits(bits: Any) -> Any:
-    import numpy as np
-
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_bits(values: Any) -> Any:
+def _to_bits(values: np.ndarray) -> np.ndarray:
     """The nearest bfloat16, ties to even; NaN stays NaN."""
-    import numpy as np
-
     wide = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
     nearest = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)

@@ -5,10 +5,9 @@ order a tile's product with V is taken up one tile later,
 
     S_j = Q K_j^T;  O = O * alpha;  O = O + P_(j-1) V_(j-1);  P_j, alpha = softmax step of S_j
 
-so that the units of Hopper have work during the exponentials: the sum into O is not needed before the next tile. P is
-carried in float32 and rounded where it is multiplied: carried in the products' dtype it would go through shared memory
-(seen in the compiled kernels of Triton 3.7). The weights of the last tile are multiplied after the loop, by
-`last_product`.
+so that the units of Hopper have work during the exponentials. P is carried in float32 and rounded where it is
+multiplied: in the products' dtype it would go through shared memory (seen in kernels of Triton 3.7). The weights of the
+last tile are multiplied after the loop, by `last_product`.
 
 Triton gives all warps rows of their own where a product with the weights follows the scores. Where a block has fewer
 rows than that takes, it computes scores twice. In the spread order what leads from scores to weights stands behind a
@@ -18,13 +17,14 @@ share the keys of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.matrices import Matrix, made, matrix, sum_of
+from fusion.codegen.triton.matrices import Matrix, brackets, made, matrix, sum_of
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import C, E, Expr, J, const, coordinates
@@ -40,34 +40,22 @@ fails."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The form of the loop over the tiles of a kernel.
+    """The form of the loop over the tiles of a kernel. specialized: warps of their own load tiles, by descriptors that
+    the program makes, and two groups of warps share a block's rows (Triton's warp specialisation, on Hopper); see
+    `may_specialize`."""
 
-    rotated: the scores of the next tile are computed before the weights of this one are used
-    spread: warps share the keys of a tile, see above
-    shared: V is the first columns of K, and is read once (latent attention)
-    packed: query heads whose rows lie side by side in a block of rows
-    described: K and V are read by tensor descriptors where they can be (`descriptors`)
-    persistent: a program computes several blocks of rows
-    specialized: warps of their own load tiles, by descriptors that the program makes, and two groups of warps share a
-        block's rows (Triton's warp specialisation, on Hopper); see `may_specialize`
-    """
-
-    rotated: bool = False
-    spread: bool = False
-    shared: bool = False
-    packed: int = 1
-    described: bool = False
-    persistent: bool = False
+    rotated: bool = False  # the scores of the next tile are computed before the weights of this one are used
+    spread: bool = False  # warps share the keys of a tile, see above
+    shared: bool = False  # V is the first columns of K, and is read once (latent attention)
+    packed: int = 1  # query heads whose rows lie side by side in a block of rows
+    described: bool = False  # K and V are read by tensor descriptors where they can be (`descriptors`)
+    persistent: bool = False  # a program computes several blocks of rows
     specialized: bool = False
 
 
 class KeyLoop:
-    """The text of `visit_keys`, and of `last_product` in the rotated order.
-
-    writer: of the kernel.
-    sizes: d and d_v.
-    listed: tiles come from a list (`tile_lists`).
-    """
+    """The text of `visit_keys`, and of `last_product` in the rotated order. writer: of the kernel. sizes: d and d_v.
+    listed: tiles come from a list (`tile_lists`)."""
 
     def __init__(
         self,
@@ -93,21 +81,15 @@ class KeyLoop:
 
     @property
     def state(self) -> list[str]:
-        """What is carried from stage to stage."""
         names = [f"acc{panel.suffix}" for panel in self.values]
         names += ["m", "l"] if self.softmax else []
         return [*names, "p", "alpha"] if self.rotated else names
 
     def initial(self) -> list[str]:
         """Statements that begin the state."""
-        lines = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in self.values]
-        if self.softmax:
-            lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
+        lines = nothing_summed(self.values, self.softmax)
         if self.rotated:
-            lines += [
-                "p = tl.full([ROWS, KEYS], 0.0, tl.float32)",
-                "alpha = tl.full([ROWS], 1.0, tl.float32)",
-            ]
+            lines += ["p = tl.full([ROWS, KEYS], 0.0, tl.float32)", "alpha = tl.full([ROWS], 1.0, tl.float32)"]
         return lines
 
     def text(self) -> str:
@@ -138,8 +120,6 @@ class KeyLoop:
             found = [self.boxes[name] for name in ("k", "v")]
             lines += [box.describe(self.writer, panel, n_k) for box in found for panel in box.panels]
         return lines
-
-    # -- the functions -----------------------------------------------------------------------------------------------
 
     def _visit(self) -> Visit:
         k, tiles_of_k = self._key_parts()
@@ -205,8 +185,6 @@ class KeyLoop:
             return []
         return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
 
-    # -- reading K and V ---------------------------------------------------------------------------------------------
-
     def _of(self, column: Expr, panel: Panel, key: str = "key", mask: str = "key_ok") -> Writer:
         """The writer for a panel's columns of the keys `key`, of which those exist that `mask` says."""
         named = {column: f"{column.attr}{panel.suffix}", J: key}
@@ -252,7 +230,6 @@ class KeyLoop:
         return lines, tiles
 
     def _box(self, name: str, panel: Panel, first: str) -> str:
-        """The statement that reads a tile by its descriptor."""
         box = self.boxes[name]
         widened = cast(box.dtype(self.spec), self.spec.dtype)
         tile = box.load_described(panel, first) if self.specialized else box.load(self.keys, panel, first)
@@ -269,7 +246,7 @@ class KeyLoop:
         column, operand = ("c", 1) if name == "k" else ("e", 2)
         name = f"{name}{panel.suffix}"
         first = "first - KEYS" if mask == "before_ok" else "first"
-        moved = f"tl.cast({first}, tl.int64) * {_factor(part.advance)}" if part.advance else ""
+        moved = f"tl.cast({first}, tl.int64) * {brackets(part.advance)}" if part.advance else ""
         at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
         inside = panel.inside(column)
         widened = cast(self.spec.operands[operand].dtype, self.spec.dtype)
@@ -285,8 +262,6 @@ class KeyLoop:
         if not part.rows and not part.both and not part.columns:  # one element for all
             lines.append(f"{name} = tl.broadcast_to({name}, [KEYS, {panel.width}])")
         return lines
-
-    # -- from scores to weights --------------------------------------------------------------------------------------
 
     def _scores(self) -> list[str]:
         lines = []
@@ -366,5 +341,9 @@ class KeyLoop:
         return source.block(*lines)
 
 
-def _factor(text: str) -> str:
-    return text if text.isidentifier() else f"({text})"
+def nothing_summed(values: Sequence[Panel], softmax: bool) -> list[str]:
+    """Statements that begin the sums over the keys."""
+    lines = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in values]
+    if softmax:
+        lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
+    return lines

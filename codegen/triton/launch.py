@@ -16,7 +16,6 @@ from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
 from fusion.codegen.triton.descriptors import boxes, descriptors
-from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.forward import Forward, KernelText
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.split import Combine, Part
@@ -72,10 +71,6 @@ class Kernel:
         self._memory = [result_names(spec).index(name) for name in spec.output.order]
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
-
-    def operand_name(self, number: int) -> str:
-        """What an operand is called in the modules."""
-        return Writer(spec=self.spec).operand(number)
 
     def source(self, sizes: Sequence[int]) -> str:
         """The text of the module that a call with these sizes and aligned tensors runs, headed by its choice; empty
@@ -153,26 +148,17 @@ class Kernel:
         def reads(variant: Variant) -> bool:
             return all(box.fits(tensors[name]) for name, box in variant.boxes.items())
 
-        shared = self._shares(operands)
-        stage = self._stage(
-            operands[0].device, math.prod(batch), extents, sizes, shared, reads, launch, [results["out"]]
-        )
+        stage = self._stage(operands[0].device, extents, sizes, launch, self._shares(operands), reads)
+        stage = replace(stage, results=[results["out"]])
         if self.tuner is not None:
             stage = self._beside_peers(stage, operands, sizes, results["out"])
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
-        autotune.run(
-            [stage],
-            call,
-            self.tuner,
-            lambda: None,
-            lambda: Request(
-                spec=self.spec.to_json(),
-                operands=operands,
-                sizes=tuple(sizes),
-                statistics=self.statistics,
-                packed=self.packed,
-            ),
-        )
+
+        def request() -> Request:
+            given: dict[str, Any] = {"statistics": self.statistics, "packed": self.packed}
+            return Request(spec=self.spec.to_json(), operands=operands, sizes=tuple(sizes), **given)
+
+        autotune.run([stage], call, self.tuner, lambda: None, request)
 
     def _beside_peers(self, stage: Stage, operands, sizes, out: torch.Tensor | None) -> Stage:
         """A stage with what else may compute it: not where statistics of rows are wanted."""
@@ -184,19 +170,14 @@ class Kernel:
     def _stage(
         self,
         device: torch.device,
-        heads: int,
         extents,
         sizes,
-        shared: bool,
-        reads: Callable[[Variant], bool],
         launch: Callable[[Variant, Tile], None],
-        results: Sequence[torch.Tensor] = (),
+        shared: bool = False,
+        reads: Callable[[Variant], bool] = lambda _: True,
     ) -> Stage:
-        """The schedule and the planned tile for a call.
-
-        shared: V is the first columns of K.
-        reads: whether a variant's descriptors can describe the operands.
-        """
+        """The schedule and the planned tile for a call. shared: V is the first columns of K. reads: whether a variant's
+        descriptors can describe the operands."""
         d, d_v = extents[2:]
         planner = self.planner(device)
         choice = planner.choose(sizes)
@@ -211,7 +192,6 @@ class Kernel:
             tile=table,
             launch=lambda tile: launch(*variant(tile)),
             others=lambda: candidates("attention_forward", self.spec, extents, table, planner.machine),
-            results=results,
         )
 
     def _variant_of(
@@ -243,7 +223,7 @@ class Kernel:
         heads, planner = math.prod(batch), self.planner(device)
         choice = planner.choose(sizes)
         if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
-            stage = self._stage(device, heads, (n_q, n_k, d, d_v), sizes, False, lambda _: True, lambda *_: None)
+            stage = self._stage(device, (n_q, n_k, d, d_v), sizes, lambda *_: None)
             aligned = [torch.empty(0, device=device)]
             call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
             measured = self.tuner is not None and self.tuner.tile(stage, call) is not None
@@ -304,7 +284,6 @@ class Kernel:
         variant.launch("attention_combine", heads * -(-n_q // small.rows), small, fixed, arguments)
 
     def _descriptors(self, variant: Variant, operands, extents: tuple[int, int], tile: Tile) -> dict[str, object]:
-        """Those that the host makes."""
         if not variant.order.described:
             return {}
         (n_q, n_k), tensors = extents, dict(zip("qkv", operands, strict=False))
@@ -377,11 +356,8 @@ def current_device() -> torch.device:
 
 
 def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
-    """The form of the loop that runs a tile.
-
-    split: parts of the keys have programs of their own
-    shared: V is the first columns of K
-    """
+    """The form of the loop that runs a tile. split: parts of the keys have programs of their own. shared: V is the
+    first columns of K."""
     return Order(
         rotated=tile.rotated and not shared,
         spread=tile.spread,

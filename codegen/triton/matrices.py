@@ -18,21 +18,14 @@ from fusion.ir.expr import Expr, J, coordinates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """Texts of the parts of an operand's offset, in elements; empty where there is none.
-
-    block: the same for the whole block.
-    advance: factor of the tile's first key, where rows are keys at regular distances.
-    rows: changes down the rows only.
-    columns: along the columns only.
-    both: in both.
-    """
+    """Texts of the parts of an operand's offset, in elements; empty where there is none."""
 
     operand: str
-    block: str
-    advance: str
-    rows: str
-    columns: str
-    both: str
+    block: str  # the same for the whole block
+    advance: str  # factor of the tile's first key, where rows are keys at regular distances
+    rows: str  # changes down the rows only
+    columns: str  # along the columns only
+    both: str  # in both
 
     @property
     def pointers(self) -> str:
@@ -59,7 +52,7 @@ def matrix(
         split = _split(expr, row.name, column.name)
         steps = integers.linear(split["rows"], row) if row is J and moving else None
         if steps is not None and not coordinates(steps[0]) & {"i", "j"} and not coordinates(steps[1]) & {"i", "j"}:
-            factor = "" if steps[0] is integers.integer(1) else f" * {_brackets(writer.value(steps[0]))}"
+            factor = "" if steps[0] is integers.integer(1) else f" * {brackets(writer.value(steps[0]))}"
             if steps[0] is not integers.integer(0):
                 parts["advance"].append(f"{stride}{factor}")
                 parts["rows"].append(f"tl.cast(tl.arange(0, KEYS)[:, None], tl.int64) * {stride}{factor}")
@@ -76,7 +69,8 @@ def made(name: str, value: Expr, writer: Writer) -> str:
     return f"{name} = tl.where({limits}, {writer.value(value)}, 0.0).to({DTYPES[writer.spec.dtype]})"
 
 
-def _brackets(text: str) -> str:
+def brackets(text: str) -> str:
+    """A text that can be multiplied."""
     return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 

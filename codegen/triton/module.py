@@ -6,14 +6,18 @@ or on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
+
+import torch
 
 from fusion import disk_cache
-from fusion.codegen.triton import source
+from fusion.codegen.triton import interpret, source
 from fusion.codegen.triton.forward import KernelText
 from fusion.codegen.triton.mathematics import HELPERS
 from fusion.ir.spec import AttentionSpec
@@ -34,12 +38,11 @@ if __name__ == "__main__":
 
 
 def module_text(spec: AttentionSpec, kernels: Sequence[KernelText], d: int, d_v: int) -> str:
-    """The whole module."""
     helpers = sorted({name for kernel in kernels for name in kernel.helpers})
     parts = [
         f'"""{_title(spec, d, d_v)}\n{GLOSSARY}"""',
         "import triton\nimport triton.language as tl",
-        *(HELPERS[name].strip("\n") for name in helpers),
+        *(HELPERS[name] for name in helpers),
         *(source.wrapped(kernel.text.rstrip()) for kernel in kernels),
         f"SPEC = r'''\n{textwrap.fill(spec.to_json(), 118, break_on_hyphens=False, drop_whitespace=False)}\n'''",
     ]
@@ -68,7 +71,7 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 
-def load(text: str) -> ModuleType:
+def load(text: str, interpreted: bool = False) -> ModuleType:
     """The module with this text, from a file named after its content."""
     name = f"attention_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = disk_cache.directory() / f"{name}.py"
@@ -77,5 +80,23 @@ def load(text: str) -> ModuleType:
     found = importlib.util.spec_from_file_location(f"fusion_generated_{name}", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    with interpret.decorating() if interpreted else contextlib.nullcontext():
+        found.loader.exec_module(module)
     return module
+
+
+def run(
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    arguments: Sequence[object],
+    constants: Mapping[str, object],
+    options: Mapping[str, int],
+) -> None:
+    """Launch a kernel of a loaded module. options: what only compiled kernels take."""
+    if device.type == "cpu":
+        with interpret.running():
+            kernel[(programs,)](*arguments, **constants)
+    else:
+        with torch.cuda.device(device):
+            kernel[(programs,)](*arguments, **constants, **options)

@@ -30,7 +30,6 @@ class Panel:
 
 
 def panels(extent: int) -> tuple[Panel, ...]:
-    """The panels of a head dimension."""
     first, *rest = panel_widths(extent)
     return (
         Panel(start=0, width=first, extent=extent, suffix=""),

@@ -27,8 +27,7 @@ from fusion.ir.strided import is_strided, strided
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.score_programs import plain_scale
 
-SAMPLED = 16
-"""Rows of a block that is compared with float64; the first, the middle and the last block are."""
+SAMPLED = 16  # rows of a block that is compared with float64; the first, the middle and the last block are
 
 Attend = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor], Sequence[int]], None]
 """(Q, K and V as [B, H, n, columns], the output [B, H, n, columns] to be filled, operands, values of the spec's sizes);
@@ -39,11 +38,8 @@ View = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class Peer(NamedTuple):
-    """What may run in place of our own kernel.
-
-    name: in reports.
-    of: how it computes a spec on a device; None where it cannot. It is asked only about specs that are `plain`.
-    """
+    """What may run in place of our own kernel. name: in reports. of: how it computes a spec on a device; None where it
+    cannot. It is asked only about specs that are `plain`."""
 
     name: str
     of: Callable[[AttentionSpec, torch.device], Attend | None]

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.reference.polynomial import Monomials, monomials
-from fusion.codegen.triton import interpret, module
+from fusion.codegen.triton import module
+from fusion.codegen.triton.check import report
 from fusion.codegen.triton.features import features_module
 from fusion.codegen.triton.launch import machine_of
 from fusion.planning.head_dims import padded
 
 MOST_FEATURES = 64
 """Features of a block: with as many, sums and features stay in registers (ahead-of-time compilation shows it)."""
-WIDEST = 64
-"""Columns of Q and K, and of V, up to which they do."""
-PIECE = 512
-"""Keys of a piece at least, where pieces are made to fill a device."""
+WIDEST = 64  # columns of Q and K, and of V, up to which they do
+PIECE = 512  # keys of a piece at least, where pieces are made to fill a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureTile:
-    """rows: of queries, of the readout.
-    keys: of a tile of the state.
-    near: keys of a tile of a causal chunk.
-    parents: of a block of features; warps.
-    """
+    """Sizes of the tiles of both kernels."""
 
-    rows: int
-    keys: int
-    near: int
-    parents: int
+    rows: int  # of queries, of the readout
+    keys: int  # of a tile of the state
+    near: int  # keys of a tile of a causal chunk
+    parents: int  # of a block of features
     warps: int = 4
 
 
@@ -68,19 +61,15 @@ class FeatureKernels:
 
     def __init__(self, d: int, d_v: int, degree: int, planes: int, interpreted: bool, tile: FeatureTile):
         self.d, self.d_v, self.degree, self.planes, self.tile = d, d_v, degree, planes, tile
-        self.source, self.interpreted = features_module(d, d_v, degree), interpreted
-        with interpret.decorating() if interpreted else contextlib.nullcontext():
-            self.module: ModuleType = module.load(self.source)
+        self.source = features_module(d, d_v, degree)
+        self.module = module.load(self.source, interpreted)
         self.table = ParentTable(monomials(d, degree), tile.parents)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, powers: Tensor, chunk: int = 0) -> Tensor:
         """[H, N_q, d], [U, N_k, d], [U, N_k, d_v] to [H, N_q, d_v], without scaling of the scores; q and k in float32.
-
-        owner: [H], the key head of each head.
-        powers: [H, degree + 1] float64, the polynomial of each.
-        chunk: if not 0, causal in chunks of so many rows, as `reference.attend` has it; a multiple of the tile's rows.
-        """
+        owner: [H], the key head of each head. powers: [H, degree + 1] float64, the polynomial of each. chunk: if not 0,
+        causal in chunks of so many rows, as `reference.attend` has it; a multiple of the tile's rows."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         heads, n_q, _ = q.shape
         piece = chunk or self._piece(len(k), k.shape[1], q.device)
@@ -137,13 +126,8 @@ class FeatureKernels:
         return self._tables[device]
 
     def _launch(self, name: str, programs: int, given: tuple, **constants: int | bool) -> None:
-        function = getattr(self.module, name)
-        if self.interpreted:
-            with interpret.running():
-                function[(programs,)](*given, **constants)
-            return
-        with torch.cuda.device(given[0].device):
-            function[(programs,)](*given, **constants, num_warps=self.tile.warps, num_stages=1)
+        options = {"num_warps": self.tile.warps, "num_stages": 1}
+        module.run(getattr(self.module, name), programs, given[0].device, given, constants, options)
 
 
 class ParentTable:
@@ -180,7 +164,6 @@ class ParentTable:
 
 
 def _coordinates(table: Monomials, monomial: int) -> list[int]:
-    """The coordinates that a monomial is the product of."""
     found = []
     while monomial:
         found.append(int(table.variables[monomial]))
@@ -199,6 +182,4 @@ def check_module(d: int, d_v: int, degree: int) -> None:
         found = run.attend(q, k, v, torch.arange(2), powers, chunk)
         expected = reference.attend(q.cpu().double(), k.cpu().double(), v.cpu().double(), powers, chunk)
         error, allowed = float((found.cpu() - expected).abs().max()), 1e-3 * float(v.abs().max())
-        print(f"{device}, {'causal' if chunk else 'full'}: error {error:.3g}, allowed {allowed:.3g}")
-        if not error <= allowed:
-            raise SystemExit(1)
+        report(f"{device}, {'causal' if chunk else 'full'}", error, allowed, error <= allowed)

@@ -20,8 +20,7 @@ from fusion.planning.head_dims import power
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-"""Of the files; to be raised when a tile or a situation comes to mean something else."""
+FORMAT = 2  # of the files; to be raised when a tile or a situation comes to mean something else
 
 
 def _header(digest: str, device: torch.device) -> dict[str, Any]:

@@ -26,12 +26,9 @@ def _reads(tree: ast.AST) -> list[str]:
 
 
 def loads_first(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(loads and what they need, the others) of statements `name = text` that are computed from the score `s`; loads
-    that need the score are among the others.
-
-    Loads stand before the product that gives scores: Triton lays a tile out as the last of the two wants it, and
-    reductions over scores that lie as if they were loaded take many shuffles (seen with a table by relative position).
-    """
+    """(loads and what they need, the others) of statements `name = text` that are computed from the score `s`, whose
+    loads are among the others. Loads stand before the product: Triton lays a tile out as the last of the two wants it,
+    and reductions over scores that lie as if they were loaded take many shuffles (seen with a table)."""
     reads = [set(_reads(parse(line))) for line in lines]
     names = [line.split(" = ")[0] for line in lines]
     behind, wanted = {"s"}, set()

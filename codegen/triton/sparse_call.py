@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.codegen.triton import interpret, module
+from fusion.codegen.triton import module
+from fusion.codegen.triton.check import report
 from fusion.codegen.triton.launch import check_sizes
 from fusion.codegen.triton.sparse_kernel import sparse_module
 from fusion.ir.spec import AttentionSpec
@@ -20,8 +20,7 @@ from fusion.lowering.numbers import LOG2E
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import padded
 
-WIDEST = 256
-"""Columns of Q and K, and of V, up to which the loop does not spill (ahead-of-time compilation shows it)."""
+WIDEST = 256  # columns of Q and K, and of V, up to which the loop does not spill (ahead-of-time compilation shows it)
 ROUNDING = 2.0**-20
 """For each tile, more than what a row's sum, and what was left out of it, may be off by, relative to themselves: an
 exponential, two products and two sums."""
@@ -48,11 +47,7 @@ def sparse_tile(d: int, d_v: int, dtype: str) -> Tile:
 
 class SparseKernel:
     """For plain scores under a softmax. Tiles: `rows` queries, `keys` keys; `sets`: by which their number is divisible.
-
-    scale: above 0.
-    causal: key j is live for query i where j <= i.
-    dtype, out_dtype: of products and of the output.
-    """
+    scale: above 0. causal: key j is live for query i where j <= i. dtype, out_dtype: of products and of the output."""
 
     sets = 1
 
@@ -63,7 +58,7 @@ class SparseKernel:
         self.dtype, self.out_dtype = (getattr(torch, name) for name in (dtype, out_dtype))
         self.tile, self.source = sparse_tile(d, d_v, dtype), sparse_module(d, d_v)
         self.rows, self.keys = self.tile.rows, self.tile.keys
-        self._functions = Made()
+        self._modules = Made()
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], marks: Tensor, share: float
@@ -92,19 +87,10 @@ class SparseKernel:
         )  # fmt: skip
         return out, left.amax(1) * rounding, computed.sum(1)
 
-    def _function(self, interpreted: bool) -> Any:
-        with interpret.decorating() if interpreted else contextlib.nullcontext():
-            return module.load(self.source).sparse_forward
-
-    def _launch(self, programs: int, q: Tensor, *given: Tensor | float) -> None:
-        constants = {"ROWS": self.rows, "KEYS": self.keys, "CAUSAL": self.causal}
-        function = self._functions.of(q.is_cpu, lambda: self._function(q.is_cpu))
-        if q.is_cpu:
-            with interpret.running():
-                function[(programs,)](q, *given, **constants)
-            return
-        with torch.cuda.device(q.device):
-            function[(programs,)](q, *given, **constants, **self.tile.options())
+    def _launch(self, programs: int, *given: Any) -> None:
+        device, constants = given[0].device, {"ROWS": self.rows, "KEYS": self.keys, "CAUSAL": self.causal}
+        loaded = self._modules.of(device.type, lambda: module.load(self.source, device.type == "cpu"))
+        module.run(loaded.sparse_forward, programs, device, given, constants, self.tile.options())
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
@@ -126,6 +112,4 @@ def check_module(d: int, d_v: int) -> None:
             scores.masked_fill_(scores.new_ones(200, 200, dtype=torch.bool).triu(1), -math.inf)
         exact = scores.softmax(-1) @ v.double()
         error, allowed = float((found - exact).abs().max()), (2 * float(left.max()) + 1e-4) * float(v.abs().max())
-        print(f"{device}, {'causal' if causal else 'full'}: error {error:.3g}, allowed {allowed:.3g}")
-        if not error <= allowed:
-            raise SystemExit(1)
+        report(f"{device}, {'causal' if causal else 'full'}", error, allowed, error <= allowed)

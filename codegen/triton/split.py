@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import number
-from fusion.codegen.triton.forward import Forward, KernelText, in_own_units, kernel_text, place_of
-from fusion.codegen.triton.key_loop import KeyLoop, Order
+from fusion.codegen.triton.forward import Forward, KernelText, heads_of, in_own_units, kernel_text, place_of
+from fusion.codegen.triton.key_loop import KeyLoop, Order, nothing_summed
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.dead_rows import dead_rows_matter
@@ -76,8 +76,7 @@ class Part(Forward):
 
     def places(self, split: str) -> list[str]:
         """`at`: the number of a row among all rows of all heads and parts."""
-        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
-        number = f"tl.cast({split} * ({heads}) + {place_of(self.writer)}, tl.int64)"
+        number = f"tl.cast({split} * ({heads_of(self.writer)}) + {place_of(self.writer)}, tl.int64)"
         return [f"at = {number} * {self.writer.value(self.spec.n_q)} + rows[:, None]"]
 
 
@@ -107,9 +106,8 @@ class Combine(Part):
             name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + e{panel.suffix}"
             loop.append(f"{name} = tl.load({at}, mask={self._rows_inside(panel)}, other=0.0)")
             sums.append((f"acc{panel.suffix}", name))
-        start = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in self.values]
+        start = nothing_summed(self.values, self.softmax)
         if self.softmax:
-            start += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]
             loop += [
                 "at_row = tl.reshape(at, [ROWS])",
                 'part_max = tl.load(part_max_ptr + at_row, mask=rows <= i1, other=float("-inf"))',

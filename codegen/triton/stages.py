@@ -16,17 +16,12 @@ from fusion.codegen.triton import source
 from fusion.ir.expr import Expr
 from fusion.ir.mask_facts import MaskFacts
 
-GLOBALS = frozenset({"tl", "triton", "float"})
-"""Names that every function of a module finds."""
+GLOBALS = frozenset({"tl", "triton", "float"})  # names that every function of a module finds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """A function that visits tiles.
-
-    state: the accumulators that it takes and returns.
-    parameters: all, in order.
-    """
+    """A function that visits tiles. state: the accumulators that it takes and returns. parameters: all, in order."""
 
     name: str
     state: tuple[str, ...]
@@ -43,12 +38,8 @@ def visit(
     name: str, doc: str, body: str, *,
     state: Sequence[str], first: Sequence[str], helpers: Collection[str], sizes: Collection[str],
 ) -> Visit:  # fmt: skip
-    """The function with this body.
-
-    first: parameters after the state; what else the body reads follows, constants (in capitals) last.
-    helpers: functions of the module.
-    sizes: of the spec, which are no constants.
-    """
+    """The function with this body. first: parameters after the state; what else the body reads follows, constants (in
+    capitals) last. helpers: functions of the module. sizes: of the spec, which are no constants."""
     leading = [*state, *first]
     rest = [found for found in source.free_names(body) if found not in {*leading, *helpers, *GLOBALS}]
     constants = [found for found in rest if found.isupper() and found not in sizes]
@@ -60,11 +51,8 @@ def visit(
 
 
 def key_limits(mask: MaskFacts | None, n_k: str, value: Callable[[Expr], str]) -> list[str]:
-    """Statements of `start`, `stop`, `full_start`, `full_stop` for the rows i0..i1.
-
-    n_k: the number of keys.
-    value: the text of an expression in i0 and i1.
-    """
+    """Statements of `start`, `stop`, `full_start`, `full_stop` for the rows i0..i1. n_k: the number of keys. value: the
+    text of an expression in i0 and i1."""
     lines = ["start = 0", f"stop = {n_k}"]
     if mask is not None and mask.key_lo is not None:
         lines[0] = f"start = tl.minimum(tl.maximum({value(mask.key_lo)}, 0), {n_k}) // KEYS * KEYS"

@@ -45,7 +45,6 @@ class TileLists:
         self.extents = {"i0": self.writer.value(spec.n_q), "j0": self.writer.value(spec.n_k)}
 
     def text(self) -> KernelText:
-        """The kernel."""
         first, last, size = self.outer
         count = self.extents[first]
         outside = [
@@ -69,7 +68,6 @@ class TileLists:
         return kernel_text(self.name, (self.__doc__ or "").strip().splitlines()[0], body, self.writer)
 
     def _coordinates(self, rest: str) -> list[str]:
-        """Statements that take a place apart."""
         lines = [f"rest = {rest}"]
         for axis in reversed(axes_of(self.spec)):
             extent = self.writer.factor(self.spec.batch[axis])
@@ -79,12 +77,12 @@ class TileLists:
     def _lanes(self) -> str:
         """Look up LANES tiles and add the live ones to the lists."""
         first, last, size = self.inner
-        live, whole = self._live(), self._whole()
+        live, whole = self._conditions(*self.mask.visits()), self._whole()
         return source.block(
             f"number = start + tl.arange(0, {LANES})",
             f"{first} = tl.minimum(number, tiles_across - 1) * {size}",
             f"{last} = tl.minimum({first} + {size}, {self.extents[first]}) - 1",
-            *self._facts(),
+            *self.writer.take(Level.BLOCK),
             f"meets = (number < tiles_across) & {' & '.join(live)}",
             *self._more(),
             f"full = meets & {' & '.join(whole)}",
@@ -97,27 +95,17 @@ class TileLists:
         )
 
     def _more(self) -> list[str]:
-        """Statements that add tiles to `meets`."""
         return []
 
-    def _facts(self) -> list[str]:
-        """The statements that the conditions left behind."""
-        taken, self.writer.lines[Level.BLOCK] = self.writer.lines[Level.BLOCK], []
-        return taken
-
-    def _value(self, expr: Expr) -> str:
-        return self.writer.bind(expr, "n")
-
-    def _live(self) -> list[str]:
-        return [f"({self._value(condition)})" for condition in self.mask.visits()]
+    def _conditions(self, *conditions: Expr) -> list[str]:
+        return [f"({self.writer.bind(condition, 'n')})" for condition in conditions]
 
     def _whole(self) -> list[str]:
         """That the tile is not cut off along the list, and nothing in it needs the mask."""
         mask, (first, _, size) = self.mask, self.inner
         inside = [] if mask.key_lo is None else [apply("ile", mask.key_lo, J0)]
         inside += [] if mask.key_hi is None else [apply("ilt", J1, mask.key_hi)]
-        limits = [f"({self._value(condition)})" for condition in (*inside, *mask.whole())]
-        return [f"({first} + {size} <= {self.extents[first]})", *limits]
+        return [f"({first} + {size} <= {self.extents[first]})", *self._conditions(*inside, *mask.whole())]
 
 
 class KeyLists(TileLists):
@@ -129,8 +117,7 @@ class KeyLists(TileLists):
 class RowLists(TileLists):
     """Numbers of the blocks of ROWS query rows that meet one block of KEYS keys, full ones first.
 
-    dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys.
-    """
+    dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys."""
 
     name = "attention_row_blocks"
     outer, inner = TileLists.inner, TileLists.outer

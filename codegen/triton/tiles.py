@@ -8,7 +8,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import Box
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer
-from fusion.codegen.triton.forward import KernelText, kernel_text, place_of
+from fusion.codegen.triton.forward import KernelText, heads_of, kernel_text, place_of
 from fusion.codegen.triton.matrices import Matrix, made, matrix
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import Visit, visit
@@ -17,12 +17,9 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 
 class Tiles:
-    """Coordinates, tiles of Q, K and V, and statistics of rows.
-
-    outer: the coordinate that a program owns a block of: "i", or "j". Tiles are [outer, inner].
-    known: names of what else stands in expressions.
-    boxes: what is read by tensor descriptors.
-    """
+    """Coordinates, tiles of Q, K and V, and statistics of rows. outer: the coordinate that a program owns a block of:
+    "i", or "j". Tiles are [outer, inner]. known: names of what else stands in expressions. boxes: what is read by
+    tensor descriptors."""
 
     name = ""
     outer, inner = "i", "j"
@@ -37,21 +34,12 @@ class Tiles:
         self.writer = w = Writer(spec=spec, known=dict(self.known), outer=self.outer, inner=self.inner)
         # Columns of a tile whose rows are the inner coordinate, for reading matrices.
         inside = {I: "row"} if self.inner == "i" else {J: "key"}
-        self.inside = Writer(
-            spec=spec,
-            known=self.known | inside,
-            names=w.names,
-            helpers=w.helpers,
-            mask="key_ok",
-            outer=self.outer,
-            inner=self.inner,
-        )
+        self.inside = w.apart(self.known | inside, mask="key_ok")
         self.inside.lines[Level.BLOCK], self.inside.lines[Level.ROW] = w.lines[Level.BLOCK], w.lines[Level.ROW]
         self.n_q, self.n_k = w.value(spec.n_q), w.value(spec.n_k)
         self.dtype = DTYPES[spec.dtype]
 
     def text(self) -> KernelText:
-        """The kernel."""
         visits, body = self.body()
         doc = (self.__doc__ or "").strip().splitlines()[0]
         return kernel_text(self.name, doc, body, self.writer, [part.text for part in visits])
@@ -61,7 +49,6 @@ class Tiles:
         raise NotImplementedError
 
     def visit(self, name: str, doc: str, body: str, state: Sequence[str]) -> Visit:
-        """The function that visits tiles."""
         first = ("start", "stop")
         helpers, sizes = self.writer.helpers, self.spec.sizes
         return visit(name, doc, body, state=state, first=first, helpers=helpers, sizes=sizes)
@@ -73,6 +60,28 @@ class Tiles:
             lines += [f"{name} = {rest} % ({extent})", f"rest_{name} = {rest} // ({extent})"]
             rest = f"rest_{name}"
         return lines
+
+    def key_block(self, extents: list[str], names: list[str], more: Sequence[str] = ()) -> list[str]:
+        """Statements that say which keys of which head a program owns. more: behind the names of batch coordinates."""
+        return [
+            f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS",
+            "program = tl.program_id(0)",
+            "first = program % key_blocks * KEYS",
+            *self.decode("(program // key_blocks)", extents, names),
+            *more,
+            "j = (first + tl.arange(0, KEYS))[:, None]",
+            f"j_ok = j < {self.n_k}",
+        ]
+
+    def tile_of_keys(self) -> list[str]:
+        """Statements of the keys from `first` on, as rows and as columns."""
+        return [
+            "key = (first + tl.arange(0, KEYS))[:, None]",
+            f"key_ok = key < {self.n_k}",
+            "j = (first + tl.arange(0, KEYS))[None, :]",
+            f"j_ok = j < {self.n_k}",
+            *self.inside.lines[Level.TILE],
+        ]
 
     def places(self) -> list[str]:
         """Statements of the columns of Q and K, and of V, by panels."""
@@ -146,19 +155,18 @@ class Tiles:
         ]
 
     def plane(self, name: str, number: int) -> str:
-        """The statement that reads a plane of the statistics."""
         return f"{name} = tl.load({self.in_plane('statistics', number)})"
 
     def in_plane(self, tensor: str, number: int) -> str:
         """Where rows are in a plane, from 1 on, of a tensor of numbers of rows."""
-        heads = " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
+        heads = heads_of(self.writer)
         planes = heads if number == 1 else f"{number} * {heads}"
         return f"{tensor}_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place"
 
     def bound(self, expr: Expr, lines: list[str]) -> str:
         """The value of an expression, after the statements that it needs."""
         text = self.writer.value(expr)
-        lines += self.taken()
+        lines += self.writer.take(Level.TILE)
         return text
 
     def statement(self, name: str, expr: Expr, shape: str) -> str:
@@ -166,12 +174,6 @@ class Tiles:
         lines: list[str] = []
         text = source.spread(self.bound(expr, lines), shape)
         return source.block(*lines, f"{name} = {text}")
-
-    def taken(self) -> list[str]:
-        """The statements left for the tile so far; they are handed over."""
-        taken = self.writer.lines[Level.TILE]
-        self.writer.lines[Level.TILE] = []
-        return taken
 
     def maximum(self, rows: str) -> list[str]:
         """Statements that read row_max of rows, shaped as `rows`, and say where their statistics are."""

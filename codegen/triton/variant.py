@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import ModuleType
 
 import torch
 
-from fusion.codegen.triton import interpret, module
+from fusion.codegen.triton import module
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.forward import KernelText
@@ -23,10 +22,7 @@ PLAIN = Order()
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
     """(operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled expression.
-
-    results: tensors by name.
-    others: integers and descriptors by name.
-    """
+    results: tensors by name. others: integers and descriptors by name."""
     writer = Writer(spec=spec)
     operand = {writer.operand(n): n for n in range(len(spec.operands))}
     position = {name: place for place, name in enumerate(spec.output.dims)}
@@ -61,10 +57,8 @@ class Variant:
         read: Collection[str] = (),
     ):
         self.source = module.module_text(spec, kernels, d, d_v)
-        with interpret.decorating() if interpreted else contextlib.nullcontext():
-            self.module: ModuleType = module.load(self.source)
-        self.digest = hashlib.sha256(self.source.encode()).hexdigest()
-        self.interpreted, self.order = interpreted, order
+        self.module = module.load(self.source, interpreted)
+        self.digest, self.order = hashlib.sha256(self.source.encode()).hexdigest(), order
         self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
         self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
         self.kernels = {
@@ -77,16 +71,12 @@ class Variant:
         function, make = self.kernels[name]
         constants = {**tile.constants(), **fixed}
         constants = {key: value for key, value in constants.items() if key in function.arg_names}
-        given = make(*arguments)
-        if self.interpreted:
-            with interpret.running():
-                function[(programs,)](*given, **constants)
-            return
-        with torch.cuda.device(arguments[0][0].device):
-            if self.order.specialized:
-                _with_scratch(lambda: function[(programs,)](*given, **constants, **tile.options()))
-            else:
-                function[(programs,)](*given, **constants, **tile.options())
+        given, device = make(*arguments), arguments[0][0].device
+        launch = functools.partial(module.run, function, programs, device, given, constants, tile.options())
+        if self.order.specialized and device.type != "cpu":
+            _with_scratch(launch)
+        else:
+            launch()
 
 
 def _with_scratch(launch: Callable[[], object]) -> None:

@@ -41,8 +41,8 @@ class TwoPlanes:
         """one_by_one: the same attention over heads as plain tensors (of `ExactHeads`)."""
         from fusion.codegen.mlir.launch import Kernel
         from fusion.codegen.mlir.strategy import tilings_for
-        from fusion.codegen.mlir.target import target_of
         from fusion.planning.cpu_planner import CpuPlanner
+        from fusion.planning.register_tiles import target_of
 
         self.scale, target = scale, target_of(machine)
 
@@ -56,7 +56,7 @@ class TwoPlanes:
     def admits(spec: AttentionSpec, machine: Machine) -> bool:
         """Whether products of this spec take three planes."""
         from fusion.codegen.mlir.strategy import tilings_for
-        from fusion.codegen.mlir.target import target_of
+        from fusion.planning.register_tiles import target_of
 
         return tilings_for(spec, target_of(machine))[0].planes == 3
 

@@ -14,14 +14,7 @@ from fusion.codegen.mlir.backward.derived import Derived, Step, result
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.plan import (
-    BackwardPlan,
-    Form,
-    LaneAxis,
-    LoadGradient,
-    column_dimension,
-    normalized,
-)
+from fusion.codegen.mlir.backward.plan import BackwardPlan, Form, LaneAxis, LoadGradient, column_dimension, normalized
 from fusion.codegen.mlir.backward.queries import (
     DeltaErrorKernel,
     DeltaKernel,
@@ -41,8 +34,7 @@ from fusion.lowering.row_gradients import lost_logarithms
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
 
-MAX_SCATTERED = 1 << 22
-"""Elements of a table whose gradient every thread collects in a copy of its own."""
+MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
 
 NOTHING: Mapping[tuple, Tensor] = {}
 
@@ -52,10 +44,8 @@ def _permuted(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 class BackwardCall:
-    """One call of the backward kernels; the arguments are those of `TrainingKernel.backward`.
-
-    arriving: the gradients of the output and of the further outputs of the plan.
-    """
+    """One call of the backward kernels; the arguments are those of `TrainingKernel.backward`. arriving: the gradients
+    of the output and of the further outputs of the plan."""
 
     def __init__(
         self,
@@ -96,7 +86,7 @@ class BackwardCall:
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
         """[4, rows + padding]: unit, shift, factor and delta of every query row, which `DeltaKernel` writes where it
         can; kernels read whole vectors."""
-        if not self.plan.normalized:
+        if not normalized(self.spec):
             return torch.empty(0)
         count = math.prod(self.batch) * self.n_q
         rows = torch.zeros(4, count + 64)
@@ -171,7 +161,7 @@ class BackwardCall:
         nothing = self.plan.at_weight is None and self.off is None
         if nothing or not self._wants_delta() or self.complete:
             return True
-        delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
+        delta = self.delta
         if self.plan.at_weight is not None:
             if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
                 return False
@@ -216,7 +206,7 @@ class BackwardCall:
             return False
         if self.off is not None:
             drift -= self.off
-        delta, sums = self.rows[3, : drift.numel()], drift.flatten()
+        delta, sums = self.delta.flatten(), drift.flatten()
         if self.spec.row_scale is not None:
             delta += torch.where(self.concentrated, self._lacked(delta, sums), 0.0)
         elif self.spec.sinks:  # these are sums of P dP, of marked blocks
@@ -224,6 +214,11 @@ class BackwardCall:
         else:
             delta += sums
         return True
+
+    @property
+    def delta(self) -> Tensor:
+        """Of every query row, [b.., i]: part of `rows`."""
+        return self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
 
     def _lacked(self, delta: Tensor, sums: Tensor) -> Tensor:
         """What deltas of rows that have a scale of their own lack, by sums of dx. Nothing is said of rows of which that
@@ -244,7 +239,7 @@ class BackwardCall:
         drift, *shares = self.extra
         if self.off is not None:
             drift -= self.off
-        delta = self.rows[3, : drift.numel()].view(drift.shape)
+        delta = self.delta
         if self.spec.row_scale is not None:
             drift = self._lacked(delta, drift)
         for sink in self.spec.sinks:
@@ -285,7 +280,6 @@ class BackwardCall:
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
     def _sums(self, step: Step) -> dict[tuple, Tensor]:
-        """Memory for the sums of a kernel."""
         found = {}
         lanes = self.n_q if step.kind.axis is LaneAxis.QUERIES else self.n_k
         for k, entry in enumerate(step.collected):
@@ -308,7 +302,7 @@ class BackwardCall:
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
             values["sink_elements", number] = sink[0].numel()
-        if self.plan.normalized:
+        if normalized(self.spec):
             values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         inner = math.prod(self.batch[axis] for axis in self.plan.inner)
@@ -340,9 +334,11 @@ class BackwardCall:
             if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)
                 parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, load, upstream, number))
-        for sink in self.spec.sinks:
-            if (part := self._through_sink(sink, number)) is not None:
-                parts.append(part)
+        parts += [
+            self._through_sink(sink, number)
+            for sink in self.spec.sinks
+            if any(x.operand == number for x in loads(sink))
+        ]
         return functools.reduce(torch.add, parts) if parts else torch.zeros_like(self.operands[number])
 
     def _weight_of(self, sink: Expr) -> Tensor:
@@ -356,9 +352,7 @@ class BackwardCall:
         alone = torch.exp(value - torch.logsumexp(torch.stack(torch.broadcast_tensors(*sinks)), 0))
         return torch.where((exponent > 64) | (factor == 0), alone, torch.exp2(exponent) * factor)
 
-    def _through_sink(self, sink: Expr, number: int) -> Tensor | None:
+    def _through_sink(self, sink: Expr, number: int) -> Tensor:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""
-        if all(load.operand != number for load in loads(sink)):
-            return None
-        delta = self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q, 1)
-        return pulled.of_expression(self.spec, self.operands, self.sizes, sink, -self._weight_of(sink) * delta, number)
+        upstream = -self._weight_of(sink) * self.delta.unsqueeze(-1)
+        return pulled.of_expression(self.spec, self.operands, self.sizes, sink, upstream, number)

@@ -17,10 +17,8 @@ from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
 if TYPE_CHECKING:
     from fusion.codegen.mlir.backward.tile import BackwardTile
 
-SAMPLE = 32
-"""Keys at the start whose mean it is."""
-LARGEST = 2.0**60
-"""Of a mean; so that nothing overflows, and infinities and NaN stay where they are."""
+SAMPLE = 32  # keys at the start whose mean it is
+LARGEST = 2.0**60  # of a mean; so that nothing overflows, and infinities and NaN stay where they are
 
 
 class CentredKeys(RowReader):

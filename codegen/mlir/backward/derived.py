@@ -18,16 +18,12 @@ from fusion.ir.spec import AttentionSpec
 
 
 class Sum(NamedTuple):
-    """How one element per index becomes an operand's gradient: heads that read the same keys are added up.
-
-    split: the shape in which every coordinate is two, of which the second tells apart what reads the same
-    over: dimensions of that to add up
-    order: of those that are left, in the operand
-    """
+    """How one element per index becomes an operand's gradient: heads that read the same keys are added up. split: the
+    shape in which every coordinate is two, of which the second tells apart what reads the same."""
 
     split: tuple[int, ...]
-    over: tuple[int, ...]
-    order: tuple[int, ...]
+    over: tuple[int, ...]  # dimensions of that to add up
+    order: tuple[int, ...]  # of those that are left, in the operand
 
     def of(self, x: Tensor, like: Tensor) -> Tensor:
         return x.view(self.split).sum(self.over).permute(self.order).reshape(like.shape).to(like.dtype)
@@ -94,11 +90,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """What calls with the same sizes, memory and number of threads have in common.
-
-    simple: whether a kernel makes the deltas, from nothing but dO and O
-    steps, launchers: by the number of the tiling, made when they are first asked for
-    """
+    """What calls with the same sizes, memory and number of threads have in common. simple: whether a kernel makes the
+    deltas, from nothing but dO and O. steps, launchers: by the number of the tiling, made when they are first asked
+    for."""
 
     extents: tuple[int, ...]
     threads: int

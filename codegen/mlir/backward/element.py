@@ -14,14 +14,11 @@ from fusion.ir.expr import SCORE, WEIGHT, Expr
 if TYPE_CHECKING:
     from fusion.codegen.mlir.backward.tile import BackwardTile
 
-Read = Callable[[Value], Value]
-"""Row of the tile -> a staged vector of it."""
+Read = Callable[[Value], Value]  # row of the tile -> a staged vector of it
 
-PAIR = 2
-"""Rows that are worked on at a time: the second products take weights in pairs."""
+PAIR = 2  # rows that are worked on at a time: the second products take weights in pairs
 
-Pair = Sequence[Value]
-"""Vectors of two rows."""
+Pair = Sequence[Value]  # vectors of two rows
 
 
 class Elements:
@@ -104,8 +101,7 @@ class GroupElements:
         align = 4 * kernel.lanes
         score = b.load(b.at(self.scores, at, "f32"), kernel.vector, "s", align=align)
         position = b.add(self.first, r, "row")
-        row = Scope(context=kernel.context, parent=self.scope, known={SCORE: score, kernel.axis.row: position})
-        row.leaf = staged_leaf(self.staged, r)
+        row = self.scope.inner({SCORE: score, kernel.axis.row: position}, leaf=staged_leaf(self.staged, r))
         x = row.vector(self.program)
         known, weight = self.statistics or kernel.row_statistics(position), x
         if known is not None:
@@ -132,7 +128,6 @@ class GroupElements:
             self._collect_shares(row, weight, upstream, through, collected)
         slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
         if kernel.reduces_lanes:
-            assert self.scope.lanes is not None
             slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
         return weight if factor is None else b.mul(weight, factor), slope, collected
 
@@ -142,7 +137,7 @@ class GroupElements:
             known[FURTHER_UPSTREAM] = self.b.constant(float(further), self.kernel.vector)
         if through is not None:
             known[WEIGHT_UPSTREAM] = through
-        return Scope(context=self.kernel.context, parent=row, known=known)
+        return row.inner(known)
 
     def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
         collected = list(sums)

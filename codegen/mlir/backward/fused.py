@@ -25,12 +25,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from fusion.codegen.mlir.amx import TILE_ELEMENTS, Amx
+from fusion.codegen.mlir.amx import TILE_ELEMENTS, Amx, Products
 from fusion.codegen.mlir.backward.element import PAIR, Pair
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import MultiplyAdd, Products
+from fusion.codegen.mlir.products import MultiplyAdd
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.tile import KEY_SPAN
@@ -220,7 +220,6 @@ class FusedKernel(KeysKernel):
         if isinstance(product, Amx):
             self.queries = TiledQueryGradient(self.b, product, groups)
         else:
-            assert isinstance(product, MultiplyAdd)
             self.queries = VectorQueryGradient(self.b, product, groups, self.tiling.keys)
         self.row_slopes = self.area(self.queries.slope_bytes(self.tiling.keys), "row_slopes")
         self.key_pairs = self.area(self.queries.pair_bytes(), "key_pairs")

@@ -26,11 +26,9 @@ from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.tile import KEY_SPAN
-from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import E, Expr, I, coord
 
-OUTPUT_GRADIENT, OUTPUT = -1, -2
-"""Stand for dO and O where the number of an operand is expected."""
+OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected
 
 
 class BackwardKernel(BackwardTile):
@@ -72,7 +70,7 @@ class BackwardKernel(BackwardTile):
                 odd = b.compare("ne", b.rem(b.add(o, turn), 2), 0)
                 block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
                 with b.when(b.compare("slt", block, blocks)), self._one_block(scope, block):
-                    self._block(Scope(context=self.context, parent=scope), block)
+                    self._block(scope.inner(), block)
 
     def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:
         """Around the blocks of one batch element."""
@@ -92,7 +90,7 @@ class BackwardKernel(BackwardTile):
             for axis in reversed(axes):
                 extent = b.as_value(top.integer(spec.batch[axis]), "i64")
                 known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
-        scope = Scope(context=self.context, parent=top, known=known)
+        scope = top.inner(known)
         flat: Value | int = 0
         for axis in range(len(spec.batch)):
             extent = b.as_value(top.integer(spec.batch[axis]), "i64")
@@ -175,7 +173,6 @@ class BackwardKernel(BackwardTile):
         return Block(scope=scope, first=first, count=count, groups=groups, padded=padded)
 
     def _row_range(self, block: Block) -> tuple[Value, Value]:
-        """The rows that a block visits."""
         raise NotImplementedError
 
     def _may_meet(self, block: Block, rows: Rows) -> Value:
@@ -219,26 +216,17 @@ class BackwardKernel(BackwardTile):
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""
         b, lanes, padded, scale = self.b, self.lanes, half.products.e_padded, half.scale
         source = self.part(half.sums, g, 4 * padded * lanes)
-        with b.loop(0, padded, lanes, hint="e") as e:
-            cells = [b.load(b.at(source, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)]
-            cells = [cell if scale == 1.0 else b.mul(cell, scale) for cell in cells]
-            for r, line in enumerate(transpose(b, cells)):
-                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        self._turn(source, padded, lambda cell: cell if scale == 1.0 else b.mul(cell, scale))
         with b.loop(0, rows.count, hint="r") as r:
             line = b.at(self.finished, b.mul(r, padded), "f32")
             self._write_line(scope, half.operand, line, b.add(rows.first, r), half.width)
 
     def _write_line(self, scope: Scope, operand: int, line: Value, row: Value, width: int) -> None:
         """`width` float32 numbers to a row of the operand's gradient."""
-        b, lanes, memory = self.b, self.lanes, self.results[operand]
+        b, memory = self.b, self.results[operand]
         offset = b.mul(row, self.params[("result_stride", operand, "row")])
         for axis in range(len(self.spec.batch)):
             stride = self.params[("result_stride", operand, f"b{axis}")]
             offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), stride))
         at = b.at(self.params[("ptr", "result", operand)], offset, memory)
-        column = self.params[("result_stride", operand, "column")]
-        whole = b.select(b.compare("eq", column, 1), b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
-        with b.loop(0, whole, lanes, hint="e") as e:
-            b.store(self._narrow(b.load(b.at(line, e, "f32"), self.vector), memory), b.at(at, e, memory))
-        with b.loop(whole, width, hint="e") as e:
-            b.store(self._narrow(b.load(b.at(line, e, "f32"), "f32"), memory), b.at(at, b.mul(e, column), memory))
+        self._copy_row(line, at, memory, width, self.params[("result_stride", operand, "column")])

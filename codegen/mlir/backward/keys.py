@@ -8,7 +8,7 @@ from fusion.codegen.mlir.backward.plan import Form, LaneAxis, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
 from fusion.codegen.mlir.builder import SIZE, Value
 from fusion.codegen.mlir.rows import LINE
-from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.scope import Lanes
 
 
 class KeysKernel(BackwardKernel):
@@ -39,4 +39,4 @@ class KeysKernel(BackwardKernel):
                 start, valid = b.add(block.first, b.mul(g, lanes)), self._valid(b.constant(lanes, "i64"))
                 held = Lanes(coord=self.axis.lane, first=start, count=lanes, valid=valid)
                 known = {self.axis.row: b.add(rows.first, r)}
-                tensor.prefetch(Scope(context=self.context, parent=block.scope, lanes=held, known=known))
+                tensor.prefetch(block.scope.inner(known, lanes=held))

@@ -16,14 +16,12 @@ class LaneLoad(DenseLoad):
     def prefetch(self, row: Scope) -> None:
         """Ask for the lanes of a row: rows lie too far apart for the hardware to foresee them."""
         b = self.b
-        assert row.lanes is not None
         offset = b.add(b.mul(row.lanes.first, self.key_stride), b.mul(row.integer(I), self.row_stride))
         b.prefetch(b.at(self.origin, offset, self.memory))
 
     def stage(self, scope: Scope, first: Value, count: Value, target: Value) -> None:
         """Write rows first..first+count-1 to target [row][L]; `read` reads a row of the block."""
         b, lanes = self.b, self.context.lanes
-        assert scope.lanes is not None
         offset = b.add(b.mul(scope.lanes.first, self.key_stride), b.mul(first, self.row_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
         unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
@@ -33,18 +31,12 @@ class LaneLoad(DenseLoad):
             with b.when(unit):
                 b.store(self._widen(b.masked_load(start, mask, type_, "line")), place, align=4 * lanes)
             with b.otherwise():
-                steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
-                offsets = b.mul(steps, b.broadcast(b.as_value(self.key_stride, "i64"), lanes))
-                found = b.gather(b.addresses(start, offsets, self.memory), mask, type_)
-                b.store(self._widen(found), place, align=4 * lanes)
+                b.store(self._gather(scope, start, self.key_stride), place, align=4 * lanes)
 
 
 class GradientSink:
-    """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own.
-
-    Of a scattered gradient every thread has a copy, `sink_elements` apart. Where no two scores meet in an element it is
-    written; otherwise it is added to what is there.
-    """
+    """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own;
+    of a scattered one every thread has a copy. Where no two scores meet in an element it is written, else added to."""
 
     def __init__(self, context: Context, entry: LoadGradient, thread: Value, plan: BackwardPlan):
         self.context, self.entry, self.b = context, entry, context.b
@@ -70,7 +62,6 @@ class GradientSink:
 
     def _line(self, row: Scope) -> Value:
         b, column = self.b, column_dimension(self.entry.load)
-        assert row.lanes is not None
         offset: Value | int = 0
         for dim, (index, stride) in enumerate(zip(self.entry.load.args, self.strides, strict=True)):
             if dim == column:  # its stride is 1: the launcher sees to that
@@ -83,7 +74,6 @@ class GradientSink:
 
     def _add_line(self, row: Scope, term: Value) -> None:
         b, at = self.b, self._line(row)
-        assert row.lanes is not None
         mask = row.lanes.valid
         if not self.once:
             term = b.add(b.masked_load(at, mask, term.type, "sum"), term, "sum")
@@ -94,7 +84,6 @@ class GradientSink:
     def _scatter(self, row: Scope, term: Value) -> None:
         """One lane after the other: two of them may meet in an element."""
         b, lanes = self.b, self.context.lanes
-        assert row.lanes is not None
         wide = vector_of("i64", lanes)
         total: Value = b.constant(0, wide)
         for index, stride in zip(self.entry.load.args, self.strides, strict=True):
@@ -104,7 +93,6 @@ class GradientSink:
         mask = row.lanes.valid
         total, term = b.select(mask, total, b.constant(0, wide)), b.select(mask, term, b.constant(0.0, term.type))
         for lane in range(lanes):
-            place = b.op(f"vector.extract {total}[{lane}] : i64 from {wide}", "i64", "place")
-            part = b.op(f"vector.extract {term}[{lane}] : f32 from {term.type}", "f32", "part")
+            place, part = b.extract(total, lane, "place"), b.extract(term, lane, "part")
             at = b.at(self.pointer, place, "f32")
             b.store(b.add(b.load(at, "f32", "held"), part), at)

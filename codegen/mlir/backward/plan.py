@@ -19,7 +19,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir import integers
 from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
 from fusion.ir.ops import apply
@@ -51,14 +50,10 @@ class LaneAxis(enum.Enum):
 class Form(enum.Enum):
     """How the gradient of a load is collected."""
 
-    PER_QUERY = "per query"
-    """The load does not depend on the key: a sum over keys, [b.., i]."""
-    PER_KEY = "per key"
-    """It depends on the key but not on the query: a sum over queries, [b.., j]."""
-    DENSE = "dense"
-    """Every (i, j) has an element of its own: added in place, one vector along j at a time."""
-    SCATTERED = "scattered"
-    """Anything else (tables of relative positions): every thread adds to a copy of its own."""
+    PER_QUERY = "per query"  # the load does not depend on the key: a sum over keys, [b.., i]
+    PER_KEY = "per key"  # it depends on the key but not on the query: a sum over queries, [b.., j]
+    DENSE = "dense"  # every (i, j) has an element of its own: added in place, one vector along j at a time
+    SCATTERED = "scattered"  # anything else (tables of relative positions): every thread adds to a copy of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,41 +73,24 @@ class LoadGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """What the kernels of a spec share.
+    """What the kernels of a spec share. places: of Q, K and V, where every element of the operand is one of theirs, so
+    that the gradient is written where it belongs: its dimensions for b.., row, column; else None."""
 
-    spec: its further outputs are those at which a gradient arrives
-    programs: the score program's variants
-    score: gradient of the raw score in units of `programs.scale`, for the masked and the full variant
-    loads: gradients of what the programs read
-    inner: batch coordinates over which dense gradients are summed: one thread visits them one after the other
-    normalized: whether there is a normaliser
-    places: of Q, K and V, where every element of the operand is one of theirs, so that the gradient is written where it
-        belongs: its dimensions for b.., row, column; else None
-    at_weight, at_log_sum: gradients of the weight and of the log-sum-exp of a row through further outputs, or None
-    everywhere: whether scores without a weight have gradients, too, so that no tile is skipped
-    centred: see `adds_up_to_zero`
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # its further outputs are those at which a gradient arrives
     programs: ScorePrograms
-    score: tuple[Expr, Expr | None]
-    loads: tuple[LoadGradient, ...]
-    inner: tuple[int, ...]
-    normalized: bool
+    score: tuple[Expr, Expr | None]  # gradient of the raw score in units of `programs.scale`, masked and full
+    loads: tuple[LoadGradient, ...]  # gradients of what the programs read
+    inner: tuple[int, ...]  # batch coordinates over which dense gradients are summed, by one thread in turn
     places: tuple[tuple[int, ...] | None, ...]
-    at_weight: Expr | None
-    at_log_sum: Expr | None
-    everywhere: bool
-    centred: bool
-
-    def result_memory(self, number: int) -> str:
-        """The type in memory of the gradient of Q, K or V that a kernel writes."""
-        return "f32" if self.places[number] is None else MEMORY_TYPE[self.spec.operands[number].dtype]
+    at_weight: Expr | None  # gradient of the weight through further outputs
+    at_log_sum: Expr | None  # the same of the log-sum-exp of a row
+    everywhere: bool  # whether scores without a weight have gradients, too, so that no tile is skipped
+    centred: bool  # see `adds_up_to_zero`
 
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average
         out."""
-        return self.normalized and any(needs[entry.operand] for entry in self.loads)
+        return normalized(self.spec) and any(needs[entry.operand] for entry in self.loads)
 
     def written_once(self, entry: LoadGradient) -> bool:
         """Whether no two (b.., i, j) meet in an element of this gradient: it is written instead of added to."""
@@ -149,17 +127,12 @@ def unsupported(spec: AttentionSpec) -> str | None:
     return None
 
 
-def first_arriving(spec: AttentionSpec) -> int:
-    """The number under which kernels read the gradient of the first further output: after operands and dO."""
-    return len(spec.operands) + 1
-
-
 def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan:
     """The plan of a spec, whose further outputs are those at which a gradient arrives; the gradients of all float loads
     are in it, whether needed or not. everywhere: keys that the mask hides are seen, too."""
     programs = score_programs(spec, folded=True)
     variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
-    further = further_gradients(spec, first_arriving(spec))
+    further = further_gradients(spec, len(spec.operands) + 1)  # they are read after operands and dO
     read = loads(spec.score, spec.weight, *(f.value for f in spec.further))
     wanted = {load: None for load in read if load.kind is Kind.FLOAT}
     found = [_gradients(variant, programs.scale, spec, list(wanted)) for variant in variants]
@@ -179,7 +152,6 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         score=score,
         loads=tuple(gradients),
         inner=_inner(spec, gradients),
-        normalized=normalized(spec),
         places=tuple(_places(spec, number) for number in (0, 1, 2)),
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
@@ -193,10 +165,8 @@ def _sum(total: Expr, term: Expr) -> Expr:
 
 
 def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
-    """Gradients through the score program and, for loads, through the weight program.
-
-    x is scale * program. Of the score's gradient the factor is left to the end of the sums that it enters.
-    """
+    """Gradients through the score program and, for loads, through the weight program. x is scale * program. Of the
+    score's gradient the factor is left to the end of the sums that it enters."""
     found = of_score(program, wanted)
     if scale != 1.0:
         found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}

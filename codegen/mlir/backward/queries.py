@@ -6,14 +6,15 @@ import contextlib
 import functools
 from collections.abc import Sequence
 
+from fusion.codegen.mlir.amx import Products
 from fusion.codegen.mlir.backward.kernel import OUTPUT, OUTPUT_GRADIENT, BackwardKernel
 from fusion.codegen.mlir.backward.plan import STATISTICS, LaneAxis, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.products import Products
 from fusion.codegen.mlir.rows import load_f32
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.transpose import transpose
+from fusion.ir.expr import I0, I1
 
 
 class QueriesKernel(BackwardKernel):
@@ -25,17 +26,13 @@ class QueriesKernel(BackwardKernel):
 
     def _row_range(self, block: Block) -> tuple[Value, Value]:
         """The keys that the mask leaves for these queries; all where one of them met no live key."""
-        b, mask, step = self.b, self.spec.mask, self.score_half.products.key_step
-        low, high = b.constant(0, "i64"), self.n_rows
-        if mask is None or not self.skips:
-            return low, high
+        b = self.b
+        if not self.skips:
+            return b.constant(0, "i64"), self.n_rows
         queries = Rows(first=block.first, count=block.count)
-        ranged = self._with_queries(block.scope, queries)
-        if mask.key_lo is not None:
-            low = b.most(b.least(b.as_value(ranged.integer(mask.key_lo), "i64"), self.n_k), 0)
-            low = b.mul(b.div(low, step), step, "key_lo")
-        if mask.key_hi is not None:
-            high = b.most(b.least(b.as_value(ranged.integer(mask.key_hi), "i64"), self.n_k), 0, "key_hi")
+        ranged = block.scope.inner({I0: block.first, I1: b.sub(b.add(block.first, block.count), 1)})
+        low, high = self._key_range(ranged, self.score_half.products.key_step)
+        low = b.as_value(low, "i64")
         if not normalized(self.spec):
             return low, high
         self.dead = self._any_dead(queries)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fusion.codegen.mlir.amx import Amx
+from fusion.codegen.mlir.amx import Products, products_of
 from fusion.codegen.mlir.backward.centring import CentredKeys
 from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
 from fusion.codegen.mlir.backward.loads import GradientSink
@@ -20,14 +20,14 @@ from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
-from fusion.codegen.mlir.products import Groups, Products, vector_products
-from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.products import Groups
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
-from fusion.codegen.mlir.target import Target
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec, Operand
+from fusion.planning.register_tiles import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,29 +44,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GradientProducts:
-    """The two products over one width: of A and C over d, or of B and D over d_v.
+    """The two products over one width: of A and C over d, or of B and D over d_v. keys, values: C or D, packed for the
+    first and the second product."""
 
-    operand: the operand whose gradient the second product sums up
-    width: its columns
-    scale: a factor that the sums lack
-    products: how products are formed
-    lanes: A or B, packed
-    keys, values: C or D, packed for the first and the second product
-    tile: the first product, S or dP
-    weights: the right side of the second, dS or P
-    sums: the second product, `size` bytes for each span of rows
-    """
-
-    operand: int
+    operand: int  # the operand whose gradient the second product sums up
     width: int
-    scale: float
+    scale: float  # a factor that the sums lack
     products: Products
-    lanes: Value
+    lanes: Value  # A or B, packed
     keys: Value
     values: Value
-    tile: Value
-    weights: Value
-    sums: Value
+    tile: Value  # the first product, S or dP
+    weights: Value  # the right side of the second, dS or P
+    sums: Value  # the second product, `size` bytes for each span of rows
     size: int
 
 
@@ -102,19 +92,19 @@ class BackwardTile(KernelFunction):
     axis: ClassVar[LaneAxis]
     gradients: ClassVar[tuple[int, ...]]
     """Which of Q, K and V (0, 1, 2) have their gradients written, where these are needed."""
-    sums_delta_errors: ClassVar[bool] = False
-    """Whether all that is wanted are the sums of dx."""
+    sums_delta_errors: ClassVar[bool] = False  # whether all that is wanted are the sums of dx
     sums_further: ClassVar[bool] = False
     """Whether all that is wanted are the sums of P times what further outputs give: there is no second half."""
-    sides: ClassVar[tuple[int, int, int, int]]
-    """Operand numbers of A, B, C and D."""
+    sides: ClassVar[tuple[int, int, int, int]]  # operand numbers of A, B, C and D
 
     def __init__(self, problem: Problem, needs: Sequence[bool]):
         spec, tiling = problem.spec, problem.tiling
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
         super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0)
         self.plan, self.tiling = problem.plan, tiling
-        self.results = {n: self.plan.result_memory(n) for n in self.gradients if needs[n]}
+        wanted = [n for n in self.gradients if needs[n]]
+        places, operands = self.plan.places, spec.operands
+        self.results = {n: "f32" if places[n] is None else MEMORY_TYPE[operands[n].dtype] for n in wanted}
         self.collected = self.plan.of(self.axis, needs)
         self.corrects = self.axis is LaneAxis.QUERIES and self.plan.corrects(needs)
         self.sum_count = self._count_sums(needs)
@@ -146,7 +136,10 @@ class BackwardTile(KernelFunction):
         return self.tiling.groups * self.lanes
 
     def _areas(self) -> None:
-        products = self._products(self.d), self._products(self.d_v)
+        mirrored = self.axis is LaneAxis.KEYS
+        products = tuple(
+            products_of(self.b, self.target, self.tiling, n, n, self.worst, True, mirrored) for n in (self.d, self.d_v)
+        )
         groups, rows, row = self.tiling.groups, self.tiling.keys, 4 * self.lanes
         lanes = [self.area(groups * p.query_bytes(), f"packed_{side}") for p, side in zip(products, "ab", strict=True)]
         tiles = [self.area(groups * rows * row, name) for name in ("scores", "slopes")]
@@ -174,13 +167,6 @@ class BackwardTile(KernelFunction):
             for n in ((0,) if self.sums_further else (0, 1))
         )  # fmt: skip
         self.score_half, self.value_half = self.halves[0], self.halves[-1]
-
-    def _products(self, width: int) -> Products:
-        t = self.tiling
-        if t.planes and self.target.amx:
-            mirrored = self.axis is LaneAxis.KEYS
-            return Amx(self.b, width, width, t.planes, t.keys, self.worst, exact_pairs=True, mirrored=mirrored)
-        return vector_products(self.b, self.target, t.planes > 0, width, width)
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         """Areas behind the fixed ones, whose lengths follow the number of rows: C and D, each packed in two ways."""
@@ -275,7 +261,7 @@ class BackwardTile(KernelFunction):
             coord=self.axis.lane, first=b.add(block.first, offset), count=lanes,
             valid=self._valid(b.sub(block.count, offset)),
         )  # fmt: skip
-        scope = Scope(context=self.context, parent=block.scope, lanes=held)
+        scope = block.scope.inner(lanes=held)
         collected = [entry.full if full else entry.masked for entry in self.collected]
         exprs = (program, self.weight, self.plan.at_weight, self.plan.score[1 if full else 0], *collected)
         scope.prepare(*exprs, bound=self.batch_names | {self.axis.lane.name})
@@ -323,17 +309,13 @@ class BackwardTile(KernelFunction):
     def keep_slopes(self, row: Value, g: Value, slopes: Sequence[Pair]) -> None:
         """What else is to be done with dS of rows `row` and `row` + 1 of the groups from g on."""
 
-    def _with_queries(self, scope: Scope, queries: Rows) -> Scope:
-        last = self.b.sub(self.b.add(queries.first, queries.count), 1)
-        return Scope(context=self.context, parent=scope, known={I0: queries.first, I1: last})
-
     def _tile_scope(self, block: Block, rows: Rows) -> Scope:
         """A scope that knows the first and last query and key of a tile."""
         b, lanes = self.b, Rows(first=block.first, count=block.count)
         queries, keys = (lanes, rows) if self.axis is LaneAxis.QUERIES else (rows, lanes)
         i0, j0 = queries.first, keys.first
         known = {I0: i0, I1: b.sub(b.add(i0, queries.count), 1), J0: j0, J1: b.sub(b.add(j0, keys.count), 1)}
-        return Scope(context=self.context, parent=block.scope, known=known)
+        return block.scope.inner(known)
 
     def statistic(self, name: str, query: Value) -> Value:
         """Where the `STATISTICS` of a query of this batch element lie."""

@@ -21,18 +21,6 @@ from fusion.ir.spec import AttentionSpec
 from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
 
-__all__ = [
-    "Joint",
-    "Keys",
-    "KeysAlone",
-    "Prepare",
-    "Queries",
-    "ValuesAlone",
-    "backward_kernels",
-    "may_join",
-    "query_coordinates",
-]
-
 BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
 WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}, Joint.name: {1, 2}}
 """The operands whose gradients each kernel writes (`Joint` adds to dQ)."""
@@ -60,10 +48,7 @@ def backward_kernels(
     by_keys: Collection[str] = (Keys.name,),
 ) -> list[KernelText]:
     """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their launch.
-
-    described: their loops read tiles by tensor descriptors.
-    by_keys: names of the kernels by keys that there may be.
-    """
+    described: their loops read tiles by tensor descriptors. by_keys: names of the kernels by keys that there may be."""
     role = Role(spec, d, d_v, needs)
     by_key = {item.axes is Axes.QUERIES for item in role.gradients.captured}
     kernels = []

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role
-from fusion.codegen.triton.expressions import Level, Writer
+from fusion.codegen.triton.expressions import Level
 from fusion.codegen.triton.forward import place_factor, place_in_list, place_of
 from fusion.codegen.triton.stages import Visit, listed
 from fusion.codegen.triton.tile_lists import LANES
@@ -29,8 +29,8 @@ class Keys(Role):
         self.differentiates = needs[1] or bool(self.captured(Axes.QUERIES))
 
     def body(self) -> tuple[list[Visit], str]:
-        spec, w = self.spec, self.writer
-        head = Writer(spec=spec, known=dict(w.known), names=w.names, helpers=w.helpers, outer="j", inner="i")
+        w = self.writer
+        head = w.apart(w.known)
         k, v = self.parts(head, 1), self.parts(head, 2)
         dk, dv = self.parts(head, 1, "dk"), self.parts(head, 2, "dv")
         visit = self._visit()
@@ -114,26 +114,15 @@ class Keys(Role):
         extents = [self._shared(axis) for axis in range(len(groups))]
         names = [f"kv{axis}" for axis in range(len(groups))]
         first = [f"b{axis} = kv{axis} * {groups[axis]}" for axis in range(len(groups))]
-        return [
-            f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS",
-            "program = tl.program_id(0)",
-            "first = program % key_blocks * KEYS",
-            *self.decode("(program // key_blocks)", extents, names),
-            *first,
-            "j = (first + tl.arange(0, KEYS))[:, None]",
-            f"j_ok = j < {self.n_k}",
-        ]
+        return self.key_block(extents, names, first)
 
     def _shared(self, axis: int) -> str:
         """How many values of a batch coordinate K and V tell apart."""
         extent, group = self.spec.batch[axis], self.gradients.groups[axis]
         if extent is group:
             return "1"
-        return (
-            self.writer.value(extent)
-            if group is integers.integer(1)
-            else f"{self.writer.value(extent)} // {self.writer.value(group)}"
-        )
+        text = self.writer.value(extent)
+        return text if group is integers.integer(1) else f"{text} // {self.writer.value(group)}"
 
     def _members(self, member: str) -> list[str]:
         """The loop over the query heads that share the keys."""
@@ -172,9 +161,8 @@ class Keys(Role):
         return [*lines, "full_start = tl.minimum(full_start, stop)", "full_stop = tl.minimum(full_stop, stop)"]
 
     def _with_dead(self) -> list[str]:
-        """Statements that add the blocks with dead rows, from the first to the last: to the range where the two touch;
-        else (padding at the beginning of a sequence) they are visited before it, as if they were the numbers before
-        `live_start`."""
+        """Statements that add the blocks with dead rows, first to last: to the range where the two touch; else (padding
+        at the beginning) they are visited before it, as if they were the numbers before `live_start`."""
         return [
             "apart = (dead_start < dead_stop) & (start < stop) & ((dead_stop < start) | (stop < dead_start))",
             "live_start = tl.where(apart, start, tl.minimum(start, dead_start))",

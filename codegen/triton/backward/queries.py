@@ -13,8 +13,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import QUERIES
 
-SHARE = node("upstream", (), Kind.FLOAT, "share")
-"""A score's weight before the weight program, in the place of dx."""
+SHARE = node("upstream", (), Kind.FLOAT, "share")  # A score's weight before the weight program, in the place of dx
 
 
 class Queries(Role):
@@ -60,17 +59,10 @@ class Queries(Role):
             self.tile(self.product("q", "k", 0), self.product("do", "v", 2), "[ROWS, KEYS]", "j_ok"),
             *self.accumulated("dq", f"ds.to({self.dtype})", "k", 0),
         )
-        columns = [
-            "key = (first + tl.arange(0, KEYS))[:, None]",
-            f"key_ok = key < {self.n_k}",
-            "j = (first + tl.arange(0, KEYS))[None, :]",
-            f"j_ok = j < {self.n_k}",
-            *self.inside.lines[Level.TILE],
-        ]
         turns, doc = "for first in tl.range(start, stop, KEYS):", "Keys start <= first < stop, in tiles"
         if self.listed:
             turns, doc = "for number in tl.range(start, stop):", "Tiles start <= number < stop of a list"
-        tile = source.block(*self._first(), *source.without_dead(columns, inner), inner)
+        tile = source.block(*self._first(), *source.without_dead(self.tile_of_keys(), inner), inner)
         loop = source.block(turns, source.indented(tile))
         state = self.sums("dq", 0)
         state += [*(f"sum_{n}" for n, _ in self.captured(Axes.KEYS, Axes.BOTH)), *self._corrections()]
@@ -170,11 +162,10 @@ class Queries(Role):
                 continue
             weight = self._weight_of(self.spec.sinks[item.sink])
             lines.append(f"dsink = tl.where(rows_ok, -{weight} * delta, 0.0)")
-            self.writer.lines[Level.ROW], outside = [], self.writer.lines[Level.ROW]
+            outside = self.writer.take(Level.ROW)
             value = self.writer.value(item.gradient)
-            added = self.writer.lines[Level.ROW]
+            lines += self.writer.take(Level.ROW)
             self.writer.lines[Level.ROW] = outside
-            lines += added
             if item.axes is Axes.KEYS:
                 lines += self.add(item, source.spread(value, "[ROWS, 1]"), "rows_ok")
             else:

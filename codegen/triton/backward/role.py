@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.dtypes import DTYPES
-from fusion.codegen.triton.expressions import Level, Writer, number
+from fusion.codegen.triton.expressions import Level, number
 from fusion.codegen.triton.gradients import Captured, Gradients, gradients_of
 from fusion.codegen.triton.matrices import Matrix, sum_of
 from fusion.codegen.triton.stages import Visit
@@ -41,7 +41,7 @@ class Role(Tiles):
         w, found = self.writer, self.gradients
         # Key ranges of a block of rows are computed in places of their own.
         known = self.known | {coord("i0"): "i0", coord("i1"): "i1"}
-        self.ranges = Writer(spec=spec, known=known, names=w.names, helpers=w.helpers)
+        self.ranges = w.apart(known, outer="i", inner="j")
         captured = [part for item in found.captured for part in {item.gradient, item.full}]
         w.known[WEIGHT] = "y"
         w.count(spec.score, spec.weight, found.further.weight, found.score, found.program, found.full, *captured)
@@ -122,12 +122,9 @@ class Role(Tiles):
         return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
 
     def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
-        """Statements from s to ds and to what is summed, or to p where that is all that is wanted.
-
-        score, upstream: products of the tile.
-        exists: the inner places that do, where the tile is cut off.
-        with_p: what uses the weights p, as soon as they are there.
-        """
+        """Statements from s to ds and to what is summed, or to p where that is all that is wanted. score, upstream:
+        products of the tile. exists: the inner places that do, where the tile is cut off. with_p: what uses the weights
+        p, as soon as they are there."""
         times = "" if self.spec.weight is const(1.0) else " * w"
         whole = [] if self.gradients.program is None else [self._variant(True, shape)]
         programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
@@ -162,7 +159,7 @@ class Role(Tiles):
             return [], ""
         outside, lines = set(w.known), []
         lines.append(f"dfurther = {source.spread(self.bound(value, lines), shape)}")
-        w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
+        self._forget_tile(outside)
         return lines, " + dfurther"
 
     def _variant(self, full: bool, shape: str) -> tuple[str, str]:
@@ -178,8 +175,13 @@ class Role(Tiles):
         after = self.summed(full)  # before ds: then fewer values are held at a time
         after.append(f"ds = {source.spread(self.bound(gradient, after), shape)}")
         after += self.existing("ds", gradient)
-        w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
+        self._forget_tile(outside)
         return source.block(*lines), source.block(*after)
+
+    def _forget_tile(self, outside: set[Expr]) -> None:
+        """Forget the names of values of a tile that were made in a branch."""
+        w = self.writer
+        w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
 
     def existing(self, name: str, gradient: Expr) -> list[str]:
         """Statements that make a gradient 0 where a key does not exist: what arrives there is 0, but a derivative may
@@ -200,8 +202,7 @@ class Role(Tiles):
     def ranges_of(self, lines: Callable[[Callable[[Expr], str]], list[str]]) -> list[str]:
         """Statements about the rows i0..i1, made with a function that takes expressions in them to texts."""
         made = lines(self.ranges.value)
-        taken, self.ranges.lines[Level.BLOCK] = self.ranges.lines[Level.BLOCK], []
-        return [*taken, *made]
+        return [*self.ranges.take(Level.BLOCK), *made]
 
     @property
     def skips(self) -> bool:
@@ -222,14 +223,12 @@ class Role(Tiles):
         items = [(n, item, item.full if full else item.gradient) for n, item in self.captured(*axes)]
         return [(n, item, gradient) for n, item, gradient in items if gradient is not ZERO]
 
-    def gradient_name(self, load: Expr) -> str:
-        return f"d{self.writer.operand(load.operand)}"
-
     def add(self, item: Captured, value: str, mask: str) -> list[str]:
         """Statements that add a value to the gradient of a load."""
-        at = self.writer.address(item.load, self.writer.level_of(item.load), self.gradient_name(item.load))
+        name = f"d{self.writer.operand(item.load.operand)}"
+        at = self.writer.address(item.load, self.writer.level_of(item.load), name)
         inside = f", mask={mask}" if mask else ""
-        return [*self.taken(), f'tl.atomic_add({at}, {value}, sem="relaxed"{inside})']
+        return [*self.writer.take(Level.TILE), f'tl.atomic_add({at}, {value}, sem="relaxed"{inside})']
 
 
 def dead_limit(spec: AttentionSpec) -> str:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion.codegen.mlir.target import Target, target_of
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import AttentionSpec, Expr, Kind, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
 from fusion.machine import Machine
+from fusion.planning.register_tiles import Target, target_of
 from tests import numerics
 
 HERE = target_of(Machine.detect())

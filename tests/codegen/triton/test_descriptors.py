@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="kernels need triton")
 from benchmarks.offline.facts import compile_offline
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.backward import backward_kernels
+from fusion.codegen.triton.candidates import may_specialize
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.forms import may_specialize
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, forward_kernels
 from fusion.codegen.triton.variant import Variant

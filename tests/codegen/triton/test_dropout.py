@@ -68,11 +68,11 @@ def test_the_hash_is_the_same_integer():
     import triton.language as tl
 
     from fusion.codegen.triton import interpret, module
-    from fusion.codegen.triton.mathematics import HASHED
+    from fusion.codegen.triton.mathematics import HELPERS
 
     text = f"""import triton
 import triton.language as tl
-{HASHED}
+{HELPERS["hashed"]}
 
 @triton.jit
 def kernel(key_ptr, counter_ptr, out_ptr, N: tl.constexpr):
