@@ -35,10 +35,9 @@ Pays = Callable[[Specified, Specified, Mapping[str, int]], str | None]
 """(over sets, with a mask of all keys, example sizes) -> why the mask is to be kept, or None."""
 
 
-def read_sets(graph: Graph, specified: Mapping[int, list[Specified]], pays: Pays | None) -> None:
+def read_sets(specified: Mapping[int, list[Specified]], pays: Pays | None, hints: Mapping[str, int]) -> None:
     """Let attentions read the keys of their sets alone, where that can be and pays; the others are told why not.
-    Without `pays` nothing is done."""
-    hints = nodes.size_hints(graph)
+    Without `pays` nothing is done. hints: example values of symbolic sizes."""
     for parts in specified.values():
         for place, part in enumerate(parts):
             if pays is None or (chosen := _membership(part)) is None:

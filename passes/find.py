@@ -6,6 +6,7 @@ which attentions (usually one; several for a difference of attentions), or why i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,14 +30,7 @@ from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
 from fusion.passes.recognize import attentions
 from fusion.passes.sdpa import Found, is_sdpa, pull_back_sdpa
-from fusion.passes.upstream import (
-    FURTHER_PRODUCTS,
-    NORMALISED,
-    Met,
-    Upstream,
-    is_statistic,
-    looks_like_attention,
-)
+from fusion.passes.upstream import FURTHER_PRODUCTS, NORMALISED, Met, Upstream, is_statistic, looks_like_attention
 from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground, Refusal
 
@@ -93,11 +87,9 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     met = Upstream(graph)
     sites = []
     for node in graph.nodes:
-        if _is_candidate(node, met):
-            site = _examine(node, met)
-            if site is not None:
-                sites.append(site)
-                marks.attention_root.set(site.root, site.refusal is None)
+        if _is_candidate(node, met) and (site := _examine(node, met)) is not None:
+            sites.append(site)
+            marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
 
@@ -112,15 +104,14 @@ def mark_roots(graph: Graph, sites: Iterable[Site]) -> None:
 
 def _is_candidate(node: Node, met: Upstream) -> bool:
     """Whether a node may be the product with V: of an operand that was normalised since the last product."""
-    if is_sdpa(node) or node.op != "call_function":
-        return node.op == "call_function"
-    if Met.MIXED_HEADS in met[node] and head_sum(node) is not None:
+    if is_sdpa(node):
+        return True
+    if node.op != "call_function" or (Met.MIXED_HEADS in met[node] and head_sum(node) is not None):
         return False
     if is_contraction(node):
         return bool(met.inputs(node) & NORMALISED)
-    if met.is_hidden_product_with_values(node):
-        return True
-    return packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
+    further = packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
+    return further or met.is_hidden_product_with_values(node)
 
 
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
@@ -183,13 +174,11 @@ def _is_reported(anchor: Node, met: Upstream) -> bool:
 
 def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
     while True:
-        try:
+        with contextlib.suppress(nodes.Specialized):
             site = _at_root(anchor, root, met, apart)
             if site is not None:
                 nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
             return site
-        except nodes.Specialized:
-            continue
 
 
 _MAX_CHAIN = 8
@@ -277,11 +266,8 @@ def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | Non
     found = pull_back_sdpa(anchor, index, bounds) if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, met)
     if found is None:
         return None
-    attentions = [
-        Attention(core=core, value=found.value, value_scale=found.scale, pullback=found.pullback, keys=found.keys,
-                  d_v=bounds[E])
-        for core in found.cores
-    ]  # fmt: skip
+    rest = {"pullback": found.pullback, "keys": found.keys, "d_v": bounds[E]}
+    attentions = [Attention(core=core, value=found.value, value_scale=found.scale, **rest) for core in found.cores]
     dims = tuple(names[atom] for atom in atoms)
     return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=attentions)
 
@@ -367,10 +353,8 @@ def _factor_of_sum(anchor: Node) -> float:
     """alpha of baddbmm(x, w, v, beta, alpha) = beta * x + alpha * w @ v; raises `Unsupported` where x counts."""
     args = nodes.arguments(anchor)
     if args["beta"] != 0 or not isinstance(args["alpha"], (int, float)):
-        raise Unsupported(
-            Ground.ADDED_TO_PRODUCT,
-            f"the product with V is added to another tensor by the same operation ({packet(anchor)})",
-        )
+        message = f"the product with V is added to another tensor by the same operation ({packet(anchor)})"
+        raise Unsupported(Ground.ADDED_TO_PRODUCT, message)
     return float(args["alpha"])
 
 

@@ -239,15 +239,10 @@ def mark_mutations(graph: torch.fx.Graph) -> None:
 
     The analysis must not take such a tensor for what made it, nor move a read of it across a change.
     """
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        schema = node.target._schema
-        if not schema.is_mutable:
-            continue
+    for node in filter(nodes.writes, graph.nodes):
         written = [
             node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-            for k, argument in enumerate(schema.arguments)
+            for k, argument in enumerate(node.target._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for target in torch.utils._pytree.tree_leaves(written):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -48,24 +49,16 @@ def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr], on_bool
 
 
 def _divide(call: Call) -> Expr | None:
-    mode = call.kwargs.get("rounding_mode")
-    left, right = call.args[:2]
-    if mode is None:
-        if kind_of(call.dtype) is not Kind.FLOAT:
-            return None
-        left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
-        return apply("div", left, right)
-    if kind_of(call.dtype) is Kind.INT:
-        right = operand(right, Kind.INT)
+    mode, kind = call.kwargs.get("rounding_mode"), kind_of(call.dtype)
+    if kind is Kind.INT and mode is not None:
+        left, right = (operand(arg, Kind.INT) for arg in call.args[:2])
         # Only a positive constant divisor and, for truncation, a non-negative dividend are the same as floor division.
-        if not (right.is_const and right.integer > 0):
-            return None
-        left = operand(left, Kind.INT)
-        return integers.floordiv(left, right) if mode == "floor" or integers.is_nonnegative(left) else None
-    left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
-    if mode == "floor":
+        same = right.is_const and right.integer > 0 and (mode == "floor" or integers.is_nonnegative(left))
+        return integers.floordiv(left, right) if same else None
+    if kind is not Kind.FLOAT or mode == "floor":
         return None  # torch goes by the remainder: 1 // 0.1 is 9, but 1 / 0.1 rounds to 10
-    return apply(mode, apply("div", left, right))
+    quotient = apply("div", *(operand(arg, Kind.FLOAT) for arg in call.args[:2]))
+    return quotient if mode is None else apply(mode, quotient)
 
 
 def _is_power_of_two(value: Expr) -> bool:
@@ -73,17 +66,11 @@ def _is_power_of_two(value: Expr) -> bool:
     return value.is_const and math.isfinite(value.value) and abs(math.frexp(value.value)[0]) == 0.5
 
 
-def _floor_divide(call: Call) -> Expr | None:
-    return _divide(Call(args=call.args, kwargs={"rounding_mode": "floor"}, dtype=call.dtype))
-
-
 def _remainder(call: Call) -> Expr | None:
-    left, right = call.args[:2]
-    if kind_of(call.dtype) is Kind.INT:
-        right = operand(right, Kind.INT)
-        positive = right.is_const and right.integer > 0
-        return integers.mod(operand(left, Kind.INT), right) if positive else None
-    left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
+    kind = Kind.INT if kind_of(call.dtype) is Kind.INT else Kind.FLOAT
+    left, right = (operand(arg, kind) for arg in call.args[:2])
+    if kind is Kind.INT:
+        return integers.mod(left, right) if right.is_const and right.integer > 0 else None
     if not _is_power_of_two(right):
         return None  # a rounded quotient can be off by one, or by any number where it is large
     return apply("fsub", left, apply("fmul", right, apply("floor", apply("div", left, right))))
@@ -96,17 +83,12 @@ def _power(call: Call) -> Expr | None:
     if not exponent.is_const:
         return apply("pow", base, exponent)
     value = exponent.value
-    if value == 0.5:
-        return apply("sqrt", base)
-    if value == -0.5:
-        return apply("rsqrt", base)
+    if value in (0.5, -0.5):
+        return apply("sqrt" if value > 0 else "rsqrt", base)
     if value == -1.0:
         return apply("div", const(1.0), base)
     if value in _PRODUCTS:
-        product = base
-        for _ in range(int(value) - 1):
-            product = apply("fmul", product, base)
-        return product
+        return reduce(partial(apply, "fmul"), [base] * int(value))
     return apply("pow", base, exponent)
 
 
@@ -191,10 +173,7 @@ def _select(condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Ex
     kind = kind_of(dtype)
     if kind is None:
         return None
-    condition, then, otherwise = operand(condition, Kind.BOOL), operand(then, kind), operand(otherwise, kind)
-    if kind is Kind.BOOL:
-        return apply("or", apply("and", condition, then), apply("and", apply("not", condition), otherwise))
-    result = where(condition, then, otherwise)
+    result = where(operand(condition, Kind.BOOL), operand(then, kind), operand(otherwise, kind))
     return round_constants(result, dtype) if kind is Kind.FLOAT else result
 
 
@@ -208,20 +187,15 @@ def _masked_fill(call: Call) -> Expr | None:
 
 
 def _extremum(on_float: str, on_integer: str) -> Builder:
+    """Of two values; other overloads of max and min are reductions."""
+
     def builder(call: Call) -> Expr | None:
         kind = kind_of(call.dtype)
-        if kind not in (Kind.FLOAT, Kind.INT):
+        if kind not in (Kind.FLOAT, Kind.INT) or len(call.args) != 2 or not isinstance(call.args[1], Expr):
             return None
-        name = on_float if kind is Kind.FLOAT else on_integer
-        return apply(name, operand(call.args[0], kind), operand(call.args[1], kind))
+        return apply(on_float if kind is Kind.FLOAT else on_integer, *(operand(arg, kind) for arg in call.args))
 
     return builder
-
-
-def _binary_extremum(on_float: str, on_integer: str) -> Builder:
-    """max.other and min.other; their other overloads are reductions."""
-    combine = _extremum(on_float, on_integer)
-    return lambda call: combine(call) if len(call.args) == 2 and isinstance(call.args[1], Expr) else None
 
 
 def _clamp(call: Call) -> Expr | None:
@@ -244,10 +218,7 @@ def _or_nan(predicate: Expr, bound: Expr) -> Expr:
 
 
 def _clamp_one(side: str) -> Builder:
-    def builder(call: Call) -> Expr | None:
-        return _clamp(Call(args=call.args[:1], kwargs={side: call.get(1, side)}, dtype=call.dtype))
-
-    return builder
+    return lambda call: _clamp(replace(call, args=call.args[:1], kwargs={side: call.get(1, side)}))
 
 
 def _lerp(call: Call) -> Expr | None:
@@ -275,9 +246,8 @@ def _addcmul(name: str) -> Builder:
 
 
 def _reverse_subtract(call: Call) -> Expr | None:
-    return BUILDERS[aten.sub](
-        Call(args=(call.args[1], call.args[0], *call.args[2:]), kwargs=call.kwargs, dtype=call.dtype)
-    )
+    left, right, *rest = call.args
+    return BUILDERS[aten.sub](replace(call, args=(right, left, *rest)))
 
 
 def _is_nan(call: Call) -> Expr:
@@ -297,7 +267,8 @@ def _tanh(x: Expr, call: Call) -> Expr:
 BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.add: _arithmetic("fadd", integers.add, "or"), aten.mul: _arithmetic("fmul", integers.mul, "and"),
     aten.sub: _arithmetic("fsub", integers.sub), aten.rsub: _reverse_subtract,
-    aten.div: _divide, aten.floor_divide: _floor_divide, aten.remainder: _remainder,
+    aten.div: _divide, aten.remainder: _remainder,
+    aten.floor_divide: lambda call: _divide(replace(call, kwargs={"rounding_mode": "floor"})),
     aten.pow: _power, aten.neg: _either(lambda x: apply("neg", x), integers.neg),
     aten.abs: _either(lambda x: apply("abs", x), lambda x: apply("iabs", x)),
     aten.square: float_function(lambda x, call: apply("fmul", x, x)),
@@ -311,7 +282,7 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.bitwise_xor: _logical(_exclusive_or, False),
     aten.where: _where, aten.masked_fill: _masked_fill,
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
-    aten.max: _binary_extremum("maximum", "imax"), aten.min: _binary_extremum("minimum", "imin"),
+    aten.max: _extremum("maximum", "imax"), aten.min: _extremum("minimum", "imin"),
     aten.clamp: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
     aten.isnan: _is_nan, aten.isinf: _is_inf,
     aten.lerp: _lerp, aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),

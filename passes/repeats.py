@@ -20,11 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import (
-    _ProxyTensor,
-    get_proxy_mode,
-    set_proxy_slot,
-)
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, set_proxy_slot
 from torch.fx.node import map_arg
 from torch.fx.proxy import _COPY_META_FIELDS, Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -159,7 +155,7 @@ class Repeats:
         known = {*self._given, *operations}
         if not all(_is_known(node) and known.issuperset(node.all_input_nodes) for node in operations):
             return None
-        written = [node for node in operations if _writes(node)]
+        written = [node for node in operations if nodes.writes(node)]
         if self._given and not all(self._writes_part(node, operations) for node in written):
             return None
         if result is None and not written:
@@ -269,9 +265,8 @@ def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
 def _places(operations: tuple[Node, ...], target: Any) -> tuple[tuple[int, int], ...]:
     """The numbers of the index in what a call of `target` became."""
     numbered = _NUMBERED[target]
-    return tuple(
-        (n, k) for n, node in enumerate(operations) for k in numbered.get(node.target, ()) if k < len(node.args)
-    )
+    every = ((n, k) for n, node in enumerate(operations) for k in numbered.get(node.target, ()))
+    return tuple((n, k) for n, k in every if k < len(operations[n].args))
 
 
 def _form_of_tensors(value: Any) -> Form:
@@ -309,10 +304,6 @@ def _versions(value: Any) -> tuple[int, ...]:
 
 def _is_known(node: Node) -> bool:
     return node.op == "get_attr" or node.target is operator.getitem or isinstance(node.target, OpOverload)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _last(graph: Graph) -> Node:

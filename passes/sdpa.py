@@ -66,9 +66,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Foun
     trained = bool(marks.requires_grad(anchor))
     v, v_scale = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
     scale = apply("fmul", apply("fmul", q_scale, k_scale), _scale(args["scale"], d))
-    score = pullback.product(
-        Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False)
-    )  # fmt: skip
+    score = pullback.product(Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False))
     if args["is_causal"]:
         score = where(apply("ile", J, I), score, const(-math.inf))
     if args["attn_mask"] is not None:

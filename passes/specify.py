@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output, integers
-from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
+from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, const, coord, load, rebuild, size, walk
 from fusion.ir.mixing import Mixing
 from fusion.ir.ops import apply, where
 from fusion.ir.sizes import size_value
@@ -102,8 +102,8 @@ def specify(
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable:
         _require_gradients(core, head is not None)
-    batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
-    rename = _Sizes(batch, _extent(site, "i"), attention.keys)
+    batch = tuple(site.bounds[coord(name)] for name in site.dims if name.startswith("b"))
+    rename = _Sizes(batch, site.bounds[I], attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
@@ -214,14 +214,6 @@ def _under_block_mask(
     keep, held = predicate(mask, module, bounds, nodes.value(site.root).device)
     keep = decided(resolve.renumbered(keep, held), bounds)
     return where(keep, score, const(0.0 if normalizer is Normalizer.NONE else -math.inf))
-
-
-def _coords(site: Site) -> list[Expr]:
-    return [next(c for c in site.bounds if c.attr == name) for name in site.dims]
-
-
-def _extent(site: Site, name: str) -> Expr:
-    return next(extent for c, extent in site.bounds.items() if c.attr == name)
 
 
 def _main_product(core: Core, products: list[Product]) -> int:

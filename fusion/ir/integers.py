@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from fusion.ir.expr import Expr, Kind, const, node
+from fusion.ir.expr import Expr, Kind, const, contains, node
 
 Bounds = Mapping[Expr, Expr]
 Monomial = tuple[Expr, ...]
@@ -121,10 +121,9 @@ def _rejoin(polynomial: dict[Monomial, int]) -> dict[Monomial, int]:
 
 def _divide_exactly(monomial: Monomial, coefficient: int, divisor: Expr) -> tuple[Monomial, int] | None:
     """monomial * coefficient / divisor where that is exact and divisor is a single term."""
-    items = list(terms(divisor).items())
-    if len(items) != 1:
+    if len(items := list(terms(divisor).items())) != 1:
         return None
-    (atoms, factor) = items[0]
+    ((atoms, factor),) = items
     if factor == 0 or coefficient % factor:
         return None
     rest = list(monomial)
@@ -189,13 +188,17 @@ def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
     """
     total = integer(0)
     for monomial, coefficient in terms(expr).items():
-        value: Expr | None = integer(coefficient)
-        upwards = (coefficient > 0) == largest
+        value, upwards = integer(coefficient), (coefficient > 0) == largest
         for atom in monomial:
-            limit = atom if atom.op == "size" else _atom_bound(atom, bounds) if upwards else _zero_bound(atom, bounds)
-            value = None if limit is None or value is None else mul(value, limit)
-        if value is None:
-            return None
+            if atom.op == "size":
+                limit = atom
+            elif upwards:
+                limit = _atom_bound(atom, bounds)
+            else:
+                limit = integer(0) if is_nonnegative(atom, bounds) else None
+            if limit is None:
+                return None
+            value = mul(value, limit)
         total = add(total, value)
     return total
 
@@ -218,10 +221,6 @@ def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
     return None
 
 
-def _zero_bound(atom: Expr, bounds: Bounds) -> Expr | None:
-    return integer(0) if is_nonnegative(atom, bounds) else None
-
-
 def never_negative(expr: Expr, bounds: Bounds) -> bool:
     """Whether expr >= 0 is provable for all coordinates within bounds (sizes that bound one are at least 1)."""
     low = extreme(expr, bounds, False)
@@ -234,11 +233,10 @@ def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
         if coefficient < 0:
             return False
         for atom in monomial:
-            if atom.op in ("coord", "size", "mod"):
-                continue
-            if atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds):
-                continue
-            return False
+            if atom.op not in ("coord", "size", "mod") and not (
+                atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds)
+            ):
+                return False
     return True
 
 
@@ -259,8 +257,6 @@ def _all_sizes(monomial: Monomial) -> bool:
 
 def linear(expr: Expr, atom: Expr) -> tuple[Expr, Expr] | None:
     """(coefficient, rest) with expr = coefficient * atom + rest, neither containing atom; None if not linear."""
-    from fusion.ir.expr import contains
-
     coefficient: dict[Monomial, int] = {}
     rest: dict[Monomial, int] = {}
     for monomial, factor in terms(expr).items():

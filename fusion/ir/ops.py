@@ -5,6 +5,7 @@ Integers are made with `fusion.ir.integers`; the operations themselves are in `f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node
+from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node, walk
 from fusion.ir.primitives import PRIMITIVES, Primitive
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
@@ -54,7 +55,9 @@ def rounding_to(value: Expr, dtype: str) -> Expr:
 
 
 def where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
-    """Selection between two floats or two integers."""
+    """Selection between two values; of two BOOL values, as logic."""
+    if then.kind is BOOL:
+        return apply("or", apply("and", condition, then), apply("and", apply("not", condition), otherwise))
     return apply("iwhere" if then.kind is INT else "where", condition, then, otherwise)
 
 
@@ -172,19 +175,6 @@ def _multiply(left: Expr, right: Expr) -> Expr | None:
     return None
 
 
-def _bool_to_float(value: Expr) -> Expr:
-    return where(value, const(1.0), const(0.0))
-
-
-def _bool_to_int(value: Expr) -> Expr:
-    return where(value, const(1), const(0))
-
-
-def _select_bool(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
-    """A selection between two BOOL values, as logic."""
-    return apply("or", apply("and", condition, then), apply("and", apply("not", condition), otherwise))
-
-
 def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     """f(x if p else constant, constants) = f(x, constants) if p else f(constant, constants), where that has the same
     gradient too.
@@ -201,8 +191,7 @@ def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     varying = otherwise if then.is_const else then
     if not (_is_linear(name, args, position) or not carries_gradient(varying)):
         return None
-    one, other = (apply(name, *args[:position], branch, *args[position + 1 :]) for branch in (then, otherwise))
-    return _select_bool(condition, one, other) if PRIMITIVES[name].result is BOOL else where(condition, one, other)
+    return where(condition, *(apply(name, *args[:position], arm, *args[position + 1 :]) for arm in (then, otherwise)))
 
 
 def _is_linear(name: str, args: tuple[Expr, ...], position: int) -> bool:
@@ -246,32 +235,26 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "ile": _at_most,
     "ieq": _equal,
     "ine": _unequal,
-    "bool_to_float": _bool_to_float,
-    "bool_to_int": _bool_to_int,
+    "bool_to_float": lambda value: where(value, const(1.0), const(0.0)),
+    "bool_to_int": lambda value: where(value, const(1), const(0)),
 }
 
 
 def as_float(value: Expr) -> Expr:
     """Convert to FLOAT."""
-    return {FLOAT: lambda: value, INT: lambda: apply("to_float", value), BOOL: lambda: apply("bool_to_float", value)}[
-        value.kind
-    ]()
+    return value if value.kind is FLOAT else apply("to_float" if value.kind is INT else "bool_to_float", value)
 
 
 def as_int(value: Expr) -> Expr:
     """Convert to INT, truncating."""
-    return {INT: lambda: value, FLOAT: lambda: apply("to_int", value), BOOL: lambda: apply("bool_to_int", value)}[
-        value.kind
-    ]()
+    return value if value.kind is INT else apply("to_int" if value.kind is FLOAT else "bool_to_int", value)
 
 
 def as_bool(value: Expr) -> Expr:
     """Convert to BOOL: not equal to zero."""
     if value.kind is BOOL:
         return value
-    if value.kind is INT:
-        return apply("ine", value, const(0))
-    return apply("fne", value, const(0.0))
+    return apply("ine", value, const(0)) if value.kind is INT else apply("fne", value, const(0.0))
 
 
 def conjuncts(predicate: Expr) -> list[Expr]:
@@ -296,19 +279,14 @@ def evaluate(
 ) -> Any:
     """The value of an expression in torch: `leaf(node)` gives coordinates, sizes, loads, the score and row values,
     `constant(value, dtype)` constants."""
-    from fusion.ir.expr import walk
-
     values: dict[Expr, Any] = {}
     dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
     for part in walk(expr):
         if part.op == "const":
             values[part] = constant(part.attr, dtype[part.kind])
         elif part.op in PRIMITIVES:
-            args = [values[arg] for arg in part.args]
-            result = PRIMITIVES[part.op].evaluate(*args[:2]) if part.op in ("add", "mul") else None
-            for extra in args[2:] if result is not None else ():
-                result = PRIMITIVES[part.op].evaluate(result, extra)
-            result = PRIMITIVES[part.op].evaluate(*args) if result is None else result
+            args, compute = [values[arg] for arg in part.args], PRIMITIVES[part.op].evaluate
+            result = functools.reduce(compute, args) if part.op in ("add", "mul") else compute(*args)
             values[part] = result.to(float_dtype) if part.kind is FLOAT else result
         elif part.op == "load":
             values[part] = leaf(part) if not part.args else leaf(part)(*(values[arg] for arg in part.args))
