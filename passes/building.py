@@ -119,9 +119,7 @@ def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
 def _split_extremum(graph: Graph, node: Node) -> None:
     """Write an extremum over several dimensions as one over the last of them, of which a further output may take the
     place, and one over the rest. (With a gradient, which several equal elements share, that would be another one.)"""
-    args = nodes.arguments(node)
-    rank = len(nodes.shape(args["self"]))
-    dims = sorted(nodes.normalize_dim(dim, rank) for dim in args.get("dim") or range(rank))
+    args, dims = nodes.arguments(node), nodes.dims_of(node)
     if len(dims) < 2:
         return
     with graph.inserting_before(node):

@@ -201,6 +201,11 @@ class _Builder:
             self.made.append(derived(self.graph, self.node, target, args))
         return self.made[-1]
 
+    def cut(self, value: Node, product: Node) -> Cut:
+        """Put a value in the place of the node."""
+        self.node.replace_all_uses_with(value)
+        return Cut(node=self.node, value=value, product=product, made=self.made)
+
     def times_ones(self, x: Node) -> Node:
         """The sums over the last dimension, which stays, with 1 element."""
         like = nodes.value(x)
@@ -230,18 +235,13 @@ def _of_sum(node: Node) -> Cut | None:
         with node.graph.inserting_before(node):
             length = Symbols(node.graph).value(shape(args["self"])[dim])
         value = build(aten.div.Tensor, value, length)
-    node.replace_all_uses_with(value)
-    return Cut(node=node, value=value, product=product, made=build.made)
+    return build.cut(value, product)
 
 
 def _of_extremum(node: Node) -> Cut | None:
     """A further output of the attention; of several dimensions, that over the last of them."""
     args = arguments(node)
-    origin, rank = args["self"], len(shape(args["self"]))
-    dims = args.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
-    dims = sorted(nodes.normalize_dim(dim, rank) for dim in dims)
-    build = _Builder(node)
+    origin, dims, build = args["self"], nodes.dims_of(node), _Builder(node)
     product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, origin, dims[-1], -1), -1))
     if len(dims) == 1:
         marks.statistic_of.set(node, product)
@@ -250,8 +250,7 @@ def _of_extremum(node: Node) -> Cut | None:
     inner = build(operation, origin, dims[-1:], True)
     marks.statistic_of.set(inner, product)
     value = build(operation, inner, dims, bool(args.get("keepdim")))
-    node.replace_all_uses_with(value)
-    return Cut(node=node, value=value, product=product, made=build.made)
+    return build.cut(value, product)
 
 
 def _of_softmax(node: Node) -> Cut | None:
@@ -270,8 +269,7 @@ def _of_softmax(node: Node) -> Cut | None:
     value = build(aten.to.dtype, build(aten.div.Tensor, exponential, total), nodes.dtype(node))
     for statistic in (largest, total):
         marks.statistic_of.set(statistic, product)
-    node.replace_all_uses_with(value)
-    return Cut(node=node, value=value, product=product, made=build.made)
+    return build.cut(value, product)
 
 
 _CUTS: dict[Any, Callable[[Node], Cut | None]] = {

@@ -130,13 +130,9 @@ class _Walk:
 
     def _whole(self, node: Node, index: Index) -> Use | None:
         value, order = self._value(node, index), self._order(node, index, {"i", "j"})
-        if (
-            value is None
-            or order is None
-            or WEIGHT not in walk(value)
-            or marks.mutations(node)
-            or not nodes.dtype(node).is_floating_point
-        ):
+        if value is None or order is None or WEIGHT not in walk(value):
+            return None
+        if marks.mutations(node) or not nodes.dtype(node).is_floating_point:
             return None
         return Use(node=node, of=node, at=index, value=value, order=order)
 

@@ -28,8 +28,7 @@ from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.contractions import factors, is_contraction
-from fusion.passes.core import Core
-from fusion.passes.find import ANY, Reads, Site, find_sites
+from fusion.passes.find import ANY, Attention, Reads, Site, find_sites
 from fusion.passes.further import order_of
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.over_keys import depends_on_product
@@ -90,23 +89,17 @@ def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple
     moved = [found for p in refused if p.name not in but and (found := _moved(p, met)) is not None]
     if not moved:
         return sites, []
-    again = {site.anchor: site for site in find_sites(graph, reads)}
-    needless = [found for found in moved if not _is_attention(again.get(found.product))]
+    again = find_sites(graph, reads)
+    fused = {site.anchor for site in again if site.refusal is None and all(map(_is_moderate, site.attentions))}
+    needless = [found for found in moved if found.product not in fused]
     for found in needless:
         found.undo()
-    return (
-        find_sites(graph, reads) if needless else list(again.values()),
-        [found for found in moved if found not in needless],
-    )
+    return find_sites(graph, reads) if needless else again, [found for found in moved if found.product in fused]
 
 
-def _is_attention(site: Site | None) -> bool:
-    return site is not None and site.refusal is None and all(_is_moderate(found.core) for found in site.attentions)
-
-
-def _is_moderate(core: Core) -> bool:
+def _is_moderate(found: Attention) -> bool:
     """Whether weights grow at most as fast as scores."""
-    return core.normalizer is not Normalizer.NONE or _grows_slowly(core.score)
+    return found.core.normalizer is not Normalizer.NONE or _grows_slowly(found.core.score)
 
 
 def _grows_slowly(value: Expr) -> bool:
@@ -131,13 +124,13 @@ def _moved(product: Node, met: Upstream) -> Moved | None:
         return None
     try:
         found = _division(product, met)
-        if found is None:
-            return None
-        places = _places(product, found)
+        places = None if found is None else _places(found)
     except Unsupported:  # a product, a view or sizes that are not understood
         return None
+    if found is None or places is None:
+        return None
     division, weights, factor, user = found.node, found.weights, found.factor, found.user
-    if places is None or any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
+    if any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
         return None
     graph = product.graph
     user.replace_input_with(division, weights)
@@ -202,7 +195,7 @@ def _is_of_row(factor: Any, met: Upstream) -> bool:
     return nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
 
 
-def _places(product: Node, found: _Division) -> tuple[int, ...] | None:
+def _places(found: _Division) -> tuple[int, ...] | None:
     """Which dimension of the product each dimension that a factor is made of belongs to; None where it depends on
     the key."""
     names = order_of(found.index, shape(found.factor), found.bounds)

@@ -77,7 +77,10 @@ class Narrow:
             return (part.value, part.value) if math.isfinite(part.value) else (0.0, 0.0)
         if part.op == "to_float":
             whole = part.args[0]
-            return INDICATOR if any(p.op == "load" for p in walk(whole)) else _as_floats(self._integers(whole))
+            if any(p.op == "load" for p in walk(whole)):
+                return INDICATOR
+            low, high = self._integers(whole)
+            return float(low), float(high)
         if part.op == "load":
             return self._of_load(part)
         if part.op in ("reduce", "softmax"):
@@ -117,10 +120,6 @@ def is_learned(node: Node) -> bool:
             return False
         stack += tensors
     return bool(seen)
-
-
-def _as_floats(limits: tuple[int, int]) -> Span:
-    return float(limits[0]), float(limits[1])
 
 
 def _result(op: str, spans: list[Span]) -> Span:

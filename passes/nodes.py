@@ -256,6 +256,13 @@ def one_dim(dims: Any, rank: int) -> int | None:
     return normalize_dim(dims[0], rank) if len(dims) == 1 and isinstance(dims[0], int) else None
 
 
+def dims_of(node: Node) -> list[int]:
+    """The dimensions that a reduction runs over, in order: by default all."""
+    args = arguments(node)
+    rank, dims = len(shape(args["self"])), args.get("dim")
+    return sorted(normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims or range(rank)))
+
+
 def copy_provenance(origin: Node, target: Node) -> None:
     """Say of a node that it stands for another one."""
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
