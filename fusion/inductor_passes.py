@@ -62,8 +62,7 @@ class RewritePass(CustomGraphPass):
 
 
 def _is_whole(graph: Graph) -> bool:
-    """Whether no other graph calls this one, by how Inductor goes through them; where that cannot be told, whether it
-    comes from Dynamo as it is."""
+    """Whether no other graph calls this one, by Inductor's frames; without any, whether it comes from Dynamo."""
     calls, frame = 0, sys._getframe()
     while frame := frame.f_back:
         calls += frame.f_code.co_name == "_recursive_pre_grad_passes"

@@ -26,8 +26,7 @@ Regions = tuple[tuple[Any, ...], ...]
 
 
 def write_casts(graph: Graph) -> None:
-    """Insert `aten.to` in front of every operation whose arguments autocast would cast, where the result shows that
-    it did."""
+    """Insert `aten.to` before operations whose arguments autocast casts, where the result shows that it did."""
     made: dict[tuple[Node, torch.dtype], Node] = {}
     ambient = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
     for node, around in regions(graph):

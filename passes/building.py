@@ -37,7 +37,6 @@ def in_place_of(
     """What takes the place of a node: a further output in the node's shape, dtype and order in memory.
 
     made: the further output as the operator returns it.
-    bounds: the extents of the coordinates.
     trained: whether gradients pass through it.
     """
     node, like = use.node, nodes.value(use.node)
@@ -69,8 +68,7 @@ def in_place_of(
 
 
 def in_mode_of(root: Node, place: Node) -> Node | None:
-    """The last node from `place` upwards before which gradients are enabled as they are at the root; None where none
-    is."""
+    """The last node from `place` upwards with gradients enabled as at the root, or None."""
     found: Node | None = place
     while found is not None and _enabled(found)[0] != _enabled(root)[0]:
         found = _enabled(found)[1]
@@ -90,8 +88,7 @@ _EXTREMA = {aten.amax.default: aten.amax.default, aten.max.default: aten.amax.de
 
 
 def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
-    """`_split_extremum` for extrema of nodes that sites looked into, or of what becomes of these element by element.
-    Nodes that the sites read stay."""
+    """`_split_extremum` for extrema of nodes that sites looked into, or of what is made of them element by element."""
     region, read = _known(sites)
     todo, seen = [*region], region | read
     while todo:

@@ -120,8 +120,7 @@ def _cut_for(graph: Graph, asked: Mapping[Node, list[Node]], reads: Reads) -> li
 
 
 def failed(graph: Graph, changes: Sequence[Moved | Cut]) -> set[str]:
-    """The names of the products that changes were made for, and that are in the graph all the same, or for which a
-    reduction is."""
+    """The names of products that changes were made for, and that are still in the graph, or whose reductions are."""
     left = {*graph.nodes}
     return {product.name for change in changes for product in change.serves if left & {product, change.product}}
 

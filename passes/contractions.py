@@ -39,8 +39,7 @@ ADDING = {aten.baddbmm, aten.addmm}
 
 
 def is_contraction(node: Node) -> bool:
-    """Whether this node is a product that `factors` may be able to take apart. `addmm` with a parameter is a linear
-    layer."""
+    """Whether `factors` may take this product apart. `addmm` with a parameter is a linear layer."""
     if node.op != "call_function" or nodes.writes(node):
         return False
     if packet(node) is aten.addmm:
@@ -186,12 +185,7 @@ def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
-    """An einsum of two operands over one index: a letter for each dimension.
-
-    inputs: of the operands.
-    output: of the result.
-    summed: the letter that the result lacks.
-    """
+    """An einsum of two operands over one index: a letter for each dimension. summed: what the result lacks."""
 
     inputs: tuple[str, ...]
     output: str
@@ -218,8 +212,7 @@ def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> Equation:
 
 
 def einsum_letters(node: Node) -> tuple[Equation, list[Node]]:
-    """The letters of an einsum's dimensions, and its operands; raises `Unsupported` for forms that are not taken
-    apart."""
+    """The letters of an einsum's dimensions, and its operands; raises `Unsupported` for other forms."""
     args = arguments(node)
     ranks = tuple(len(shape(tensor)) for tensor in args["tensors"])
     return _parsed(args["equation"], ranks, len(shape(node))), args["tensors"]

@@ -49,8 +49,7 @@ def cut_out(site: Site) -> CutOut | None:
 
 
 def _feeding(root: Node, inside: set[Node]) -> set[Node]:
-    """The nodes of `inside` that `root` depends on through others of them. What is taken out of a tuple that was made
-    elsewhere was made elsewhere, too."""
+    """The nodes of `inside` that `root` depends on through others of them, without items of tuples made elsewhere."""
     found, stack = set(), [root]
     while stack:
         node = stack.pop()

@@ -141,8 +141,7 @@ def _live(kept: Sequence[Node], needs: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
-    """The nodes of the region that hold scores and stay alive, the last first; those that are used outside of it, where
-    there are any."""
+    """The nodes of the region that hold scores and stay alive, the last first; those used outside, if any."""
     outside, operands = _outside(site, live, needs), set(needs.get(site.root, ()))
     alive = [n for n in downstream_of_products(site) if n in live and n not in operands and n not in needs]
     used = [n for n in alive if any(map(outside, n.users))]

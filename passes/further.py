@@ -170,8 +170,7 @@ class _Walk:
 
 
 def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
-    """The coordinates c1, c2, .. of which the element `index` of a tensor is number (c1 * n2 + c2) * n3 + .., if that
-    takes every element once."""
+    """The coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each taken once."""
     number, count = _flat(index, extents)
     for order in itertools.permutations(sorted(coordinates(number))):
         own = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)

@@ -24,11 +24,7 @@ LIMIT = 48
 class ExcerptNode:
     """One box.
 
-    name: the node's.
     text: its operation.
-    shape: of its result.
-    parents: names of its inputs.
-
     role: "input" (stays in the graph), "product", "step", "blame" (stopped the analysis) or "fused".
     """
 

@@ -183,8 +183,7 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
 
 
 def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
-    """(the sum over heads behind a softmax, the weights of one head); None where there is none. Raises `Unsupported`
-    where it cannot be told apart."""
+    """(the sum over heads behind a softmax, the weights of one head), or None; raises `Unsupported`."""
     if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
         return None
     then, adds = _without(weight, mix, WEIGHT)

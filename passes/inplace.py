@@ -88,8 +88,7 @@ def _parts(target: Node) -> list[Node]:
 
 @functools.cache
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that takes what an in-place one takes (`aten.add_.Tensor` -> `aten.add.Tensor`), and returns the
-    result instead of writing it."""
+    """The functional overload with the arguments of an in-place one: `aten.add_.Tensor` -> `aten.add.Tensor`."""
     name = target._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
         return None
@@ -252,8 +251,7 @@ def mark_mutations(graph: torch.fx.Graph) -> None:
 
 
 def changes(passed: Iterable[Node], anchor: Node | None) -> bool:
-    """Whether what one of these nodes reads changes in place after it and before the product with V: the values that it
-    made must then be read themselves."""
+    """Whether what these nodes read changes between them and the product with V: then their values must be read."""
     read = ((node, parent) for node in passed for parent in node.all_input_nodes)
     later = (by for node, parent in read for by in marks.mutations(parent) if node < by)
     return any(anchor is None or by < anchor for by in later)

@@ -196,8 +196,7 @@ def _is_of_row(factor: Any, met: Upstream) -> bool:
 
 
 def _places(found: _Division) -> tuple[int, ...] | None:
-    """Which dimension of the product each dimension that a factor is made of belongs to; None where it depends on
-    the key."""
+    """The product's dimension of each dimension that a factor is made of; None where it depends on the key."""
     names = order_of(found.index, shape(found.factor), found.bounds)
     return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
 

@@ -60,8 +60,7 @@ def holding(predicates: list[Expr]) -> dict[Expr, Expr]:
 
 
 def _split(score: Expr) -> tuple[Expr, float]:
-    """(predicate, largest fill): where the predicate is false the score is at most the fill, but for ordinary scores
-    that the fill is added to."""
+    """(predicate, fill): where the predicate is false, the score is at most the fill plus ordinary scores."""
     if score.op != "where":
         return TRUE, -math.inf
     condition, then, otherwise = score.args
@@ -125,8 +124,7 @@ def _extreme(name: str, values: list[Expr]) -> Expr | None:
 
 
 def _bound(part: Expr, side: Side) -> Ends:
-    """The key range of one predicate. (None, None) says for ANY that all keys may be live, for ALL that no range is
-    known."""
+    """The key range of a predicate. (None, None): for ANY all keys may be live, for ALL no range is known."""
     if loads(part):
         return None, None
     if part.op == "or":
@@ -214,8 +212,7 @@ def _affine(quotient: Expr) -> tuple[Expr, Expr] | None:
 
 
 def _at_extreme_row(expr: Expr, side: Side) -> Expr | None:
-    """The maximum (ANY) or minimum (ALL) of an expression over rows i0..i1, monotone term by term; None where that
-    cannot be told."""
+    """The maximum (ANY) or minimum (ALL) over rows i0..i1, monotone term by term; None where that cannot be told."""
     total = integers.integer(0)
     for monomial, coefficient in integers.terms(expr).items():
         holding = [atom for atom in monomial if contains(atom, I)]

@@ -31,8 +31,7 @@ _PREFIX = "outlined_"
 
 
 def outline(module: GraphModule) -> GraphModule:
-    """The same computation with one call in the place of each such part, equal parts by one name; the module itself
-    where there is none."""
+    """The same with one call for each such part, equal parts by one name; the module itself where there is none."""
     found = parts(module.graph)
     if not found:
         return module

@@ -181,8 +181,7 @@ class Repeats:
         )
 
     def _writes_part(self, node: Node, operations: tuple[Node, ...]) -> bool:
-        """Whether a write goes to what the call made, and changes its shape, or nothing but elements, of which autograd
-        sees nothing."""
+        """Whether a write fills what the call made, unseen by autograd, or changes its shape."""
         if node.target is _SQUEEZED:
             return node.args[0] in operations
         return node.target in _FILLS and node.args[0] in operations and not self._tracked
@@ -244,8 +243,7 @@ def _modes() -> Form:
 
 
 def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
-    """What is between the brackets of x[...], without the numbers that a copy may have others of, and these; None for
-    an index with anything but numbers."""
+    """(x[...] without the numbers that a copy may have others of, these numbers); None of other indices."""
     form, numbers, index = [], [], call.args[1]
     for item in index if isinstance(index, tuple) else (index,):
         if type(item) is int:

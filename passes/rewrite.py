@@ -51,21 +51,18 @@ def rewrite(
 
     module: the compiler's own copy, whose graph is changed.
     supports: (spec and its call, device, example sizes) -> why no kernel is to be made for it, or None.
-    emitter: handed to the op.
     pays: whether a map of a mask's tiles is worth its cost on a device; None makes none.
-    block_mask: the user's mask for every attention.
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     sets_pay: whether keys are read by the sets of their rows (see `by_rows`); None keeps masks.
     """
     symbols, hints = Symbols(module.graph), nodes.size_hints(module.graph)
     split_extrema(module.graph, sites)
     specified = _specify_all(sites, symbols, block_mask)
-
-    def with_uses(site: Site, found: Sequence[Use]) -> Specified:
-        return _specify(site, site.attentions[0], symbols, None, found)
-
+    anew = (
+        None if block_mask is not None else lambda site, found: _specify(site, site.attentions[0], symbols, None, found)
+    )
     # First: what is refused here is not validated, and no kernels are built for it.
-    refuse_escaping(module.graph, sites, specified, with_uses if block_mask is None else None, symbols)
+    refuse_escaping(module.graph, sites, specified, anew, symbols)
     if validate is not None:
         _refuse(sites, specified, lambda site, parts: validate(site, parts, hints))
     read_sets(specified, sets_pay, hints)
@@ -191,8 +188,7 @@ def _map_tiles(
 
 
 def _check_tables(graph: Graph, specified: dict[int, list[Specified]], symbols: Symbols) -> None:
-    """Let attentions read tables whose positions are known to be there: copies made by `fusion::table`, one for all
-    that are read at the same places."""
+    """Let attentions read tables as `fusion::table` has checked them, one for all that are read at the same places."""
     known: dict[Table, Node] = {}
     for parts in specified.values():
         for place, part in enumerate(parts):
@@ -227,8 +223,7 @@ def _refuse_reordered_reads(site: Site) -> None:
 def _replace(
     graph: Graph, site: Site, parts: Sequence[Specified], symbols: Symbols, emitter: str, results: dict[Node, Node]
 ) -> dict[Node, Node]:
-    """Put the calls in the place of a site's root, and say what stands in whose place. `results`: that of sites
-    before."""
+    """Put the calls in the place of a site's root; returns what stands in whose place. results: of sites before."""
     root = site.root
     with graph.inserting_before(site.place or root):
         terms, further = [], dict[Node, Node]()

@@ -30,8 +30,6 @@ class Found:
 
     cores: the attentions whose weights sum to those of the product.
     value, scale: where V is read, and what its rows are multiplied by.
-    pullback: the walk.
-    keys: how many keys there are.
     """
 
     cores: list[Core]

@@ -48,9 +48,7 @@ class Specified:
     """A spec and what its call takes.
 
     device: the type of the device that it runs on.
-    operands: the graph nodes of its operands.
     sizes: the spec's sizes in the graph's own terms.
-    differentiable: whether gradients are needed.
     tables: numbers of operands that are positions in others, which are to be checked before they are read.
     uses: what the further outputs take the place of.
     key_sets: what is known of operands that are masks made of positions, by number.

@@ -40,13 +40,10 @@ class Asked(enum.Enum):
 class Run:
     """Operations of a function inside of a transform.
 
-    members: their nodes.
     inputs, outputs: what they read, and which of them are read behind them.
     body: the same as a graph.
     values: what it is called with.
     around: the regions of autocast around it.
-    asked: which derivatives are asked for.
-    refusal: why it stays as it is.
     """
 
     members: tuple[Node, ...]
@@ -119,8 +116,7 @@ def _is_of_levels(node: Node) -> bool:
 
 
 def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
-    """The run of these nodes; none where it is no graph of tensors and numbers. levels: how many of each kind are
-    around."""
+    """The run of these nodes; none if it is no graph of tensors and numbers. levels: how many of each are around."""
     graph, made = Graph(), dict[Node, Node]()
     inputs, outputs = ends(members)
     mode = detect_fake_mode([nodes.value(node) for node in module.graph.nodes if node.op == "placeholder"])

@@ -29,8 +29,7 @@ _RULES: dict[Any, Rule] = {}
 
 
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
-    """The input node and index of the element `node[index]`, or None if the node computes, ends a gradient, or cannot
-    be resolved."""
+    """The input node and index of the element `node[index]`, or None: it computes, ends a gradient, or is unclear."""
     if node.op != "call_function" or not nodes.is_tensor(node) or marks.stop_gradient(node):
         return None
     if node.target is operator.getitem:

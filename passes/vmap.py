@@ -37,8 +37,7 @@ class Untraceable(Exception):
 
 
 def through(body: Interpreter, args: tuple[Any, ...]) -> Any:
-    """Run a part of Dynamo's graph that enters and leaves its levels of `vmap`, and trace what becomes of its
-    operations."""
+    """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace what becomes of it."""
     mode, depth = get_proxy_mode(), _depth()
     assert mode is not None
     try:

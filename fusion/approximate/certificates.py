@@ -23,7 +23,6 @@ class Certificate:
     ran: the same, or "exact".
     heads: the batch coordinates of the heads, e.g. ((0, 3), (0, 5)).
     epsilon: the error asked for.
-    n_q, n_k: queries and keys.
     reason: why exact ran.
     weight_error: a bound on the sum over keys of |error of a weight| / sum of the weights, in every row; 0 where exact
         ran.
@@ -31,7 +30,6 @@ class Certificate:
     bound: B, such that every |score| <= B after the keys are centred; None where it was not computed to the end.
     moment: what the mean square score of a row is at most (of the keys that are approximated, relative to their mean
         weight).
-    degree, features: of the polynomial.
     live: the share of the tiles that were computed (certified_sparse).
     planes: bfloat16 planes of float32 products, where these are fewer than the exact kernel takes.
     """

@@ -57,8 +57,7 @@ def worth_a_look(machine: Machine, problem: Problem) -> bool:
 
 
 def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, fine: bool) -> float:
-    """Of bounding the scores of all blocks of `keys` keys, for tiles of `rows` queries or, where `fine`, for all
-    queries."""
+    """Of bounding the scores of all blocks of `keys` keys, for tiles of `rows` queries or (`fine`) for all queries."""
     queries, flops, threads = problem.problems * problem.n_q, machine.flops("float32"), machine.cores / 2
     weights = queries * CANDIDATES * keys
     bounds = queries * -(-problem.n_k // keys) * (1 if fine else 4 / rows)
@@ -203,8 +202,7 @@ def crossing(
 
 
 def _certified(problem: Problem, bound: float, epsilon: float, split: bool) -> Choice | None:
-    """The polynomial that is certified without data. Of a row's mean weight it is known to be 1 with centred keys, and
-    exp(-B) with some of them."""
+    """The polynomial certified without data. A row's mean weight is at least 1 with centred keys, exp(-B) with some."""
     least = math.exp(-bound) if problem.causal else 1.0
     return choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=least)
 

@@ -112,10 +112,7 @@ def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[
 
 
 class HeadSlices(NamedTuple):
-    """The places of the queries and of the keys of each head, which heads may share.
-
-    d: columns of a row.
-    """
+    """The places of the queries and of the keys of each head, which heads may share. d: columns of a row."""
 
     q: Rows
     k: Rows

@@ -150,8 +150,7 @@ class Inspection:
         return [found[n] / max(1.0, found[n + 1]) for n in range(0, len(found), 2)]
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
-        """What `make(columns, rows of the queries, rows of the keys)` gives, kept for these sizes and strides; None
-        where kernels cannot read the rows."""
+        """What `make(columns, queries, keys)` gives, by sizes and strides; None where kernels cannot read the rows."""
         if not self.native:
             return None
         q, k = operands[0], operands[1]

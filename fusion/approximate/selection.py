@@ -93,8 +93,7 @@ class Selection:
     def _marks(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int], shares: Mapping[int, float], fine: bool
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """The same of heads that are taken together. By bounds of whole tiles where these suffice, else of every
-        row."""
+        """The same of heads taken together: by bounds of whole tiles where these suffice, else of every row."""
         finite, ways, found = self._finite(q, k, v), {}, {}
         q, k = q.float() * self.scale, k.float()
         blocks = functools.cache(lambda: Summaries(k, self.keys))

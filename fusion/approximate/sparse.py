@@ -229,8 +229,7 @@ class SparseAttention:
         return _Likely(hopeful, min(self.rounding.errors([x.queries for x in found], keys)) <= self.epsilon * MARGIN)
 
     def _sampled_mass(self, operands: Sequence[Tensor], sizes: Sequence[int], fine: bool) -> dict[int, float]:
-        """Heads in which the boxes of a few blocks could rule out most of them, if few keys had most of the weight;
-        the share of the blocks."""
+        """Heads in which boxes could rule out most blocks if few keys had most of the weight; the share of those."""
         # A row's sum is then as many weights like the highest as FEW of the sampled keys stand for.
         gap = -math.log(self.epsilon / 2 * FEW / GLANCED[1])
         shares = self.look.ruled_out(operands, sizes, (*GLANCED, self.kernel.keys), gap)
@@ -281,8 +280,7 @@ class SparseAttention:
         return found[0]
 
     def _certify(self, heads: Heads, some: Sequence[int], errors: Tensor, computed: Tensor | None = None) -> None:
-        """Record what is certified of some heads, read when it is asked for. computed: tiles of each; where not given,
-        they ran in two planes."""
+        """Record what is certified of some heads. computed: tiles of each; None: they ran in two planes."""
         shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
         tiles = shape[0] * shape[1]
         if self.plain.causal:

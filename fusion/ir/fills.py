@@ -28,8 +28,7 @@ _KEEPING = ("where", "fadd", "minimum", "maximum")
 
 
 def fill_of(value: Expr) -> float:
-    """What a dead score is, but for ordinary scores that it is a sum with: its largest value over all selections. +inf
-    for what is not dead, or may be NaN."""
+    """What a dead score is, but for scores that are added to it, at most; +inf for what is not dead, or may be NaN."""
     if value.op == "const":
         return value.value
     if value.op == "where":

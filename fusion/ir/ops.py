@@ -277,8 +277,7 @@ def evaluate(
     float_dtype: torch.dtype = torch.float32,
     constant: Callable[[Any, torch.dtype], Any] = lambda value, dtype: torch.tensor(value, dtype=dtype),
 ) -> Any:
-    """The value of an expression in torch: `leaf(node)` gives coordinates, sizes, loads, the score and row values,
-    `constant(value, dtype)` constants."""
+    """Its value in torch. leaf(node): of a coordinate, size, load, score or row value; constant(value, dtype)."""
     values: dict[Expr, Any] = {}
     dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
     for part in walk(expr):

@@ -36,8 +36,7 @@ class Request:
     @staticmethod
     @functools.cache
     def parse(text: str) -> Request:
-        """The request that `str` wrote: an emitter, "/tuned" where tiles are measured, "+method:epsilon" where an
-        approximation is allowed."""
+        """The request that `str` wrote: an emitter, "/tuned", "+method:epsilon" where an approximation is allowed."""
         text, found, allowed = text.partition("+")
         method, _, epsilon = allowed.partition(":")
         return Request(

@@ -49,7 +49,6 @@ class Operand:
     """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
 
     dtype: torch's name ("float32").
-    rank: number of dimensions.
     name: for people, e.g. "k" or "bias".
     order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient is
         asked for or the tensor is row-major.
@@ -131,12 +130,10 @@ class AttentionSpec:
     k_value, v_value: what is multiplied where that is made from what is stored (a quantised cache): FLOAT expressions
         in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
-    further: what else is written beside the output.
     mixing: how heads are mixed; None where each stands for itself.
     among: of how many keys the n_k of a row are, where the last batch coordinate is the query and each has a set of its
         own, which k and v are read through; None elsewhere. No kernel needs it.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16").
-    out_dtype: of the result.
     """
 
     sizes: tuple[str, ...]
@@ -213,8 +210,7 @@ class AttentionSpec:
 
     @property
     def stored(self) -> tuple[Operand, ...]:
-        """The operands that are narrower in memory than anything is computed in: those in float8, and K and V in
-        integers."""
+        """The operands that are narrower than anything is computed in: those in float8, and K and V in integers."""
         return tuple(
             o for n, o in enumerate(self.operands) if o.dtype.startswith("float8") or n < 3 and o.kind is Kind.INT
         )

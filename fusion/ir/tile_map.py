@@ -34,7 +34,6 @@ class MapSpec:
 
     sizes: names of run-time sizes, in the order in which the op receives their values.
     batch: extents of the map's own batch coordinates b0, b1, ...
-    n_q, n_k: numbers of queries and keys.
     live: where it is false a score is dead.
     full: where it is true a score needs no mask; predicates in b.., i, j.
     rows: whether the predicates depend on the query.

@@ -57,8 +57,7 @@ class FurtherGradients:
 
 
 def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
-    """Of all further outputs of a spec, of which `unsupported` has nothing to say. What arrives at them is read as
-    operands `first`, `first` + 1, ..."""
+    """Of all further outputs, none `unsupported`. What arrives at them is read as operands `first`, `first` + 1, ..."""
     totals: dict[Expr, Expr] = {}
     for number, further in enumerate(spec.further, first):
         arriving = load(number, tuple(map(coord, further.dims)), Kind.FLOAT)
@@ -77,8 +76,7 @@ def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
 
 
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
-    """Why kernels have no gradient of the further outputs of a spec for the operands that `needs` marks (None: any),
-    or None."""
+    """Why kernels have no gradient of further outputs for the operands that `needs` marks (None: any), or None."""
     for further in spec.further:
         value = _value(further)
         if further.reduction not in (Reduction.NONE, Reduction.SUM):

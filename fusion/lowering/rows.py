@@ -30,8 +30,7 @@ FACTOR = node("row_sum", (), Kind.FLOAT, "factor")
 
 
 def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
-    """(name for people, leaf, value in terms of the leaves before it), ROW_MAX, ROW_SUM and at last FACTOR among the
-    leaves."""
+    """(name for people, leaf, value in terms of the leaves before it): of ROW_MAX, ROW_SUM and at last FACTOR, too."""
     yield "highest", ROW_MAX, functools.reduce(lambda m, x: where(apply("flt", m, x), x, m), spec.sinks, KEY_MAX)
     dead, total = apply("feq", ROW_MAX, const(-math.inf)), KEY_SUM
     if spec.sinks:
@@ -61,8 +60,7 @@ def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:
 
 
 def weight(spec: AttentionSpec) -> Expr:
-    """What a score becomes before the weight program, in terms of SCORE, ROW_MAX and ROW_SUM: for a kernel that meets
-    it once more when its row is known."""
+    """A weight before the weight program, in SCORE, ROW_MAX and ROW_SUM: for kernels that meet scores once more."""
     if spec.normalizer is Normalizer.NONE:
         return spec.score
     base = ROW_MAX

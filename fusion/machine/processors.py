@@ -68,7 +68,6 @@ class MemoryLevel:
 class Machine:
     """A processor as the planner sees it. Rates are of the whole machine.
 
-    name: what it is called.
     kind: "cpu", "gpu" or "model".
     levels: memory from the fastest to the slowest; the last one holds everything.
     fast: the level whose capacity is the M of the theory.

@@ -147,8 +147,7 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
 
 
 def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, multiples: tuple[int, int], *, skip: bool) -> Times:
-    """Seconds for each tile; `skip`: keys that the mask hides are left out. multiples: the register tile (rows,
-    keys)."""
+    """Seconds for each tile. skip: keys that the mask hides are left out. multiples: the register tile (rows, keys)."""
     costs = asdict(COSTS[_kernel(problem, machine, multiples).unit])
     clock = machine.clock or 2.5e9
     parts = []

@@ -64,8 +64,7 @@ def _of_programs(*programs: Expr | None) -> tuple[int, int]:
 
 
 def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:
-    """Bytes of an element of k and v in memory where one of them is stored in another form than it is multiplied in,
-    or read through a table, else 0."""
+    """Mean bytes of an element of k and v in memory; 0 where both are stored as they are multiplied, in no table."""
     as_is = not spec.tables and all(spec.values[n] is None and spec.operands[n] not in spec.stored for n in (1, 2))
     return 0 if as_is else stored_bytes(spec, d, d_v, n_k, sizes)
 

@@ -131,8 +131,7 @@ class GpuPlanner:
 
 
 def splits_for(programs: int, n_k: int, keys: int, processors: int) -> int:
-    """Into how many parts the n_k keys that a block visits are cut so that the device is full, two programs per
-    processor; 1 for not at all."""
+    """Into how many parts the n_k keys that a block visits are cut, to have two programs per processor."""
     wanted = 2 * processors // max(1, programs)
     return max(1, min(wanted, n_k // (keys * LEAST_TILES), MOST_SPLITS))
 

@@ -91,7 +91,6 @@ Hopper: Luo et al., arXiv 2402.13499; of Blackwell's data centre parts nothing i
 class Work:
     """What a kernel does for each score, as far as its tile depends on it.
 
-    kernel: its name.
     d, d_v: columns that are computed.
     size: bytes of an element of the products.
     score_bytes: bytes loaded for each score (bias and mask matrices).

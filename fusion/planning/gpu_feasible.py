@@ -117,8 +117,7 @@ def fact_of(work: Work, tile: Tile, machine: Machine) -> Fact | None:
 
 
 def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
-    """Whether this kernel spills too much in a tile of this size with another number of stages, which moves registers
-    little."""
+    """Whether this kernel spills too much in this tile with another number of stages, which moves registers little."""
     *size, _, order = place_of(tile)
     for (*other, _, its), fact in facts_of(work, machine).items():
         if (other, its) == (size, order) and Fact(*fact).spilled > MOST_SPILLED:

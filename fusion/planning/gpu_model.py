@@ -93,8 +93,7 @@ class TileModel:
 
 
 def rounded_bytes(work: Work) -> int:
-    """Bytes that are moved for each query whose gradient is added up in float32: it is filled with zeros, read, and
-    written in Q's dtype."""
+    """Bytes moved for a query whose gradient is added up in float32: filled with zeros, read, written in Q's dtype."""
     return work.added * (2 * 4 + work.size)
 
 

@@ -250,8 +250,7 @@ def find_schedule(name: str) -> Schedule:
 
 
 def _candidates(direction: str, features: int | None) -> list[Schedule]:
-    """What takes part without being named: exact schedules, and polynomials where r is known. What certified_sparse
-    leaves out only the data tell."""
+    """What is weighed without being named: exact schedules, and polynomials where r is known."""
     from fusion.planning.schedules import SCHEDULES
 
     every = [item for item in SCHEDULES.values() if item.direction == direction and not item.mixes_heads]
@@ -261,8 +260,7 @@ def _candidates(direction: str, features: int | None) -> list[Schedule]:
 
 
 def _weighed(problem: Problem, names: Iterable[str]) -> list[str]:
-    """Those of the names that say something of this problem: one that only skips tiles stands for the whole schedule
-    where nothing is masked."""
+    """The names that say something of this problem: what only skips tiles stands for the whole where all are live."""
     if problem.masked:
         return list(names)
     return list(dict.fromkeys(name for name in names if not find_schedule(name).unmasked)) or list(names)

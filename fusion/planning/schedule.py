@@ -43,7 +43,6 @@ class Schedule:
     """An algorithm with its tile left open.
 
     order: the I/O at the best tile, up to a constant.
-    direction: forward or backward.
     exact: whether it computes attention itself rather than an approximation.
     kernels: the kinds of machine ("cpu", "gpu") for which an emitter has a kernel of it.
     skips: whether it leaves out tiles that a mask hides; its counts are then in their live share s.

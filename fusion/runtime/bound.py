@@ -64,8 +64,7 @@ def bound_attention(
 
 
 def teach_inductor() -> None:
-    """Let the Python code that Inductor writes call bound functions. Versions of torch that have no place for it write
-    calls of the operator."""
+    """Let Inductor's Python code call bound functions; versions of torch without a place for it call the operator."""
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
     except ImportError:

@@ -78,8 +78,7 @@ def _backward(given: BackwardArguments, further: Sequence[Tensor | None]) -> lis
 
 
 def backward_of(spec: str, device: str, request: str) -> Callable[..., list[Tensor]]:
-    """A function of the fields of `Backward` -> the gradients of the operands that are needed, in the order of these in
-    memory."""
+    """A function of the fields of `Backward` -> the gradients of the operands that are needed, in order in memory."""
     kernels, described = differentiable(spec, device, request), AttentionSpec.from_json(spec).operands
 
     def run(*given: Any) -> list[Tensor]:

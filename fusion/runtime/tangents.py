@@ -101,8 +101,7 @@ def _gathered(run: Execution, number: int, tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _between(spec: AttentionSpec, computed: torch.dtype, d: int, d_v: int) -> str:
-    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, of so many columns; its
-    output is in float32."""
+    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, with a float32 output."""
     batch = tuple(coord(f"b{axis}") for axis in range(len(spec.batch)))
     names, dtype = tuple(result_names(spec)), str(computed).removeprefix("torch.")
     plain = tuple(Operand(dtype=dtype, rank=len(names), name=name) for name in "qkv")

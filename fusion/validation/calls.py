@@ -72,8 +72,7 @@ def _floats(result: Any) -> list[Tensor]:
 
 
 def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:
-    """How the outputs break the rule of `fusion.exactness`, in words. Without a float64 run, eager's error is taken for
-    16 times the dtype's precision."""
+    """How the outputs break the rule of `fusion.exactness`. Without float64, eager's error counts as 16 eps."""
     for number, (a, b) in enumerate(zip(ours, eager, strict=True)):
         found = errors(a, b, b, condition=16) if exact is None else errors(a, b, exact[number])
         if found.misplaced:

@@ -31,8 +31,7 @@ _REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.s
 
 @rule(*_COPIES)
 def _copy(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    """A copy or a cast. Integers are rounded to what the graph asks for in every run, as in the spec: distances of more
-    than 256 in bfloat16."""
+    """A copy or a cast. Integers are rounded as the graph asks in every run: distances above 256 in bfloat16."""
     value = replay.value(nodes.arguments(node)["self"], index, rank)
     value = (value if value.is_floating_point() else value.to(nodes.dtype(node))).to(replay.dtype(nodes.dtype(node)))
     return value.detach() if nodes.packet(node) in (aten.detach, aten.detach_) else value

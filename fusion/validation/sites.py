@@ -248,8 +248,7 @@ class _Comparison:
 
 
 def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
-    """Q, K, V and what else is multiplied as a matrix are factors; what is multiplied or divided by tensors, or divides
-    them, is a scale."""
+    """Q, K, V and what else is multiplied as a matrix are factors; what else is multiplied or divided is a scale."""
     among = {*site.interior(), site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
     made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
@@ -265,8 +264,7 @@ def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
 
 
 def _met(leaf: Node, among: set[Node]) -> Iterator[tuple[Node, Node]]:
-    """Where a tensor first meets another, after operations on it alone (views, casts, functions): what became of it,
-    and the node."""
+    """(what became of a tensor by operations on it alone, the node at which it first meets another), everywhere."""
     todo = [leaf]
     while todo:
         here = todo.pop()
@@ -290,8 +288,7 @@ def _selects(spec: AttentionSpec) -> bool:
 
 
 def _loses_infinities(interior: Iterable[Node]) -> bool:
-    """Whether infinite scores make rows NaN that are not with a softmax: exponentials without a maximum, and shifts by
-    sums over the keys."""
+    """Whether infinite scores make rows NaN here but not in a softmax: no maximum is subtracted, or sums."""
     called = {nodes.packet(node) for node in interior}
     shifts = any(
         nodes.packet(node) in (aten.sum, aten.mean) and any(nodes.packet(u) in (aten.add, aten.sub) for u in node.users)

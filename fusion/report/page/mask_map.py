@@ -25,7 +25,6 @@ class MaskMap:
     """cells[r][c] is DEAD, MIXED, FULL or DATA (depends on tensors that the mask reads).
 
     rows, columns: size of a cell in queries and keys.
-    shares: share of cells of each kind.
     sampled: whether not every score was looked at.
     """
 
