@@ -21,7 +21,7 @@ from fusion.passes.block_mask import BlockMask
 from fusion.passes.building import Symbols, derived, in_place_of, split_extrema
 from fusion.passes.by_rows import Pays as SetsPay
 from fusion.passes.by_rows import read_sets, with_merged_heads
-from fusion.passes.escaping import downstream_of_products, impurity, refuse_escaping
+from fusion.passes.escaping import Anew, downstream_of_products, impurity, refuse_escaping
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
 from fusion.passes.nodes import Unsupported
@@ -58,11 +58,9 @@ def rewrite(
     symbols, hints = Symbols(module.graph), nodes.size_hints(module.graph)
     split_extrema(module.graph, sites)
     specified = _specify_all(sites, symbols, block_mask)
-    anew = (
-        None if block_mask is not None else lambda site, found: _specify(site, site.attentions[0], symbols, None, found)
-    )
+    anew: Anew = lambda site, found: _specify(site, site.attentions[0], symbols, None, found)
     # First: what is refused here is not validated, and no kernels are built for it.
-    refuse_escaping(module.graph, sites, specified, anew, symbols)
+    refuse_escaping(module.graph, sites, specified, anew if block_mask is None else None, symbols)
     if validate is not None:
         _refuse(sites, specified, lambda site, parts: validate(site, parts, hints))
     read_sets(specified, sets_pay, hints)
