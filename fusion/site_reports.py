@@ -26,8 +26,7 @@ def report_of(
     hints: Mapping[str, int],
     options: Options,
 ) -> Report:
-    """The report of what was found, and of what became of it: `specified` by position in `sites`, `drawn` the graph
-    around each before anything was replaced."""
+    """The report. specified: by position in `sites`. drawn: the graph around each before anything was replaced."""
     report = Report()
     for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
         parts = specified.get(number, ())
@@ -95,8 +94,7 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
 
 
 def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:
-    """What says which kernel runs at the sizes of this trace, and what it is predicted to cost; when it is asked: tiles
-    that are measured are known after the first call."""
+    """Says which kernel runs here, and its predicted cost; when asked, since tiles are measured at the first call."""
     spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
     sizes = part.example_sizes(hints)
 

@@ -36,8 +36,7 @@ Pays = Callable[[Specified, Specified, Mapping[str, int]], str | None]
 
 
 def read_sets(specified: Mapping[int, list[Specified]], pays: Pays | None, hints: Mapping[str, int]) -> None:
-    """Let attentions read the keys of their sets alone, where that can be and pays; the others are told why not.
-    Without `pays` nothing is done. hints: example values of symbolic sizes."""
+    """Let attentions read the keys of their sets alone, where that can be and pays; the others are told why not."""
     for parts in specified.values():
         for place, part in enumerate(parts):
             if pays is None or (chosen := _membership(part)) is None:

@@ -126,8 +126,7 @@ def failed(graph: Graph, changes: Sequence[Moved | Cut]) -> set[str]:
 
 
 def _may_be_cascade(site: Site) -> bool:
-    """Whether cutting reductions out may make an attention of a product with V: it is none, or reads a reduction of its
-    own scores, which are then needed elsewhere."""
+    """Whether cuts may make an attention of this product: it is none, or reads reductions of its own scores."""
     if marks.requires_grad(site.anchor) or not is_contraction(site.anchor):
         return False
     if site.refusal is not None:
@@ -165,8 +164,7 @@ def _all(reductions: list[Node]) -> list[Node]:
 
 
 def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], always: bool) -> list[Node]:
-    """What is to be cut for a site, of the reductions above it: nothing where that does not pay for such sizes, and no
-    softmax of an attention. hints: example values of symbolic sizes."""
+    """Of the reductions above a site those to be cut: none where that does not pay, no softmax of an attention."""
     reductions = way(found)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
         return []

@@ -60,8 +60,7 @@ class _Summed:
 
 
 def _summed(node: Node, ops: tuple[Any, ...] = (aten.mul,)) -> _Summed | None:
-    """The factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: a sum over one dimension of both, each of which is
-    broadcast along a dimension of the other; None for any other node."""
+    """The factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: each is broadcast along one of the other."""
     if packet(node) is aten.linalg_vecdot:
         args = arguments(node)
         op, operands, dims, keepdim = aten.mul, (args["x"], args["y"]), args["dim"], False

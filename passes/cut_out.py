@@ -18,8 +18,7 @@ from fusion.passes.normalize import is_active_dropout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOut:
-    """module: the region; its placeholders stand for the nodes `inputs` of the whole graph, its result for the site's
-    root."""
+    """module: the region, which returns what the site's root is. inputs: what its placeholders stand for."""
 
     module: GraphModule
     inputs: tuple[Node, ...]

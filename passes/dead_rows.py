@@ -91,8 +91,7 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
 
 
 def may_be_lowest(value: Expr) -> bool:
-    """Whether a value may be a mask's finite fill: it is such a constant, or a tensor that is read, or a sum or a
-    selection with one. What scores are only multiplied by is no mask."""
+    """Whether a value may be a finite fill: such a constant or a load, if need be in a sum, selection or multiple."""
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score"):
         return False
     if value.op in ("fmul", "div") and not any(arg.is_const for arg in value.args):

@@ -61,8 +61,7 @@ def refuse_escaping(
 def _needs(
     sites: Sequence[Site], specified: Mapping[int, list[Specified]], plain: int | None = None
 ) -> dict[Node, list[Node]]:
-    """What the nodes are made of that calls make. plain: the number of a site whose call is to make its output alone;
-    all others' are then to make what they are there for."""
+    """The operands of what calls make. plain: a site whose call makes its output alone; others keep their promises."""
     further = {n: [use.node for part in parts for use in part.uses] for n, parts in specified.items()}
     made = {n: [sites[n].root, *(further[n] if n != plain else ())] for n in specified}
     if plain is not None:

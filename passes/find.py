@@ -80,8 +80,7 @@ ANY: Reads = lambda dtype, device: True
 
 
 def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
-    """Every candidate in topological order, those that cannot be fused with a reason. reads: whether kernels on a
-    device can read tensors of a float8 dtype."""
+    """Every candidate in order, those not fused with a reason. reads: whether a device's kernels can read a float8."""
     mark_stored(graph, reads)
     mark_roots(graph, ())
     met = Upstream(graph)
@@ -159,8 +158,7 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
 
 
 def _is_reported(anchor: Node, met: Upstream) -> bool:
-    """Whether a product that is refused is attention to a person, who is told why: a product of two activations with a
-    function of a product that is normalised before or after it."""
+    """Whether a refused product is attention to a person: of a function of a product, normalised before or after it."""
     if is_sdpa(anchor) or any(looks_like_attention(met[parent]) for parent in anchor.all_input_nodes):
         return True
     above = met.inputs(anchor)
@@ -245,8 +243,7 @@ class _Factor:
 
 
 def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
-    """The site that ends at this root; None where rows or columns of the product are split or merged there. apart: of
-    rows that are split the inner part is the row."""
+    """The site that ends at this root, or None if that splits rows or columns. apart: the row is an inner part."""
     extents = shape(root)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     walked = _walk_down(root, anchor, atoms, dict(zip(atoms, extents, strict=True)))
@@ -277,8 +274,7 @@ def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
 
 
 def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Index, list[_Factor]] | None:
-    """The product's index of the root's element, and the factors on the way, those nearest to the product first; None
-    where a view on the way cannot be followed."""
+    """The product's index of the root's element, and the factors from the product on; None for unclear views."""
     here: Any = root
     found: list[_Factor] = []
     while here is not anchor:

@@ -163,8 +163,7 @@ class _Walk:
         )  # fmt: skip
 
     def _order(self, node: Node, index: Index, rest: set[str]) -> tuple[str, ...] | None:
-        """The coordinates of a node's elements from the slowest to the fastest: each of b.. and `rest` once, so that
-        every element has one place; else None."""
+        """The coordinates of a node's elements, the slowest first: b.. and `rest`, each once; else None."""
         found = order_of(index, shape(node), self.pullback.bounds)
         return found if found is not None and sorted(found) == sorted(self.batch | rest) else None
 

@@ -207,8 +207,7 @@ def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
 
 
 def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
-    """(an expression with a leaf in the place of a sum over heads, whether the value of the head itself is a part of
-    that: x + mix(x), wherever it is added)."""
+    """(an expression with `leaf` for a sum over heads, whether the head's own value is a part of it: x + mix(x))."""
     own, joined = mix.args[-1], []
 
     def whole(part: Expr) -> Expr | None:

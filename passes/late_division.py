@@ -202,8 +202,7 @@ def _places(found: _Division) -> tuple[int, ...] | None:
 
 
 def _sink(found: _Division, product: Node, met: Upstream) -> tuple[Node, ...]:
-    """Put what only a division makes of a statistic behind the product: the call that writes the statistic must stand
-    before all that reads it, and behind V."""
+    """Put what only a division makes of a statistic behind the product, where the call that writes it stands."""
     if found.node.users:
         return ()
     chain, todo = {found.node}, [found.factor]

@@ -123,8 +123,7 @@ def is_learned(node: Node) -> bool:
 
 
 def _result(op: str, spans: list[Span]) -> Span:
-    """The span of an operation's result: of its values at the ends of its arguments' spans. No primitive has finite
-    values of another order of magnitude between them."""
+    """The span of a result: of its values at the ends of the arguments' spans, between which no primitive is larger."""
     if op in _SELECTIONS:  # an infinity hides in a span of zeros, and leaves the other argument
         return min(low for low, _ in spans), max(high for _, high in spans)
     if op in _DTYPES:

@@ -117,8 +117,7 @@ def transforms(part: list[Node]) -> bool:
 
 
 def _unwraps(node: Node) -> bool:
-    """Whether a node makes plain tensors of one that holds others, as quantised weights do: the trace would meet those
-    and not know them. (DTensors are traced as such.)"""
+    """Whether a node unwraps a tensor that holds others, as quantised weights do, unknown to the trace."""
     if node.op in ("placeholder", "get_attr", "output") or not any(map(_wraps, map(nodes.value, node.all_input_nodes))):
         return False
     return not any(map(_wraps, tree_leaves(nodes.value(node))))

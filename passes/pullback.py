@@ -70,8 +70,7 @@ class Product:
 
 
 class PullBack:
-    """One walk, for one site. keys: the number of keys (columns J) that the product with V sums over. anchor: that
-    product, where there is one."""
+    """One walk, for one site. keys: how many (columns J) the product with V, `anchor`, sums over."""
 
     def __init__(self, bounds: dict[Expr, Expr], keys: Expr, anchor: Node | None = None):
         self.bounds, self.anchor = bounds, anchor

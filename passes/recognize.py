@@ -41,8 +41,7 @@ def attentions(weight: Expr) -> list[Core]:
 
 
 def in_terms_of(value: Expr, core: Core) -> Expr | None:
-    """A value that is made of a core's weight, or of the maximum or log-sum of its scores, in WEIGHT, ROW_MAX and
-    ROW_SUM; None where it is made of anything else that depends on scores."""
+    """A value in WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores in any other way."""
     value, columns = _fold_softmax(value), (core.score, *core.sinks)
     known = {} if core.origin is None else {core.origin: WEIGHT}
     for part in walk(value):

@@ -116,8 +116,7 @@ class Repeats:
         self._last: Node | None = None
 
     def again(self, call: Node, values: Mapping[Node, Any]) -> Later | None:
-        """The value of a call that was met before, whose operations are now in the graph; None for others, of which
-        `note` is to be told. values: of the nodes of Dynamo's graph."""
+        """The value of a call that was met before, copied into the graph; None for others, for `note`."""
         mode, self._key, self._values = get_proxy_mode(), None, values
         if mode is None or not _is_of_torch(call) or torch._C._functorch.maybe_current_level() is not None:
             return None  # inside of vmap a tensor is not the one that its node made
@@ -228,8 +227,7 @@ class Repeats:
 
 
 def _is_of_torch(call: Node) -> bool:
-    """Whether a call has no state of its own, as a function of the user's may have. A part that is outlined is made of
-    such calls, and its name says of which."""
+    """Whether a call has no state, as a user's function may have; an outlined part is made of calls without."""
     target = call.target
     if call.op == "call_method" or is_outlined(target) or isinstance(target, (OpOverload, OpOverloadPacket)):
         return True

@@ -81,8 +81,7 @@ class Specified:
 def specify(
     site: Site, attention: Attention, block_mask: BlockMask | None = None, uses: Sequence[Use] = ()
 ) -> Specified:
-    """The spec of one attention of a site, under the user's own mask if there is one, with the further outputs that
-    take the place of `uses`; raises `Unsupported` where it cannot be stated."""
+    """The spec of one attention, under the user's mask, with outputs for `uses`; raises `Unsupported`."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
     if core.row_scale is not None and attention.pullback.partly_detached:

@@ -31,8 +31,7 @@ from fusion.passes.specify import Specified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
-    """A map that an attention could use: what it is, the graph nodes of its operands, its sizes in the graph's terms.
-    Equal for attentions that can share it."""
+    """A map that an attention could use, with its operands and sizes in the graph; equal where it can be shared."""
 
     spec: MapSpec
     operands: tuple[Node, ...]

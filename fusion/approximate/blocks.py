@@ -101,8 +101,7 @@ def row_bounds(tiles: Tensor, lower: Tensor, blocks: Summaries) -> Tensor:
 
 
 def tile_bounds(tiles: Tensor, lower: Tensor, blocks: Summaries) -> Tensor:
-    """The same from the ball about a tile's rows: q.k is at most the product of the centres, plus the one radius times
-    the norm of the other centre, plus the largest |q| times the other radius."""
+    """The same by balls: q.k is at most the product of the centres plus each radius times the other's largest norm."""
     centre = tiles.mean(2)
     radius = (tiles - centre[:, :, None]).norm(dim=-1).amax(2, keepdim=True) * (1 + 1e-5)
     norm = tiles.norm(dim=-1).amax(2, keepdim=True)

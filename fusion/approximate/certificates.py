@@ -125,8 +125,7 @@ def note_exact(method: str, epsilon: float, operands: Sequence[Tensor], reason: 
 
 
 def is_captured(method: str, epsilon: float, operands: Sequence[Tensor]) -> bool:
-    """Whether a call is captured in a CUDA graph: then it runs exact, which is recorded. A decision that the host reads
-    from the data would be that of the capture."""
+    """Whether a CUDA graph is captured, into which no decision by data fits: exact runs, which is recorded."""
     if not (operands[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     note_exact(method, epsilon, operands, "a CUDA graph is being captured, which no look at data fits into")

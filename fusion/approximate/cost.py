@@ -69,8 +69,7 @@ def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, 
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:
-    """Of the polynomial schedule: features of both sides, made and multiplied once. split: by kernels that multiply
-    bf16 planes (AMX tiles, tensor cores)."""
+    """Of features of both sides, made and multiplied once. split: into bf16 planes (AMX tiles, tensor cores)."""
     rows = problem.problems * problem.n_q + max(1, problem.batch * problem.heads_kv) * problem.n_k
     passes = CAUSAL_PASSES if problem.causal else PASSES
     moved = rows * passes * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
@@ -227,8 +226,7 @@ def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
 def crossing_text(
     machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool, timed: bool = True
 ) -> str:
-    """One line for people: the polynomial for |scores| <= bound and from which N on it is predicted to be faster
-    (timed: where there is a kernel to predict the time of)."""
+    """The polynomial for |scores| <= bound and from which N on it is faster (timed: where that can be predicted)."""
     found = crossing(machine, problem, bound, epsilon, split) if timed else None
     choice, n = found or (_certified(problem, bound, epsilon, split), 0)
     if choice is None:

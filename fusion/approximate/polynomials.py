@@ -53,8 +53,7 @@ class Polynomial:
 
 
 def relative_error(coefficients: np.ndarray, bound: float, floor: float | None = None) -> float:
-    """max over |x| <= bound of |exp(-x) p(x) - 1|, divided by floor + x^2 exp(-x) where `floor` is given; an upper
-    bound of it, from a grid and a bound on what lies between its points."""
+    """An upper bound on |exp(-x) p(x) - 1| over |x| <= bound, divided by floor + x^2 exp(-x) where `floor` is given."""
     x = bound * np.cos(np.linspace(0, math.pi, GRID))
     powers = np.polynomial.polynomial
     p = powers.polyval(x, coefficients)

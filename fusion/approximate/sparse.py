@@ -110,8 +110,7 @@ class _Parts:
 
 
 class _Likely(NamedTuple):
-    """selective: the heads in which tiles may be left out, with the share of the blocks that a glance could rule out.
-    rounded: whether any head may do with two planes."""
+    """selective: heads that may leave out tiles, and the share of blocks. rounded: whether two planes may do."""
 
     selective: dict[int, float]
     rounded: bool

@@ -146,8 +146,7 @@ def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> 
 
 
 def _choice(arguments: argparse.Namespace, problem: Problem, target: Machine) -> Choice | None:
-    """What the planner chooses for the forward's kernel on a processor. None where another schedule was asked for, and
-    for a mask of which only a density is known."""
+    """The planner's choice of the forward's kernel; None for other schedules, and masks known by density alone."""
     from fusion.cli.attention import attention_of
     from fusion.planning.planner import planner_for
 

@@ -60,8 +60,7 @@ def is_dead(value: Expr) -> bool:
 
 
 def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) -> Expr | None:
-    """A dead score divided by `scale`, such that rows of nothing else have the same weights; None where that cannot be.
-    divide: the same for what is not dead."""
+    """A dead score / `scale` such that its rows keep their weights, or None. divide: the same for what is not dead."""
     if dead.is_const:
         return const(_clamped(dead.value / scale, dead.value), Kind.FLOAT)
     if dead.op == "where":

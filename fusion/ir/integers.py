@@ -204,8 +204,7 @@ def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
 
 
 def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
-    """The largest value of a coordinate, remainder or quotient. A coordinate without values has that of one with one:
-    nothing is to follow from there being none."""
+    """The largest value of a coordinate (without values: as of one with one), remainder or quotient."""
     if atom.op == "coord":
         extent = bounds.get(atom)
         return None if extent is None else extent if extent is integer(0) else sub(extent, 1)

@@ -23,8 +23,7 @@ def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int |
 
 
 def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
-    """[3, b.., i]: what the emitter's backward needs to know of each row; [5, b.., i] with the row's maximum and sum
-    (`keeps_ends`). [0] without a normaliser."""
+    """[3, b.., i]: what a backward needs of each row; [5, b.., i] if it `keeps_ends`. [0] without a normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
     return [5 if keeps_ends(spec) else 3, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]

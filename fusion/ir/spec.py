@@ -241,8 +241,7 @@ class AttentionSpec:
         return f"{further.reduction.value} over {'keys' if further.over == 'j' else 'queries'} of {value}"
 
     def heads_per_key(self, heads: int, axis: int = -1) -> int:
-        """How many consecutive of the `heads` values of a batch coordinate, by default the last, read the same keys and
-        values: the group size of grouped queries, or 1."""
+        """The group size of grouped queries: how many values of a batch coordinate (the last) share keys."""
         last = coord(f"b{len(self.batch) - 1 if axis < 0 else axis}")
         divisors: set[int] = set()
 

@@ -83,8 +83,7 @@ def _from_json(text: str) -> MapSpec:
 
 
 def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Expr]:
-    """(live, mixed): numbers of cells under the tile i0..i1 x j0..j1 that are live, and that need the mask; from the
-    table in this operand at these batch coordinates."""
+    """(live, mixed): how many cells under the tile i0..i1 x j0..j1 are, by the table in an operand at coordinates."""
     columns = [integers.floordiv(J0, CELL_KEYS), integers.add(integers.floordiv(J1, CELL_KEYS), 1)]
     lines = [integers.integer(0), integers.integer(1)]
     if rows:

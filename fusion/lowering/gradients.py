@@ -76,8 +76,7 @@ def _passes_on(program: Expr, slope: Expr) -> bool:
 
 
 def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
-    """Whether a gradient that `needs` marks is NaN at keys that a kernel skips for its mask: what arrives there is 0,
-    and is multiplied by an infinite number, as in `where(keep, s, -inf) * factor`."""
+    """Whether a gradient that `needs` marks is 0 * inf at keys that are skipped: `where(keep, s, -inf) * factor`."""
     if spec.mask is None or not spec.mask.skips:
         return False
     found = of_score(spec.score, wanted_loads(needs, spec.score))

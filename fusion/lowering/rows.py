@@ -45,8 +45,7 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
 
 
 def needs_maximum(spec: AttentionSpec) -> bool:
-    """Whether KEY_MAX has to be the largest score itself, NaN where one is. Elsewhere one near it will do, which passes
-    over scores that are NaN, as KEY_SUM does not."""
+    """Whether KEY_MAX must be the largest score, NaN where one is, and not just one near it, which passes over NaN."""
     return spec.row_scale is not None or ROW_MAX in walk(*(f.value for f in spec.further))
 
 

@@ -29,8 +29,7 @@ others that may be best."""
 
 
 class CpuPlanner:
-    """The choices of a spec on a CPU. times: the cost model. register_tile: (rows, keys) that tiles are multiples of,
-    by default those of the kernel for this machine."""
+    """The choices of a spec on a CPU. times: the cost model. register_tile: (rows, keys), of which tiles are."""
 
     def __init__(
         self,

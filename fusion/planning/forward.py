@@ -74,8 +74,7 @@ def _attend(share: sympy.Expr) -> Phase:
 
 
 def _whole_rows() -> Schedule:
-    """The scores of a block of rows stay whole, so that those of other heads can be added to them before the softmax
-    and after it: K streams past, then V."""
+    """Scores of a block of rows stay whole, so that heads can be mixed before and after the softmax: K, then V."""
     phase = Phase(
         name="attend",
         reads=N_q * d + R * N_k * DIMS,

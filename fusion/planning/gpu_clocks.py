@@ -225,8 +225,7 @@ def program_kind(spec: AttentionSpec) -> str:
 
 
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
-    """How often each score is computed: products whose results feed others in the same trip have their warps one below
-    the other, unless the loop's order hides that."""
+    """How often each score is computed: by all warps abreast, unless the loop's order, or hardware, hides that."""
     apart = tile.spread or tile.rotated and work.kernel == FORWARD
     return 1.0 if "tcgen05" in machine.isa or apart else _abreast(work, tile)
 
@@ -308,8 +307,7 @@ def shared_bytes(work: Work, tile: Tile) -> int:
 
 
 def registers(work: Work, tile: Tile, machine: Machine) -> float:
-    """Of a thread, that sums and scores take at the fullest point, without addresses. Synchronous products have the
-    factor that stays for all trips in registers, too."""
+    """Of a thread, for sums, scores and (of synchronous products) the factor that stays, at the fullest point."""
     threads, rows, times = tile.warps * machine.wave, work.outer(tile), redundancy(work, tile, machine)
     own = tile.rows * tile.keys * times / threads
     live = LIVE[work.kernel] + (1.0 if tile.rotated else 0.0) + PRESSURE[work.program]

@@ -60,8 +60,7 @@ USUAL_HEADS = 64
 
 
 class TileModel:
-    """The policy that takes the cheapest feasible tile. A tile of the forward is the same for all n_q, and n_k, up to
-    the same power of two."""
+    """The policy that takes the cheapest feasible tile, the same for all n_q and n_k up to the same power of two."""
 
     def forward(self, spec: AttentionSpec, machine: Machine, extents: Extents) -> Tile:
         """The tile of the forward's kernel."""
@@ -103,8 +102,7 @@ def owner_of_keys(tiles: Container[str]) -> str:
 
 
 def may_rotate(spec: AttentionSpec, kernel: str = FORWARD) -> bool:
-    """Whether there is a rotated order of a kernel's loop: there are exponentials, and in the forward a tile's
-    neighbour is known (not from a list), and V is read on its own."""
+    """Whether a loop may rotate: there are exponentials, and in the forward V of its own and tiles not from a list."""
     if spec.normalizer is Normalizer.NONE or kernel not in (FORWARD, KEYS, JOINT):
         return False
     listed = spec.mask is not None and spec.mask.tile_live is not None
@@ -150,8 +148,7 @@ def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) ->
 
 
 def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequence[int], Sequence[Tile]], list[float]]:
-    """A function of (name of a GPU kernel, values of `spec.sizes`, tiles): the clocks expected in each tile. Kernels
-    that make no products take the same in all."""
+    """(kernel, values of `spec.sizes`, tiles) -> clocks in each tile; all the same for kernels without products."""
     extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
 
     def clocks(kernel: str, sizes: Sequence[int], tiles: Sequence[Tile]) -> list[float]:

@@ -58,8 +58,7 @@ class Bound:
 def bound_attention(
     spec: str, device: str, request: str, operator: str = "attention_below_autograd"
 ) -> Callable[..., Any]:
-    """The function of a spec on a type of device, which takes the operator's other arguments. spec, request: as text. A
-    method, which is called faster than an object."""
+    """The function of a spec (as text) on a type of device; a method, which is called faster than an object."""
     return Bound(spec, device, request, operator).__call__
 
 

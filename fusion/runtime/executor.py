@@ -61,8 +61,7 @@ def attention_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: st
 
 
 def attention_outputs_backward(grad: Tensor, further: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-    """`fusion::attention_outputs_backward`: see `fusion.runtime.op`. Gradients that are zero everywhere, which compiled
-    graphs pass for what nothing depends on, cost no more than a look at them."""
+    """`fusion::attention_outputs_backward`: see `fusion.runtime.op`. Gradients that are all zero cost one look."""
     arriving = [None if is_zero(g) else g for g in further]
     return _backward(BackwardArguments(grad, *arguments), arriving if any(g is not None for g in arriving) else ())
 

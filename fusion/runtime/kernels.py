@@ -77,8 +77,7 @@ def emitting(
     machine: Callable[[str], Machine] = find_machine,
     further_outputs: bool = False,
 ) -> Iterator[None]:
-    """An emitter that is registered while this lasts (see `fusion.codegen.emitter.register`); kernels that exist are
-    not used meanwhile, and those that are built are forgotten at its end."""
+    """An emitter that is registered while this lasts (`fusion.codegen.emitter.register`), with kernels of its own."""
     before = dict(_forward), dict(_training)
     forget()
     try:
@@ -91,8 +90,7 @@ def emitting(
 
 
 def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> Refusal | None:
-    """Why there is no kernel for this spec on a type of device, or None if there is one. Raises EmitterError where an
-    emitter was asked for that does not serve the device."""
+    """Why there is no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit emitter."""
     if (found := emitter.find(request.emitter, device)) is None:
         return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device!r}")
     if spec.further and not found.further_outputs:

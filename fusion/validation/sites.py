@@ -186,8 +186,7 @@ class _Comparison:
         return Verdict(checked=checked + (", key ranges of the mask" if self.parts[0].spec.mask is not None else ""))
 
     def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
-        """The elements that further outputs are, or are reductions of. Of what is reduced over the keys, one NaN makes
-        the whole row NaN, wherever it stands."""
+        """The elements of further outputs. Of a reduction over the keys, one NaN makes the whole row NaN."""
         for program in programs:
             for use, further in zip(program.part.uses, program.spec.further, strict=True):
                 index = tuple(program.index(entry) for entry in use.at)

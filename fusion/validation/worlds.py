@@ -17,8 +17,7 @@ from torch import Tensor
 
 
 class Role(enum.Enum):
-    """What a tensor is to the scores: a factor of a matrix product (Q, K, V), of a pointwise one, the scale of a stored
-    tensor, which is finite, or anything else, a bias or a mask say."""
+    """A tensor is a factor of a matrix product (Q, K, V), of a pointwise one, a finite scale, or a bias or mask."""
 
     FACTOR = enum.auto()
     SCALE = enum.auto()
