@@ -56,7 +56,7 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
         keys=_keys(part, sizes),
         shapes=_shapes(part, hints),
         planned=_planned(part, hints, options),
-        source=kernels.kernel_source(part.spec, part.device, request, part.differentiable, values),
+        source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(values),
         approximation=_approximation(part, hints, options),
         gradients=_gradients(part.spec) if part.differentiable else "",
     )
@@ -99,7 +99,7 @@ def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Cal
     sizes = part.example_sizes(hints)
 
     def planned() -> Plan:
-        choice, machine = kernels.kernel_choice(spec, device, request, trained, tuple(sizes.values())), None
+        choice, machine = kernels.kernel_of(spec, device, request, trained).choice(tuple(sizes.values())), None
         with contextlib.suppress(UnknownMachineError):
             machine = kernels.machine_of(device, request)
         return plan(spec, machine, sizes=sizes, choice=choice)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusion.ir.request import Approximation
+
 LIMIT = 4096
 
 
@@ -113,22 +115,22 @@ def collect_certificates() -> Iterator[list[Certificate]]:
         found += _made(kept)
 
 
-def note_exact(method: str, epsilon: float, operands: Sequence[Tensor], reason: str) -> None:
+def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) -> None:
     """Record that a call ran exact. Heads are not told apart here; rows are those of the operands."""
-    q, k = operands[0], operands[1]
+    n_q, n_k = (x.shape[-2] if x.dim() > 1 else 1 for x in operands[:2])
     record(
         Certificate(
-            method=method, ran="exact", heads=((),), epsilon=epsilon, reason=reason,
-            n_q=q.shape[-2] if q.dim() > 1 else 1, n_k=k.shape[-2] if k.dim() > 1 else 1,
+            method=allowed.method, ran="exact", heads=((),), epsilon=allowed.epsilon, n_q=n_q, n_k=n_k, reason=reason
         )
-    )  # fmt: skip
+    )
 
 
 def is_captured(method: str, epsilon: float, operands: Sequence[Tensor]) -> bool:
     """Whether a CUDA graph is captured, into which no decision by data fits: exact runs, which is recorded."""
     if not (operands[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
-    note_exact(method, epsilon, operands, "a CUDA graph is being captured, which no look at data fits into")
+    allowed = Approximation(method=method, epsilon=epsilon)
+    note_exact(allowed, operands, "a CUDA graph is being captured, which no look at data fits into")
     return True
 
 

@@ -63,8 +63,7 @@ class Selection:
     """rows, keys: of a tile; row tiles come in multiples of `sets`.
     scale, causal: of the attention.
     always: leave out what can be, whether it pays or not.
-    together: heads are taken together.
-    """
+    together: heads are taken together."""
 
     rows: int
     keys: int

@@ -66,20 +66,14 @@ class MapSpec:
         return json.dumps(document, separators=(",", ":"))
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def from_json(text: str) -> MapSpec:
-        """The map that `to_json` wrote. Cached: equal text gives the same object."""
-        return _from_json(text)
-
-
-@lru_cache(maxsize=1024)
-def _from_json(text: str) -> MapSpec:
-    document = json.loads(text)
-    nodes = loaded(document["nodes"])
-    *batch, n_q, n_k, live, full = (nodes[position] for position in document["roots"])
-    return MapSpec(
-        sizes=tuple(document["sizes"]), batch=tuple(batch), n_q=n_q, n_k=n_k, live=live, full=full,
-        rows=document["rows"],
-    )  # fmt: skip
+        """The map that `to_json` wrote; equal text gives the same object."""
+        document = json.loads(text)
+        nodes, sizes = loaded(document["nodes"]), tuple(document["sizes"])
+        *batch, n_q, n_k, live, full = (nodes[position] for position in document["roots"])
+        rest = {"live": live, "full": full, "rows": document["rows"]}
+        return MapSpec(sizes=sizes, batch=tuple(batch), n_q=n_q, n_k=n_k, **rest)
 
 
 def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Expr]:

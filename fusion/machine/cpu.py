@@ -134,9 +134,7 @@ def amx_enabled() -> bool:
 
 @functools.cache
 def detect() -> Machine:
-    """The CPU this process may use. Peak: cores x two multiply-add ports x lanes x 2 x clock; what is not stated is
-    taken low.
-    """
+    """The CPU this process may use. Peak: cores x 2 multiply-add ports x lanes x 2 x clock; unknowns are low."""
     if platform.system() == "Darwin":
         name, flags, clock, caches = _mac_cpu()
     else:
@@ -175,9 +173,7 @@ def detect() -> Machine:
 
 
 def _cpu_rates(peak: float, isa: frozenset[str], cores: int, clock: float) -> dict[str, float]:
-    """Multiply-add rates by dtype: dot-product instructions do two a lane; AMX 1024 flop a clock and core (Intel
-    optimisation manual).
-    """
+    """Multiply-add rates by dtype: dot products do two a lane; AMX 1024 flop a clock and core (Intel's manual)."""
     bf16 = cores * 1024 * clock if "amx_bf16" in isa else 2 * peak if isa & {"avx512_bf16", "bf16"} else peak
     return {"float32": peak, "float64": peak / 2, "bfloat16": bf16, "float16": peak, "tfloat32": peak}
 

@@ -50,8 +50,7 @@ def dtype_bytes(dtype: object) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLevel:
     """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores
-    together.
-    """
+    together."""
 
     name: str
     capacity: int
@@ -126,9 +125,7 @@ class Machine:
         return self.levels[-1]
 
     def fast_elements(self, dtype: object) -> int:
-        """M: elements of `dtype` that the fast memory of one core holds (on GPUs shared memory and registers
-        together).
-        """
+        """M: elements of `dtype` that one core's fast memory holds (on GPUs shared memory and registers)."""
         return (self.level(self.fast).capacity + self.registers) // dtype_bytes(dtype)
 
     def flops(self, dtype: object) -> float:
@@ -166,9 +163,7 @@ class Machine:
 
     @staticmethod
     def two_level(capacity: int, dtype: object = "float32") -> Machine:
-        """The model of the theory: a fast memory of `capacity` elements and a slow one; time counts the elements
-        moved, nothing else.
-        """
+        """The model of the theory: a fast memory of `capacity` elements; time counts the elements moved."""
         if capacity < 1:
             raise ProblemError(f"a fast memory of {capacity} elements was asked for; give at least 1")
         size = dtype_bytes(dtype)
@@ -196,9 +191,7 @@ def _size(count: int) -> str:
 
 
 def with_cores(base: Machine, cores: int) -> Machine:
-    """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion (never
-    grow).
-    """
+    """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion."""
     cores = max(1, min(cores, base.cores))
     return base if cores == base.cores else of_such_cores(base, cores)
 

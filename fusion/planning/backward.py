@@ -45,9 +45,7 @@ QUERIES_AT_REST = Phase(
 
 
 def _split_kernels() -> Schedule:
-    """One kernel with K, V blocks and their gradients at rest, another with Q blocks: deterministic, dQ never leaves
-    until done.
-    """
+    """One kernel with K, V blocks and their gradients at rest, another with Q blocks: deterministic."""
     keys = Phase(
         name="dK, dV",
         reads=N_k * DIMS + C * N_q * (DIMS + 2),

@@ -17,8 +17,7 @@ from fusion.planning.symbols import SIZES, TILES, smooth
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """What one attention problem moves, holds and computes; numbers or arrays over tiles. Elements, flop,
-    exponentials.
-    """
+    exponentials."""
 
     reads: np.ndarray
     writes: np.ndarray

@@ -92,9 +92,7 @@ def _group_optimum(group: tuple[Phase, ...]) -> dict[str, sympy.Expr]:
 
 
 def _stationary(io: sympy.Expr, x: sympy.Symbol, y: sympy.Symbol, y_of_x: sympy.Expr) -> sympy.Expr:
-    """The positive x with d io / dx = 0 along footprint = M. Both partial derivatives are monomials, so it is a
-    quadratic.
-    """
+    """The positive x with d io / dx = 0 along footprint = M: a quadratic, both partial derivatives being monomials."""
     along = sympy.diff(io, x) + sympy.diff(io, y).subs(y, y_of_x) * sympy.diff(y_of_x, x)
     numerator = sympy.numer(sympy.cancel(sympy.together(along)))
     probe = {N_q: 1024, N_k: 1024, d: 64, d_v: 64, M: 4096}

@@ -332,9 +332,7 @@ def _none_fits(problem: Problem, target: Machine, weighed: list[Candidate]) -> s
 def compare(
     problem: Problem, target: Machine, *, direction: str = "forward", features: int | None = None
 ) -> tuple[Candidate, ...]:
-    """Every schedule of that direction with the best tile it can have on `target`, best first; those that do not fit
-    say why, last.
-    """
+    """Every schedule of that direction with its best tile on `target`, best first; what does not fit is last."""
     from fusion.planning.choose import candidate
 
     names = _weighed(problem, [item.name for item in _candidates(direction, features)])

@@ -84,9 +84,7 @@ class Problem:
         return self.causal or self.window is not None or self.density < 1
 
     def live_share(self, rows: int, cols: int = 1) -> float:
-        """s for tiles of `rows x cols`: keys a query block meets, averaged over blocks, over N_k. Blocks of keys
-        count whole.
-        """
+        """s for tiles of `rows x cols`: keys a query block meets (blocks of keys whole), in the mean, over N_k."""
         if not (self.causal or self.window):
             return self.density
         start, end = self.key_ranges(rows)

@@ -91,9 +91,7 @@ def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multipl
 
 
 def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:
-    """(B_r, B_c, stages) for the Triton kernel: powers of two that fit shared memory and leave the accumulators in
-    registers.
-    """
+    """(B_r, B_c, stages) for the Triton kernel: powers of two that fit shared memory and registers."""
     powers = [16, 32, 64, 128, 256]
     rows = [block for block in powers if block <= max(16, power(problem.n_q))]
     cols = [block for block in powers if block <= max(16, power(problem.n_k))]

@@ -34,9 +34,7 @@ class Times:
 
 
 def streaming_time(machine: Machine, problem: Problem, counts: Counts, kernels: int) -> Times:
-    """A schedule as a sequence of kernels that keep every resource busy: used where there is no kernel model of our
-    own.
-    """
+    """A schedule as kernels that keep every resource busy: where there is no kernel model of our own."""
     scale = problem.problems
     resources = {
         "memory": counts.io * scale * problem.element_bytes / machine.main.bandwidth,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import traceback
 import types
@@ -227,8 +228,6 @@ def _attributes(module: GraphModule) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            here: Any = module
-            for part in str(node.target).split("."):
-                here = getattr(here, part)
-            found[str(node.target)] = here.detach() if isinstance(here, torch.Tensor) else here
+            held = operator.attrgetter(str(node.target))(module)
+            found[str(node.target)] = held.detach() if isinstance(held, torch.Tensor) else held
     return found

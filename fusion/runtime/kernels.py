@@ -20,7 +20,6 @@ from fusion.ir import AttentionSpec
 from fusion.ir.request import PLAIN, Request
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
-from fusion.planning.choice import Choice
 from fusion.planning.planner import planner_for
 from fusion.refusals import Ground, Refusal
 from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining
@@ -127,18 +126,6 @@ def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool 
     return found.kernel
 
 
-def kernel_source(spec: AttentionSpec, device: str, request: Request, trained: bool, sizes: Sequence[int]) -> str:
-    """The text of what a call of a spec with these sizes runs; empty where the reference interpreter does."""
-    return kernel_of(spec, device, request, trained).source(sizes)
-
-
-def kernel_choice(
-    spec: AttentionSpec, device: str, request: Request, trained: bool, sizes: Sequence[int]
-) -> Choice | None:
-    """How a call of a spec with these sizes runs, as far as is known by now; None where nothing was planned."""
-    return kernel_of(spec, device, request, trained).choice(sizes)
-
-
 def prepare(
     spec: AttentionSpec,
     device: torch.device,
@@ -147,8 +134,7 @@ def prepare(
     request: Request = PLAIN,
 ) -> Refusal | None:
     """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
-    reason = unsupported(spec, device.type, request)
-    if reason is not None:
+    if (reason := unsupported(spec, device.type, request)) is not None:
         return reason
     try:
         kernel_of(spec, device.type, request, trained).prepare(sizes)
@@ -170,10 +156,7 @@ def _build(spec: AttentionSpec, device: str, request: Request) -> Executor:
 def _build_approximation(spec: AttentionSpec, device: str, request: Request) -> Executor:
     allowed, exactly = request.approximation, str(replace(request, approximation=None))
     assert allowed is not None
-
-    def build_exact(other: AttentionSpec) -> Executor:
-        return executor(other.to_json(), device, exactly)
-
+    build_exact = lambda other: executor(other.to_json(), device, exactly)
     exact = build_exact(spec)
     run = dispatch.build(spec, device, request, exact, build_exact, find_machine())
     return GuardedApproximation(spec, allowed, run, exact)

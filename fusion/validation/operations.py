@@ -1,6 +1,5 @@
 """How each kind of operation is replayed on a sample of its elements: pointwise operations, views, and operations along
-one dimension. Contractions are in `products`, what picks or makes elements in `assembled`.
-"""
+one dimension. Contractions are in `products`, what picks or makes elements in `assembled`."""
 
 from __future__ import annotations
 

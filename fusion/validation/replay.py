@@ -13,6 +13,7 @@ program (`program`) takes as well.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,9 +227,7 @@ def literal(node: Node) -> Tensor | None:
     """The value of a constant that the trace lifted into the graph, if a node is one."""
     if not str(node.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
         return None
-    tensor: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        tensor = getattr(tensor, part)
+    tensor = operator.attrgetter(str(node.target))(node.graph.owning_module)
     return tensor if isinstance(tensor, Tensor) and not hasattr(tensor, "fake_mode") else None
 
 

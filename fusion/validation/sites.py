@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ class Verdict:
     """wrong: how the spec differs from the graph, or None.
     skipped: why nothing was compared, or None.
     checked: what was.
-    seconds: that it took.
-    """
+    seconds: that it took."""
 
     wrong: str | None = None
     skipped: str | None = None
@@ -67,8 +66,7 @@ def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -
         started = time.perf_counter()
         with undisturbed():
             found = _validate(site, parts, hints)
-        seconds = time.perf_counter() - started
-        _verdicts[key] = Verdict(wrong=found.wrong, skipped=found.skipped, checked=found.checked, seconds=seconds)
+        _verdicts[key] = replace(found, seconds=time.perf_counter() - started)
     return _verdicts[key]
 
 
@@ -126,12 +124,9 @@ def _extents(site: Site, parts: Sequence[Specified], sizes: Sequence[Mapping[str
             return "the parts of a sum name the dimensions of the result differently"
         if stated != shape:
             return f"the result has the shape {list(stated)} where eager has {list(shape)}"
-        if (
-            math.prod(shape)
-            and len(parts) == 1
-            and spec.out_dtype != str(nodes.dtype(site.root)).removeprefix("torch.")
-        ):
-            return f"the result is {spec.out_dtype} where eager has {nodes.dtype(site.root)}"
+        given = str(nodes.dtype(site.root))
+        if math.prod(shape) and len(parts) == 1 and spec.out_dtype != given.removeprefix("torch."):
+            return f"the result is {spec.out_dtype} where eager has {given}"
     return None
 
 
@@ -293,8 +288,7 @@ def _loses_infinities(interior: Iterable[Node]) -> bool:
         nodes.packet(node) in (aten.sum, aten.mean) and any(nodes.packet(u) in (aten.add, aten.sub) for u in node.users)
         for node in interior
     )
-    unshifted = {aten.exp, aten.exp2} & called and not {aten.amax, aten.max, aten.logsumexp} & called
-    return shifts or bool(unshifted)
+    return shifts or bool({aten.exp, aten.exp2} & called and not {aten.amax, aten.max, aten.logsumexp} & called)
 
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)

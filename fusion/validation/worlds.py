@@ -63,8 +63,7 @@ class Worlds:
     """count: how many there are, one per sampled row.
     longest: of the sequences, for integers that are positions.
     finite: whether Q, K and V are, and of ordinary size. Additive masks take that for granted (kernels do not compute s
-        + -inf), and so do sums of attentions (of which each has its own product with V).
-    """
+        + -inf), and so do sums of attentions (of which each has its own product with V)."""
 
     count: int
     longest: int
