@@ -114,8 +114,7 @@ def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
 
     c is that large when half its spacing in `dtype` is at least 16: finfo.min and -inf in every dtype, -1e9 in float32,
     -1e4 in bfloat16. Such a key is dead in a row with a live one. In a row without, eager averages over what x + c is
-    rounded to, and the gradient passes through the sum.
-    """
+    rounded to, and the gradient passes through the sum."""
     if not _is_hard_mask(mask, dtype):
         return None
     condition, *arms = mask.args

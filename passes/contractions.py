@@ -142,11 +142,9 @@ def is_parameter(node: Node) -> bool:
 
 
 def factors(node: Node, index: Index, contracted: Expr) -> Factors:
-    """The factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express.
-
-    Of baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
-    alpha.
-    """
+    """The factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express. Of
+    baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
+    alpha."""
     if packet(node) is aten.einsum:
         return _einsum(node, index, contracted)
     if (summed := _summed(node)) is not None:
@@ -259,10 +257,8 @@ def products_above(node: Node) -> set[Node]:
 
 
 def strip_scale(node: Node) -> tuple[Node, float]:
-    """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T.
-
-    (c q) k is c (q k) where q k does not overflow; one that is not moderate stays with its operand.
-    """
+    """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T. (c q)
+    k is c (q k) where q k does not overflow; one that is not moderate stays with its operand."""
     scale = 1.0
     while node.op == "call_function" and packet(node) in (aten.mul, aten.div) and nodes.is_tensor(node):
         tensor, factor = node.args[:2]

@@ -139,10 +139,8 @@ def _cosh(x: Expr, call: Call) -> Expr:
 
 
 def _asinh(x: Expr, call: Call) -> Expr:
-    """log(|x| + sqrt(x^2 + 1)) = log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))), and log(2 |x|) where x^2 might overflow.
-
-    |x| is a selection: its derivative at 0 is 1.
-    """
+    """log(|x| + sqrt(x^2 + 1)) = log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))), and log(2 |x|) where x^2 might overflow. |x|
+    is a selection: its derivative at 0 is 1."""
     size = where(apply("flt", x, ZERO), apply("neg", x), x)
     large = apply("flt", const(1e8), size)
     usual = where(large, ONE, size)

@@ -120,9 +120,7 @@ _PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 
 def may_hold_attention(module: GraphModule) -> bool:
     """Whether a graph, as Dynamo made it, has any product of two activations: else there is nothing to look for.
-
-    Checkpointed graphs within it count.
-    """
+    Checkpointed graphs within it count."""
     if any(may_hold_attention(body.graph) for body in bodies(module).values()):
         return True
     calls = [node for node in module.graph.nodes if node.op.startswith("call")]
@@ -136,10 +134,8 @@ def may_hold_attention(module: GraphModule) -> bool:
 
 
 def _examine(anchor: Node, met: Upstream) -> Site | None:
-    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention.
-
-    Else rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch.
-    """
+    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention. Else
+    rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch."""
     if not is_sdpa(anchor) and not is_contraction(anchor):
         message = f"the product with V is written as {packet(anchor)}, which is not taken apart"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
@@ -209,10 +205,8 @@ def _scales_rows(node: Node, met: Upstream) -> bool:
 
 
 def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
-    """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights.
-
-    Else it would have to be written beside the scaled product; beside the plain one the statistics are enough.
-    """
+    """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights. Else it
+    would have to be written beside the scaled product; beside the plain one the statistics are enough."""
     inside, todo = {scaling, anchor}, [anchor]
     while todo:
         here = todo.pop()

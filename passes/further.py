@@ -188,10 +188,8 @@ def _flat(index: Index, extents: Index) -> tuple[Expr, Expr]:
 
 
 def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) -> Index | None:
-    """The element of a user that is made of `node[index]` and has its own place; None where that is not known.
-
-    That it is the right element need not be believed: the user is pulled back from there.
-    """
+    """The element of a user that is made of `node[index]` and has its own place; None where that is not known. That it
+    is the right element need not be believed: the user is pulled back from there."""
     extents, old = shape(user), shape(node)
     if packet(user) in _RESHAPES:
         try:

@@ -32,11 +32,9 @@ def write_to_the_whole(graph: torch.fx.Graph) -> None:
 
 
 def make_functional(graph: torch.fx.Graph) -> None:
-    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones.
-
-    A write to a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's;
-    one through a view, the tensor's new value in the view's shape.
-    """
+    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones. A write to
+    a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's; one through a
+    view, the tensor's new value in the view's shape."""
     position: dict[Node, float] = {node: k for k, node in enumerate(graph.nodes)}
     recorded: dict[Any, bool] = {}
     for node, enabled in nodes.with_gradients(graph):
@@ -234,10 +232,8 @@ def _aliases(node: Node) -> set[Node] | None:
 
 
 def mark_mutations(graph: torch.fx.Graph) -> None:
-    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left.
-
-    The analysis must not take such a tensor for what made it, nor move a read of it across a change.
-    """
+    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left. The analysis must
+    not take such a tensor for what made it, nor move a read of it across a change."""
     for node in filter(nodes.writes, graph.nodes):
         written = [
             node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)

@@ -67,8 +67,7 @@ def number(argument: Any) -> Any:
 
     With dynamic=True the floats of modules (a scale, a dropout probability) are symbols. What an attention is made of
     is compiled in: torch guards on the value, and compiles again where another one is met. What follows from sizes
-    alone stays a symbol (see `scalar`): a new length is no reason to compile again.
-    """
+    alone stays a symbol (see `scalar`): a new length is no reason to compile again."""
     held = value(argument) if isinstance(argument, Node) else argument
     if isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held):
         return held.node.guard_float(__file__, 0)
@@ -212,10 +211,8 @@ def _hint(stride: int | torch.SymInt) -> int:
 
 
 def specialize(extent: Any) -> None:
-    """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic.
-
-    All sizes that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression.
-    """
+    """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic. All sizes
+    that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression."""
     if isinstance(extent, torch.SymInt) and not extent.node.expr.is_number:
         for symbol in extent.node.expr.free_symbols:
             extent.node.shape_env.evaluate_expr(symbol)  # torch records the guard: another value compiles again

@@ -280,11 +280,9 @@ class PullBack:
         return apply("fmul", value, self.kept(here, args["p"], index, shape(here)))
 
     def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
-        """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0.
-
-        The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after the
-        other, so that all but a few instructions are done once per row.
-        """
+        """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0. The element's
+        number within the tensor, and the node's own seed, decide: row and column are hashed one after the other, so
+        that all but a few instructions are done once per row."""
         if (drawn_from := marks.seed(here)) is None or not isinstance(p, (int, float)):
             message = "dropout of a kind, or with a probability, that is not known at compile time"
             raise Unsupported(Ground.DROPOUT, message)

@@ -115,11 +115,9 @@ _SHIFTS = ("max", "detached max", "logsumexp")
 
 
 def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
-    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is.
-
-    Exponentials from which no maximum was subtracted overflow, and are NaN in their quotient. That the fused softmax
-    has weights there must not show.
-    """
+    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is. Exponentials
+    from which no maximum was subtracted overflow, and are NaN in their quotient. That the fused softmax has weights
+    there must not show."""
     if expr.op == "feq":
         weight, bound = expr.args
         return const(False) if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None
@@ -198,11 +196,9 @@ def _own_maximum(value: Expr, columns: tuple[Expr, ...]) -> Expr | None:
 
 
 def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
-    """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do.
-
-    A weight masked after the exponential, exp(x) * mask, is exp(x if mask else x - inf): the gradient of a product is
-    NaN where that of the weight is.
-    """
+    """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do. A
+    weight masked after the exponential, exp(x) * mask, is exp(x if mask else x - inf): the gradient of a product is NaN
+    where that of the weight is."""
     if value.op == "exp":
         exponent = value.args[0]
         if exponent.op == "where":
@@ -231,9 +227,7 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
 
 def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
     """(x, r) with exponent = x - r, or c * x - c * r of c * (x - r), as exp2 has it; None where nothing is subtracted.
-
-    A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is.
-    """
+    A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is."""
     if exponent.op == "fsub" and free_of_keys(exponent.args[1]):
         return exponent.args[0], exponent.args[1]
     if exponent.op != "fmul":

@@ -214,11 +214,8 @@ def _under_block_mask(
 
 
 def _main_product(core: Core, products: list[Product]) -> int:
-    """The product that becomes the score; others in the same program are read from their tensors.
-
-    One that no tensor holds must be it. Else the one with the widest reduction is taken: the most expensive to
-    materialise.
-    """
+    """The product that becomes the score; others in the same program are read from their tensors. One that no tensor
+    holds must be it. Else the one with the widest reduction is taken: the most expensive to materialise."""
     score = core.score if core.mixed_scores is None else core.mixed_scores.program
     numbers = sorted({part.operand for part in walk(score) if part.op == "dot"})
 

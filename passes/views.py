@@ -89,11 +89,9 @@ def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bo
 
 
 def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds: integers.Bounds) -> Index:
-    """The index into a tensor of shape `old` of the element at `index` of its reshape to `new`.
-
-    Groups of dimensions with equal products are resolved on their own, so that only dimensions that are really merged
-    or split see a division.
-    """
+    """The index into a tensor of shape `old` of the element at `index` of its reshape to `new`. Groups of dimensions
+    with equal products are resolved on their own, so that only dimensions that are really merged or split see a
+    division."""
     if integers.integer(0) in old:
         raise Unsupported(
             Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, which hold nothing"

@@ -171,8 +171,7 @@ def _rounding(p: Polynomial, planes: int, least: float, exact_values: bool) -> f
 
     A monomial's term passes through up to four roundings: the features of key and query, the value, the state. In two
     planes each is off by 2**-16, and the product that is left out by as much. All terms of degree g add up to at most
-    |c_g| B^g for a key; the sum of the weights is at least `least` for each key.
-    """
+    |c_g| B^g for a key; the sum of the weights is at least `least` for each key."""
     two = 6 * UNIT**2
     if planes == 0:
         return 0.0
@@ -185,9 +184,8 @@ def _rounding(p: Polynomial, planes: int, least: float, exact_values: bool) -> f
 def crossing(
     machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool
 ) -> tuple[Choice | None, int]:
-    """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster).
-
-    0 where no polynomial is certified, or none is faster up to N = 2**26."""
+    """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster). 0
+    where no polynomial is certified, or none is faster up to N = 2**26."""
     if (choice := _certified(problem, bound, epsilon, split)) is None:
         return None, 0
     for step in range(7 * 8, 26 * 8 + 1):

@@ -182,10 +182,8 @@ def mod(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> 
 
 
 def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
-    """A size expression that is >= expr (or <=, with largest=False) for all coordinates within bounds, or None.
-
-    Every atom is taken to be >= 0, which coordinates, sizes, remainders and quotients of such are.
-    """
+    """A size expression that is >= expr (or <=, with largest=False) for all coordinates within bounds, or None. Every
+    atom is taken to be >= 0, which coordinates, sizes, remainders and quotients of such are."""
     total = integer(0)
     for monomial, coefficient in terms(expr).items():
         value, upwards = integer(coefficient), (coefficient > 0) == largest

@@ -113,9 +113,7 @@ def _identity(neutral: float) -> Callable[[Expr, Expr], Expr | None]:
 
 def _at_most(left: Expr, right: Expr) -> Expr:
     """left <= right: decided where the difference is constant or of one sign (coordinates are >= 0), else normalised.
-
-    Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are `j <= i`.
-    """
+    Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are `j <= i`."""
     margin = integers.sub(right, left)
     if integers.is_nonnegative(margin):
         return TRUE
@@ -177,10 +175,8 @@ def _multiply(left: Expr, right: Expr) -> Expr | None:
 
 def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     """f(x if p else constant, constants) = f(x, constants) if p else f(constant, constants), where that has the same
-    gradient too.
-
-    This is what turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0 and a fill.
-    """
+    gradient too. This is what turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0
+    and a fill."""
     selections = [k for k, arg in enumerate(args) if arg.op in ("where", "iwhere")]
     if len(selections) != 1 or not all(arg.is_const for k, arg in enumerate(args) if k != selections[0]):
         return None

@@ -89,11 +89,9 @@ the input changes every bit of the result with probability near one half."""
 
 
 def hashed(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count.
-
-    The same in every kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the
-    same mask from the seed and the coordinates, and none is stored.
-    """
+    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count. The same in every
+    kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the same mask from
+    the seed and the coordinates, and none is stored."""
     word = 0xFFFFFFFF
     x = (key & word) ^ _multiply_words(counter & word, HASH_SPREAD)
     for shift, multiplier in HASH_MULTIPLIERS:

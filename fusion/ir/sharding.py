@@ -69,10 +69,8 @@ def split_dims(
 
 
 def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset: str) -> AttentionSpec:
-    """The spec of one part, whose operands are cut along `dims`.
-
-    Where it needs r * L, its last size is that, under the name `offset`.
-    """
+    """The spec of one part, whose operands are cut along `dims`. Where it needs r * L, its last size is that, under the
+    name `offset`."""
     b = coord(f"b{axis}")
     moved = integers.add(b, size(offset))
 

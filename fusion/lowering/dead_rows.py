@@ -11,11 +11,9 @@ from fusion.lowering.score_programs import is_tame
 
 
 def dead_rows_matter(spec: AttentionSpec) -> bool:
-    """Whether a row may need the keys that its mask lets a kernel skip.
-
-    With a fill of -inf it never does: whether it sees them or not, a row without a live key has the maximum -inf and
-    the sum 0. With a finite fill eager averages over all keys, unless each row is known to have a live key.
-    """
+    """Whether a row may need the keys that its mask lets a kernel skip. With a fill of -inf it never does: whether it
+    sees them or not, a row without a live key has the maximum -inf and the sum 0. With a finite fill eager averages
+    over all keys, unless each row is known to have a live key."""
     mask = spec.mask
     if mask is None or not mask.skips or spec.normalizer is Normalizer.NONE or mask.fill == -math.inf:
         return False

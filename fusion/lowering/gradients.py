@@ -53,10 +53,9 @@ def of_weight(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
 
 @functools.cache
 def adds_up_to_zero(spec: AttentionSpec) -> bool:
-    """Whether the gradients of a row's raw scores do so in exact arithmetic.
-
-    Those of its weights' exponents do, where the weights add up to one. A score's is that times a constant, or 0 where
-    its weight is 0 whatever the others are: a fill of any other value than -inf may have one."""
+    """Whether the gradients of a row's raw scores do so in exact arithmetic. Those of its weights' exponents do, where
+    the weights add up to one. A score's is that times a constant, or 0 where its weight is 0 whatever the others are: a
+    fill of any other value than -inf may have one."""
     if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further or spec.mixing is not None:
         return False
     programs = score_programs(spec, folded=True)

@@ -25,11 +25,8 @@ from fusion.planning.timing import Times, gpu_time, shares_of, streaming_time
 
 def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) -> float:
     """Elements that any schedule moves for all heads: the larger of the trivial bound and the one that M = `capacity`
-    imposes.
-
-    The trivial bound reads each key head once however many query heads share it, and no key that the mask hides from
-    all queries.
-    """
+    imposes. The trivial bound reads each key head once however many query heads share it, and no key that the mask
+    hides from all queries."""
     sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
     if problem.among:
         return _bound_of_sets(problem, sizes, capacity)

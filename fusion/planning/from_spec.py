@@ -25,11 +25,9 @@ _SAMPLES = 256
 
 
 def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
-    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order.
-
-    The share of live scores is that of the spec's closed-form key ranges; masks that load data count as dense, because
-    what they hold is known only at run time. Raises ProblemError where sizes are missing.
-    """
+    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order. The share of live
+    scores is that of the spec's closed-form key ranges; masks that load data count as dense, because what they hold is
+    known only at run time. Raises ProblemError where sizes are missing."""
     values = dict(zip(spec.sizes, sizes or (), strict=False)) if not isinstance(sizes, Mapping) else dict(sizes)
     missing = [name for name in spec.sizes if name not in values]
     if missing:

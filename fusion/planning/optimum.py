@@ -52,11 +52,8 @@ class Optimum:
 
 @functools.cache
 def optimum(name: str) -> Optimum:
-    """Derives the optimum of the schedule of that name.
-
-    Raises UnknownScheduleError where it has no closed form: the N^2 of materialised ones does not depend on the tile,
-    and approximate ones have other terms than a / x + b / y.
-    """
+    """Derives the optimum of the schedule of that name. Raises UnknownScheduleError where it has no closed form: the
+    N^2 of materialised ones does not depend on the tile, and approximate ones have other terms than a / x + b / y."""
     chosen = schedule(name)
     if not chosen.closed_form:
         raise UnknownScheduleError(f"the I/O of {chosen.name} has no stationary tile worth deriving; use least_io")
@@ -123,10 +120,8 @@ def _compiled(name: str) -> tuple[tuple[str, ...], object]:
 
 
 def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, float]:
-    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size.
-
-    Raises NoFittingTileError at a pole of the formula (at a capacity of few elements).
-    """
+    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size. Raises NoFittingTileError at a pole
+    of the formula (at a capacity of few elements)."""
     names, function = _compiled(schedule(name).name)
     sizes = sizes_of(problem, capacity)
     try:
@@ -137,11 +132,9 @@ def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, flo
 
 
 def snapped_tile(name: str, problem: Problem, capacity: int) -> Tile:
-    """The continuous optimum brought to legal sizes: whole numbers near it that fit `capacity`.
-
-    Where a block can shrink without adding another block, the smaller one is tried too, and what that frees goes to the
-    group's other variable. Raises NoFittingTileError.
-    """
+    """The continuous optimum brought to legal sizes: whole numbers near it that fit `capacity`. Where a block can
+    shrink without adding another block, the smaller one is tried too, and what that frees goes to the group's other
+    variable. Raises NoFittingTileError."""
     chosen: Schedule = schedule(name)
     sizes = sizes_of(problem, capacity)
     tile = continuous_tile(chosen.name, problem, capacity)

@@ -24,11 +24,9 @@ SEARCHED_WHOLE = (MOST_BLOCKS // 2) ** 2
 
 
 def balanced(size: int, limit: int = MOST_BLOCKS) -> list[int]:
-    """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it.
-
-    I/O depends on a block only through the number of blocks, so nothing is lost; above `limit` values the list is
-    thinned geometrically.
-    """
+    """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it. I/O depends on a
+    block only through the number of blocks, so nothing is lost; above `limit` values the list is thinned
+    geometrically."""
     size = max(1, size)
     root = math.isqrt(size)
     values = sorted({-(-size // count) for count in range(1, root + 1)} | set(range(1, min(size, root + 1) + 1)))
@@ -74,11 +72,8 @@ def footprint_bytes(problem: Problem, rows: np.ndarray, cols: np.ndarray, stages
 
 def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multiple: int) -> Tiles:
     """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the
-    fast level.
-
-    K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches
-    spill, they do not refuse.
-    """
+    fast level. K and V are read in place, so they do not count against the level. The smallest tile is always legal:
+    caches spill, they do not refuse."""
     n_q, n_k = least_multiple(problem.n_q, row_multiple), least_multiple(problem.n_k, col_multiple)
     rows = sorted({min(n_q, row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
     cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512)})

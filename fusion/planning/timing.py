@@ -102,11 +102,9 @@ def gpu_time(
     shares: np.ndarray,
     splits: np.ndarray | int = 1,
 ) -> Times:
-    """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1.
-
-    Small tiles run the matrix units below peak; one stage exposes the memory latency. Re-reads of K and V by other
-    query blocks are served by L2 as long as one wave's keys fit it.
-    """
+    """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1. Small tiles run the
+    matrix units below peak; one stage exposes the memory latency. Re-reads of K and V by other query blocks are served
+    by L2 as long as one wave's keys fit it."""
     rows, cols, stages = (tiles[name].astype(float) for name in ("B_r", "B_c", "stages"))
     d, d_v = max(1, problem.d), max(1, problem.d_v)
     keys = np.ceil(shares * max(1, problem.n_k) / splits)

@@ -36,10 +36,8 @@ class Sample:
 
 
 class Program(Execution):
-    """One part of a site on a sample. Axes of scores: [worlds, 1, keys]; of V: [worlds, columns, keys].
-
-    `out` is [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`.
-    """
+    """One part of a site on a sample. Axes of scores: [worlds, 1, keys]; of V: [worlds, columns, keys]. `out` is
+    [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`."""
 
     def __init__(self, part: Specified, sample: Sample, replay: Replay):
         self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sample.sizes

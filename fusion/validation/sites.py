@@ -57,10 +57,8 @@ _verdicts: dict[object, Verdict] = {}
 
 
 def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
-    """Compare a site with the specs that are to stand in its place. hints: example values of symbolic sizes.
-
-    Sites of equal structure are compared once per process.
-    """
+    """Compare a site with the specs that are to stand in its place. hints: example values of symbolic sizes. Sites of
+    equal structure are compared once per process."""
     key = fingerprint(site, parts, hints)
     if key not in _verdicts:
         started = time.perf_counter()
