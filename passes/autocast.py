@@ -49,7 +49,6 @@ def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
 
 @contextlib.contextmanager
 def inside(around: Regions) -> Iterator[None]:
-    """In these regions."""
     with contextlib.ExitStack() as stack:
         for region in around:
             stack.enter_context(torch.amp.autocast_mode.autocast(*region))

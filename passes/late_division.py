@@ -66,7 +66,6 @@ class Moved:
         return [self.product]
 
     def undo(self) -> None:
-        """Make the graph what it was."""
         for node in self.sunk:
             self.user.prepend(node)
         if self.division > self.user:

@@ -158,8 +158,6 @@ class PullBack:
         return too_heavy(value, free) or decided_otherwise(here, value, self.interior.keys(), self.loaded, self.anchor)
 
     def _limits(self, value: Expr) -> tuple[int, int]:
-        """The range of an integer."""
-
         def of_load(part: Expr) -> tuple[int, int]:
             held = torch.iinfo(nodes.dtype(self.loaded[part.operand]))
             return held.min, held.max

@@ -28,7 +28,6 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     parser.add_argument(
         "--N", type=int, default=4096, help="queries, and keys unless --Nk is given (default %(default)s)"
     )
@@ -63,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     if arguments.symbolic:
         return _symbolic(arguments)
     from fusion.planning.plan import Problem

@@ -43,12 +43,10 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     findings = [*_packages(), _entry_point(), _cpp_compiler(), _cache(), _cpu(), _gpu()]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

@@ -237,7 +237,6 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
 
 
 def as_float(value: Expr) -> Expr:
-    """Convert to FLOAT."""
     return value if value.kind is FLOAT else apply("to_float" if value.kind is INT else "bool_to_float", value)
 
 

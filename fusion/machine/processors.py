@@ -111,7 +111,6 @@ class Machine:
             )
 
     def level(self, name: str) -> MemoryLevel:
-        """The level of that name."""
         for level in self.levels:
             if level.name == name:
                 return level

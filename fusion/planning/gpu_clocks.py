@@ -137,7 +137,6 @@ class Work:
 
 
 def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
-    """What a spec's kernel does."""
     mask = spec.mask
     score = spec.score if mask is None or mask.full is None else mask.full
     parts = [part for part in walk(score, spec.weight) if part.kind is Kind.FLOAT and part.args]

@@ -110,7 +110,6 @@ def may_rotate(spec: AttentionSpec, kernel: str = FORWARD) -> bool:
 
 
 def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) -> Extent:
-    """What a kernel covers."""
     triangle = spec.mask is not None and spec.mask.key_hi is not None
     outer, inner = (n_k, n_q) if kernel in BY_KEYS else (n_q, n_k)
     return Extent(heads=heads, outer=outer, inner=inner, triangle=triangle)
@@ -163,7 +162,6 @@ def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequenc
 
 
 def all_tiles(work: Work, machine: Machine, extent: Extent, rotates: bool) -> Iterator[Tile]:
-    """All tiles that there could be."""
     sizes = [size for size in (16, 32, 64, 128) if LEAST <= size <= MOST]
     outer, inner = power(extent.outer), power(extent.inner)
     across, along = (inner, outer) if work.kernel in BY_KEYS else (outer, inner)

@@ -68,34 +68,9 @@ class Schedule:
     colour: str = "#333333"
 
     @property
-    def reads(self) -> sympy.Expr:
-        """Elements loaded."""
-        return sympy.Add(*(phase.reads for phase in self.phases))
-
-    @property
-    def writes(self) -> sympy.Expr:
-        """Elements stored."""
-        return sympy.Add(*(phase.writes for phase in self.phases))
-
-    @property
     def io(self) -> sympy.Expr:
         """Elements moved in either direction."""
-        return self.reads + self.writes
-
-    @property
-    def footprint(self) -> sympy.Expr:
-        """Elements held in fast memory at most."""
-        return sympy.Max(*(phase.footprint for phase in self.phases))
-
-    @property
-    def flops(self) -> sympy.Expr:
-        """Operations of matrix products."""
-        return sympy.Add(*(phase.flops for phase in self.phases))
-
-    @property
-    def exps(self) -> sympy.Expr:
-        """Exponentials."""
-        return sympy.Add(*(phase.exps for phase in self.phases))
+        return sympy.Add(*(phase.reads for phase in self.phases), *(phase.writes for phase in self.phases))
 
     @property
     def tile(self) -> tuple[str, ...]:
@@ -115,7 +90,7 @@ class Schedule:
     @property
     def takes_features(self) -> bool:
         """Whether its work depends on a number of polynomial features."""
-        return r in self.flops.free_symbols
+        return any(r in phase.flops.free_symbols for phase in self.phases)
 
     @property
     def kernels_text(self) -> str:

@@ -43,7 +43,6 @@ class Patience:
         self.pause = self.left = 0
 
     def looks(self) -> bool:
-        """Whether this call looks."""
         self.left -= self.left > 0
         return self.left == 0
 

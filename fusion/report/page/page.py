@@ -26,7 +26,6 @@ KERNEL_BYTES = 1_200_000
 
 
 def to_html(report: Report) -> str:
-    """The report as one page."""
     total = len(report.sites)
     body = [
         "<header><h1>fusion report</h1></header><main>",
