@@ -1,9 +1,8 @@
 """Cascades: scores or weights that are made of a whole row or column of scores, by one attention for each reduction.
 
-A softmax of a softmax, weights normalised over the queries, scores less the largest of all: there a weight is no
+In a softmax of a softmax, weights normalised over the queries, or scores less the largest of all, a weight is no
 function of its own score alone. Such a reduction becomes an attention by itself, with a column of ones in the place of
-V, that multiplies Q and K once more and writes what the reduction gives: one number for each row. For what is made of
-it that is a tensor like any other, so that memory is linear in the length.
+V: one number for each row, a tensor like any other, so that memory is linear in the length.
 
     sum, mean          of x: x @ 1
     amax, logsumexp    of x: a further output of softmax(x) @ 1

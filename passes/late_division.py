@@ -1,14 +1,12 @@
 """Weights that are divided by a sum of their own: divided behind the product with V.
 
 `w = softmax(s) * m; (w / (w.sum(-1, keepdim=True) + 1e-13)) @ v` makes what a mask leaves of a softmax add up to 1
-again. That is no softmax; but what a row is divided by is the same for all of its keys, so that `(w / g) @ v` is
-`(w @ v) / g`: an attention that also writes the sum (`fusion.passes.further`). Products are written so where that makes
-an attention of them, and nowhere else.
+again. What a row is divided by is the same for all of its keys, so that `(w / g) @ v` is `(w @ v) / g`: an attention
+that also writes the sum (`fusion.passes.further`). Products are written so where that makes an attention of them.
 
-Both round alike. They differ where numbers leave their range: the product before the division is as large as the sum.
-In float32 and bfloat16, whose largest number is the same, weights that grow with the score at most as fast as the score
-itself reach that only with scores beyond 1e30; others, and float16, stay as they are. A row whose weights are all 0 is
-0 / 0 on both sides.
+Both round alike, and differ where numbers leave their range: the product before the division is as large as the sum. In
+float32 and bfloat16 weights that grow with the score at most as fast as itself reach that only with scores beyond 1e30;
+others, and float16, stay as they are. A row whose weights are all 0 is 0 / 0 on both sides.
 """
 
 from __future__ import annotations

@@ -1,27 +1,17 @@
-"""A call of attention that leaves out what provably does not matter, in two steps.
+"""A call of attention that leaves out what provably does not matter, in two steps (docs/approximate.md).
 
-*Without looking.* Keys are taken in blocks, queries in tiles. For a query row and a key block, the block's box
-(coordinate-wise minimum and maximum of its keys) and its ball (mean and radius) bound every score in the block from
-above. The exact scores of the few blocks whose means score highest bound the logarithm of the row's normaliser from
-below. A block's share of the normaliser is then at most
+*Without looking.* The box and the ball of a block of keys bound its scores with a row from above; exact scores of the
+few likeliest blocks bound the row's normaliser from below. A block has at most `keys * exp(upper - lower)` of it, and a
+tile of rows leaves out the least blocks while these add up to half of epsilon. The ball about a tile's rows gives
+bounds for all of them in a 30th of the time; rows are looked at one by one where that leaves too much. Attempted where
+a sample says that it pays.
 
-    keys in it * exp(upper - lower)
+*By looking.* The kernel omits exponentials and the product with V of tiles in which no key can have more than epsilon /
+(2 N_k) of its row's sum (`sparse_kernel.py` of `codegen/mlir` and `codegen/triton`). Nearly free.
 
-and a row tile leaves out the blocks of least share as long as these add up to half of epsilon for each of its rows. The
-ball about a tile's rows gives such bounds for all of them at once, in a 30th of the time: rows are looked at one by one
-where that leaves too much. Attempted for heads where a sample of rows and of tiles says that it pays.
-
-*By looking.* The kernel computes the scores of what remains, and omits exponentials and the product with V of tiles in
-which no key can have more than epsilon / (2 N_k) of its row's sum (`sparse_kernel.py` of `codegen/mlir` and
-`codegen/triton`). Nearly free.
-
-The certificate is what was left out, summed up for each row; the largest sum counts.
-
-Heads in which nothing can be left out without looking run in fewer bfloat16 planes instead, where that is certified
-(`rounding`, on CPUs with AMX); the others run exact.
-
-On GPUs the host waits for two reads of a call: of a glance at the data, and of what is to be done with each head
-(`selection`). Certificates are read when somebody asks for them.
+The certificate is what was left out, summed up for each row; the largest sum counts. Heads that leave out nothing run
+in fewer bfloat16 planes where that is certified (`rounding`, on CPUs with AMX), else exact. On GPUs the host waits for
+two reads of a call: of a glance at the data, and of what is to be done with each head (`selection`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """What Inductor's code calls in the place of `fusion::attention` and its gradient: a function that knows its spec.
 
-A call of an operator goes through torch's dispatcher, which looks at every argument (some 5 us), through Python code
-that looks for gradients where it has one, and finds its kernel by the text of the spec. Code that Inductor writes in
-Python makes one function per spec instead, when it is loaded:
+A call of an operator goes through torch's dispatcher (some 5 us), through Python code that looks for gradients, and
+finds its kernel by the text of the spec. Inductor's Python code makes one function per spec instead, when it is loaded,
+also from a cache in another process. Its C++ code (AOTInductor) keeps the operator, and so does a call that is
+profiled.
 
     attention_1f0c = bound_attention('{"nodes": ...', 'cpu', 'auto', 'attention_forward')
-    ...
     buf0 = attention_1f0c([primals_1, primals_2, primals_3], [1, 8, 16, 16])
-
-The text stands in the code, so that another process which loads the code from a cache makes the same function.
-Inductor's C++ code (AOTInductor) keeps the operator, and so does a call that is profiled.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """`torch.ops.fusion.attention` and its gradient: one attention, whole in its arguments. `_OPERATORS` has the schemas.
 
-`attention_outputs` returns the output, the statistics and the further outputs of its spec (weights, or what is made of
-them). Where a gradient arrives at one of these, `attention_outputs_backward` has it; else `attention_backward`.
+`attention_forward` stands where gradients are needed: it also returns a few numbers per query row
+(`fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention` computes them in its backward.
+`attention_outputs` adds the further outputs of its spec (weights, or what is made of them); where a gradient arrives at
+one of these, `attention_outputs_backward` has it. Backwards return one gradient per operand that `needs` marks.
+`attention_derivative` is all else that autograd and `torch.func` may ask for (`fusion.runtime.derivatives`).
+`attention_below_autograd` is `attention` in graphs whose gradients were traced: it spends no time in torch's Python
+code that looks for them (some 20 us).
 
-`attention_forward` stands where gradients are needed: besides the output it returns a few numbers per query row (see
-`fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient
-per operand that `needs` marks. `attention` under autograd computes the statistics in its backward.
-
-`attention_derivative` is everything else that autograd and `torch.func` may ask for: tangents, and derivatives of
-gradients. See `fusion.runtime.derivatives`.
-
-`attention_below_autograd` is `attention` in graphs whose gradients were traced already: a call of it spends no time in
-Python code of torch's that looks for them (some 20 us).
-
-`spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
-build the kernel again. `emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is
-tagged so that Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
-`fusion.ir.tile_map`. `table` checks the positions that K and V are read at: see `fusion.runtime.table_op`.
+`spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry all that a kernel is built from;
+`emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is tagged so that Inductor
+copies nothing). `tile_map` reads the data of a mask once for all attentions that have it (`fusion.ir.tile_map`),
+`table` checks the positions that K and V are read at (`fusion.runtime.table_op`).
 """
 
 from __future__ import annotations
