@@ -111,11 +111,7 @@ def _buffer(tensor: Tensor, module: GraphModule, device: torch.device) -> Node:
 
 
 def _from_callable(
-    keep: Callable[..., Tensor],
-    module: GraphModule,
-    bounds: integers.Bounds,
-    batch: list[Expr],
-    device: torch.device,
+    keep: Callable[..., Tensor], module: GraphModule, bounds: integers.Bounds, batch: list[Expr], device: torch.device
 ) -> tuple[Expr, list[Node]]:
     traced = _trace(keep, device)
     output = next(node for node in traced.graph.nodes if node.op == "output").args[0]

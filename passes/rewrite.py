@@ -113,11 +113,7 @@ def _unsupported(
 
 
 def _specify(
-    site: Site,
-    attention: Attention,
-    symbols: Symbols,
-    block_mask: BlockMask | None,
-    found_uses: Sequence[Use] = (),
+    site: Site, attention: Attention, symbols: Symbols, block_mask: BlockMask | None, found_uses: Sequence[Use] = ()
 ) -> Specified:
     found = specify(site, attention, block_mask, found_uses)
     _refuse_distributed_dropout(found)

@@ -12,15 +12,7 @@ from fusion.errors import ProblemError, UnknownMachineError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "tfloat32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+_BYTES = {"float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _SHORT = {
     "fp64": "float64",
     "fp32": "float32",

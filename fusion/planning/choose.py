@@ -57,12 +57,7 @@ def _bound_of_sets(problem: Problem, sizes: Mapping[str, int], capacity: float) 
 
 
 def candidate(
-    problem: Problem,
-    machine: Machine,
-    name: str,
-    multiples: tuple[int, int],
-    features: int,
-    given: Given = (),
+    problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int, given: Given = ()
 ) -> Candidate:
     """The schedule with its best tile on that machine (as far as it is not given), or the reason why it has none."""
     try:
@@ -97,12 +92,7 @@ def _counts(name: str, problem: Problem, machine: Machine, tile: Tile | Tiles, s
 
 
 def _tiles_and_times(
-    problem: Problem,
-    machine: Machine,
-    name: str,
-    multiples: tuple[int, int],
-    features: int,
-    given: Given,
+    problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int, given: Given
 ) -> tuple[Tiles, Times]:
     fixed, chosen = dict(given), schedule(name)
     modelled = chosen.query_stationary and chosen.runs_on(machine.kind)

@@ -32,11 +32,7 @@ class CpuPlanner:
     """The choices of a spec on a CPU. times: the cost model. register_tile: (rows, keys), of which tiles are."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        machine: Machine,
-        times: TileTimes | None = None,
-        register_tile: Pair | None = None,
+        self, spec: AttentionSpec, machine: Machine, times: TileTimes | None = None, register_tile: Pair | None = None
     ):
         unit = target_of(machine)
         self.spec, self.machine, self.lanes = spec, machine, unit.lanes

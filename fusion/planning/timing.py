@@ -96,11 +96,7 @@ GPU_COSTS = GpuCosts()
 
 
 def gpu_time(
-    machine: Machine,
-    problem: Problem,
-    tiles: Tiles,
-    shares: np.ndarray,
-    splits: np.ndarray | int = 1,
+    machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarray, splits: np.ndarray | int = 1
 ) -> Times:
     """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1. Small tiles run the
     matrix units below peak; one stage exposes the memory latency. Re-reads of K and V by other query blocks are served
@@ -139,12 +135,7 @@ def _resident(machine: Machine, problem: Problem, rows: np.ndarray, cols: np.nda
 
 
 def _memory_time(
-    machine: Machine,
-    problem: Problem,
-    rows: np.ndarray,
-    keys: np.ndarray,
-    blocks: np.ndarray,
-    together: np.ndarray,
+    machine: Machine, problem: Problem, rows: np.ndarray, keys: np.ndarray, blocks: np.ndarray, together: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Seconds of L2 and main memory.
 

@@ -127,11 +127,7 @@ def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool 
 
 
 def prepare(
-    spec: AttentionSpec,
-    device: torch.device,
-    sizes: Sequence[int],
-    trained: bool = False,
-    request: Request = PLAIN,
+    spec: AttentionSpec, device: torch.device, sizes: Sequence[int], trained: bool = False, request: Request = PLAIN
 ) -> Refusal | None:
     """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
     if (reason := unsupported(spec, device.type, request)) is not None:
