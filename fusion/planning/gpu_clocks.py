@@ -142,7 +142,7 @@ def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
     parts = [part for part in walk(score, spec.weight) if part.kind is Kind.FLOAT and part.args]
     special = list(filter(_is_special, parts))
     costs = sum(_UNIT if _is_rounded(part) else _COSTLY for part in special)
-    inner = [part for part in parts if {"i", "j"} <= coordinates(part) or _reads_score(part)]
+    inner = [part for part in parts if {"i", "j"} <= coordinates(part)]
     backward = 1 if kernel == FORWARD else 2  # its derivative, too
     return Work(
         kernel=kernel,
@@ -176,21 +176,13 @@ def score_bytes(spec: AttentionSpec) -> int:
     return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
 
 
-def _reads_score(part: Expr) -> bool:
-    return any(leaf.op == "score" for leaf in walk(part))
-
-
 def _is_special(part: Expr) -> bool:
-    return part.op in _SPECIAL and not _by_constant(part)
+    return part.op in _SPECIAL and not (part.op == "div" and part.args[1].is_const)
 
 
 def _is_rounded(part: Expr) -> bool:
     """Whether it is a tanh that is rounded to bfloat16."""
     return part.op == "tanh" and part.attr == "bfloat16"
-
-
-def _by_constant(part: Expr) -> bool:
-    return part.op == "div" and part.args[1].op == "const"
 
 
 def program_kind(spec: AttentionSpec) -> str:

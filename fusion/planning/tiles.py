@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -38,14 +37,8 @@ def balanced(size: int, limit: int = MOST_BLOCKS) -> list[int]:
 
 def grid(values: Mapping[str, Iterable[int]]) -> Tiles:
     """All combinations, as flat arrays by name."""
-    names, columns = list(values), [list(column) for column in values.values()]
-    combinations = np.array(list(itertools.product(*columns)), dtype=np.int64) if len(names) > 2 else _product(columns)
-    return {name: combinations[:, index] for index, name in enumerate(names)}
-
-
-def _product(columns: list[list[int]]) -> np.ndarray:
-    axes = np.meshgrid(*(np.asarray(column, dtype=np.int64) for column in columns), indexing="ij")
-    return np.stack([axis.ravel() for axis in axes], axis=1)
+    axes = np.meshgrid(*(np.array(list(column), dtype=np.int64) for column in values.values()), indexing="ij")
+    return {name: axis.ravel() for name, axis in zip(values, axes, strict=True)}
 
 
 def pick(tiles: Tiles, index: int) -> Tile:

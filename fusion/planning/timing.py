@@ -7,6 +7,7 @@ last round counts whole. Each memory level is a resource of its own. All figures
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,8 @@ def streaming_time(machine: Machine, problem: Problem, counts: Counts, kernels: 
 
 def shares_of(problem: Problem, tiles: Tiles) -> np.ndarray:
     """The live share s of every tile in `tiles`."""
-    cache: dict[tuple[int, int], float] = {}
-    pairs = list(zip(tiles["B_r"].tolist(), tiles["B_c"].tolist(), strict=True))
-    for pair in set(pairs):
-        cache[pair] = problem.live_share(*pair)
-    return np.array([cache[pair] for pair in pairs])
+    share = functools.cache(problem.live_share)
+    return np.array([share(*pair) for pair in zip(tiles["B_r"].tolist(), tiles["B_c"].tolist(), strict=True)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
