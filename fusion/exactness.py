@@ -74,11 +74,8 @@ def norms(value: Tensor) -> tuple[float, float]:
 def errors(
     actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype | None = None, condition: float = 1.0
 ) -> Errors:
-    """Compares one floating-point tensor.
-
-    dtype: that the computation ran in, where that is coarser than its own.
-    condition: of the computation, by which eps is multiplied.
-    """
+    """Compares one floating-point tensor. dtype: that the computation ran in, where that is coarser than its own.
+    condition: of the computation, by which eps is multiplied."""
     wide = torch.complex128 if eager.is_complex() else torch.float64
     finite = eager.isfinite() & reference.isfinite()
     eps = condition * max(torch.finfo(t).eps for t in (eager.dtype, dtype or eager.dtype))

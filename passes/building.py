@@ -34,11 +34,8 @@ def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...]) -> N
 def in_place_of(
     graph: Graph, use: Use, further: FurtherOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
 ) -> Node:
-    """What takes the place of a node: a further output in the node's shape, dtype and order in memory.
-
-    made: the further output as the operator returns it.
-    trained: whether gradients pass through it.
-    """
+    """What takes the place of a node: a further output in the node's shape, dtype and order in memory. made: the
+    further output as the operator returns it. trained: whether gradients pass through it."""
     node, like = use.node, nodes.value(use.node)
 
     def size(extent: Expr) -> Any:

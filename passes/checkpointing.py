@@ -23,11 +23,8 @@ from fusion.refusals import Ground
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A checkpointed graph.
-
-    values: that it is called with.
-    around: the regions of autocast around its calls; None where they are not the same for all.
-    """
+    """A checkpointed graph. values: that it is called with. around: the regions of autocast around its calls; None
+    where they are not the same for all."""
 
     graph: GraphModule
     values: list[Any]

@@ -27,10 +27,8 @@ def impurity() -> Callable[[Node], bool]:
 def refuse_escaping(
     graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], anew: Anew | None, symbols: Symbols
 ) -> None:
-    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes.
-
-    anew: specifies a site anew, with what was ever needed of its weights as further outputs; None where none are to be.
-    """
+    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes. anew:
+    specifies a site anew, with what was ever needed of its weights as further outputs; None where none are to be."""
     impure, met = impurity(), collections.defaultdict[int, dict[Node, None]](dict)
     tried: dict[int, set[Node]] = {}
     kept = [node for node in graph.nodes if node.op == "output" or impure(node)]

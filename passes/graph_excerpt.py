@@ -22,11 +22,8 @@ LIMIT = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcerptNode:
-    """One box.
-
-    text: its operation.
-    role: "input" (stays in the graph), "product", "step", "blame" (stopped the analysis) or "fused".
-    """
+    """One box. text: its operation. role: "input" (stays in the graph), "product", "step", "blame" (stopped the
+    analysis) or "fused"."""
 
     name: str
     text: str

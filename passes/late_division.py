@@ -74,10 +74,8 @@ class Moved:
 
 
 def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple[list[Site], list[Moved]]:
-    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these.
-
-    but: names of products for which nothing is moved.
-    """
+    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these. but: names of
+    products for which nothing is moved."""
     sites = find_sites(graph, reads)
     refused = [site.anchor for site in sites if site.refusal is not None and site.refusal.kind in _GROUNDS]
     if not refused:

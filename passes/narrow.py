@@ -42,11 +42,8 @@ def first_infinite(dtype: torch.dtype) -> float:
 
 
 class Narrow:
-    """Expressions as one narrow dtype holds them.
-
-    integers: the range of an INT expression.
-    tensor: the tensor of a load.
-    """
+    """Expressions as one narrow dtype holds them. integers: the range of an INT expression. tensor: the tensor of a
+    load."""
 
     def __init__(self, dtype: torch.dtype, integers: Callable[[Expr], tuple[int, int]], tensor: Callable[[Expr], Node]):
         self.dtype, self._integers, self._tensor = dtype, integers, tensor

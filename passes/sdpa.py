@@ -26,11 +26,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a product with V was pulled back to.
-
-    cores: the attentions whose weights sum to those of the product.
-    value, scale: where V is read, and what its rows are multiplied by.
-    """
+    """What a product with V was pulled back to. cores: the attentions whose weights sum to those of the product. value,
+    scale: where V is read, and what its rows are multiplied by."""
 
     cores: list[Core]
     value: Access

@@ -33,11 +33,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByRows:
-    """An attention over a set of keys, which are read through a table.
-
-    table: the number of the operand that holds the positions.
-    dense: the same attention with a mask of all keys.
-    """
+    """An attention over a set of keys, which are read through a table. table: the number of the operand that holds the
+    positions. dense: the same attention with a mask of all keys."""
 
     table: int
     dense: Specified

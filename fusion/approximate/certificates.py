@@ -71,11 +71,8 @@ Pending = Certificate | Callable[[], Certificate]
 
 
 class _Records(threading.local):
-    """What the calls of one thread certified.
-
-    last: of its last call.
-    collectors: one list for each `collect_certificates` around that call.
-    """
+    """What the calls of one thread certified. last: of its last call. collectors: one list for each
+    `collect_certificates` around that call."""
 
     def __init__(self) -> None:
         self.last: deque[Pending] = deque(maxlen=LIMIT)

@@ -61,10 +61,8 @@ class SampledBounds(NamedTuple):
 
 
 class Inspection:
-    """The inspection of the data of one spec's calls.
-
-    native: by compiled kernels (on CPUs), else by torch's operations.
-    """
+    """The inspection of the data of one spec's calls. native: by compiled kernels (on CPUs), else by torch's
+    operations."""
 
     def __init__(self, gather: HeadPacker, scale: float, causal: bool, native: bool):
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
@@ -73,12 +71,8 @@ class Inspection:
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
     ) -> HeadBounds:
-        """Of all rows: what a certificate may rest on.
-
-        second: whether moments are asked for.
-        limit: of the bounds of heads that are of interest; others may be given up, with norms that are too large and no
-            moments.
-        """
+        """Of all rows: what a certificate may rest on. second: whether moments are asked for. limit: of the bounds of
+        heads that are of interest; others may be given up, with norms that are too large and no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):

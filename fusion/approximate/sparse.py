@@ -63,10 +63,8 @@ def refusal(spec: AttentionSpec, plain: Plain, device: str, emitter: str) -> str
 
 
 class SparseKernel(Protocol):
-    """Exact attention without tiles that do not matter (`SparseKernel` of `codegen/mlir` and `codegen/triton`).
-
-    rows, keys: of a tile; row tiles come in multiples of `sets`.
-    """
+    """Exact attention without tiles that do not matter (`SparseKernel` of `codegen/mlir` and `codegen/triton`). rows,
+    keys: of a tile; row tiles come in multiples of `sets`."""
 
     rows: int
     keys: int
@@ -78,11 +76,8 @@ class SparseKernel(Protocol):
 
 
 class _Rounding(NamedTuple):
-    """How products are rounded.
-
-    errors: of the weights of each head in two planes, or none.
-    means: [H, d], what is taken away from the keys for that, where it is needed.
-    """
+    """How products are rounded. errors: of the weights of each head in two planes, or none. means: [H, d], what is
+    taken away from the keys for that, where it is needed."""
 
     errors: list[float]
     means: Tensor | None

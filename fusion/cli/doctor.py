@@ -30,11 +30,7 @@ exit codes: 0 at least one target works and nothing that is present is broken; 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line.
-
-    state: "ok", "missing" (only narrows what can be done) or "broken".
-    advice: what to do, if anything.
-    """
+    """One line. state: "ok", "missing" (only narrows what can be done) or "broken". advice: what to do, if anything."""
 
     name: str
     state: str

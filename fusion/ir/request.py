@@ -10,11 +10,8 @@ TUNED = "/tuned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Approximation:
-    """An approximation that is allowed.
-
-    method: "polynomial" or "certified_sparse".
-    epsilon: the error that attention weights may have, relative to a row's sum.
-    """
+    """An approximation that is allowed. method: "polynomial" or "certified_sparse". epsilon: the error that attention
+    weights may have, relative to a row's sum."""
 
     method: str
     epsilon: float

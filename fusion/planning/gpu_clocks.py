@@ -227,11 +227,8 @@ def _abreast(work: Work, tile: Tile) -> float:
 
 
 def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, instructions: int = 0) -> float:
-    """Of one trip of one program's loop, with those that share its multiprocessor.
-
-    bandwidth: bytes/s at which keys and values come.
-    instructions: of the loop, where they are known.
-    """
+    """Of one trip of one program's loop, with those that share its multiprocessor. bandwidth: bytes/s at which keys and
+    values come. instructions: of the loop, where they are known."""
     rows, cols, warps = work.outer(tile), work.inner(tile), tile.warps
     times, clock = redundancy(work, tile, machine), clock_of(machine)
     rate = machine.flops("bfloat16" if work.size == 2 else "float32") / (2 * machine.cores * clock)

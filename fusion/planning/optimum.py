@@ -30,11 +30,8 @@ from fusion.planning.tiles import Tile, sizes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M.
-
-    tile: best value of each tile variable.
-    io: elements moved there, ceilings taken off.
-    """
+    """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M. tile: best value of each tile variable. io:
+    elements moved there, ceilings taken off."""
 
     schedule: str
     tile: tuple[tuple[str, sympy.Expr], ...]

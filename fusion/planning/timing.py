@@ -135,11 +135,7 @@ def _resident(machine: Machine, problem: Problem, rows: np.ndarray, cols: np.nda
 def _memory_time(
     machine: Machine, problem: Problem, rows: np.ndarray, keys: np.ndarray, blocks: np.ndarray, together: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Seconds of L2 and main memory.
-
-    keys: that a block meets.
-    together: blocks that run at the same time.
-    """
+    """Seconds of L2 and main memory. keys: that a block meets. together: blocks that run at the same time."""
     dims, size = max(1, problem.d) + max(1, problem.d_v), problem.element_bytes
     moved = blocks * (rows * dims * size + keys * dims * problem.key_bytes)
     heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)

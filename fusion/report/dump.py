@@ -152,10 +152,8 @@ def _new_folder(parent: Path) -> Path:
 
 
 def to_python(module: GraphModule, weights: str, attributes: Mapping[str, Any]) -> str:
-    """A graph as a Python program: a module, inputs of the right shapes, and a call.
-
-    weights: the file next to it that holds the tensors and modules which the graph has as attributes, if any.
-    """
+    """A graph as a Python program: a module, inputs of the right shapes, and a call. weights: the file next to it that
+    holds the tensors and modules which the graph has as attributes, if any."""
     code = module.graph.python_code("self")
     lines = [
         f'"""{len(module.graph.nodes)} nodes; run me."""',

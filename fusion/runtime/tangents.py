@@ -59,10 +59,8 @@ def have_kernels(spec: AttentionSpec, moving: tuple[bool, ...], emitter: str, de
 def tangent(
     spec: AttentionSpec, step: Tangents, inputs: Sequence[Tensor], sizes: Sequence[int], emitter: str
 ) -> Tensor | None:
-    """The tangent of the output where `have_kernels`; None where operands are very large or not finite.
-
-    inputs: operands, and the tangents of those of Q, K and V that `step` marks.
-    """
+    """The tangent of the output where `have_kernels`; None where operands are very large or not finite. inputs:
+    operands, and the tangents of those of Q, K and V that `step` marks."""
     count, given = len(spec.operands), iter(inputs[len(spec.operands) :])
     operands, rest = list(inputs[:count]), inputs[len(_QKV) : count]
     # bfloat16 as it is multiplied in gradients, too; float16 could overflow

@@ -18,10 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModule) -> Callable[..., Any]:
-    """The compiled graph; where its first call differs from `module` in eager mode, `module` runs from then on.
-
-    fused: the graph that was compiled. One that draws random numbers cannot be compared, and is returned as it is.
-    """
+    """The compiled graph; where its first call differs from `module` in eager mode, `module` runs from then on. fused:
+    the graph that was compiled. One that draws random numbers cannot be compared, and is returned as it is."""
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in fused.graph.nodes):
         log.warning("the first call is not compared with eager: the graph draws random numbers")
         return compiled
