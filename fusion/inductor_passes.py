@@ -221,9 +221,8 @@ def _drop_patterns() -> None:
         dropped += len(entries) - len(kept)
         filtered.patterns[key] = kept
     joint_graph.pass_patterns[0] = _OneGraph(full, filtered)  # type: ignore[assignment]
-    if not dropped and any(
-        _PATTERNS in str(inspect.getmodule(e.extra_check)) for v in full.patterns.values() for e in v
-    ):
+    every = itertools.chain.from_iterable(full.patterns.values())
+    if not dropped and any(_PATTERNS in str(inspect.getmodule(entry.extra_check)) for entry in every):
         log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")
 
 

@@ -86,8 +86,7 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
     request = options.request
     if (allowed := request.approximation) is None:
         return None
-    reason = dispatch.refusal(part.spec, part.device, request)
-    if reason is not None:
+    if (reason := dispatch.refusal(part.spec, part.device, request)) is not None:
         return f"{allowed.method}: exact, because {reason}"
     found = _planned(part, hints, options)()
     return dispatch.describe(allowed, found.problem, found.machine)

@@ -135,13 +135,8 @@ def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> At
     first = {last: integers.mul(last, group)}
     own = {last: integers.add(first[last], I)}
     batch = tuple(integers.integer(heads // group) if k == axis else extent for k, extent in enumerate(spec.batch))
-    return spec.mapped(
-        lambda expr: substitute(expr, own),
-        lambda expr: substitute(expr, first),
-        batch=batch,
-        n_q=integers.integer(group),
-        mask=None,
-    )
+    fields = {"batch": batch, "n_q": integers.integer(group), "mask": None}
+    return spec.mapped(lambda expr: substitute(expr, own), lambda expr: substitute(expr, first), **fields)
 
 
 def _without_unused(found: Specified) -> Specified:

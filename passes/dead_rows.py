@@ -30,11 +30,8 @@ def selected(core: Expr, condition: Expr) -> Expr:
     if not may_be_infinite(columns[0], facts(apply("not", condition))):
         return core
     if may_be_infinite(columns[0], facts(condition)):
-        raise Unsupported(
-            Ground.MASKED_AFTER,
-            "the weights are masked after the softmax in another way than the scores before it",
-            core,
-        )
+        message = "the weights are masked after the softmax in another way than the scores before it"
+        raise Unsupported(Ground.MASKED_AFTER, message, core)
     return node(core.op, core.args, Kind.FLOAT, "safe_softmax")
 
 

@@ -62,11 +62,8 @@ class TwoPlanes:
 
     def errors(self, queries: Sequence[float], keys: Sequence[float]) -> list[float]:
         """`error_of` of heads with queries and keys up to these norms."""
-        scale = abs(self.scale)
-        found = []
-        for q, k in zip(queries, keys, strict=True):
-            found.append(error_of(q * k * scale) if max(q, k, scale) < LARGE else math.inf)
-        return found
+        scale, pairs = abs(self.scale), zip(queries, keys, strict=True)
+        return [error_of(q * k * scale) if max(q, k, scale) < LARGE else math.inf for q, k in pairs]
 
     @staticmethod
     def limit(epsilon: float) -> float:

@@ -109,7 +109,7 @@ def _approximation(arguments: argparse.Namespace, problem: Problem, target: Mach
 
 
 def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> int:
-    from fusion.planning.plan import compare, plan
+    from fusion.planning.plan import aligned, compare, plan
 
     crossing = "" if arguments.bound is None else _approximation(arguments, problem, target)
     options = {"direction": _direction(arguments), "features": arguments.features}
@@ -127,11 +127,7 @@ def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> 
     print(f"{problem}\n{target.name}: M = {chosen.capacity} elements; lower bound {chosen.bound:.4g} elements moved\n")
     rows = [("", "schedule", "kernel", "tile", "I/O", "bytes", "/ bound", "predicted")]
     rows += [_row(item, chosen, problem, target) for item in weighed]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        left = [text.ljust(width) for text, width in zip(row[:4], widths, strict=False)]
-        right = [text.rjust(width) for text, width in zip(row[4:], widths[4:], strict=True)]
-        print("  ".join(left + right).rstrip())
+    print("\n".join(aligned(rows, 4)))
     for item in weighed:
         if item.reason:
             print(f"\n{item.schedule} does not fit: {item.reason}")

@@ -100,21 +100,11 @@ def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
     if platform.machine() == "arm64":
         flags.update(("neon", "fma"))
         flags |= {"bf16"} if fields.get("hw.optional.arm.FEAT_BF16") == "1" else set()
-    caches = {}
-    for level, key in (
-        ("L1", "hw.perflevel0.l1dcachesize"),
-        ("L2", "hw.perflevel0.l2cachesize"),
-        ("L3", "hw.l3cachesize"),
-    ):
-        size = int(fields.get(key, fields.get(key.replace("perflevel0.", ""), 0)) or 0)
-        if size:
-            caches[level] = size
-    return (
-        fields.get("machdep.cpu.brand_string", platform.machine()),
-        flags,
-        float(fields.get("hw.cpufrequency", 0) or 0),
-        caches,
-    )
+    keys = {"L1": "hw.perflevel0.l1dcachesize", "L2": "hw.perflevel0.l2cachesize", "L3": "hw.l3cachesize"}
+    found = {level: fields.get(key, fields.get(key.replace("perflevel0.", ""))) for level, key in keys.items()}
+    caches = {level: int(size) for level, size in found.items() if int(size or 0)}
+    name, clock = fields.get("machdep.cpu.brand_string", platform.machine()), fields.get("hw.cpufrequency", 0)
+    return name, flags, float(clock or 0), caches
 
 
 def _usable_cores() -> int:

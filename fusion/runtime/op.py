@@ -17,6 +17,7 @@ copies nothing). `tile_map` reads the data of a mask once for all attentions tha
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,12 +69,8 @@ def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     given = executor.BackwardArguments(*arguments)
-    described = AttentionSpec.from_json(given.spec).operands
-    return [
-        results.empty_gradient(tensor, operand)
-        for tensor, operand, needed in zip(given.operands, described, given.needs, strict=True)
-        if needed
-    ]
+    places = zip(given.operands, AttentionSpec.from_json(given.spec).operands, strict=True)
+    return [results.empty_gradient(*place) for place in itertools.compress(places, given.needs)]
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -97,9 +94,8 @@ def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *fur
         for g, (shape, dtype) in zip(further, ctx.further, strict=True)
     ]
     needs = _needs(ctx, operands)
-    found = iter(
-        torch.ops.fusion.attention_outputs_backward(grad, filled, out, statistics, operands, *ctx.described, needs)
-    )
+    given = grad, filled, out, statistics, operands, *ctx.described, needs
+    found = iter(torch.ops.fusion.attention_outputs_backward(*given))
     return [next(found) if needed else None for needed in needs]
 
 

@@ -71,12 +71,9 @@ def _comparison(report: Report) -> str:
 
 
 def _cells(tag: str, cells: Iterable[str]) -> str:
-    first, *rest = cells
-    return (
-        f"<tr><{tag}>{escape(first)}</{tag}>"
-        + "".join(f'<{tag} class="number">{escape(c)}</{tag}>' for c in rest)
-        + "</tr>"
-    )
+    first, *rest = map(escape, cells)
+    numbers = "".join(f'<{tag} class="number">{cell}</{tag}>' for cell in rest)
+    return f"<tr><{tag}>{first}</{tag}>{numbers}</tr>"
 
 
 def _sites(report: Report) -> list[str]:
