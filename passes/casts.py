@@ -33,13 +33,13 @@ class Call:
 Builder = Callable[[Call], Expr | None]
 
 
-def float_function(compose: Callable[[Expr, Call], Expr | None]) -> Builder:
-    """The builder of a function of one float, from its composition."""
+def float_function(compose: Callable[..., Expr | None], count: int = 1) -> Builder:
+    """The builder of a function of so many floats, from its composition, which takes these and the call."""
 
     def builder(call: Call) -> Expr | None:
         if kind_of(call.dtype) is not Kind.FLOAT:
             return None
-        return compose(operand(call.args[0], Kind.FLOAT), call)
+        return compose(*(operand(arg, Kind.FLOAT) for arg in call.args[:count]), call)
 
     return builder
 

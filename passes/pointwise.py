@@ -76,10 +76,7 @@ def _remainder(call: Call) -> Expr | None:
     return apply("fsub", left, apply("fmul", right, apply("floor", apply("div", left, right))))
 
 
-def _power(call: Call) -> Expr | None:
-    if kind_of(call.dtype) is not Kind.FLOAT:
-        return None
-    base, exponent = operand(call.args[0], Kind.FLOAT), operand(call.args[1], Kind.FLOAT)
+def _power(base: Expr, exponent: Expr, call: Call) -> Expr:
     if not exponent.is_const:
         return apply("pow", base, exponent)
     value = exponent.value
@@ -221,10 +218,7 @@ def _clamp_one(side: str) -> Builder:
     return lambda call: _clamp(replace(call, args=call.args[:1], kwargs={side: call.get(1, side)}))
 
 
-def _lerp(call: Call) -> Expr | None:
-    if kind_of(call.dtype) is not Kind.FLOAT:
-        return None
-    start, end, weight = (operand(arg, Kind.FLOAT) for arg in call.args[:3])
+def _lerp(start: Expr, end: Expr, weight: Expr, call: Call) -> Expr:
     distance = apply("fsub", end, start)
     near_start = apply("fadd", start, apply("fmul", weight, distance))
     near_end = apply("fsub", end, apply("fmul", distance, apply("fsub", const(1.0), weight)))
@@ -235,14 +229,11 @@ def _lerp(call: Call) -> Expr | None:
 
 
 def _addcmul(name: str) -> Builder:
-    def builder(call: Call) -> Expr | None:
-        if kind_of(call.dtype) is not Kind.FLOAT:
-            return None
-        base, left, right = (operand(arg, Kind.FLOAT) for arg in call.args[:3])
+    def compose(base: Expr, left: Expr, right: Expr, call: Call) -> Expr:
         factor = const(float(call.kwargs.get("value", 1)))
         return float_arithmetic("fadd", base, apply(name, apply("fmul", factor, left), right), call.dtype)
 
-    return builder
+    return float_function(compose, 3)
 
 
 def _reverse_subtract(call: Call) -> Expr | None:
@@ -269,7 +260,7 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.sub: _arithmetic("fsub", integers.sub), aten.rsub: _reverse_subtract,
     aten.div: _divide, aten.remainder: _remainder,
     aten.floor_divide: lambda call: _divide(replace(call, kwargs={"rounding_mode": "floor"})),
-    aten.pow: _power, aten.neg: _either(lambda x: apply("neg", x), integers.neg),
+    aten.pow: float_function(_power, 2), aten.neg: _either(lambda x: apply("neg", x), integers.neg),
     aten.abs: _either(lambda x: apply("abs", x), lambda x: apply("iabs", x)),
     aten.square: float_function(lambda x, call: apply("fmul", x, x)),
     aten.reciprocal: float_function(lambda x, call: apply("div", const(1.0), x)),
@@ -285,7 +276,7 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.max: _extremum("maximum", "imax"), aten.min: _extremum("minimum", "imin"),
     aten.clamp: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
     aten.isnan: _is_nan, aten.isinf: _is_inf,
-    aten.lerp: _lerp, aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
+    aten.lerp: float_function(_lerp, 3), aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
 }  # fmt: skip
 """Overload packet -> builder. A builder returns None where it cannot express the call."""
 _NAMESAKES = "floor ceil trunc sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"

@@ -75,20 +75,15 @@ def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr | None:
     return None
 
 
-def _and(left: Expr, right: Expr) -> Expr | None:
-    if FALSE in (left, right):
-        return FALSE
-    if left is TRUE or left is right:
-        return right
-    return left if right is TRUE else None
+def _logic(neutral: Expr, absorbing: Expr) -> Callable[[Expr, Expr], Expr | None]:
+    def simplified(left: Expr, right: Expr) -> Expr | None:
+        if absorbing in (left, right):
+            return absorbing
+        if left is neutral or left is right:
+            return right
+        return left if right is neutral else None
 
-
-def _or(left: Expr, right: Expr) -> Expr | None:
-    if TRUE in (left, right):
-        return TRUE
-    if left is FALSE or left is right:
-        return right
-    return left if right is FALSE else None
+    return simplified
 
 
 _COMPLEMENT = {"ilt": "ile", "ile": "ilt"}
@@ -219,8 +214,8 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "abs": lambda x: x if x.op == "exp" else None,
     "where": _where,
     "iwhere": _where,
-    "and": _and,
-    "or": _or,
+    "and": _logic(TRUE, FALSE),
+    "or": _logic(FALSE, TRUE),
     "not": _not,
     "fadd": _add,
     "fsub": _identity(0.0),
