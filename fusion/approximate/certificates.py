@@ -26,12 +26,10 @@ class Certificate:
     heads: the batch coordinates of the heads, e.g. ((0, 3), (0, 5)).
     epsilon: the error asked for.
     reason: why exact ran.
-    weight_error: a bound on the sum over keys of |error of a weight| / sum of the weights, in every row; 0 where exact
-        ran.
+    weight_error: a bound on the sum over keys of |error of a weight| / sum of the weights, in every row; 0 if exact.
     output_error: the bound 2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows from it.
     bound: B, such that every |score| <= B after the keys are centred; None where it was not computed to the end.
-    moment: what the mean square score of a row is at most (of the keys that are approximated, relative to their mean
-        weight).
+    moment: a bound on the mean square score of a row (of approximated keys, relative to their mean weight).
     live: the share of the tiles that were computed (certified_sparse).
     planes: bfloat16 planes of float32 products, where these are fewer than the exact kernel takes.
     """

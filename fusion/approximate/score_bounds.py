@@ -30,8 +30,7 @@ class HeadBounds(NamedTuple):
     keys: the same once the mean of the keys is taken away.
     queries: the largest norm of a query.
     bounds: B, such that |score| <= B for centred keys.
-    moments: a bound on the mean square score of a row over the keys that are approximated, relative to their mean
-        weight.
+    moments: a bound on the mean square score of a row over approximated keys, relative to their mean weight.
     least: a lower bound of this mean weight.
     means: [H, d], what was taken away.
     """

@@ -47,8 +47,7 @@ class Schedule:
     kernels: the kinds of machine ("cpu", "gpu") for which an emitter has a kernel of it.
     skips: whether it leaves out tiles that a mask hides; its counts are then in their live share s.
     unmasked: the schedule that it is where nothing is masked; it is weighed for masks only.
-    mixes_heads: whether it computes the heads of a batch together, for attention that mixes them; others do without,
-        and it is weighed where it is named only.
+    mixes_heads: whether it computes the heads of a batch together; it is weighed where it is named only.
     closed_form: whether its best tile can be derived (`fusion.planning.optimum`) rather than searched for.
     colour: in plots, told apart with any colour vision (Okabe and Ito's set).
     """

@@ -44,8 +44,7 @@ class Region:
     """What is replayed for one site.
 
     root, anchor: the last node of the region, and the product with V.
-    keys: [worlds, keys], the sampled keys.
-    n_k: of how many.
+    keys: [worlds, keys], the sampled ones of n_k.
     leaves: tensors whose elements are made up.
     interior: nodes that the analysis looked into.
     roles: of the leaves that are more than a bias or a mask.

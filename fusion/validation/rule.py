@@ -39,7 +39,6 @@ class Values:
     kinds: of each world.
     single: what eager would compute in float32, if that counts, too.
     strict: whether eager's overflows count.
-    condition: see above.
     floor: of `size`, per world.
     coarse: the eps of half precision.
     """
