@@ -90,7 +90,7 @@ def find(
     changes: list[Moved | Cut] = [*moved]
     usable = wanted != "never" and not are_plain()
     pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
-    for way in (_all_but_the_last_softmax, _softmaxes, _all) if pending else ():
+    for way in (_all_but_the_last_softmax, _softmaxes, list) if pending else ():
         met, hints, always = Upstream(graph), nodes.size_hints(graph), wanted == "always"
         asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints, always) for site in pending}
         if cuts := _cut_for(graph, asked, reads):
@@ -156,10 +156,6 @@ def _all_but_the_last_softmax(reductions: list[Node]) -> list[Node]:
 
 def _softmaxes(reductions: list[Node]) -> list[Node]:
     return [node for node in reductions if packet(node) in SOFTMAXES]
-
-
-def _all(reductions: list[Node]) -> list[Node]:
-    return reductions
 
 
 def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], always: bool) -> list[Node]:

@@ -97,7 +97,7 @@ def _is_coarse(fill: float, dtype: torch.dtype) -> bool:
 
 
 def float_arithmetic(name: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr:
-    if _has_reduction(left) or _has_reduction(right):  # a row's shift, which `recognize` takes off as it stands
+    if any(part.op == "reduce" for part in walk(left, right)):  # a shift, which `recognize` takes off as it is
         return apply(name, left, right)
     if name == "fsub" and (_is_hard_mask(left, dtype) or right.op == "where"):
         name, right = "fadd", apply("neg", right)
@@ -124,17 +124,8 @@ def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
 
 def _is_hard_mask(value: Expr, dtype: torch.dtype) -> bool:
     """Whether a value is, in one of the alternatives that are selected between, a fill that swallows scores."""
-    if value.op == "where":
-        return any(_is_hard_mask(arm, dtype) or _is_fill(arm, dtype) for arm in value.args[1:])
-    return False
-
-
-def _is_fill(value: Expr, dtype: torch.dtype) -> bool:
-    return value.is_const and swallows(value.value, dtype)
-
-
-def _has_reduction(value: Expr) -> bool:
-    return any(part.op == "reduce" for part in walk(value))
+    arms = value.args[1:] if value.op == "where" else ()
+    return any(_is_hard_mask(arm, dtype) or (arm.is_const and swallows(arm.value, dtype)) for arm in arms)
 
 
 def swallows(fill: float, dtype: torch.dtype) -> bool:

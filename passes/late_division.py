@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -169,7 +168,8 @@ def _division(product: Node, met: Upstream) -> _Division | None:
         if packet(here) in (aten.mul, aten.div) and len(here.args) == 2 and not here.kwargs:
             pairs = [here.args, here.args[::-1]][: 2 if packet(here) is aten.mul else 1]
             for weights, factor in pairs:
-                if _is_of_row(factor, met) and nodes.is_tensor(weights) and shape(weights) == shape(here):
+                of_row = nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
+                if of_row and nodes.is_tensor(weights) and shape(weights) == shape(here):
                     at = broadcast_index(shape(here), shape(factor), index)
                     return _Division(node=here, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
             made = [x for x, _ in pairs if nodes.is_tensor(x) and Met.PRODUCT in met[x] and shape(x) == shape(here)]
@@ -184,10 +184,6 @@ def _division(product: Node, met: Upstream) -> _Division | None:
             return None
         here, user = origin, here
     return None
-
-
-def _is_of_row(factor: Any, met: Upstream) -> bool:
-    return nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
 
 
 def _places(found: _Division) -> tuple[int, ...] | None:

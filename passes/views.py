@@ -23,8 +23,9 @@ from fusion.refusals import Ground
 
 aten = torch.ops.aten
 Index = tuple[Expr, ...]
-Rule = Callable[[Node, dict[str, Any], Index, integers.Bounds], Index]
-"""(the node, its arguments, an index of it, bounds) -> the index of the same element of its input, "self"."""
+Rule = Callable[[Node, dict[str, Any], Index, integers.Bounds], Index | None]
+"""(the node, its arguments, an index of it, bounds) -> the index of the same element of its input, "self"; None where
+the call changes values (a cast) or has a form that is not resolved."""
 _RULES: dict[Any, Rule] = {}
 
 
@@ -39,18 +40,15 @@ def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Ind
         return None
     try:
         args = arguments(node)
-        return args["self"], rule(node, args, index, bounds)
-    except (Unsupported, _NotAView):
+        moved = rule(node, args, index, bounds)
+    except Unsupported:
         return None
+    return None if moved is None else (args["self"], moved)
 
 
 def is_view(node: Node) -> bool:
     """Whether a node is of a kind that `source` may follow."""
     return node.target is operator.getitem or packet(node) in _RULES
-
-
-class _NotAView(Exception):
-    """This call of a view-like operation changes values (a cast) or has a form that is not resolved."""
 
 
 def _rule(*packets: Any) -> Callable[[Rule], Rule]:
@@ -74,17 +72,17 @@ def _identity(node: Node, args: dict[str, Any], index: Index, bounds: integers.B
 
 
 @_rule(aten.to, aten._to_copy, aten.type_as)
-def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     origin = args["self"]
     if nodes.dtype(origin) != nodes.dtype(node) or nodes.value(origin).device != nodes.value(node).device:
-        raise _NotAView
+        return None
     return index
 
 
 @_rule(aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
-def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     if nodes.dtype(args["self"]) != nodes.dtype(node):
-        raise _NotAView  # view(dtype)
+        return None  # view(dtype)
     return reshape_index(shape(node), shape(args["self"]), index, bounds)
 
 
@@ -251,10 +249,10 @@ def _repeat(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bou
 
 
 @_rule(aten.repeat_interleave)
-def _repeat_interleave(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+def _repeat_interleave(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     repeats, dim = args.get("repeats"), args.get("dim")
     if not isinstance(repeats, int) or dim is None:
-        raise _NotAView
+        return None
     dim = normalize_dim(dim, len(index))
     return (*index[:dim], integers.floordiv(index[dim], repeats, bounds), *index[dim + 1 :])
 
@@ -269,12 +267,12 @@ def _flip(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bound
 
 
 @_rule(aten.roll)
-def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     shifts, dims = args["shifts"], args["dims"]
     shifts = [shifts] if isinstance(shifts, int) else shifts
     dims = [dims] if isinstance(dims, int) else dims
     if not dims:
-        raise _NotAView
+        return None
     extents, moved = shape(node), list(index)
     for shift, d in zip(shifts, dims, strict=True):
         d = normalize_dim(d, len(index))

@@ -78,7 +78,7 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
     columns = -(-(problem.d_v + 1) // 16) * 16
     if split:
         cycles = FEATURE_CYCLES + columns * PRODUCTS[planes] / FEATURE_MACS
-        seconds = rows * features * cycles / (_clock(machine) * machine.cores)
+        seconds = rows * features * cycles / ((machine.clock or 2.5e9) * machine.cores)
     else:
         seconds = rows * features * (2 * columns + 8) / machine.flops("float32")
     inside = 0.0
@@ -104,10 +104,6 @@ def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, p
     products += 2.0 * near * (padded(problem.d) + padded(problem.d_v)) * PRODUCTS[2]
     busy = max(products / machine.flops("bfloat16"), 8.0 * (made + near) / machine.flops("float32"))
     return busy / GPU_RATE
-
-
-def _clock(machine: Machine) -> float:
-    return machine.clock or 2.5e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,8 @@ class _Comparison:
         n_q = shape[self.dims.index("i")]
         operands = {operand for part in parts for operand in part.operands}
         interior = site.interior()
-        finite = len(parts) > 1 or any(_selects(p.spec) for p in parts) or _loses_infinities(interior)
+        left_out = any(part.op == "where" for part in walk(*(p.spec.score for p in parts)))
+        finite = len(parts) > 1 or left_out or _loses_infinities(interior)
         worlds = Worlds(count=points.WORLDS, longest=max(n_q, n_k), finite=finite)
         self.kinds = worlds.kinds
         self.region = Region(
@@ -272,11 +273,6 @@ def _multiplies(node: Node, product: Node) -> bool:
     if nodes.packet(product) in (aten.baddbmm, aten.addmm):
         return node in product.args[1:]
     return nodes.packet(product) in (aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear, aten.conv2d)
-
-
-def _selects(spec: AttentionSpec) -> bool:
-    """Whether a score may be left out of account."""
-    return any(part.op == "where" for part in walk(spec.score))
 
 
 def _loses_infinities(interior: Iterable[Node]) -> bool:
