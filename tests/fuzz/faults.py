@@ -152,7 +152,7 @@ def _rule(packet: Any, change: Callable[..., Any]) -> Fault:
 
 
 def _late_slice(node: Any, args: dict[str, Any], index: Any, bounds: Any) -> Any:
-    found = _SLICE(node, args, index, bounds)
+    found: Any = _SLICE(node, args, index, bounds)
     dim = args["dim"] % len(found)
     return found if found[dim] is index[dim] else (*found[:dim], integers.sub(found[dim], 1), *found[dim + 1 :])
 
