@@ -25,8 +25,7 @@ class CutOut:
 
 
 def cut_out(site: Site) -> CutOut | None:
-    """The region of a site that was recognised; None where it draws random numbers, and is not the same twice. Call
-    before the rewrite. Equal regions have equal graphs, names included."""
+    """The region of a recognised site, equal for equal ones; None where it draws random numbers. Before the rewrite."""
     region = _feeding(site.root, graph_excerpt.inside(site))
     if any(is_active_dropout(node) for node in region):
         return None

@@ -61,8 +61,7 @@ class Narrow:
         return apply(ROUNDED[self.dtype], value) if max(-span[0], span[1]) >= self._end - room else value
 
     def _span(self, value: Expr) -> Span | None:
-        """Between which numbers a value lies where it is finite; None for weights, and for what is shifted by a
-        reduction over the keys, which `recognize` takes off as it stands."""
+        """Between which numbers a finite value lies; None for weights, and what `recognize` takes a shift off."""
         if value not in self._spans:
             for part in walk(value):
                 if part.kind is Kind.FLOAT and part not in self._spans:

@@ -39,8 +39,7 @@ _NUMBERED: dict[Any, dict[Any, tuple[int, ...]]] = {
     operator.getitem: {aten.select.int: (2,), aten.slice.Tensor: (2, 3)},
     operator.setitem: {aten.select.int: (2,)},
 }
-"""Which arguments are numbers of an index. The ends of a slice that is written decide on the shape of what is written,
-and are part of the form."""
+"""Which arguments are numbers of an index; the ends of a slice that is written are part of the form."""
 _FILLS = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar)
 _SQUEEZED = aten.squeeze_.dims
 """A batched product writes it for a vector, to change the shape of what it has made."""

@@ -27,8 +27,7 @@ ATOM = 9
 """The precedence of what never needs brackets."""
 
 Derivative = Callable[..., "Expr | tuple[Expr | None, ...]"]
-"""(gradient g of the result, the result y, the arguments) -> the gradient of the argument, or of each of several; None
-where there is none."""
+"""(gradient g of the result, the result y, the arguments) -> the gradient of each argument, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,7 @@ def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]
 
 
 def keeps_ends(spec: AttentionSpec) -> bool:
-    """Whether the maximum and the sum of each row are asked for by themselves: rows are scaled by something else than
-    one over their sum, or a further output is made of these."""
+    """Whether maximum and sum of rows are needed: for rows scaled in their own way, or further outputs."""
     return spec.row_scale is not None or not {ROW_MAX, ROW_SUM}.isdisjoint(walk(*(f.value for f in spec.further)))
 
 

@@ -106,8 +106,7 @@ def _value(further: FurtherOutput) -> Expr:
 
 
 def _is_finite(expr: Expr, first: int) -> bool:
-    """Whether a value without WEIGHT is finite where all that arrives is; tensors that vary with the key may hold
-    anything. (What else is infinite is so for all keys of a row.)"""
+    """Whether a value without WEIGHT is finite where all that arrives is; loads that vary with the key may not be."""
     for part in walk(expr):
         if part.kind is not Kind.FLOAT:
             continue

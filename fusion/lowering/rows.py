@@ -23,8 +23,7 @@ KEY_MAX = node("row_max", (), Kind.FLOAT, "keys")
 KEY_SUM = node("row_sum", (), Kind.FLOAT, "keys")
 BASE = node("row_max", (), Kind.FLOAT, "base")
 SHRINK = node("row_sum", (), Kind.FLOAT, "shrink")
-"""What sums relative to KEY_MAX are multiplied by to be relative to BASE, ROW_MAX where that is finite: a sink may have
-raised it."""
+"""What sums relative to KEY_MAX are multiplied by to be relative to BASE: a sink may have raised the maximum."""
 FACTOR = node("row_sum", (), Kind.FLOAT, "factor")
 """What the output of a row is multiplied by."""
 

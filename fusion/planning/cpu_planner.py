@@ -24,8 +24,7 @@ WORTH_COMPILING = 2e-4
 
 Pair = tuple[int, int]
 TileTimes = Callable[[Sequence[int], Pair, Collection[Pair]], Mapping[Pair, float]]
-"""(values of the spec's sizes, register tile, tiles of interest) -> predicted seconds of these (B_r, B_c) and of all
-others that may be best."""
+"""(values of the spec's sizes, register tile, tiles) -> predicted seconds of these (B_r, B_c) and other good ones."""
 
 
 class CpuPlanner:

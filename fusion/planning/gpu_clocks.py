@@ -32,8 +32,7 @@ derivative, and for dK and dV the statistics of each row, which lie along a thre
 the way of dQ's part to memory."""
 
 LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.5, JOINT: 3.0}
-"""Registers that a thread's score holds at the fullest point: scores, weights, and in the backward their
-derivatives."""
+"""Registers that a thread's score holds at the fullest point: scores, weights, derivatives in the backward."""
 
 EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85, JOINT: 1.2}
 """Share of a loop's instructions beside which no product runs, in the plain order. dP's runs beside exponentials, where
@@ -319,8 +318,7 @@ PRESSURE = {
 """More registers that a thread's score holds, by kind of program."""
 
 HELD = 0.5
-"""Share of the factor that stays for all trips which synchronous products keep in registers; the rest is read again. An
-assumption."""
+"""Share of the factor that stays which synchronous products keep in registers, to read the rest. An assumption."""
 
 ADDRESSES = 36
 """Registers of a thread for addresses, counters and row statistics, at least."""

@@ -15,8 +15,7 @@ Place = tuple[int, int, int, int, str]
 """Rows, keys, warps, stages and order of a tile."""
 
 Facts = dict[Place, tuple[int, int, int, int, bool]]
-"""Bytes of shared memory, registers of a thread, instructions of the main loop, those of them that spill, and whether
-products are serialised."""
+"""Bytes of shared memory, registers of a thread, instructions of the loop, spills, whether products are serialised."""
 
 SAME_CODE = {
     **dict.fromkeys(("sm_86", "sm_87", "sm_89", "sm_120", "sm_121"), "sm_80"),

@@ -47,8 +47,7 @@ TRIP = 64
 """Keys (queries, for dK and dV) of a trip where the model sees no difference: less is mostly the loop's own cost."""
 
 UNKNOWN = 1.3
-"""By how much slower than estimated a tile is taken to be that was not compiled where others were: loops of wide heads
-have up to a third more instructions than the estimate."""
+"""Factor for tiles that were not compiled where others were: loops of wide heads are up to a third longer."""
 
 WAYS = ((QUERIES, KEYS), (QUERIES, KEYS_ALONE, VALUES_ALONE), (JOINT,))
 """The kernels that make all gradients. dK and dV have a kernel each where sums of wide heads leave too few registers

@@ -32,8 +32,7 @@ from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
 VERSION = 16
-"""To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
-it."""
+"""To be raised with every change of what the ops return, or of their callers: Inductor's caches are keyed by it."""
 
 
 def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:

@@ -100,8 +100,7 @@ def _cells(
 
 
 class _Cells:
-    """Bounds of expressions over the cells of all queries, or of these rows. Tensors are [b.., rows, keys], with 1 for
-    what a value does not depend on."""
+    """Bounds over the cells of all queries, or of these rows: [b.., rows, keys], 1 for what does not matter."""
 
     def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None):
         self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows

@@ -28,8 +28,7 @@ class OutOfBounds(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Where a site is compared: the coordinate of every dimension of its result, [worlds, 1] ("e": [worlds, columns]),
-    and values of the spec's sizes."""
+    """The coordinate of every dimension of the result, [worlds, 1] ("e": [worlds, columns]), and the spec's sizes."""
 
     places: dict[str, Tensor]
     sizes: dict[str, int]
