@@ -54,7 +54,7 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
         spec=part.spec,
         sizes=sizes,
         keys=_keys(part, sizes),
-        shapes=_shapes(part, hints),
+        shapes=tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands),
         planned=_planned(part, hints, options),
         source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(values),
         approximation=_approximation(part, hints, options),
@@ -104,7 +104,3 @@ def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Cal
         return plan(spec, machine, sizes=sizes, choice=choice)
 
     return planned
-
-
-def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)

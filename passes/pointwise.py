@@ -174,10 +174,6 @@ def _select(condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Ex
     return round_constants(result, dtype) if kind is Kind.FLOAT else result
 
 
-def _where(call: Call) -> Expr | None:
-    return _select(*call.args[:3], call.dtype) if len(call.args) == 3 else None
-
-
 def _masked_fill(call: Call) -> Expr | None:
     value, mask, fill = call.args[:3]
     return _select(mask, fill, value, call.dtype)
@@ -246,10 +242,6 @@ def _is_nan(call: Call) -> Expr:
     return apply("fne", value, value)
 
 
-def _is_inf(call: Call) -> Expr:
-    return apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), const(math.inf))
-
-
 def _tanh(x: Expr, call: Call) -> Expr:
     value = apply("tanh", x)
     return rounding_to(value, "bfloat16") if call.dtype is torch.bfloat16 else value
@@ -271,11 +263,13 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.bitwise_and: _bitwise_and, aten.bitwise_left_shift: _shift(True), aten.bitwise_right_shift: _shift(False),
     aten.bitwise_or: _logical(_or, False), aten.bitwise_not: _logical(_not, False),
     aten.bitwise_xor: _logical(_exclusive_or, False),
-    aten.where: _where, aten.masked_fill: _masked_fill,
+    aten.where: lambda call: _select(*call.args, call.dtype) if len(call.args) == 3 else None,
+    aten.masked_fill: _masked_fill,
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
     aten.max: _extremum("maximum", "imax"), aten.min: _extremum("minimum", "imin"),
     aten.clamp: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
-    aten.isnan: _is_nan, aten.isinf: _is_inf,
+    aten.isinf: lambda call: apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), const(math.inf)),
+    aten.isnan: _is_nan,
     aten.lerp: float_function(_lerp, 3), aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
 }  # fmt: skip
 """Overload packet -> builder. A builder returns None where it cannot express the call."""

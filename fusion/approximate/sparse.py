@@ -104,11 +104,6 @@ class _Likely(NamedTuple):
         return bool(self.selective) or self.rounded
 
 
-def _by_head(heads: Heads) -> list[Tensor]:
-    """Q, K and V of every head, shared keys repeated."""
-    return [heads.q, *(x[heads.owner] if len(x) < len(heads.q) else x for x in (heads.k, heads.v))]
-
-
 class SparseAttention:
     """The executor of an eligible spec; arguments as of `PolynomialAttention`. kernels: "mlir" or "triton"."""
 
@@ -221,7 +216,8 @@ class SparseAttention:
 
     def _parts(self, heads: Heads, likely: dict[int, float], rounding: _Rounding, fine: bool) -> _Parts:
         """What is done with each head. likely, fine: see `Selection.marks`."""
-        q, k, v = rows = _by_head(heads)
+        shared = len(heads.k) < len(heads.q)  # keys, which are repeated
+        q, k, v = rows = [heads.q, *(x[heads.owner] if shared else x for x in (heads.k, heads.v))]
         marks = self.selection.marks(q, k, v, likely, fine) if likely else {}
         certified = [head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN]
         rounded = [head for head in certified if head not in marks and bool(v[head].abs().amax() < math.inf)]

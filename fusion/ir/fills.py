@@ -62,7 +62,8 @@ def is_dead(value: Expr) -> bool:
 def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) -> Expr | None:
     """A dead score / `scale` such that its rows keep their weights, or None. divide: the same for what is not dead."""
     if dead.is_const:
-        return const(_clamped(dead.value / scale, dead.value), Kind.FLOAT)
+        value = dead.value / scale
+        return const(max(-LARGEST, min(LARGEST, value)) if math.isfinite(dead.value) else value, Kind.FLOAT)
     if dead.op == "where":
         arms = [in_units(arm, scale, divide) if is_dead(arm) else divide(arm) for arm in dead.args[1:]]
         return None if None in arms else where(dead.args[0], *arms)  # type: ignore[arg-type]
@@ -86,8 +87,3 @@ def _stays(fill: float, scale: float) -> bool:
     if -fill < SWALLOWS:
         return math.frexp(scale)[0] == 0.5
     return scale <= 1 and (-fill / scale <= LARGEST or -fill > LARGEST / 2)
-
-
-def _clamped(value: float, original: float) -> float:
-    """A finite fill stays finite."""
-    return max(-LARGEST, min(LARGEST, value)) if math.isfinite(original) else value

@@ -107,10 +107,6 @@ def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
     return name, flags, float(clock or 0), caches
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @functools.cache
 def amx_enabled() -> bool:
     """Ask the operating system for the tile registers, once per process; False where it refuses."""
@@ -134,7 +130,8 @@ def detect() -> Machine:
     if "amx_tile" in isa and not amx_enabled():
         isa = frozenset(flag for flag in isa if not flag.startswith("amx"))
     width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16
-    clock, cores = clock or 2.5e9, _usable_cores()
+    clock = clock or 2.5e9
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     caches = {"L1": 32 * KIB, "L2": 512 * KIB} | caches
     lanes = width // 4
     peak = cores * (2 if "fma" in isa else 1) * lanes * 2 * clock

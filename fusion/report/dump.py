@@ -209,16 +209,15 @@ def example(node: Node) -> str:
         return repr(held.node.hint)
     if not isinstance(held, torch.Tensor):
         return repr(held)
-    size, stride = (json.dumps([_hint(n) for n in ns]) for ns in (held.shape, held.stride()))
+    size, stride = (
+        json.dumps([n.node.hint if isinstance(n, torch.SymInt) else n for n in extents])
+        for extents in (held.shape, held.stride())
+    )
     made = f"torch.empty_strided({size}, {stride}, dtype={held.dtype}, device={str(held.device)!r})"
     if held.is_floating_point():
         return f"{made}.normal_()"
     # small indices are in range wherever there are at least two entries
     return f"{made}.random_(0, 2)" if not held.is_complex() else f"{made}.fill_(1)"
-
-
-def _hint(extent: int | torch.SymInt) -> int:
-    return int(extent.node.hint) if isinstance(extent, torch.SymInt) else int(extent)
 
 
 def _attributes(module: GraphModule) -> dict[str, Any]:

@@ -126,10 +126,6 @@ def _gradients(
     return [next(found) if needed else None for needed in needs]
 
 
-def _no_gradient(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
-    return [None] * ctx.count
-
-
 def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
     ctx.count = len(arguments[0])
     ctx.mark_non_differentiable(result)
@@ -200,7 +196,7 @@ for _name, _describe in (
 ):
     _again = functools.partial(_differentiate_derivative, _describe)
     autograd.register(_library, _name, _again, _save_all, _describe)
-autograd.register(_library, "tile_map", _no_gradient, _save_count)
+autograd.register(_library, "tile_map", lambda ctx, grad: [None] * ctx.count, _save_count)
 for _name in _OPERATORS:
     if _name.startswith("attention") and _name != "attention_below_autograd":
         mapping.register(_library, _name)

@@ -76,7 +76,8 @@ class Worlds:
 
     def values(self, leaf: int, flat: Tensor, dtype: torch.dtype, role: Role) -> Tensor:
         """The elements `flat` ([count or 1, ...]) of tensor number `leaf`; floats in float64."""
-        drawn = _mixed(_mixed(flat + leaf * 0x51ED270B) + self._rows(flat.dim()) * 0x2545F491) & 0x7FFFFFFF
+        rows = torch.arange(self.count).view(-1, *[1] * (flat.dim() - 1))
+        drawn = _mixed(_mixed(flat + leaf * 0x51ED270B) + rows * 0x2545F491) & 0x7FFFFFFF
         if dtype is torch.bool:
             share = self._choice(leaf, torch.tensor(_LIVE_SHARES), flat.dim())
             return drawn < share * 0x80000000
@@ -98,9 +99,6 @@ class Worlds:
         limit = min(self.longest, info.max)
         widths = (3, limit, limit, 2) if info.bits > 16 else (3, limit, info.max, info.max)
         return (drawn % self._choice(leaf, torch.tensor(widths), drawn.dim())).to(dtype)
-
-    def _rows(self, rank: int) -> Tensor:
-        return torch.arange(self.count).view(-1, *[1] * (rank - 1))
 
     def _choice(self, leaf: int, options: Tensor, rank: int) -> Tensor:
         """Which option holds for a tensor in each world."""
